@@ -21,6 +21,11 @@ def _low_rank(adapter: AdapterConfig) -> Iterator[str]:
         yield f"adapter.r={adapter.r} must be at least 1 for adapter.kind={adapter.kind}."
     if adapter.alpha <= 0:
         yield f"adapter.alpha={adapter.alpha:g} must be above 0 for adapter.kind={adapter.kind}."
+    if adapter.experts and adapter.dropout:
+        yield (
+            f"adapter.dropout={adapter.dropout:g} with adapter.experts=true: PEFT has no dropout for experts. "
+            "Set adapter.dropout=0, or adapter.experts=false."
+        )
     if not adapter.targets:
         yield "adapter.targets is empty. Set adapter.targets=[all-linear] or names of layers."
 

@@ -100,6 +100,7 @@ class AdapterConfig:
     start: str | None = None  # run, folder or hub id of the adapter that this one goes on from; null: a new one
     targets: list[str] = field(default_factory=list)  # all-linear, or names of layers; the head is never adapted
     fused: bool = False  # hand-written passes, where they are checked to equal PEFT's
+    experts: bool = False  # adapt the stacked experts of a mixture too; adapter.dropout is 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -142,12 +142,14 @@ class AdapterExport(Export):
         unpacked = self.evaluation.base.unpacked_format
         if unpacked is not None and sections.quantizer is not None:
             return f"no other program packs its base, in {unpacked['quant_method']}, as {sections.quantizer.kind}"
+        bitsandbytes = sections.bitsandbytes_arguments(self.evaluation.base)
         loading = {
+            "stacks": [] if bitsandbytes is None else self.evaluation.base.stacks_of_experts,
             "unpacked": unpacked,
             "config": str(folder) if task_of(sections.task).pooled else None,
             "base": str(inside if inside.is_dir() else sections.model.path),
             "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
-            "bitsandbytes": sections.bitsandbytes_arguments(self.evaluation.base),
+            "bitsandbytes": bitsandbytes,
         }
         return by_transformers(folder, loading, reference, self.evaluation)
 

@@ -36,11 +36,29 @@ def load(plan: dict[str, Any]) -> Any:
 
         options["quantization_config"] = AutoQuantizationConfig.from_dict({**plan["unpacked"], "dequantize": True})
     lm = getattr(transformers, plan["auto_class"]).from_pretrained(plan["base"] or plan["folder"], **options)
+    if plan["stacks"]:
+        round_stacks(lm, plan["stacks"], plan["bitsandbytes"])
     if plan["base"] is not None:
         from peft import PeftModel
 
         lm = PeftModel.from_pretrained(lm, plan["folder"])
     return lm.eval()
+
+
+@torch.no_grad()
+def round_stacks(lm: torch.nn.Module, names: list[str], given: dict[str, Any]) -> None:
+    """Round stacks of experts in place, which transformers does not quantise, as bitsandbytes rounds their rows."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for name in names:
+        stack = lm.get_parameter(name)
+        packed = quantize_4bit(
+            stack.flatten(0, 1),
+            blocksize=64,
+            compress_statistics=given["bnb_4bit_use_double_quant"],
+            quant_type=given["bnb_4bit_quant_type"],
+        )
+        stack.copy_(dequantize_4bit(*packed).view_as(stack))
 
 
 def digest(lm: torch.nn.Module) -> str:

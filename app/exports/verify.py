@@ -206,6 +206,7 @@ def by_transformers(
             "base": None,
             "dtype": "float32",
             "bitsandbytes": None,
+            "stacks": [],
             "digest": False,
             "unpacked": None,
             **loading,

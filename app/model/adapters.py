@@ -16,6 +16,7 @@ from app.config.tasks import Task
 from app.errors import CheckpointError, ConfigError
 from app.files import read_json
 from app.model.adapter_method import AdapterMethod
+from app.model.experts import expert_wrappers, other_stacks, shown_to_peft, stack_layers, stacks_of
 from app.model.head import head_modules, in_backbone
 from app.model.lora import Lora
 from app.model.quantization import is_conv1d
@@ -48,7 +49,8 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
         return result
     layers = layers_to_adapt(config.targets, lm)
     head = head_modules(lm) if task.pooled else []
-    expected = {layer + end for layer in layers for end in method.trained} | {
+    experts = expert_wrappers(lm) if config.experts else []
+    expected = {layer + end for layer in [*layers, *experts] for end in method.trained} | {
         f"{name}.modules_to_save.default.{weight}"
         for name in head
         for weight, _ in lm.get_submodule(name).named_parameters()
@@ -62,7 +64,7 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
         "target_modules": short if set(meant) <= set(layers) else layers,
         "modules_to_save": sorted({name.rpartition(".")[2] for name in head}) or None,
     }
-    with quiet_peft():
+    with quiet_peft(), shown_to_peft(lm):
         from peft import get_peft_model
 
         network: nn.Module = get_peft_model(lm, method.peft_config(lm, layers, shared))
@@ -111,7 +113,7 @@ def read_adapter_config(final: Path) -> dict[str, Any]:
     needed: dict[str, Callable[[Any], bool]] = {
         "peft_type": lambda value: value == method.peft_type,
         "target_modules": lambda value: _are_names(value) and bool(value),
-        "modules_to_save": lambda value: value is None or _are_names(value),
+        **dict.fromkeys(("modules_to_save", "target_parameters"), lambda value: value is None or _are_names(value)),
         **method.written,
     }
     valid = {**dict.fromkeys(_FREE_KEYS, lambda value: isinstance(value, str | bool | dict | None)), **needed}
@@ -155,16 +157,16 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
     and PEFT takes the names of dense and shared experts for the stacked ones. Kernels of Mamba's mixers would not see
     adapters on some of their layers.
     """
-    has_stacked_experts = any(".experts." in name and weight.ndim == 3 for name, weight in lm.named_parameters())
+    has_stacked_experts = bool(stacks_of(lm) or other_stacks(lm))
     unusable = _EXPERT_LAYERS if has_stacked_experts else frozenset()
-    read_past = layers_read_past(lm)
+    unseen = layers_read_past(lm) | stack_layers(lm)
     linear = [
         name
         for name, module in lm.named_modules()
         if in_backbone(lm, name)  # the others are the head
         and (isinstance(module, nn.Linear) or is_conv1d(module))
         and name.rpartition(".")[2] not in unusable
-        and name not in read_past
+        and name not in unseen
     ]
     chosen: set[str] = set()
     problems = []

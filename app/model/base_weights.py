@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from app.model.experts import PACKED, as_rows, stacks_of
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
 
 
@@ -63,6 +64,7 @@ class Base:
         self._modules = dict(lm.named_modules())
         self._quantizer: Quantizer | None = None
         self._plain: dict[str, nn.Module] = {}  # of layers that are quantised, as they were before
+        self._stacks: dict[str, torch.Size] = {}  # of experts, by name, that are quantised
 
     def whole(self) -> Any:
         """The model with all of its weights in this process."""
@@ -75,6 +77,8 @@ class Base:
         self._quantizer = quantizer
         if quantizer.packs:
             self._plain = {name: self.lm.get_submodule(name) for name in backbone_linear_layers(self.lm)}
+        if quantizer.packs_experts:
+            self._stacks = stacks_of(self.lm)
         quantizer.quantize(self.lm)
         self._modules = dict(self.lm.named_modules())
 
@@ -86,7 +90,10 @@ class Base:
             for tensor in self._tensors:
                 place, _, last = tensor.name.rpartition(".")
                 if place in self._plain and last == "weight":
-                    self._put_quantized(place, tensor, put)
+                    self._put_quantized(self._plain[place], self._modules[place], tensor, put)
+                    continue
+                if tensor.name in self._stacks:
+                    self._put_quantized(None, self._modules[f"{place}.{PACKED}.{last}"], tensor, put)
                     continue
                 module = self._modules[place]
                 buffer = module._buffers.get(last)
@@ -139,10 +146,12 @@ class Base:
             lambda low, high: convert(tensor.rows(low, high), copied=False),
         )
 
-    def _put_quantized(self, name: str, tensor: SourceTensor, put: Put) -> None:
-        """Quantise a tensor whole and put its bytes: a process that keeps some rows of them has the scales of all."""
+    def _put_quantized(self, plain: nn.Module | None, module: nn.Module, tensor: SourceTensor, put: Put) -> None:
+        """Quantise a tensor whole and put its bytes: a process that keeps some rows of them has the scales of all.
+
+        `plain`: the layer as it was, None for a stack of experts.
+        """
         assert self._quantizer is not None
-        layer = copy.copy(self._plain[name])
         weight: Any = tensor.whole()
         if hasattr(weight, "quant_state"):  # packed in the files
             weight = weight.to(self._options.device)
@@ -150,9 +159,10 @@ class Base:
         else:
             weight = nn.Parameter(weight.to(self._options.device, self._options.dtype), requires_grad=False)
             _require_finite(tensor, weight)
-        layer._parameters = {"weight": weight, "bias": None}
+        layer = as_rows(weight) if plain is None else copy.copy(plain)
+        if plain is not None:
+            layer._parameters = {"weight": weight, "bias": None}
         quantized = self._quantizer.quantized(layer)
-        module = self._modules[name]
         self._quantizer.share_state(quantized, module)
         for last, bytes_ in quantized.named_parameters():
             put(module, last, in_memory(tensor.name, bytes_))

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from app.model.chunked_loss import linear_head
 from app.model.comparison import Comparison
 from app.model.compile import compile_blocks
 from app.model.conversion import require_packed_alike
+from app.model.experts import adapted_experts, compare_experts, stack_layers, take_over
 from app.model.fp8_linear import without_row_rounding
 from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
@@ -44,6 +45,8 @@ from app.model.source import local_place
 from app.model.structure import BaseModel
 from app.model.text_part import whole_class
 from app.model.training_model import TrainingModel
+
+Compared = TypeVar("Compared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,22 +185,54 @@ def assemble(
         fill()
     else:
         training_model.divide(sharding, fill)
+    fused = Fused()
     if sections.adapter.fused and compiled is None:  # torch.compile cannot trace the hand-written autograd functions
-        training_model.use_fused(_fused(training_model, sections.quantizer, device))
+        fused = _fused(training_model, sections.quantizer, device)
+    grouped = _grouped_experts(training_model, sections, device)
+    training_model.use_fused(replace(fused, comparisons=(*fused.comparisons, *grouped)))
     return training_model
 
 
 def _fused(training_model: TrainingModel, quantizer: Quantizer | None, device: torch.device | None) -> Fused:
-    """Compare and install fused forwards; all processes of a sharded model compare the same layers, each gathered."""
-    network, sharding = training_model.network, training_model.sharding
+    """Compare and install fused forwards."""
+    network = training_model.network
     if device is None:
         return fuse(network, None, quantizer=quantizer)
     autocast = partial(training_model.autocast, device)
     with without_row_rounding(network):
-        if sharding is None:
-            return fuse(network, autocast, quantizer=quantizer)
-        with sharding.checking():
-            return training_model.within(lambda: fuse(network, autocast, sharding.gathered, quantizer))
+        return _with_weights(training_model, lambda gathered: fuse(network, autocast, gathered, quantizer))
+
+
+def _with_weights(training_model: TrainingModel, compare: Callable[[Any], Compared]) -> Compared:
+    """Compare layers, given a context in which one has its weights: those of a sharded model are gathered, the same
+    ones by all processes.
+    """
+    sharding = training_model.sharding
+    if sharding is None:
+        return compare(nullcontext)
+    with sharding.checking():
+        return training_model.within(lambda: compare(sharding.gathered))
+
+
+def _grouped_experts(
+    training_model: TrainingModel, sections: ModelSections, device: torch.device | None
+) -> list[Comparison]:
+    """Let experts compute by our function where they are packed, or their adapters are fused; it is compared before."""
+    network, quantizer = training_model.network, sections.quantizer
+    is_packed = quantizer is not None and bool(stack_layers(network))
+    is_fused = sections.adapter.fused and training_model.compiled_layers is None and bool(adapted_experts(network))
+    if not (is_packed or is_fused):
+        return []
+    autocast = nullcontext if device is None else partial(training_model.autocast, device)
+    found = [] if device is None else _with_weights(training_model, partial(compare_experts, network, autocast))
+    for each in found if is_packed else ():
+        each.or_refuse(
+            f"quantization.kind={sections.quantization.kind}: {each}, so packed experts would be trained wrongly. "
+            "Set recipe=lora, or choose another model."
+        )
+    if all(each.passed for each in found):
+        take_over(network)
+    return found
 
 
 def choose_loss_head(training_model: TrainingModel, batch: Batch) -> list[Comparison]:

@@ -1,14 +1,16 @@
 """Results of comparisons before the first step: what was computed in two ways, and how far the two may differ."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from app.errors import EnvironmentProblem, gist
+
+_ROUNDINGS = 8  # of the dtype of the arithmetic: each side makes a few
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +71,43 @@ def max_difference(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float
 def _relative(found: Tensor, expected: Tensor) -> float:
     tiny = torch.finfo(torch.float32).tiny
     return float((found.float() - expected).norm() / expected.norm().clamp_min(tiny))
+
+
+def compare_forwards(
+    what: str,
+    own: Callable[[Tensor], Any],
+    ours: Callable[[Tensor], Any],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    exact: float,
+) -> Comparison:
+    """Compare outputs and gradients of two forwards for the rows `x`, with every B of `updates` large enough that the
+    adapter shows; `exact` is allowed in fp32.
+    """
+    kept = [b.detach().clone() for b in updates]
+    try:
+        with torch.no_grad():  # fixed values: a run's random numbers must not depend on comparisons
+            for b in updates:
+                places = torch.arange(b.numel(), device=b.device, dtype=torch.float32)
+                b.copy_((torch.cos(places * 1.7) / b.shape[1] ** 0.5).view_as(b))
+        theirs, found = (_outcome(forward, x, weights) for forward in (own, ours))
+    finally:
+        with torch.no_grad():
+            for b, before in zip(updates, kept, strict=True):
+                b.copy_(before)
+    allowed = exact if x.dtype == torch.float32 else _ROUNDINGS * torch.finfo(x.dtype).eps
+    return Comparison(what, max_difference(found, theirs), allowed)
+
+
+def _outcome(forward: Callable[[Tensor], Any], x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        given = forward(leaf)
+    outs = given if isinstance(given, tuple) else (given,)
+    trained = [each for each in weights if each.requires_grad]
+    places = [torch.arange(out.numel(), device=out.device).view_as(out) % 7 for out in outs]
+    # gradients that are not parallel to the outputs: a norm would pass almost nothing of those
+    losses = [(out.float() + place).cos().sum() for out, place in zip(outs, places, strict=True)]
+    found = torch.autograd.grad(losses, [leaf, *trained])
+    return [each.detach().double() for each in (*outs, *found)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.model.comparison import Comparison, max_difference
+from app.model.comparison import Comparison, compare_forwards
 from app.model.fused_lora import LoraLayer, gated_mlp, lora_layer_of, together
 from app.model.kernels import autocast_dtype
 from app.model.quantization import Quantizer
@@ -31,7 +31,6 @@ SAME_ROWS = (
 _COMPARED_ROWS = 8
 _EXACT = 1e-5
 _EXACT_NORM = 1e-6
-_ROUNDINGS = 8  # of the dtype of the arithmetic: each side makes a few
 
 Forward = Callable[..., Any]
 Arithmetic = Callable[[], Any] | None
@@ -213,24 +212,12 @@ class _SharedOutputs:
 
 
 def _compared(piece: _Piece) -> Comparison:
-    """Compare outputs and gradients on a few rows, with every B large enough that the adapter shows."""
     x, exact = _rows_for(piece)
-    halves = [layer.lora().b for layer in piece.layers]
-    kept = [b.detach().clone() for b in halves]
-    try:
-        with torch.no_grad():  # fixed values: a run's random numbers must not depend on comparisons
-            for b in halves:
-                places = torch.arange(b.numel(), device=b.device, dtype=torch.float32)
-                b.copy_((torch.cos(places * 1.7) / b.shape[1] ** 0.5).view_as(b))
-        own, ours = (_outcome(forward, x, piece) for forward in (piece.own(), piece.forward))
-    finally:
-        with torch.no_grad():
-            for b, before in zip(halves, kept, strict=True):
-                b.copy_(before)
-    allowed = exact if x.dtype == torch.float32 else _ROUNDINGS * torch.finfo(x.dtype).eps
+    loras = [layer.lora() for layer in piece.layers]
+    trained = [half for lora in loras for half in (lora.a, lora.b)] or [piece.modules[0].weight]
     names = "|".join(type(module).__name__ for module in piece.modules)
     what = f"fused {names} of {x.shape[-1]} inputs against its own forward"
-    return Comparison(what, max_difference(ours, own), allowed)
+    return compare_forwards(what, piece.own(), piece.forward, x, trained, [lora.b for lora in loras], exact)
 
 
 def _rows_for(piece: _Piece) -> tuple[Tensor, float]:
@@ -242,18 +229,3 @@ def _rows_for(piece: _Piece) -> tuple[Tensor, float]:
     if not piece.layers:
         return x.to(like.dtype), _EXACT_NORM
     return x.to(autocast_dtype(like)), _EXACT
-
-
-def _outcome(forward: Forward, x: Tensor, piece: _Piece) -> list[Tensor]:
-    leaf = x.detach().requires_grad_()
-    weights = [half for layer in piece.layers for half in (layer.lora().a, layer.lora().b)]
-    weights = weights or [piece.modules[0].weight]
-    with torch.enable_grad():
-        given = forward(leaf)
-    outs = given if isinstance(given, tuple) else (given,)
-    trained = [each for each in weights if each.requires_grad]
-    places = [torch.arange(out.numel(), device=out.device).view_as(out) % 7 for out in outs]
-    # gradients that are not parallel to the outputs: a norm would pass almost nothing of those
-    losses = [(out.float() + place).cos().sum() for out, place in zip(outs, places, strict=True)]
-    found = torch.autograd.grad(losses, [leaf, *trained])
-    return [each.detach().double() for each in (*outs, *found)]

@@ -15,6 +15,7 @@ from app.model.adapters import quiet_peft, read_adapter_config
 from app.model.attention import own_attention
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, ModelSections, build_base
+from app.model.experts import shown_to_peft, stack_layers, take_over
 from app.model.layer_norm import set_norms
 from app.model.load_base import drawing_by, open_folder, read_weights
 from app.model.quantization import quantization_after_training, quantizer_of
@@ -144,11 +145,14 @@ def _with_adapter(lm: Any, final: Path, part: TextPart | None) -> Any:
 
     read_adapter_config(final)
     try:
-        with quiet_peft(), TemporaryDirectory() as renamed:
+        with quiet_peft(), shown_to_peft(lm), TemporaryDirectory() as renamed:
             from peft import PeftModel
 
             if part is not None:
                 rename_adapter(final, Path(renamed), part.in_text)
-            return PeftModel.from_pretrained(lm, str(final) if part is None else renamed).eval()
+            network = PeftModel.from_pretrained(lm, str(final) if part is None else renamed).eval()
+            if stack_layers(lm):  # PEFT's own forward cannot add to packed stacks
+                take_over(network)
+            return network
     except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
         raise CheckpointError(f"the adapter in {final} cannot be loaded ({gist(fault)}).") from fault

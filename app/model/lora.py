@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from app.errors import ConfigError
 from app.model.adapter_method import AdapterMethod
 from app.model.base_weights import Put, in_memory
+from app.model.experts import adapted_experts, layer_or_stack, stacks_of
 from app.model.quantization import is_conv1d
 
 
@@ -33,7 +34,14 @@ class Lora(AdapterMethod):
         from peft import LoraConfig
 
         r, modules = self.config.r, [lm.get_submodule(layer) for layer in layers]
-        highest = max(min(m.weight.shape if is_conv1d(m) else (m.in_features, m.out_features)) for m in modules)
+        stacks = stacks_of(lm) if self.config.experts else {}
+        if self.config.experts and not stacks:
+            raise ConfigError(
+                f"adapter.experts=true: a model of kind {lm.config.model_type} has no stacks of experts that "
+                "transformers calls through its interface. Set adapter.experts=false."
+            )
+        sizes = [m.weight.shape if is_conv1d(m) else (m.in_features, m.out_features) for m in modules]
+        highest = max(map(min, [*sizes, *(shape[1:] for shape in stacks.values())]))
         if r > highest:
             raise ConfigError(
                 f"adapter.r={r}: no adapted layer of this model has a rank above {highest:,}. Usual are 8 to 128; "
@@ -45,6 +53,7 @@ class Lora(AdapterMethod):
             lora_alpha=self.config.alpha,
             lora_dropout=self.config.dropout,
             fan_in_fan_out=any(map(is_conv1d, modules)),
+            target_parameters=sorted({".".join(name.rsplit(".", 2)[-2:]) for name in stacks}) or None,
         )
 
     def lr_factor(self, name: str) -> float:
@@ -56,10 +65,12 @@ class Lora(AdapterMethod):
 
         PEFT rounds them to the base's dtype before it casts them to float32.
         """
-        for name, module in network.named_modules():
+        names: dict[Any, str] = {module: name for name, module in network.named_modules()}
+        wrappers = [wrapper for each in adapted_experts(network).values() for wrapper in each]
+        for module in [*(each for each in names if each not in wrappers), *wrappers]:
             for adapter in getattr(module, "lora_A", ()):
-                base: Any = module.get_base_layer()
-                dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
+                name, base = names[module], layer_or_stack(module)
+                dtype = getattr(base, "compute_dtype", None) or getattr(base, "weight", base).dtype
                 dtype = dtype if dtype.is_floating_point else torch.float32
                 halves = [(half, getattr(module, half)[adapter]) for half in ("lora_A", "lora_B")]
                 drawn = [nn.Linear(layer.in_features, layer.out_features, bias=False) for _, layer in halves]

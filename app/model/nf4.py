@@ -236,6 +236,6 @@ def fused_forms(network: nn.Module) -> dict[nn.Module, FourBits]:
     """The 4-bit layers inside `network`; on a GPU they share one buffer."""
     from bitsandbytes.nn import Linear4bit
 
-    layers = [layer for layer in network.modules() if isinstance(layer, Linear4bit)]
+    layers = [m for m in network.modules() if isinstance(m, Linear4bit) and not hasattr(m, "stack")]  # no experts
     buffer = DequantizeBuffer(layers) if layers and on_gpu(layers[0].weight.device) else None
     return {layer: FourBits(layer, buffer) for layer in layers}

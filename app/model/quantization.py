@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
-from app.model import nf4
+from app.model import experts, nf4
 from app.model.fp8_linear import Fp8Linear
 from app.model.frozen_linear import FrozenLinear, Int8Linear
 from app.model.fused_lora import Frozen
@@ -32,6 +32,7 @@ class Quantizer(ABC):
     kind: str  # as quantization.kind has it
     # whether the adapter has learnt to make up for the rounding: then it is used later on a base quantised alike
     needed_by_adapter: bool
+    packs_experts = True  # whether stacks of experts too
     packs = True  # whether weights are stored in fewer bits, and frozen; else they are trained, and rounded when used
     card = ""  # what users of the trained model should know
 
@@ -39,6 +40,8 @@ class Quantizer(ABC):
         """Replace every plain linear layer of the backbone, one by one, so that full weights are freed as it goes."""
         for name in backbone_linear_layers(lm):
             lm.set_submodule(name, self.quantized(lm.get_submodule(name)))
+        if self.packs_experts:
+            experts.pack(lm, self)
         self.finish(lm)
 
     def finish(self, lm: Any) -> None:
@@ -49,6 +52,10 @@ class Quantizer(ABC):
     @abstractmethod
     def quantized(self, layer: Any) -> nn.Module:
         """The frozen layer that replaces a plain linear one."""
+
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in] of a quantised layer; of a kind that packs experts."""
+        raise NotImplementedError(f"unpacked: the weight of a layer in {self.kind}")
 
     def share_state(self, quantized: nn.Module, layer: nn.Module) -> None:  # noqa: ARG002
         """`layer`, quantised on meta, takes what `quantized` knows of its bytes beside parameters and buffers."""
@@ -89,10 +96,14 @@ class Quantizer(ABC):
                 f"{reason}. Set {'recipe=lora or ' * self.packs}quantization=none, or choose another model."
             )
 
-        if any(".experts." in f".{name}" for name, _ in lm.base_model.named_parameters()):
-            refuse("its experts are stacked, and stacked weights are not quantised yet")
-        for name in backbone_linear_layers(lm):
-            reason = self.unsupported(name, *weight_of(lm.get_submodule(name)).shape)
+        other, stacks = experts.other_stacks(lm), experts.stacks_of(lm)
+        if other:
+            refuse(f"{other[0]} has its experts in another layout than transformers' interface of experts")
+        if stacks and not self.packs_experts:
+            refuse(f"its experts are stacked, and stacks are not stored in {self.kind}")
+        sizes = {name: weight_of(lm.get_submodule(name)).shape for name in backbone_linear_layers(lm)}
+        for name, size in {**sizes, **{name: stack[1:] for name, stack in stacks.items()}}.items():
+            reason = self.unsupported(name, *size)
             if reason is not None:
                 refuse(reason)
 
@@ -145,6 +156,9 @@ class Bits4(Quantizer):
         options: Any = {"double_quant": self.double_quant, "compute": self.compute}
         return nf4.linear_4bit(weight, layer.bias, self.kind, **options)
 
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        return nf4.dequantized(layer).to(dtype)
+
     def share_state(self, quantized: Any, layer: Any) -> None:
         layer.quant_state = quantized.quant_state
         quantized.weight.module = layer
@@ -185,11 +199,16 @@ class Int8(Bits8):
     kind = "int8"
     layer = Int8Linear
 
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        result: Tensor = layer.unpacked(dtype)
+        return result
+
 
 class Fp8(Bits8):
     """e4m3, in which products are computed too."""
 
     kind = "fp8"
+    packs_experts = False
     layer = Fp8Linear
 
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
@@ -220,6 +239,7 @@ class Qat(Quantizer):
     kind = "qat"
     needed_by_adapter = False
     packs = False
+    packs_experts = False
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme

@@ -16,6 +16,7 @@ from app.config.schema import ModelConfig
 from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist, refuse
 from app.model.conversion import BITSANDBYTES, stored_format
+from app.model.experts import stacks_of
 from app.model.quantization import backbone_linear_layers, is_linear, other_linear_layers
 from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, read_config, require_weights
 from app.model.supported_models import require_kind, require_structure
@@ -102,6 +103,12 @@ class BaseModel:
         inside = backbone_linear_layers(lm)
         named = part.whole.named_modules()
         return [name for name, layer in named if is_linear(layer) and part.in_text(name) not in inside]
+
+    @property
+    def stacks_of_experts(self) -> list[str]:
+        """Names of stacks of experts in the folder's own model."""
+        part, names = self.text_part, stacks_of(self.on_meta())
+        return [*names] if part is None else [str(part.in_whole(name)) for name in names]
 
     @cached_property
     def is_bidirectional(self) -> bool:

@@ -15,6 +15,7 @@ from app.config.tasks import TASKS
 from app.data.length_statistics import padded_fill
 from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
+from app.model.experts import stacks_of
 from app.model.source import base_fingerprint, fetch_folder
 from app.model.tokenizer import tokenizer_hash
 from app.optim import requirements
@@ -64,6 +65,8 @@ def _notes(resolved: ResolvedRun) -> Iterator[str]:
     quantizer = resolved.sections.quantizer
     if quantizer is not None:
         yield from quantizer.notes(device)
+    if run.adapter.kind != "none" and not run.adapter.experts and stacks_of(resolved.base.on_meta()):
+        yield "experts and router stay frozen (adapter.experts=true trains the experts)"
     yield from requirements.notes(run.optimizer, device)
     yield from offload_notes(run.training, device)
     yield from machine_notes(run.parallel, resolved.runtime.processes)

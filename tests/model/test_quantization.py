@@ -144,7 +144,8 @@ def test_nf4_random_base_saved_and_read_same_bytes(kind: str, precision: str, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "base"), [("llama", "nf4"), ("gpt2", "nf4"), ("qwen2", "nf4"), ("llama", "fp4"), ("gpt2", "int8")]
+    ("kind", "base"),
+    [("llama", "nf4"), ("gpt2", "nf4"), ("qwen2", "nf4"), ("llama", "fp4"), ("gpt2", "int8"), ("mixtral", "nf4")],
 )
 def test_folder_quantised_while_read_same_bytes(kind: str, base: str, tmp_path: Path) -> None:
     built(kind, "eager", **wide_numbers(kind)).save_pretrained(str(tmp_path))
@@ -287,9 +288,12 @@ def refused(parts: ModelSections, words: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
-def test_nf4_stacked_experts_are_refused(kind: str) -> None:
-    refused(parts_of(kind), f"a model of kind {kind} .*: its experts are stacked")
-    count_weights(sections(wide(kind), lora()))  # a plain base can be trained
+def test_fp8_stacked_experts_are_refused(kind: str) -> None:
+    parts = sections(wide(kind), lora(), quantization=QuantizationConfig(kind="fp8"))
+    with pytest.raises(ConfigError, match=f"a model of kind {kind} .*: its experts are stacked, and stacks are not"):
+        count_weights(parts)
+    integers = sections(wide(kind), lora(), quantization=QuantizationConfig(kind="int8"))
+    assert count_weights(integers).trained == count_weights(sections(wide(kind), lora())).trained
 
 
 def test_nf4_rows_of_no_whole_blocks_are_refused() -> None:

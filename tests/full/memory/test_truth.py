@@ -46,6 +46,14 @@ def test_plan_of_mixture_of_experts_equals_counted_step(recipe: str, precision: 
     assert abs(difference(*EXPERTS, f"recipe={recipe}", f"precision={precision}")) <= NEAR
 
 
+@pytest.mark.parametrize("recompute", ["0", "1"])
+@pytest.mark.parametrize("base", ["none", "nf4", "int8"])
+def test_plan_of_adapted_experts_equals_counted_step(base: str, recompute: str) -> None:
+    """Their stacks are unpacked at each use."""
+    words = (*EXPERTS, "recipe=lora", "adapter.experts=true", f"quantization={base}", f"training.recompute={recompute}")
+    assert abs(difference(*words)) <= NEAR
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plan_of_evaluation_equals_counted(recipe: str) -> None:
     run = small_run(f"recipe={recipe}")
