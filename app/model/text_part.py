@@ -111,6 +111,8 @@ def rename_adapter(source: Path, target: Path, renamed: Callable[[str], str | No
         for name, each in load_file(source / ADAPTER_WEIGHTS).items()
     }
     config = json.loads((source / ADAPTER).read_text())
-    config["target_modules"] = sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors})
+    layers = {name.removeprefix(PREFIX).partition(".lora_")[0].replace(".base_layer", "") for name in tensors}
+    experts = {name.rpartition(".")[0] for name in config.get("target_parameters") or ()}  # named by their ends
+    config["target_modules"] = sorted(name for name in layers if name.rpartition(".")[2] not in experts)
     save_file(tensors, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (target / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True))
