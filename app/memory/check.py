@@ -74,9 +74,9 @@ def check_memory(
 def planned_parts(
     run: RunConfig, overrides: Sequence[str], hardware: HardwareConfig | None, *, exact: bool, processes: int
 ) -> dict[str, int]:
-    """Bytes at the planned peak, by kind and together, and what one process needs of the machine."""
+    """Bytes of each kind where it is largest, of all at the planned peak, and what one process needs of the machine."""
     planned = Planner(machine_of(hardware), processes).at(random_if_missing(run, overrides), exact=exact)
-    parts = {kind: size for kind, size in planned.plan.anatomy.items() if size >= 1e5}
+    parts = {kind: size for kind, size in planned.plan.largest.items() if size >= 1e5}
     return {**parts, "tensors": planned.plan.peak_bytes, "needs": planned.verdict.needed_bytes}
 
 

@@ -35,6 +35,7 @@ class MemoryPlan:
     peak_bytes: int
     peak_where: str  # name of the phase with the peak
     anatomy: dict[str, int]  # bytes at the peak by MEMORY_KINDS; their sum is `peak_bytes`
+    largest: dict[str, int]  # bytes of each kind in the phase that has most of it
     kept_bytes: int  # weights, gradients and optimizer states
     host_bytes: int  # shards and optimizer states in host memory
     flops_per_token: float  # without recomputation and optimizer, per position of the micro-batch
@@ -111,6 +112,7 @@ def _plan(shape: Shape, numbers: Mapping[tuple[str, ...], int], *, exact: bool, 
         peak_bytes=phases[where],
         peak_where=where,
         anatomy=anatomies[where],
+        largest={kind: max(sizes[kind] for sizes in anatomies.values()) for kind in MEMORY_KINDS},
         kept_bytes=numbers["kept",],
         host_bytes=numbers["host",],
         offloaded_bytes=numbers["offloaded",],

@@ -48,9 +48,13 @@ def measured_tables(ladder: Mapping[str, Any]) -> list[LadderTable]:
 
 
 def planned_tables(facts: Mapping[str, Any]) -> list[LadderTable]:
-    """The tables for `ladder` of check.json: the parts of the planned peak of each rung, and the source's figures."""
+    """The tables for `ladder` of check.json: parts, each where it is largest, the peak, and the source's figures."""
     columns = {key: (PARTS.get(key, key), _megabytes) for key in (*PARTS, "tensors", "needs")}
-    planned = _table(f"Planned at the peak on {facts['label']}", {**_RUNG, **columns}, facts["rungs"])
+    planned = _table(
+        f"Planned on {facts['label']}: each part at its largest, tensors at the peak",
+        {**_RUNG, **columns},
+        facts["rungs"],
+    )
     return [planned, *_claimed_tables(facts["source"], facts["rungs"])]
 
 
@@ -86,4 +90,9 @@ def _table(title: str, columns: Columns, rungs: Rungs) -> LadderTable:
     ]
     notes = [f"{rung['name']}: {' '.join(rung['error'].split())}" for rung in rungs if rung.get("error")]
     notes += [f"{rung['name']}: split after out-of-memory, so it has no ratio" for rung in rungs if rung.get("splits")]
+    first = next((rung["clocks"] for rung in rungs if "clocks" in rung), {})
+    for rung in rungs:
+        if (own := rung.get("clocks", first)) != first:
+            limits = ", ".join(f"{name} {first.get(name)} -> {own.get(name)}" for name in {**first, **own})
+            notes.append(f"{rung['name']}: the limits of the GPU are not those of the first rung: {limits}")
     return LadderTable(title, [head for head, _ in shown.values()], rows, notes)

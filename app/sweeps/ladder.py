@@ -26,6 +26,7 @@ _RESULT_KEYS = (
     *("steps", "seconds", "samples_per_second", "memory_predicted_bytes", "memory_measured_bytes"),
     *("device_used_bytes", "train_loss_last", "eval_loss", "accuracy"),
 )
+_LIMITS_OF_SPEED = ("max_sm_mhz", "power_limit_watts")  # of the manifest's clocks; the others change with the load
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of CUDA, ROCm and WSL 2; torch is not loaded here
 
 
@@ -136,7 +137,8 @@ def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
     """The numbers of a finished rung, None where there is none."""
     place = RunFolder(folder)
     result, metrics = read_result(folder), place.metrics
-    fill = read_json(place.manifest)["counts"]["fill"] if place.manifest.is_file() else None
+    manifest = read_json(place.manifest) if place.manifest.is_file() else {"counts": {"fill": None}}
+    fill, clocks = manifest["counts"]["fill"], manifest.get("clocks") or {}
     states = sorted(folder.glob("checkpoints/step-*/state.json"))
     progress = read_json(states[-1])["progress"] if states else {}
     batching = run.batching
@@ -147,6 +149,7 @@ def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
         "tokens_per_second": _steady_tokens_per_second(read_lines(metrics) if metrics.is_file() else ()),
         "skipped_steps": progress.get("skipped_steps", 0),
         "splits": progress.get("depth", 0),
+        "clocks": {name: clocks[name] for name in _LIMITS_OF_SPEED if name in clocks},
         "step": [batching.packing, size * batching.accumulation, run.launch.num_processes, run.optimizer.lr],
     }
 

@@ -156,7 +156,7 @@ def test_check_memory_of_a_ladder(zygote: Zygote, tmp_path: Path) -> None:
     code, said, wrong = look(zygote, tmp_path, *words)
     assert (code, wrong) == (0, "")
     lines = said.splitlines()
-    assert lines[0] == "Planned at the peak on RTX 3080 Ti"
+    assert lines[0] == "Planned on RTX 3080 Ti: each part at its largest, tensors at the peak"
     assert [line.split()[0] for line in lines[1:4]] == ["rung", "padded", "packed"]
     assert "Claimed by the source: Llama-7B on Dolly with NeMo; GPU not named" in lines
     facts = json.loads((tmp_path / "look" / "check.json").read_text())["ladder"]
@@ -164,7 +164,7 @@ def test_check_memory_of_a_ladder(zygote: Zygote, tmp_path: Path) -> None:
     assert [rung["tensors"] > rung["frozen_weights"] > 0 for rung in facts["rungs"]] == [True, True]
     page = read((tmp_path / "look" / "check.html").read_text())
     assert page.one("h1").text == "packing"
-    assert "Planned at the peak on RTX 3080 Ti" in page.text
+    assert "Planned on RTX 3080 Ti: each part at its largest, tensors at the peak" in page.text
 
 
 def test_check_memory_of_a_ladder_goes_on_where_the_planner_fails(zygote: Zygote, tmp_path: Path) -> None:
@@ -172,7 +172,12 @@ def test_check_memory_of_a_ladder_goes_on_where_the_planner_fails(zygote: Zygote
     code, said, wrong = look(zygote, tmp_path, *words, "model.architecture.num_key_value_heads=5")  # of 6 heads
     assert code == 3
     assert wrong.count("Traceback") == 2
-    assert said.splitlines()[:4] == ["Planned at the peak on this machine", "rung", "padded", "packed"]
+    assert [line.split(":")[0] for line in said.splitlines()[:4]] == [
+        "Planned on this machine",
+        "rung",
+        "padded",
+        "packed",
+    ]
     assert "padded: the planner failed: RuntimeError" in said
     facts = json.loads((tmp_path / "look" / "check.json").read_text())["ladder"]
     assert facts["stops"] == [f"{rung['name']}: {rung['error']}" for rung in facts["rungs"]]

@@ -19,6 +19,7 @@ def plan(**parts: Any) -> MemoryPlan:
         "peak_bytes": peak,
         "peak_where": "backward",
         "anatomy": sizes,
+        "largest": sizes,
         "kept_bytes": 0,
         "host_bytes": 0,
         "flops_per_token": 1e6,

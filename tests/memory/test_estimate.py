@@ -49,6 +49,17 @@ def test_extrapolated_plan_equals_trace_of_all_layers(words: tuple[str, ...]) ->
     assert max(abs(size - whole.phases[phase]) for phase, size in guess.phases.items()) <= NEAR
 
 
+def test_largest_parts_of_recomputed_layers_are_their_inputs_and_all_gradients() -> None:
+    """Neither is there at the peak, which is in the backward pass of one layer or in the head."""
+    run = small_run("recipe=full", "training.recompute=true")
+    plan = plan_memory(run, PACKED, exact=True)
+    inputs = 4 * PACKED.width * 128 * run.model.architecture["num_hidden_layers"]
+    assert plan.largest["gradients"] == pytest.approx(plan.largest["trained_weights"], rel=0.01)
+    assert plan.largest["gradients"] > plan.anatomy["gradients"]
+    assert plan.largest["saved_activations"] >= inputs
+    assert all(plan.largest[kind] >= size for kind, size in plan.anatomy.items())
+
+
 @pytest.mark.parametrize(
     ("kind", "attention", "has_scores"),
     [

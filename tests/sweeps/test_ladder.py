@@ -138,6 +138,7 @@ COMPARED = [
     ([*BATCHES, "batching.accumulation=2"], {}, (None, 2.0)),
     ([*BATCHES, "optimizer.lr=3e-3"], {}, (None, 2.0)),
     (SAME, {"depth": 1}, ("equal", None)),
+    (SAME, {"watts": 300.0}, ("equal", 2.0)),
 ]
 
 
@@ -149,6 +150,8 @@ def finished(folder: Path, number: int, rate: float, **facts: Any) -> Outcome:
     (own / "checkpoints" / "step-000004" / "state.json").write_text(json.dumps({"progress": progress}))
     result = {"train_loss_last": facts.get("loss", 0.5), "eval_loss": facts.get("eval_loss", 1.0), "seconds": 4.0}
     (own / "result.json").write_text(json.dumps({"status": FINISHED, **result}))
+    clocks = {"max_sm_mhz": 1665, "sm_mhz": 200 + number, "power_limit_watts": facts.get("watts", 350.0)}
+    (own / "manifest.json").write_text(json.dumps({"counts": {"fill": None}, "clocks": clocks}))
     lines = [{"step": n, "tokens": 10 * n, "seconds": 10 / each} for n, each in enumerate((1.0, 1.0, rate, rate), 1)]
     (own / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 4}]))
     return Outcome(number=number, overrides=(), swept=(), folder=str(own), status=FINISHED)
@@ -168,6 +171,9 @@ def test_ladder_second_rung_compared_with_the_first(
     assert (second["as_first"], second["ratio"]) == expected
     measured, claimed = measured_tables(compared)
     assert ("split after out-of-memory" in "".join(measured.notes)) == ("depth" in facts)
+    assert ("max_sm_mhz 1665 -> 1665, power_limit_watts 350.0 -> 300.0" in "".join(measured.notes)) == (
+        "watts" in facts
+    )
     assert "samples/s" not in measured.head, "no rung has it"
     assert claimed.rows == [["one", "8.0", "-"], ["two", "12.0", "1234"]]
     assert "| two | 12.0 | 1234 |" in as_markdown("mine", [claimed])
