@@ -15,13 +15,31 @@ from app.errors import EnvironmentProblem, Unfinished
 
 Result = TypeVar("Result")
 
+# words of errors that say the same as torch.OutOfMemoryError: of other allocators than torch's for GPUs
+_OUT_OF_MEMORY = (
+    "CUDA error: out of memory",  # contexts, pinned memory, kernels as they are loaded
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+
+
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Whether an error says that memory did not suffice."""
+    if isinstance(fault, torch.OutOfMemoryError):
+        return True
+    return isinstance(fault, RuntimeError) and any(words in str(fault) for words in _OUT_OF_MEMORY)
+
 
 def try_or_none(work: Callable[..., Result], *arguments: Any) -> Result | None:
     """Call `work`; None where it ran out of memory, after all that it allocated was freed."""
     try:
         return work(*arguments)
-    except torch.OutOfMemoryError:
-        pass  # the retry is not made here: the exception keeps alive what its frames refer to
+    except RuntimeError as fault:
+        if not is_out_of_memory(fault):
+            raise
+        # the retry is not made here: the exception keeps alive what its frames refer to
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -58,7 +76,9 @@ def explain_out_of_memory() -> Iterator[None]:
     """Turn out-of-memory into a message where nothing can be split: loading weights, checks, checkpoints."""
     try:
         yield
-    except torch.OutOfMemoryError as fault:
+    except RuntimeError as fault:
+        if not is_out_of_memory(fault):
+            raise
         raise out_of_memory_error("what this run needs outside of its steps", {}) from fault
 
 

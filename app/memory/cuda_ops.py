@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from app.batch import PackedSequences
-from app.model.attention import Rules, plain_packed
+from app.model.attention import Rules, own_heads, plain_packed, shares_heads
 from app.model.operations import COSTS, OperationCost, attention_backward_flops, attention_flops
 
 ATTENTION = "planned"  # name of the attention implementation in a traced model
@@ -71,6 +71,9 @@ def attention(backend: str, q: Tensor, k: Tensor, v: Tensor, rules: Rules, docum
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype
     lengths = (q.shape[2],) * q.shape[0] if documents is None else documents.lengths
+    masked = rules.window is not None and max(lengths) > rules.window
+    if backend == "sdpa" and not shares_heads(q, v, masked=masked, ampere=True):
+        k, v = own_heads(q, k), own_heads(q, v)
     out: Tensor = _attention(q.to(dtype), k.to(dtype), v.to(dtype), sum(_pairs(n, rules) for n in lengths))[0]
     return out
 

@@ -4,7 +4,7 @@ With offloading these inputs wait in host memory, and come back one at a time, e
 a CPU the same copies are made, within the same memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from app.errors import ConfigError
+
+_RANDOM = ("drop", "noise", "jitter")  # in names of config.json
 
 
 class HostOffload:
@@ -62,10 +64,31 @@ def recompute(lm: nn.Module, wanted: bool | int, host: HostOffload | None = None
     """
     layers = repeated_layers(lm)
     chosen = layers if wanted is True else layers[: int(wanted)]
+    draws = draws_random_numbers(lm)
     for at, layer in enumerate(chosen):
         offload = partial(host.offload, at) if host and at < len(chosen) - 1 else nullcontext
-        layer.forward = _recomputed(layer.forward, offload)
+        layer.forward = _recomputed(layer.forward, offload, draws=draws)
     return len(chosen)
+
+
+def draws_random_numbers(lm: nn.Module) -> bool:
+    """Whether a pass of `lm` may draw random numbers, as its modules and its configuration say."""
+    dropouts = (module for module in lm.modules() if "dropout" in type(module).__name__.lower())
+    if any(getattr(module, "p", 0) for module in dropouts) or any(_has_rate(vars(module)) for module in lm.modules()):
+        return True
+    config = getattr(lm, "config", None)
+    return config is None or _has_rate(config.to_dict())
+
+
+def _has_rate(values: Mapping[Any, Any], *, is_named: bool = False) -> bool:
+    """Whether a number above 0 has a name that speaks of dropout, noise or jitter."""
+    for name, value in values.items():
+        named = is_named or any(word in str(name) for word in _RANDOM)
+        if isinstance(value, Mapping) and _has_rate(value, is_named=named):
+            return True
+        if named and isinstance(value, int | float) and value > 0:
+            return True
+    return False
 
 
 def require_layers(lm: nn.Module, wanted: bool | int) -> None:
@@ -85,12 +108,16 @@ def repeated_layers(lm: nn.Module) -> list[Any]:
     return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _recomputed(forward: Callable[..., Any], offload: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+def _recomputed(
+    forward: Callable[..., Any], offload: Callable[[], AbstractContextManager[Any]], *, draws: bool
+) -> Callable[..., Any]:
+    """Where nothing `draws`, no state of random numbers is kept: reading it costs time in each layer."""
+
     @wraps(forward)
     def again(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with offload():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
     return again

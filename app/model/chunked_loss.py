@@ -26,6 +26,7 @@ _MAX_CHUNK_BYTES = 256 << 20
 _LOGIT_COPIES = 3  # in float32: logits, softmax, gradient
 _MAX_LINEAR_CHUNK_BYTES = 512 << 20  # of logits
 _MAX_ROWS = 4096
+_VECTOR = 64  # logits that a row is padded to, so that kernels of an odd vocabulary load more than one number at once
 
 # operations that a linear head may use besides one product with its weight
 _FREE = frozenset({"empty", "view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "t", "detach", "alias"})
@@ -137,16 +138,20 @@ class LinearHead:
         with for_trained_head(rows, self.trained) as given:
             for part, _, logits, _ in self.chunks(given):
                 chosen[part] = logits.argmax(-1)
-                losses[part] = loss_and_grad_inplace(logits, targets[part], None, gradient=False)
+                width = logits.stride(0)
+                losses[part] = loss_and_grad_inplace(logits, targets[part], None, gradient=False, width=width)
         return losses, chosen
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Slice, rows and logits of each chunk, and the weight, in autocast's dtype; all logits share one buffer."""
+        """Slice, rows and logits of each chunk, and the weight, in autocast's dtype; all logits share one buffer, whose
+        rows are padded.
+        """
         dtype = autocast_dtype(rows)
         weight = self.layer.weight.detach().to(dtype)
         bias = None if self.layer.bias is None else self.layer.bias.detach().to(dtype)
-        size = self.chunk or rows_of_a_chunk(len(rows), len(weight), weight.element_size())
-        buffer = weight.new_empty(min(size, len(rows)), len(weight))
+        width = -(-len(weight) // _VECTOR) * _VECTOR
+        size = self.chunk or rows_of_a_chunk(len(rows), width, weight.element_size())
+        buffer = weight.new_empty(min(size, len(rows)), width)[:, : len(weight)]
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             piece = rows[part].to(dtype)
@@ -219,7 +224,8 @@ class _LinearLoss(torch.autograd.Function):
         ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
         for part, piece, logits, cast_weight in head.chunks(rows):
             each = None if weights is None else weights[part]
-            total += loss_and_grad_inplace(logits, targets[part], each, gradient=wanted).sum()
+            width = logits.stride(0)
+            total += loss_and_grad_inplace(logits, targets[part], each, gradient=wanted, width=width).sum()
             _add_gradients(found, part, piece, logits, cast_weight)
         return total
 

@@ -21,6 +21,7 @@ Rounded = tuple[Tensor, Tensor]  # rows [n, k] in e4m3, and the scale of each [n
 
 E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
+_TILE_ROWS = 256
 _MIN_AMAX = 1e-12  # of a row, so that a row of zeros has a scale
 
 _COMPARED_ROWS = 32
@@ -41,7 +42,7 @@ def quantize_reference(rows: Tensor) -> Rounded:
     largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=_MIN_AMAX)
     # a number divided by a tensor, or a tensor by a number on a GPU, would be rounded twice: the kernel does not
     wide.mul_(torch.full_like(largest, _E4M3_MAX).div_(largest)).clamp_(-_E4M3_MAX, _E4M3_MAX)
-    return wide.to(E4M3), largest.mul_(1 / _E4M3_MAX)
+    return wide.to(E4M3), _scales_of(rows).copy_(largest.mul_(1 / _E4M3_MAX))
 
 
 def quantize_by_kernel(rows: Tensor) -> Rounded:
@@ -60,7 +61,15 @@ def _quantize_on_gpu(rows: Tensor) -> Rounded:
 
 
 def _quantized_like(rows: Tensor) -> Rounded:
-    return torch.empty_like(rows, dtype=E4M3), rows.new_empty((rows.shape[0], 1), dtype=torch.float32)
+    return torch.empty_like(rows, dtype=E4M3), _scales_of(rows)
+
+
+def _scales_of(rows: Tensor) -> Tensor:
+    """Room for a scale of each row, in whole tiles of CUTLASS: its products have read beyond the last scale (pytorch
+    #133334), and torch copies scales of other sizes into larger ones for each product.
+    """
+    room = -(-rows.shape[0] // _TILE_ROWS) * _TILE_ROWS
+    return rows.new_empty((room, 1), dtype=torch.float32)[: rows.shape[0]]
 
 
 def product_reference(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype, _: bool) -> Tensor:
@@ -131,11 +140,15 @@ class Fp8Linear(FrozenLinear):
             setattr(self, f"weight{name}", stored)
             self.register_buffer(f"scale{name}", scales.T.contiguous())
 
-    def product(self, rows: Tensor) -> Tensor:
-        if self.rounds_rows:
-            out = product(quantize_rows(rows), self.weight, self.scale, rows.dtype, fast=True)
+    def prepared(self, rows: Tensor) -> Tensor | tuple[Rounded, torch.dtype]:
+        return (quantize_rows(rows), rows.dtype) if self.rounds_rows else rows
+
+    def product(self, prepared: Tensor | tuple[Rounded, torch.dtype]) -> Tensor:
+        if isinstance(prepared, Tensor):
+            out = prepared @ self.unpacked(prepared.dtype).T
         else:
-            out = rows @ self.unpacked(rows.dtype).T
+            rows, dtype = prepared
+            out = product(rows, self.weight, self.scale, dtype, fast=True)
         return out if self.bias is None else out.add_(self.bias)
 
     def back(self, gradient: Tensor) -> Tensor:

@@ -33,9 +33,13 @@ class FrozenLinear(nn.Linear, ABC):
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in] that the layer multiplies by."""
 
+    def prepared(self, rows: Tensor) -> Any:
+        """What `product` takes of rows [n, in]."""
+        return rows
+
     @abstractmethod
-    def product(self, rows: Tensor) -> Tensor:
-        """The output for rows [n, in]."""
+    def product(self, prepared: Any) -> Tensor:
+        """The output for prepared rows."""
 
     @abstractmethod
     def back(self, gradient: Tensor) -> Tensor:
@@ -48,7 +52,8 @@ class _Linear(torch.autograd.Function):
         dtype = autocast_dtype(x)
         ctx.layer, ctx.shape, ctx.dtype, ctx.computed = layer, x.shape, x.dtype, dtype
         with torch.autocast(x.device.type, enabled=False):
-            return layer.product(x.flatten(0, -2).to(dtype)).view(*x.shape[:-1], -1)
+            rows = layer.prepared(x.flatten(0, -2).to(dtype))
+            return layer.product(rows).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
@@ -73,9 +78,9 @@ class Int8Linear(FrozenLinear):
         self.weight = nn.Parameter(integers, requires_grad=False)
         self.register_buffer("scale", largest[:, None] / _INT8_MAX)
 
-    def product(self, rows: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(rows.dtype)
-        return F.linear(rows, self.unpacked(rows.dtype), bias)
+    def product(self, prepared: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(prepared.dtype)
+        return F.linear(prepared, self.unpacked(prepared.dtype), bias)
 
     def back(self, gradient: Tensor) -> Tensor:
         return gradient @ self.unpacked(gradient.dtype)

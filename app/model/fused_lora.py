@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.model.kernels import autocast_dtype
+from app.model.kernels import autocast_dtype, on_gpu, product_in_float32
 from app.model.rms_norm import Recompute, recompute_of, with_recompute
 
 Halves = tuple[Tensor | None, Tensor | None]
@@ -26,7 +26,10 @@ Halves = tuple[Tensor | None, Tensor | None]
 class Frozen(Protocol):
     """A linear layer that is not trained; rows are in the dtype of the arithmetic."""
 
-    def product(self, rows: Tensor) -> Tensor:
+    def prepared(self, rows: Tensor) -> Any:
+        """What `product` takes of rows: one for all layers of a kind that read them."""
+
+    def product(self, prepared: Any) -> Tensor:
         """rows W^T + bias."""
 
     def back(self, gradient: Tensor) -> Tensor:
@@ -36,6 +39,9 @@ class Frozen(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Dense:
     layer: nn.Linear
+
+    def prepared(self, rows: Tensor) -> Tensor:
+        return rows
 
     def product(self, rows: Tensor) -> Tensor:
         bias = None if self.layer.bias is None else self.layer.bias.to(rows.dtype)
@@ -111,8 +117,10 @@ def gated_mlp(x: Tensor, act: Callable[[Tensor], Tensor], gate: LoraLayer, up: L
 def products(rows: Tensor, loras: Sequence[Lora]) -> tuple[list[Tensor], Tensor]:
     """The layers' outputs for rows [n, in], and rows A^T of all layers, concatenated."""
     inner = rows @ _stacked_a(loras, rows.dtype).T
+    frozen = {type(lora.frozen): lora.frozen for lora in loras}
+    prepared = {kind: each.prepared(rows) for kind, each in frozen.items()}
     outs = [
-        lora.frozen.product(rows).addmm_(part, lora.b.to(rows.dtype).T, alpha=lora.scale)
+        lora.frozen.product(prepared[type(lora.frozen)]).addmm_(part, lora.b.to(rows.dtype).T, alpha=lora.scale)
         for lora, part in zip(loras, _split(inner, loras, dim=1), strict=True)
     ]
     return outs, inner
@@ -125,7 +133,7 @@ def gradients(
     parts = zip(upstream, _split(inner, loras, dim=1), loras, strict=True)
     reached, of_b = zip(*(_through_b(*part) for part in parts), strict=True)
     of_inner = reached[0] if len(reached) == 1 else torch.cat(reached, dim=1)
-    of_a = _split(of_inner.T @ rows, loras, dim=0)
+    of_a = _split(_summed(of_inner.T, rows), loras, dim=0)
     halves = [
         (None if gradient is None else a.to(lora.a.dtype), b)
         for gradient, a, b, lora in zip(upstream, of_a, of_b, loras, strict=True)
@@ -144,7 +152,12 @@ def _through_b(gradient: Tensor | None, inner: Tensor, lora: Lora) -> tuple[Tens
     if gradient is None:
         return torch.zeros_like(inner), None
     reached = (gradient @ lora.b.to(gradient.dtype)).mul_(lora.scale)
-    return reached, (gradient.T @ inner).mul_(lora.scale).to(lora.b.dtype)
+    return reached, _summed(gradient.T, inner).mul_(lora.scale).to(lora.b.dtype)
+
+
+def _summed(left: Tensor, right: Tensor) -> Tensor:
+    """left right, a sum over rows; of 16-bit numbers in float32 on a GPU. A CPU has no such kernel."""
+    return product_in_float32(left, right) if left.itemsize == 2 and on_gpu(left.device) else left @ right
 
 
 def _back_onto(total: Tensor | None, gradient: Tensor, frozen: Frozen) -> Tensor:

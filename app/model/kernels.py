@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from app.batch import IGNORE
-from app.model.operations import COSTS, OperationCost
+from app.model.operations import COSTS, OperationCost, Size
 
 _AMPERE = (8, 0)  # compute capability that Triton supports, and the first with bf16
 # of float32 logits that the plain arithmetic makes at once: what a CPU's caches hold
@@ -64,21 +64,55 @@ def as_on_gpu() -> Iterator[None]:
 
 
 _OPS = torch.library.Library("app_kernels", "FRAGMENT")
-_OPS.define("loss_and_grad(Tensor(a!) logits, Tensor targets, Tensor? weights, Tensor(b!) losses, bool gradient) -> ()")
+_OPS.define(
+    "loss_and_grad(Tensor(a!) logits, Tensor targets, Tensor? weights, Tensor(b!) losses, bool gradient, int width)"
+    " -> ()"
+)
 
 
-def loss_and_grad_inplace(logits: Tensor, targets: Tensor, weights: Tensor | None, *, gradient: bool) -> Tensor:
+_OPS.define("product_in_float32(Tensor left, Tensor right) -> Tensor")
+
+
+def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
+    """left right of 16-bit numbers in float32: sums over many rows are not rounded on their way to a gradient."""
+    found: Tensor = torch.ops.app_kernels.product_in_float32(left, right)
+    return found
+
+
+def _product_flops(left: Size, right: Size, **_kwargs: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+_OPS.impl("product_in_float32", lambda left, right: left.float() @ right.float(), "CPU")
+_OPS.impl("product_in_float32", lambda left, right: torch.mm(left, right, out_dtype=torch.float32), "CUDA")
+torch.library.register_fake(
+    "app_kernels::product_in_float32",
+    lambda left, right: left.new_empty((left.shape[0], right.shape[1]), dtype=torch.float32),
+    lib=_OPS,
+)
+COSTS["app_kernels::product_in_float32"] = OperationCost(_product_flops)
+
+
+def loss_and_grad_inplace(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, *, gradient: bool, width: int | None = None
+) -> Tensor:
     """The cross-entropy of each row times its weight, in float32, 0 for IGNORE; overwrites `logits` [n, vocabulary].
 
-    With `gradient` they become the gradient of the sum of these losses.
+    With `gradient` they become the gradient of the sum of these losses. `width`: how many numbers of a row, from its
+    first logit on, are the caller's; a kernel reads and writes whole vectors of them.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    torch.ops.app_kernels.loss_and_grad(logits, targets, weights, losses, gradient)
+    torch.ops.app_kernels.loss_and_grad(logits, targets, weights, losses, gradient, width or logits.shape[1])
     return losses
 
 
 def plain_loss_and_grad(
-    logits: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, gradient: bool
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    losses: Tensor,
+    gradient: bool,
+    _width: int = 0,  # of rows, which torch does not need
 ) -> None:
     """The plain arithmetic, a few rows at a time, in float32 and rounded once."""
     counts = targets != IGNORE
@@ -105,14 +139,14 @@ def _plain_bytes(logits: Tensor, *_others: Any) -> int:
 
 
 def _loss_and_grad_on_gpu(
-    logits: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, gradient: bool
+    logits: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, gradient: bool, width: int
 ) -> None:
     if not can_run(logits.device):
         plain_loss_and_grad(logits, targets, weights, losses, gradient)
         return
     from app.model import triton_kernels
 
-    triton_kernels.loss_and_grad(logits, targets, weights, losses, gradient)
+    triton_kernels.loss_and_grad(logits, targets, weights, losses, gradient, width)
 
 
 _OPS.impl("loss_and_grad", plain_loss_and_grad, "CPU")

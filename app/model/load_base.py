@@ -24,6 +24,7 @@ from app.model.quantization import Quantizer
 from app.model.safetensors_files import stored_tensors
 from app.model.source import fetch_folder, read_config, require_weights
 from app.model.structure import build, model_class, numbers_in_folder, numbers_in_yaml, text_part_in
+from app.oom_retry import is_out_of_memory
 
 
 def load_base(
@@ -201,7 +202,7 @@ def _readable(config: ModelConfig, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, SafetensorError, RuntimeError) as fault:
-        if isinstance(fault, torch.OutOfMemoryError):
+        if is_out_of_memory(fault):
             raise
         raise EnvironmentProblem(
             f"model.path={config.path}: {folder} cannot be loaded ({gist(fault)}). Download it again, or "

@@ -21,12 +21,16 @@ def loss_and_grad_kernel(
     losses,
     stride,
     vocabulary,
+    width,
     WEIGHTED: tl.constexpr,
     GRADIENT: tl.constexpr,
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cross-entropy of one row of logits, which its gradient may replace."""
+    """Cross-entropy of one row of logits, which its gradient may replace.
+
+    Masked by `width`, a multiple of 64 or else the vocabulary: by an odd number of logits each would be loaded alone.
+    """
     row = tl.program_id(0).to(tl.int64)  # rows times vocabulary is more than 32 bits hold
     start = logits + row * stride
     columns = tl.arange(0, BLOCK)
@@ -38,8 +42,9 @@ def loss_and_grad_kernel(
     wanted = tl.load(start + target, mask=counts, other=0.0).to(tl.float32)  # before it is overwritten
     largest = -float("inf")
     total = 0.0
-    for at in range(0, vocabulary, BLOCK):
-        x = tl.load(start + at + columns, mask=at + columns < vocabulary, other=-float("inf")).to(tl.float32)
+    for at in range(0, width, BLOCK):
+        x = tl.load(start + at + columns, mask=at + columns < width, other=-float("inf")).to(tl.float32)
+        x = tl.where(at + columns < vocabulary, x, -float("inf"))
         now = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - now) + tl.sum(tl.exp(x - now), 0)
         largest = now
@@ -47,16 +52,19 @@ def loss_and_grad_kernel(
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if GRADIENT:
         factor = weight / total
-        for at in range(0, vocabulary, BLOCK):
-            inside = at + columns < vocabulary
+        for at in range(0, width, BLOCK):
+            inside = at + columns < width
             x = tl.load(start + at + columns, mask=inside, other=0.0).to(tl.float32)
+            x = tl.where(at + columns < vocabulary, x, -float("inf"))
             gradient = tl.exp(x - largest) * factor - tl.where(at + columns == target, weight, 0.0)
             gradient = tl.where(counts, gradient, 0.0)
             tl.store(start + at + columns, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def loss_and_grad(logits: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, gradient: bool) -> None:
-    """One program for each row; see `kernels.plain_loss_and_grad`."""
+def loss_and_grad(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, gradient: bool, width: int | None = None
+) -> None:
+    """One program for each row; see `kernels.loss_and_grad_inplace`."""
     rows, vocabulary = logits.shape
     if not rows:
         return
@@ -69,6 +77,7 @@ def loss_and_grad(logits: Tensor, targets: Tensor, weights: Tensor | None, losse
             losses,
             logits.stride(0),
             vocabulary,
+            width or vocabulary,
             WEIGHTED=weights is not None,
             GRADIENT=gradient,
             IGNORED=IGNORE,

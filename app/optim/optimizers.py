@@ -94,12 +94,40 @@ def _bitsandbytes(class_name: str) -> OptimizerKind:
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         groups = parameter_groups(trained, config.weight_decay)
         eps = {} if class_name == "Lion8bit" else {"eps": config.eps}
-        make: Callable[..., Optimizer] = getattr(eight_bit, class_name)
+        make: Callable[..., Optimizer] = _with_one_wait(getattr(eight_bit, class_name))
         if config.embedding_states == "32bit":
             make = _with_32_bits(make, {each.parameter for each in trained if each.is_embedding})
         return make(groups, lr=config.lr, betas=(config.beta1, config.beta2), **eps)
 
     return build
+
+
+def _with_one_wait(kind: Any) -> Any:
+    """A class of bitsandbytes whose step has the host wait once, for paged states, and not once for each parameter."""
+    from bitsandbytes.utils import sync_gpu
+
+    class WithOneWait(kind):  # type: ignore[misc]
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            assert closure is None
+            if not self.initialized:
+                self.check_overrides()
+                self.to_gpu()
+                self.initialized = True
+            stepped = None
+            for at, group in enumerate(self.param_groups):
+                for place, parameter in enumerate(group["params"]):
+                    if parameter.grad is None:
+                        continue
+                    if not self.state[parameter]:
+                        self.init_state(group, parameter, at, place)
+                    self.prefetch_state(parameter)
+                    self.update_step(group, parameter, at, place)
+                    stepped = parameter
+            if self.is_paged and stepped is not None:
+                sync_gpu(stepped)
+
+    return WithOneWait
 
 
 def _with_32_bits(kind: Any, chosen: set[nn.Parameter]) -> Callable[..., Optimizer]:

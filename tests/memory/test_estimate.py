@@ -170,3 +170,14 @@ def test_plan_runs_no_fallback_kernel(recipe: str, optimizer: str, monkeypatch: 
     monkeypatch.setattr(fake_tensor, "run_fallback_kernel", recorded)
     plan_memory(small_run(f"recipe={recipe}", f"optimizer={optimizer}", "precision=bf16"), PACKED)
     assert operations == []
+
+
+def test_keys_that_sdpa_repeats_are_planned() -> None:
+    """2 heads of keys and values for 4 of queries: a window has a mask, which torch's flash kernel does not take."""
+    words = ("model.architecture.model_type=mistral", "recipe=lora", "precision=bf16", "attention=sdpa")
+    shared, repeated = (
+        plan_memory(small_run(*words, f"+model.architecture.sliding_window={window}"), PACKED, exact=True)
+        for window in (512, 8)
+    )
+    more = 3 * 2 * 192 * 128 // 2 * 2  # layers, keys and values, tokens, half of the heads, 16 bits
+    assert repeated.largest["saved_activations"] - shared.largest["saved_activations"] >= more

@@ -111,6 +111,42 @@ def flash_3(
     return attend((q, k, v), bounds, longest, softmax_scale, window, softcap), torch.empty(0)
 
 
+def flash_4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> tuple[Tensor, None]:
+    assert (qv, min_seqlen_k, seqused_q, seqused_k, learnable_sink) == (None, None, None, None, None)
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
+    assert max_seqlen_q is not None
+    assert max_seqlen_k is not None
+    assert -1 not in window_size, "None is an open window"
+    left, right = (-1 if side is None else side for side in window_size)
+    window = (left, 0) if causal else (left, right)
+    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return attend((q, k, v), bounds, longest, softmax_scale, window, softcap), None
+
+
 def attend(
     tokens: tuple[Tensor, Tensor, Tensor],
     bounds: tuple[Tensor, Tensor],

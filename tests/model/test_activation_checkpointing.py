@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from app.errors import ConfigError
 from app.model.activation_checkpointing import HostOffload, recompute, require_layers
 from app.model.training_model import TrainingModel
-from tests.model.small import batch_of, built, distance, documents_of, gradients, lora, training_model_of
+from tests.model.small import batch_of, built, distance, documents_of, gradients, lora, model_config, training_model_of
 
 BATCH = batch_of(documents_of((24, 9, 17)))
 
@@ -119,3 +119,26 @@ def test_offload_brings_back_one_input_at_a_time() -> None:
     (found,) = torch.autograd.grad(loss_of(x), x)
     assert torch.equal(found, expected)
     assert torch.isfinite(torch.autograd.grad(never_gone_back, x)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "numbers", "draws"),
+    [
+        ("llama", lora(), {}, False),
+        ("llama", lora(dropout=0.3), {}, True),
+        ("llama", None, {"attention_dropout": 0.1}, True),
+        ("gpt2", None, {"resid_pdrop": 0.1}, True),
+        ("mixtral", lora(), {"router_jitter_noise": 0.1}, True),
+    ],
+)
+def test_state_of_random_numbers_is_read_where_a_layer_draws_some(
+    kind: str, adapter: Any, numbers: dict[str, float], draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_config(kind)
+    model.architecture.update(numbers)
+    training_model = training_model_of(kind, adapter, "fp32", model=model, recompute=True)
+    reads = []
+    read = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: reads.append(1) or read())
+    training_model(BATCH)[0].backward()
+    assert bool(reads) is draws

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from app.batch import Batch, PackedSequences
-from app.model.attention import NAME, Rules, plain, register, sdpa
+from app.model.attention import NAME, Rules, plain, register, sdpa, shares_heads
+from app.model.kernels import as_on_gpu
 from app.model.training_model import first_position
 from tests.choices import pairwise
 from tests.model.small import ALL_KINDS, ENCODERS, batch_of, built, documents_of, packed
@@ -224,3 +227,49 @@ def test_attention_name_not_in_saved_model_nor_a_kernel_of_the_hub(tmp_path: Pat
     written = json.loads((tmp_path / "config.json").read_text())
     assert NAME not in json.dumps(written)
     assert not [key for key in written if "attn_impl" in key]
+
+
+class CallsOfTorch(TorchFunctionMode):
+    """Heads of keys, and whether they are said to be shared, in each call of torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.seen.append((args[1].shape[1], kwargs["enable_gqa"]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sdpa_on_gpu_repeats_keys_that_no_fused_kernel_shares(window: int | None) -> None:
+    """This device is no Ampere GPU, and the numbers are float32."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 9, 8, generator=generator).requires_grad_() for heads in (4, 2, 2))
+    rules = replace(PLAIN, window=window)
+    shared = sdpa(q, k, v, rules, None)
+    with as_on_gpu(), CallsOfTorch() as calls:
+        repeated = sdpa(q, k, v, rules, None)
+    assert calls.seen == [(4, False)]
+    both = [[out, *torch.autograd.grad(out.square().sum(), (q, k, v))] for out in (shared, repeated)]
+    assert largest(*both) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "masked", "ampere", "shares"),
+    [
+        (torch.bfloat16, (128, 128), False, True, True),
+        (torch.float16, (256, 256), False, True, True),
+        (torch.float32, (128, 128), False, True, False),
+        (torch.bfloat16, (128, 128), True, True, False),
+        (torch.float16, (128, 128), False, False, False),
+        (torch.bfloat16, (320, 320), False, True, False),
+        (torch.bfloat16, (192, 128), False, True, False),
+    ],
+)
+def test_heads_are_shared_where_torch_has_a_kernel_for_it(
+    dtype: torch.dtype, sizes: tuple[int, int], masked: bool, ampere: bool, shares: bool
+) -> None:
+    q, v = (torch.zeros(1, 1, 1, size, dtype=dtype) for size in sizes)
+    assert shares_heads(q, v, masked=masked, ampere=ampere) is shares

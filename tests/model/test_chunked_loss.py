@@ -355,3 +355,13 @@ def test_linear_head_takes_less_memory_than_own_way(*, trained: bool) -> None:
     assert ours <= logits + results + (64 << 10)
     assert own > 2 * logits
     assert peak(lambda: linear.scores(rows, targets)) <= logits + (64 << 10)
+
+
+def test_logits_of_an_odd_vocabulary_lie_in_rows_of_whole_vectors() -> None:
+    layer = layer_of(32, 101)
+    rows = torch.randn(10, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for _, piece, logits, _ in LinearHead(layer, chunk=4).chunks(rows):
+        assert (logits.shape, logits.stride()) == ((len(piece), 101), (128, 1))
+        found.append(logits.clone())
+    torch.testing.assert_close(torch.cat(found), layer(rows).detach())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.config.schema import QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem
@@ -330,3 +331,34 @@ def test_compare_products_wrong_kernel_is_refused(wrong: Any, words: str, monkey
     monkeypatch.setattr(fp8_linear, "quantize_rows", wrong)
     with pytest.raises(EnvironmentProblem, match=rf"quantization.kind=fp8: .*{words}.*Set quantization=none"):
         compare_products(eight().network)
+
+
+class Roundings(TorchDispatchMode):
+    """Counts the times that rows are rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.app_fp8.quantize_rows.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_of_several_fp8_layers_are_rounded_once() -> None:
+    """Of a layer: once for q, k and v, o, gate and up, down; the gradient of each output in the backward pass."""
+    training_model, ids = eight(), batch_of(documents_of((10,)))
+    with Roundings() as roundings:
+        loss = training_model(ids)[0]
+    assert roundings.count == 2 * 4
+    with Roundings() as roundings:
+        loss.backward()
+    assert roundings.count == 2 * 7 - 3, "the lowest rows of all need no gradient"
+
+
+@pytest.mark.parametrize("count", [1, 256, 300])
+def test_scales_end_with_a_tile_of_the_product(count: int) -> None:
+    """Products of torch read the scales of whole tiles."""
+    for scales in (quantize_rows(random(count, 32))[1], quantize_reference(random(count, 32))[1]):
+        assert (scales.shape, scales.is_contiguous()) == ((count, 1), True)
+        assert scales.untyped_storage().nbytes() == 4 * 256 * -(-count // 256)

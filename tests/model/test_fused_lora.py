@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from app.config.schema import QuantizationConfig
 from app.model import fused_lora
 from app.model.fusion import fuse
-from app.model.kernels import as_on_gpu
+from app.model.kernels import as_on_gpu, product_in_float32
+from app.model.nf4 import fused_forms
+from app.model.quantization import Bits4
 from app.model.training_model import TrainingModel
 from tests.model.small import ALL_KINDS, distance, lora, outcome, training_model_of
 from tests.model.test_activation_checkpointing import BATCH, saved_bytes
@@ -302,3 +304,34 @@ def test_shared_outputs_freed_after_forward(calls: Any) -> None:
     del x
     gc.collect()
     assert alive() is None
+
+
+def test_sums_over_rows_are_not_rounded_on_a_gpu() -> None:
+    """Gradients of A and B are float32; as sums of 16 bits they would be numbers of 16 bits."""
+    with as_on_gpu():
+        found = outcome(training_model_of("llama", lora(), "bf16"), BATCH)[1]
+        rounded = [name for name, each in found.items() if torch.equal(each, each.bfloat16().float()) and each.any()]
+        assert rounded == []
+    on_cpu = outcome(training_model_of("llama", lora(), "bf16"), BATCH)[1]
+    assert distance(found, on_cpu) < 0.02
+
+
+def test_product_in_float32_equals_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((8, 4096), (4096, 24)))
+    found = product_in_float32(left, right)
+    assert found.dtype == torch.float32
+    assert distance(found, left.double() @ right.double()) < 1e-6
+
+
+def test_few_rows_of_four_bits_go_through_bitsandbytes() -> None:
+    layer: Any = Bits4("nf4", double_quant=True, compute=torch.float32).quantized(nn.Linear(64, 32, bias=False))
+    with as_on_gpu():
+        (form,) = fused_forms(nn.ModuleList([layer])).values()
+    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    assert form.buffer is not None
+    with torch.no_grad():
+        few = form.product(rows[:4])
+        assert form.buffer._buffers == {}, "no weight was dequantised"
+        assert distance(few, form.product(rows)[:4]) < 1e-5
+    assert form.buffer._buffers != {}

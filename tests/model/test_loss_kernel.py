@@ -74,3 +74,18 @@ def test_loss_kernel_follows_stride_of_rows() -> None:
     memory[:, :64] = logits
     check(loss_and_grad, memory[:, :64], targets, None)
     assert not memory[:, 64:].any()
+
+
+@requires_interpreter
+def test_loss_kernel_reads_nothing_of_padding_and_clears_it() -> None:
+    """An odd vocabulary in rows of whole vectors: what lies behind the logits may be anything."""
+    from app.model.triton_kernels import loss_and_grad
+
+    memory = torch.full((6, 128), float("nan"))
+    logits, targets, weights = given(6, 101, torch.float32, CPU)
+    memory[:, :101] = logits
+    losses, (wanted, gradient) = torch.empty(6), exact(logits, targets, weights)
+    loss_and_grad(memory[:, :101], targets, weights, losses, True, 128)
+    torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
+    assert distance(memory[:, :101].double(), gradient) <= ROUNDED[torch.float32]
+    assert not memory[:, 101:].any()

@@ -28,7 +28,7 @@ from tests.model.test_attention import PLAIN, gradient_of, largest, separate, si
 LENGTHS = (20, 1, 11, 5)
 DOCUMENTS = PackedSequences.from_lengths(LENGTHS, max_seqlen=64, max_documents=7)
 TORCH: list[Callable[..., Any]] = [stand_ins.torch_2_11, stand_ins.torch_2_13]
-FLASH: list[Callable[..., Any]] = [stand_ins.flash_2, stand_ins.flash_3]
+FLASH: list[Callable[..., Any]] = [stand_ins.flash_2, stand_ins.flash_3, stand_ins.flash_4]
 CPU, GPU, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 
 
@@ -268,21 +268,24 @@ def test_varlen_requires_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("generation", "third", "second", "expected"),
+    ("generation", "third", "second", "fourth", "expected"),
     [
-        (9, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_3),
-        (8, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_2),
-        (9, None, stand_ins.flash_2, stand_ins.flash_2),
-        (8, None, old, None),
-        (8, stand_ins.flash_3, None, None),
+        (9, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_3),
+        (8, stand_ins.flash_3, stand_ins.flash_2, None, stand_ins.flash_2),
+        (9, None, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_2),
+        (8, None, old, None, None),
+        (8, stand_ins.flash_3, None, stand_ins.flash_4, None),
+        (9, None, old, stand_ins.flash_4, stand_ins.flash_4),
+        (10, stand_ins.flash_3, None, stand_ins.flash_4, stand_ins.flash_4),
+        (12, None, None, stand_ins.flash_4, None),
     ],
 )
 def test_flash_attn_version_that_fits_gpu_is_taken(
-    generation: int, third: Any, second: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+    generation: int, third: Any, second: Any, fourth: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (generation, 0))
     monkeypatch.setattr(varlen, "missing_gpu", lambda _device: [])
-    for name, function in (("flash_attn_interface", third), ("flash_attn", second)):
+    for name, function in (("flash_attn_interface", third), ("flash_attn", second), ("flash_attn.cute", fourth)):
         module = None if function is None else SimpleNamespace(flash_attn_varlen_func=function)
         monkeypatch.setitem(sys.modules, name, module)  # None: importing it fails
     assert varlen.find_flash(GPU) is expected

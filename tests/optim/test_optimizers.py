@@ -1,5 +1,8 @@
+from types import MethodType
+
 import pytest
 import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from app.config.groups import choices_by_group
 from app.optim import requirements
@@ -150,3 +153,19 @@ def test_check_without_packages_says_what_to_type(kind: str, monkeypatch: pytest
 def test_notes_on_paged_kinds_on_cpu(kind: str) -> None:
     assert len(notes(section(kind), "cpu")) == (kind in PAGED_KINDS)
     assert notes(section(kind), "cuda") == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.split()[0] in BITSANDBYTES_KINDS])
+def test_step_of_bitsandbytes_waits_once_and_for_paged_states_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own step waits for the device after each parameter; the numbers are the same."""
+    waits: list[str] = []
+    for place in ("bitsandbytes.utils.sync_gpu", "bitsandbytes.optim.optimizer.sync_gpu"):
+        monkeypatch.setattr(place, lambda tensor: waits.append(tensor.device.type))
+    (model, ours), (twin, theirs) = built(kind, weight_decay=0.01), built(kind, weight_decay=0.01)
+    train(model, ours, range(3))
+    assert len(waits) == (3 if theirs.is_paged else 0)
+    monkeypatch.setattr(theirs, "step", MethodType(Optimizer8bit.step, theirs))
+    waits.clear()
+    train(twin, theirs, range(3))
+    assert len(waits) > 3
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))

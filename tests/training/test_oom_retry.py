@@ -15,7 +15,7 @@ from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.errors import EnvironmentProblem
-from app.oom_retry import RetryOnRestart, halve, split_batch
+from app.oom_retry import RetryOnRestart, explain_out_of_memory, halve, split_batch, try_or_none
 from app.training.scores import counts_of, score
 from app.training.train_step import Stepper
 from tests.harness.scarcity import scarce
@@ -171,3 +171,35 @@ def test_evaluation_in_parts_gives_the_same_scores(layout: str, data: Data, runt
     assert memory.times > 1
     assert found == pytest.approx(expected, rel=1e-6)
     assert (found["token_accuracy"], found["exact_match"]) == (expected["token_accuracy"], expected["exact_match"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_other_errors_that_mean_out_of_memory(words: str) -> None:
+    def work() -> None:
+        raise RuntimeError(words)
+
+    assert try_or_none(work) is None
+    with pytest.raises(EnvironmentProblem, match="out of memory: what this run needs"), explain_out_of_memory():
+        work()
+
+
+def test_memory_that_the_host_has_not_is_out_of_memory() -> None:
+    assert try_or_none(torch.empty, 1 << 55) is None
+
+
+def test_errors_of_another_kind_are_raised() -> None:
+    def work() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        try_or_none(work)
+    with pytest.raises(RuntimeError, match="illegal memory access"), explain_out_of_memory():
+        work()

@@ -2,7 +2,7 @@
 
 from app.model.attention.registry import BACKENDS, NAME, Backend, own_attention, register, register_kernel, select
 from app.model.attention.requirements import Kernel, Needs, Rules, dropouts_of, needs_of
-from app.model.attention.sdpa import plain, plain_packed, sdpa
+from app.model.attention.sdpa import own_heads, plain, plain_packed, sdpa, shares_heads
 
 __all__ = [
     "BACKENDS",
@@ -14,10 +14,12 @@ __all__ = [
     "dropouts_of",
     "needs_of",
     "own_attention",
+    "own_heads",
     "plain",
     "plain_packed",
     "register",
     "register_kernel",
     "sdpa",
     "select",
+    "shares_heads",
 ]

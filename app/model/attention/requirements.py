@@ -68,8 +68,8 @@ def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
     )
 
 
-_MAX_HEAD_SIZE = 256
-_HALVES = (torch.bfloat16, torch.float16)
+MAX_HEAD_SIZE = 256
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def missing_gpu(device: torch.device) -> list[str]:
@@ -82,11 +82,11 @@ def refusals(needs: Needs, *, softcap: bool = False) -> list[str]:
     size = needs.key_size
     asked = {
         "padded rows (batching.packing=false)": not needs.packed,
-        "float32 arithmetic (precision=fp32 or tf32)": needs.compute not in _HALVES,
+        "float32 arithmetic (precision=fp32 or tf32)": needs.compute not in HALVES,
         "soft-capping": needs.softcap and not softcap,
         "attention sinks": needs.sinks,
         "dropout of attention weights": needs.dropout,
-        f"heads of {size} numbers (multiples of 8 up to {_MAX_HEAD_SIZE})": size % 8 or size > _MAX_HEAD_SIZE,
+        f"heads of {size} numbers (multiples of 8 up to {MAX_HEAD_SIZE})": size % 8 or size > MAX_HEAD_SIZE,
         f"keys of {size} and values of {needs.value_size} numbers": size != needs.value_size,
     }
     return [words for words, wanted in asked.items() if wanted]

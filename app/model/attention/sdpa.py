@@ -14,8 +14,8 @@ from torch import Tensor
 
 from app.batch import PackedSequences
 from app.errors import ConfigError
-from app.model.attention.requirements import Rules, cannot, require_rules
-from app.model.kernels import autocast_dtype
+from app.model.attention.requirements import HALVES, MAX_HEAD_SIZE, Rules, cannot, require_rules
+from app.model.kernels import autocast_dtype, is_ampere, on_gpu
 from app.model.operations import COSTS, OperationCost
 
 
@@ -54,6 +54,8 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
     if rules.softcap is not None or rules.sinks is not None:
         return plain(q, k, v, rules)
     mask = allowed(q.shape[2], rules, q.device) if rules.window is not None and q.shape[2] > rules.window else None
+    if on_gpu(q.device) and not shares_heads(q, v, masked=mask is not None, ampere=is_ampere(q.device)):
+        k, v = own_heads(q, k), own_heads(q, v)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -64,6 +66,22 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
         scale=rules.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def shares_heads(q: Tensor, v: Tensor, *, masked: bool, ampere: bool) -> bool:
+    """Whether a fused kernel of torch on a GPU takes fewer heads of keys and values than of queries.
+
+    Its flash kernel does. Where that does not serve, shared heads would go to plain arithmetic, with scores of S x S,
+    and the memory-efficient kernel takes them repeated.
+    """
+    size, dtype = q.shape[-1], autocast_dtype(q)
+    return ampere and not masked and dtype in HALVES and size == v.shape[-1] <= MAX_HEAD_SIZE
+
+
+def own_heads(q: Tensor, shared: Tensor) -> Tensor:
+    """Keys or values repeated for each head of the queries."""
+    times = q.shape[1] // shared.shape[1]
+    return shared if times == 1 else shared.repeat_interleave(times, dim=1)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:

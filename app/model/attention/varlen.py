@@ -1,7 +1,7 @@
 """Variable-length attention: kernels that take all documents of a packed row in one call, by `cu_seqlens`.
 
-Two of them: flash-attn's package, and torch's own `varlen_attn` (flash-attn 2 inside torch). Both take the tokens of
-all documents one after another, [T, H, D], in 16-bit numbers. Padded rows go to `sdpa`.
+Two of them: flash-attn's packages (2, 3 and 4), and torch's own `varlen_attn` (flash-attn 2 inside torch). All take
+the tokens of all documents one after another, [T, H, D], in 16-bit numbers. Padded rows go to `sdpa`.
 """
 
 import inspect
@@ -18,12 +18,13 @@ from app.model.attention.requirements import Kernel, Rules, missing_gpu, require
 from app.model.attention.sdpa import sdpa
 from app.model.kernels import autocast_dtype
 
-_HOPPER = 9  # compute capability; flash-attn 3 knows no other
+_HOPPER, _BLACKWELL = 9, 10  # compute capability
 
 
 def varlen_kernel(name: str, function: Callable[..., Any]) -> Kernel:
-    """Attention by `flash_attn_varlen_func` of either version (flash), or by torch's `varlen_attn` (varlen)."""
+    """Attention by `flash_attn_varlen_func` of any version (flash), or by torch's `varlen_attn` (varlen)."""
     is_flash = name == "flash"
+    unlimited = inspect.signature(function).parameters["window_size"].default[0]  # -1, or None in flash-attn 4
     names_shared_heads = _accepts(function, "enable_gqa")  # older versions of torch take fewer key heads as they are
 
     def run(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
@@ -39,17 +40,22 @@ def varlen_kernel(name: str, function: Callable[..., Any]) -> Kernel:
             shares_heads = names_shared_heads and q.shape[1] != k.shape[1]
             options = {"scale": rules.scale, **({"enable_gqa": True} if shares_heads else {})}
         bounds, longest = documents.cu_seqlens, documents.max_seqlen
-        window = _window(rules, longest)
-        out = function(query, key, value, bounds, bounds, longest, longest, window_size=window, **options)
+        options["window_size"] = _window(rules, longest, unlimited)
+        if is_flash:  # by name: between them and the values flash-attn 4 has one argument more
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), bounds)
+            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
+            out = function(query, key, value, **options)
+        else:
+            out = function(query, key, value, bounds, bounds, longest, longest, **options)
         out = out[0] if isinstance(out, tuple) else out  # some versions return their log-sum-exp too
         return out.transpose(0, 1)[None]  # type: ignore[no-any-return]
 
     return run
 
 
-def _window(rules: Rules, longest: int) -> tuple[int, int]:
-    """Tokens to the left and right of itself that a query sees; -1 is all of them."""
-    left = -1 if rules.window is None or rules.window >= longest else rules.window - 1
+def _window(rules: Rules, longest: int, unlimited: int | None) -> tuple[int | None, int | None]:
+    """Tokens to the left and right of itself that a query sees; `unlimited` is all of them."""
+    left = unlimited if rules.window is None or rules.window >= longest else rules.window - 1
     return left, 0 if rules.causal else left
 
 
@@ -67,10 +73,16 @@ def varlen_on(name: str, device: torch.device) -> Kernel:
     return varlen_kernel(name, function)
 
 
+# packages of flash-attn 3, 2 and 4, and the generations of GPUs that they know
+_FLASH = {"flash_attn_interface": (_HOPPER,), "flash_attn": range(8, 100), "flash_attn.cute": (_HOPPER, _BLACKWELL)}
+
+
 def find_flash(device: torch.device) -> Callable[..., Any] | None:
-    """flash-attn 3 on Hopper where it is installed, else 2."""
-    hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
-    for package in ("flash_attn_interface", "flash_attn") if hopper else ("flash_attn",):
+    """The first that is installed: flash-attn 3 on Hopper, 2, or 4 on Hopper and Blackwell."""
+    generation = torch.cuda.get_device_capability(device)[0]
+    for package, generations in _FLASH.items():
+        if generation not in generations:
+            continue
         try:
             function: Callable[..., Any] = import_module(package).flash_attn_varlen_func
         except (ImportError, AttributeError, OSError):  # missing, or built for another torch

@@ -29,7 +29,7 @@ def stores(kernel: Any, given: dict[str, str], constants: dict[str, Any], **opti
 
 
 LOSS = {"logits": "*bf16", "targets": "*i64", "weights": "*fp32", "losses": "*fp32"}
-SIZES = {"stride": "i32", "vocabulary": "i32"}
+SIZES = {"stride": "i32", "vocabulary": "i32", "width": "i32"}
 for gradient in (True, False):
     known = {"WEIGHTED": gradient, "GRADIENT": gradient, "IGNORED": IGNORE, "BLOCK": 8192}
     sys.stdout.write(f"loss: {stores(triton_kernels.loss_and_grad_kernel, LOSS | SIZES, known, num_warps=16)}\n")
