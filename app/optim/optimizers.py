@@ -107,6 +107,8 @@ def _with_one_wait(kind: Any) -> Any:
     from bitsandbytes.utils import sync_gpu
 
     class WithOneWait(kind):  # type: ignore[misc]
+        initialized: bool
+
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> None:
             assert closure is None

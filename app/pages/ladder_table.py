@@ -90,7 +90,7 @@ def _table(title: str, columns: Columns, rungs: Rungs) -> LadderTable:
     ]
     notes = [f"{rung['name']}: {' '.join(rung['error'].split())}" for rung in rungs if rung.get("error")]
     notes += [f"{rung['name']}: split after out-of-memory, so it has no ratio" for rung in rungs if rung.get("splits")]
-    first = next((rung["clocks"] for rung in rungs if "clocks" in rung), {})
+    first: Mapping[str, float] = next((rung["clocks"] for rung in rungs if "clocks" in rung), {})
     for rung in rungs:
         if (own := rung.get("clocks", first)) != first:
             limits = ", ".join(f"{name} {first.get(name)} -> {own.get(name)}" for name in {**first, **own})

@@ -137,8 +137,12 @@ def test_state_of_random_numbers_is_read_where_a_layer_draws_some(
     model = model_config(kind)
     model.architecture.update(numbers)
     training_model = training_model_of(kind, adapter, "fp32", model=model, recompute=True)
-    reads = []
-    read = torch.get_rng_state
-    monkeypatch.setattr(torch, "get_rng_state", lambda: reads.append(1) or read())
+    reads, read = [], torch.get_rng_state
+
+    def counted() -> Tensor:
+        reads.append(1)
+        return read()
+
+    monkeypatch.setattr(torch, "get_rng_state", counted)
     training_model(BATCH)[0].backward()
     assert bool(reads) is draws

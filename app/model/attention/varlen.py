@@ -34,6 +34,7 @@ def varlen_kernel(name: str, function: Callable[..., Any]) -> Kernel:
         # autocast does not know these kernels, and rotary embeddings or norms may have widened q and k
         dtype = autocast_dtype(v)
         query, key, value = (each.to(dtype)[0].transpose(0, 1) for each in (q, k, v))
+        options: dict[str, Any]
         if is_flash:
             options = {"softmax_scale": rules.scale, "causal": rules.causal, "softcap": rules.softcap or 0.0}
         else:

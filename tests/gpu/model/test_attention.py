@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from app.batch import Batch, PackedSequences
 from app.config.schema import AttentionConfig, LaunchConfig
@@ -178,3 +179,13 @@ def test_reserved_memory_constant_over_steps(backend: str) -> None:
         stepper.run([packed_batch(step)], 1e-3)
         reserved.append(torch.cuda.memory_reserved(runtime.device))
     assert len(set(reserved[3:])) == 1, reserved
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, None), (torch.bfloat16, 100), (torch.float32, None)])
+def test_sdpa_of_shared_heads_needs_no_plain_arithmetic(dtype: torch.dtype, window: int | None) -> None:
+    rules = replace(PLAIN, window=window)
+    inputs = heads(2, 64)
+    exact = outcome(by_definition, tuple(t.double() for t in inputs), rules)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        found = outcome(sdpa, tuple(t.to(dtype) for t in inputs), rules)
+    assert max(errors(found, exact)) < 0.03

@@ -30,3 +30,17 @@ def test_loss_kernel_rows_beyond_32_bits() -> None:
     loss_and_grad(logits, targets, None, losses, True)
     torch.testing.assert_close(losses[-1:].double(), wanted, rtol=2e-6, atol=2e-6)
     assert distance(logits[-1:].double(), gradient) <= ROUNDED[torch.bfloat16]
+
+
+@pytest.mark.parametrize("vocabulary", [50257, 30522])
+def test_loss_kernel_of_padded_rows_equals_float64(vocabulary: int) -> None:
+    from app.model.triton_kernels import loss_and_grad
+
+    width = -(-vocabulary // 64) * 64
+    memory = torch.full((96, width), float("nan"), dtype=torch.bfloat16, device=GPU)
+    logits, targets, weights = given(96, vocabulary, torch.bfloat16, GPU)
+    memory[:, :vocabulary] = logits
+    losses, (wanted, gradient) = torch.empty(96, device=GPU), exact(logits, targets, weights)
+    loss_and_grad(memory[:, :vocabulary], targets, weights, losses, True, width)
+    torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
+    assert distance(memory[:, :vocabulary].double(), gradient) <= ROUNDED[torch.bfloat16]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from app.model.frozen_linear import Int8Linear
+from app.model.kernels import product_in_float32
 from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.quantization import Bits4
 from tests.model.small import distance
@@ -65,3 +66,22 @@ def test_int8_bytes_and_products_equal_those_of_a_cpu(dtype: torch.dtype) -> Non
     with torch.no_grad():
         assert distance(layer.product(rows).double(), rows.double() @ exact.T) <= allowed
         assert distance(layer.back(above).double(), above.double() @ exact) <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_product_in_float32_is_not_rounded(dtype: torch.dtype) -> None:
+    left = torch.randn(4096, 16, device="cuda", dtype=dtype).T
+    right = torch.randn(4096, 512, device="cuda", dtype=dtype)
+    found = product_in_float32(left, right)
+    assert found.dtype == torch.float32
+    assert distance(found.double(), left.double() @ right.double()) < 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_few_rows_of_nf4_equal_float64(count: int) -> None:
+    layer = packed_layer(*SHAPES[0], torch.bfloat16)
+    frozen = Bits4("nf4", double_quant=True, compute=torch.bfloat16).fused_forms(layer)[layer]
+    rows = torch.randn(count, SHAPES[0][1], device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = frozen.product(rows)
+    assert distance(found.double(), rows.double() @ dequantized(layer).double().T) <= 5e-3

@@ -137,3 +137,18 @@ def test_weights_in_bfloat16_are_stepped_without_waiting(kind: str) -> None:
                 step_unless(optimizer, flag)
         else:
             step_unless(optimizer, flag)
+
+
+@pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_bnb_32bit", "lion_8bit"])
+def test_step_of_bitsandbytes_does_not_wait_for_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = large()
+    optimizer = build_optimizer(section(kind), model)
+    train(model, optimizer, range(2))
+    model(torch.randn(16, 512, device="cuda")).square().mean().backward()
+
+    def wait() -> None:
+        raise AssertionError("the step waits")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)  # which the mode does not see
+    with waiting_is_an_error():
+        optimizer.step()
