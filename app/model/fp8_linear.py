@@ -138,7 +138,7 @@ class Fp8Linear(FrozenLinear):
             bytes_, scales = quantize_reference(given)  # the kernel was not compared yet
             stored = nn.Parameter(bytes_.view(torch.uint8), requires_grad=False)
             setattr(self, f"weight{name}", stored)
-            self.register_buffer(f"scale{name}", scales.T.contiguous())
+            self.register_buffer(f"scale{name}", scales.T.clone())
 
     def prepared(self, rows: Tensor) -> Tensor | tuple[Rounded, torch.dtype]:
         return (quantize_rows(rows), rows.dtype) if self.rounds_rows else rows
