@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "ask the model of a run",
     "evaluate": "score a run on held-out rows, beside its base too",
     "export": "write an adapter or a merged model for other programs",
+    "convert": "read the settings of another program",
     "report": "make the page of a run, a sweep or a comparison",
     "reproduce": "run it again and compare the numbers",
 }

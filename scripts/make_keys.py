@@ -20,6 +20,7 @@ from app.config.groups import choices_by_group
 from app.config.hardware import all_hardware
 from app.config.load import default_values
 from app.config.schema import RunConfig
+from app.config.settings_conversion import PROGRAMS
 from app.config.unread_keys import readers_of
 from app.config.validate import format_value, type_text
 
@@ -126,7 +127,10 @@ def coming_from_page() -> str:
         ]
         for row in other_programs()
     )
-    return with_table("coming-from.md", "make_keys", ("here", *_PROGRAMS.values(), "remark"), rows)
+    needless = {each: PROGRAMS[each]["needless"].split() if each in PROGRAMS else [] for each in _PROGRAMS}
+    names = (", ".join(f"`{name}`" for name in given) for given in needless.values())
+    last = ["needless", *names, "Nothing here corresponds to it, and nothing is lost."]
+    return with_table("coming-from.md", "make_keys", ("here", *_PROGRAMS.values(), "remark"), [*rows, last])
 
 
 def hardware_page() -> str:

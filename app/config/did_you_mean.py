@@ -36,6 +36,17 @@ def of_other_program(name: str, value: str = "") -> str:
     return "".join(f" {part}" for part in (here and f"Did you mean {here}?", row.get("remark")) if part)
 
 
+def setting_of(programs: Iterable[str], name: str, value: Any) -> dict[str, Any]:
+    """The row of a setting of programs, by its name and value, its name, or the last part of it; else empty."""
+    rows = {
+        known.lower(): row for each in reversed([*programs]) for row in other_programs() for known in row.get(each, ())
+    }
+    leaf = name.rpartition(".")[2]
+    text = str(value).lower()
+    wanted = (f"{name}={text}", name, f"{leaf}={text}", leaf)
+    return next((rows[each.lower()] for each in wanted if each.lower() in rows), {})
+
+
 def nearest(given: str, names: Iterable[str]) -> str | None:
     """The most similar name; one with the right first letter may differ more."""
     by_lower = {name.lower(): name for name in sorted(names)}

@@ -13,7 +13,7 @@ from app.errors import ConfigError, gist, refuse
 WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")  # one replaces the other
 _FROM = "varied_from="  # the word `from=` as a key of the schema
 # the file may come from others: these run code of a model, or say where compiled kernels and hooks of Hydra are
-_TYPED_ALONE = ("model.trust_remote_code", "cache_dir", "hydra")
+TYPED_ALONE = ("model.trust_remote_code", "cache_dir", "hydra")
 
 
 def names_file(word: str) -> bool:
@@ -27,7 +27,7 @@ def with_settings(words: Sequence[str], typed: Sequence[str]) -> list[str]:
     files = [word.removeprefix(_FROM).strip("'\"") for word in words if names_file(word)]
     settings = {key: value for file in files for key, value in _settings(file).items()}
     replaced = {*typed, *(WARMUPS if {*WARMUPS} & {*typed} else ())}
-    of_file = [f"{key}={_as_override(value)}" for key, value in settings.items() if key not in replaced]
+    of_file = [f"{key}={as_override(value)}" for key, value in settings.items() if key not in replaced]
     return [*of_file, *(word for word in words if not names_file(word))]
 
 
@@ -45,33 +45,33 @@ def _settings(given: str) -> dict[str, Any]:
         raise ConfigError(f"from={given}: it cannot be read as settings: {gist(fault)}. Mend the file.") from fault
     if not isinstance(data, Mapping):
         raise ConfigError(f"from={given}: it has no settings. Write them as key: value, such as recipe: lora.")
-    settings = dict(_flat("", literal(data)))
+    settings = dict(flat("", literal(data)))
     alone = [key for key, value in settings.items() if _is_typed_alone(key) and value is not False]
     refuse(f"{key} in {given}: a file of settings cannot decide it. Type it beside from={given}." for key in alone)
     return settings
 
 
 def _is_typed_alone(key: str) -> bool:
-    return any(key == each or key.startswith(f"{each}.") for each in _TYPED_ALONE)
+    return any(key == each or key.startswith(f"{each}.") for each in TYPED_ALONE)
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """`optimizer.lr`, x for `optimizer: {lr: x}`."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else str(name), inner)
+            yield from flat(f"{prefix}.{name}" if prefix else str(name), inner)
     else:
         yield prefix, value
 
 
-def _as_override(value: Any) -> str:
+def as_override(value: Any) -> str:
     """A value in Hydra's grammar."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{','.join(map(_as_override, value))}]"
+        return f"[{','.join(map(as_override, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_as_override(inner)}' for key, inner in value.items())}}}"
+        return f"{{{','.join(f'{key}:{as_override(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, int | float):
         return repr(value)
     return QuotedString(str(value), Quote.double).with_quotes()

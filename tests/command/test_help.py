@@ -27,6 +27,7 @@ def printed(name: str, switch: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("evaluate", ["  weights=         tuned, base, both (default tuned)", "As in app.train, "]),
         ("export", ["  kind=       adapter, merged, quantized\n", "  to=         text\n"]),
         ("report", ["  runs=", "  to="]),
+        ("convert", ["Reads YAML of Axolotl"]),
         ("reproduce", ["  tolerance=   a number (default 0.0)"]),
     ],
 )

@@ -1,0 +1,75 @@
+"""Command app.convert: a file of settings of another program, in the words of this one.
+
+python -m app.convert config.yml                  what is carried, what is needless, what is lost, and the file
+python -m app.convert config.yml to=mine.yaml     writes it; python -m app.train from=mine.yaml runs it
+
+Reads YAML of Axolotl, LLaMA-Factory, torchtune, Unsloth and the command line interface of TRL.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from app.config.commands import run_command
+from app.config.groups import choices_by_group
+from app.config.settings_conversion import PROGRAMS, Conversion, converted
+from app.config.validate import format_value
+from app.config.yaml_files import read_yaml
+from app.errors import ConfigError, gist
+from app.files import write_text
+from app.tracking.console import Console, open_console
+
+
+def convert(file: Path, to: Path | None, console: Console) -> int:
+    """Say what becomes of each setting, and write the file."""
+    try:
+        data = read_yaml(file)
+    except (OSError, ValueError, yaml.YAMLError) as fault:
+        raise ConfigError(f"{file} cannot be read: {gist(fault)}. Give a YAML file of another program.") from fault
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{file} has no settings. Give a YAML file of another program.")
+    if to is not None and to.exists():
+        raise ConfigError(f"to={to}: it exists. Give another name.")
+    found = converted(data)
+    label = PROGRAMS[found.program]["label"]
+    groups_first = dict(sorted(found.words.items(), key=lambda word: word[0] not in choices_by_group()))
+    text = f"# From {file.name} of {label}.\n" + yaml.safe_dump(groups_first, sort_keys=False, allow_unicode=True)
+    for line in _lines(found):
+        console.say(line)
+    console.say(
+        f"{label}: {len(found.carried)} settings carried, {len(found.needless)} needless, {len(found.lost)} lost"
+    )
+    if to is None:
+        console.say(f"\n{text}")
+    else:
+        write_text(to, text)
+        console.say(f"file    {to}\ntry it  python -m app.check from={to}")
+    return 0
+
+
+def _lines(found: Conversion) -> Iterator[str]:
+    for word, group in (("carried", found.carried), ("needless", found.needless), ("lost", found.lost)):
+        for name, text in group.items():
+            value = f": {format_value(found.settings[name])}" if name in found.settings and word == "carried" else ""
+            yield f"{word:<8} {name}{value}{' -> ' if word == 'carried' else '  '}{text}"
+    for text in found.changed:
+        yield f"{'changed':<8} {text}"
+
+
+def _command(arguments: Sequence[str]) -> int:
+    files = [each for each in arguments if "=" not in each]
+    others = [each for each in arguments if "=" in each and not each.startswith("to=")]
+    if len(files) != 1 or others:
+        raise ConfigError("Give one file: python -m app.convert config.yml to=mine.yaml")
+    to = next((each.partition("=")[2] for each in arguments if each.startswith("to=")), None)
+    return convert(Path(files[0]).expanduser(), None if to is None else Path(to).expanduser(), open_console())
+
+
+def main() -> None:
+    """Exit codes as of app.train."""
+    run_command(_command, lambda: __doc__ or "")
+
+
+if __name__ == "__main__":
+    main()

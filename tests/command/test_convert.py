@@ -1,0 +1,321 @@
+"""Files of settings of other programs: what becomes of each setting, and that a run accepts the rest."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.config.load import compose_run
+from app.config.overrides import split_arguments
+from app.config.schema import RunConfig
+from app.config.settings_conversion import Conversion, converted
+from app.convert import convert
+from app.errors import ConfigError
+from app.tracking.console import Console
+
+# name: the file, words of the result, settings that are lost
+FILES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "axolotl_qlora": (
+        """
+base_model: org/base-8b
+model_type: LlamaForCausalLM
+load_in_8bit: false
+load_in_4bit: true
+datasets: [{path: org/rows, type: alpaca}]
+val_set_size: 0.05
+sequence_len: 4096
+sample_packing: true
+adapter: qlora
+lora_r: 32
+lora_target_linear: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+optimizer: paged_adamw_32bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+flash_attention: true
+evals_per_epoch: 4
+wandb_project:
+special_tokens: {pad_token: "<|end|>"}
+""",
+        {
+            "recipe": "qlora",
+            "optimizer": "paged_adamw_32bit",
+            "batching.tokens": 8192,
+            "eval.every": "0.25epoch",
+            "adapter.targets": ["all-linear"],
+            "dataset.path": "org/rows",
+        },
+        set(),
+    ),
+    "axolotl_full": (
+        """
+base_model: org/base-1b
+datasets: [{path: data/a.jsonl, type: chat_template, field_messages: turns, roles_to_train: [assistant]}]
+sequence_len: 2048
+sample_packing: false
+micro_batch_size: 4
+num_epochs: 2
+optimizer: adamw_torch_fused
+warmup_steps: 10
+max_grad_norm: 0.5
+deepspeed: deepspeed_configs/zero3.json
+hub_model_id: me/mine
+""",
+        {
+            "recipe": "full",
+            "batching.packing": False,
+            "batching.rows": 4,
+            "dataset.columns.messages": "turns",
+            "schedule.warmup_steps": 10,
+            "parallel": "zero3",
+        },
+        {"datasets[0].roles_to_train", "hub_model_id"},
+    ),
+    "axolotl_mix": (
+        """
+base_model: org/base-8b
+adapter: lora
+datasets:
+  - {path: org/one, split: train, type: chat_template}
+  - {path: two.jsonl, type: alpaca}
+lora_r: 8
+lora_target_modules: [q_proj, v_proj]
+peft_use_rslora: false
+sequence_len: 512
+train_on_inputs: true
+""",
+        {"recipe": "lora", "dataset": "mix", "dataset.mix.source2.path": "two.jsonl", "dataset.train_on": "all"},
+        set(),
+    ),
+    "axolotl_dpo": (
+        """
+base_model: org/base-8b
+rl: dpo
+adapter: qlora
+load_in_4bit: true
+datasets: [{path: pairs.jsonl, type: chatml.intel, split: train}]
+sequence_len: 1024
+rl_beta: 0.2
+""",
+        {"recipe": "dpo", "quantization": "nf4", "preference.beta": 0.2},
+        set(),
+    ),
+    "llama_factory_lora": (
+        """
+model_name_or_path: org/base-8b
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: identity,alpaca_en_demo
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+preprocessing_num_workers: 16
+output_dir: saves/sft
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+resume_from_checkpoint: null
+""",
+        {"recipe": "lora", "precision": "bf16", "checkpoint.every": 500, "batching.tokens": 2048},
+        {"trust_remote_code", "dataset", "template"},
+    ),
+    "llama_factory_full": (
+        """
+model_name_or_path: org/base-8b
+stage: pt
+finetuning_type: full
+dataset: c4_demo
+cutoff_len: 4096
+packing: true
+optim: adamw_torch
+lr_scheduler_type: polynomial
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 200
+""",
+        {"recipe": "full", "batching.packing": True, "optimizer": "adamw", "eval.every": 200},
+        {"dataset", "lr_scheduler_type"},
+    ),
+    "llama_factory_4_bits": (
+        """
+model_name_or_path: org/base-8b
+stage: sft
+finetuning_type: lora
+quantization_bit: 4
+quantization_method: bnb
+lora_target: q_proj,v_proj
+use_dora: false
+cutoff_len: 1024
+per_device_train_batch_size: 4
+neftune_noise_alpha: 5
+""",
+        {"recipe": "qlora", "adapter.targets": ["q_proj", "v_proj"], "batching.tokens": 4096, "training.neftune": 5},
+        set(),
+    ),
+    "trl_full": (
+        """
+model_name_or_path: org/base-0.5b
+dataset_name: org/chats
+learning_rate: 2.0e-5
+num_train_epochs: 1
+packing: true
+max_length: 1024
+per_device_train_batch_size: 2
+gradient_checkpointing: true
+eval_strategy: "no"
+report_to: [wandb]
+""",
+        {"recipe": "full", "dataset": "auto", "dataset.path": "org/chats", "batching.tokens": 2048},
+        {"report_to"},
+    ),
+    "trl_lora": (
+        """
+model_name_or_path: org/base-0.5b
+dataset_name: org/chats
+use_peft: true
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: all-linear
+max_length: 512
+max_steps: -1
+load_in_4bit: false
+assistant_only_loss: true
+""",
+        {"recipe": "lora", "adapter.r": 32, "adapter.targets": ["all-linear"], "dataset.train_on": "assistant"},
+        set(),
+    ),
+    "unsloth": (
+        """
+model: org/base-4b
+data: {dataset: org/rows, format_type: auto}
+training:
+  training_type: lora
+  max_seq_length: 2048
+  load_in_4bit: true
+  num_epochs: 2
+  learning_rate: 2.0e-4
+  batch_size: 2
+  gradient_accumulation_steps: 4
+  warmup_steps: 5
+  max_steps: 0
+  packing: false
+  gradient_checkpointing: unsloth
+  random_seed: 3407
+lora: {lora_r: 64, lora_alpha: 16, target_modules: "q_proj,k_proj", use_rslora: false}
+logging: {enable_wandb: false, wandb_project: null}
+""",
+        {"recipe": "qlora", "batching.rows": 2, "training.offload": True, "seed": 3407, "model.path": "org/base-4b"},
+        set(),
+    ),
+    "torchtune_lora": (
+        """
+output_dir: out
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: base/tokenizer.model, max_seq_len: 1024}
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: [q_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 8
+  lora_alpha: 16
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: base/8b}
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: true}
+optimizer: {_component_: torch.optim.AdamW, fused: true, weight_decay: 0.01, lr: 3.0e-4}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+batch_size: 2
+epochs: 1
+max_steps_per_epoch: null
+gradient_accumulation_steps: 8
+clip_grad_norm: null
+compile: false
+device: cuda
+dtype: bf16
+enable_activation_checkpointing: true
+seed: null
+""",
+        {
+            "recipe": "lora",
+            "adapter.targets": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            "optimizer": "adamw",
+            "schedule": "cosine",
+            "precision": "bf16",
+            "model.path": "base/8b",
+        },
+        {"dataset._component_"},
+    ),
+    "torchtune_qlora": (
+        """
+tokenizer: {_component_: torchtune.models.qwen2_5.qwen2_5_tokenizer, max_seq_len: null}
+model: {_component_: torchtune.models.qwen2_5.qlora_qwen2_5_7b, lora_rank: 16}
+checkpointer: {checkpoint_dir: base/7b}
+dataset: {_component_: torchtune.datasets.chat_dataset, source: org/chats}
+optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit, lr: 1.0e-4}
+batch_size: 2
+""",
+        {"recipe": "qlora", "optimizer": "paged_adamw_8bit", "dataset": "auto", "dataset.path": "org/chats"},
+        {"batch_size"},
+    ),
+}
+
+
+def conversion(name: str) -> Conversion:
+    return converted(yaml.safe_load(FILES[name][0]))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_setting_is_carried_needless_or_lost(name: str, tmp_path: Path) -> None:
+    found, (text, wanted, lost) = conversion(name), FILES[name]
+    assert {key: found.words.get(key) for key in wanted} == wanted
+    assert {*found.lost} == lost, found.lost
+    told = {*found.carried, *found.needless, *{each.partition("[")[0] for each in found.lost}}
+    assert {*found.settings} <= told
+    source, target = tmp_path / "config.yml", tmp_path / "mine.yaml"
+    source.write_text(text)
+    assert convert(source, target, Console(enabled=False)) == 0
+    rows = ["dataset=auto", "dataset.path=org/mine"] if any("names no rows" in each for each in found.changed) else []
+    run: RunConfig = compose_run(split_arguments([f"from={target}", *rows])[0])
+    assert run.adapter.kind == ("none" if found.words["recipe"] == "full" else "lora")
+
+
+def test_meaning_that_changes_is_told() -> None:
+    (told,) = conversion("axolotl_qlora").changed
+    assert [each[:23] for each in conversion("torchtune_lora").changed][-1] == "the file names no rows "
+    assert told.startswith("micro_batch_size: 2: rows are packed, so a micro-batch is a bin of 2 x 4096 = 8192 tokens")
+    assert conversion("axolotl_full").changed == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: 1", "no file of settings of Axolotl"), ("[1]", "has no settings"), ("a: [", "cannot be read")],
+)
+def test_file_of_no_program_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.yml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        convert(file, None, Console(enabled=False))
+
+
+def test_existing_file_is_kept(tmp_path: Path) -> None:
+    source, target = tmp_path / "config.yml", tmp_path / "mine.yaml"
+    source.write_text(FILES["trl_lora"][0])
+    target.write_text("mine")
+    with pytest.raises(ConfigError, match="it exists"):
+        convert(source, target, Console(enabled=False))
+    assert target.read_text() == "mine"
