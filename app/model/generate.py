@@ -134,7 +134,7 @@ class _Streamer:
 
 def end_ids(lm: Any, tokenizer: Any) -> list[int]:
     """Token ids that end an answer, by the model and by the tokenizer."""
-    declared = [lm.generation_config.eos_token_id, lm.config.eos_token_id, tokenizer.eos_token_id]
+    declared = [lm.generation_config.eos_token_id, lm.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
     flat: Iterable[int] = (i for d in declared if d is not None for i in (d if isinstance(d, list) else [d]))
     return sorted(set(flat))
 

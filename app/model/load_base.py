@@ -23,7 +23,7 @@ from app.model.head import in_backbone
 from app.model.quantization import Quantizer
 from app.model.safetensors_files import stored_tensors
 from app.model.source import fetch_folder, read_config, require_weights
-from app.model.structure import build, model_class, numbers_in_folder, numbers_in_yaml, text_part_in
+from app.model.structure import build, class_in_folder, numbers_in_folder, numbers_in_yaml, text_part_in
 from app.oom_retry import is_out_of_memory
 
 
@@ -172,7 +172,7 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
         options |= {"config": numbers_in_folder(config, task, folder), "ignore_mismatched_sizes": True}
     quiet_transformers()
     with _readable(config, folder):
-        lm, found = model_class(task).from_pretrained(
+        lm, found = class_in_folder(config, task, folder).from_pretrained(
             str(folder),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,

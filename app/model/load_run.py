@@ -17,7 +17,7 @@ from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, ModelSections, build_base
 from app.model.experts import shown_to_peft, stack_layers, take_over
 from app.model.layer_norm import set_norms
-from app.model.load_base import drawing_by, open_folder, read_weights
+from app.model.load_base import drawing_by, open_folder, quiet_transformers, read_weights
 from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.source import REMOTE_CODE, fetch_folder, require_weights
 from app.model.structure import numbers_in_folder, text_part_in
@@ -136,6 +136,7 @@ def _device() -> torch.device:
 
 def _for_answers(lm: Any) -> Any:
     """The model with an attention that knows a key-value cache."""
+    quiet_transformers()
     lm.set_attn_implementation(own_attention(lm))
     return lm.eval()
 

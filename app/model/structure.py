@@ -176,6 +176,11 @@ def text_part_in(config: ModelConfig, task: Task, folder: Path, lm: Any) -> Text
     return TextPart.of(lm, whole_numbers(config, folder), task)
 
 
+def class_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
+    """The class of transformers that loads a local folder, towers included."""
+    return whole_class(whole_numbers(config, folder), task) or model_class(task)
+
+
 def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> None:
     """Refuse a classifier of equally many other classes: its head would be reused; of another size one is drawn."""
     is_classifier = any("ForSequenceClassification" in name for name in numbers.architectures or ())

@@ -22,48 +22,18 @@ from app.model.save import save_model
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from app.training.adapter_start import load_start
-from tests.model.small import CAUSAL, documents_of, full, lora, model_config, sections, three_steps, wide_numbers
+from tests.model.small import CAUSAL, documents_of, full, lora, model_config, sections, three_steps
 from tests.model.test_quantization import NF4
+from tests.model.wholes import WHOLES, saved_whole
 
 CPU = torch.device("cpu")
 IDS = documents_of((10,))[0][None]
-SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-SIGLIP |= {"image_size": 28, "patch_size": 14}
-QWEN = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 4, "out_hidden_size": 64}
-QWEN |= {"num_position_embeddings": 16, "patch_size": 14}
-SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-WHOLES: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "text_config": wide_numbers("gemma3_text"),
-        "vision_config": {"model_type": "siglip_vision_model", **SIGLIP},
-        "mm_tokens_per_image": 4,
-        "boi_token_index": 60,
-        "eoi_token_index": 61,
-        "image_token_index": 62,
-    },
-    "mistral3": {
-        "text_config": wide_numbers("mistral"),
-        "vision_config": {"model_type": "pixtral", **SIGLIP},
-        "image_token_index": 62,
-    },
-    "qwen3_5": {"text_config": wide_numbers("qwen3_5_text"), "vision_config": QWEN},
-    # has no class for its text part
-    "qwen3_vl": {
-        "text_config": wide_numbers("qwen3_vl_text", head_dim=16, rope_parameters=SECTIONS),
-        "vision_config": {**QWEN, "deepstack_visual_indexes": [0]},
-    },
-}
 
 
 @pytest.fixture(params=WHOLES)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A tiny model with a tower for images."""
-    numbers = transformers.AutoConfig.for_model(request.param, **WHOLES[request.param])
-    torch.manual_seed(0)
-    whole = transformers.AutoModelForImageTextToText.from_config(numbers)
-    for parameter in whole.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    whole.save_pretrained(str(tmp_path / "base"))
+    saved_whole(transformers.AutoConfig.for_model(request.param, **WHOLES[request.param]), tmp_path / "base")
     return tmp_path / "base"
 
 
