@@ -15,7 +15,7 @@ from app.config.yaml_files import read_yaml
 from app.files import read_json
 
 # keys that hold, by the names in an adapter's own file
-KEPT = {"r": "r", "alpha": "lora_alpha", "targets": "target_modules"}
+KEPT = {"r": "r", "alpha": "lora_alpha", "targets": "target_modules", "rslora": "use_rslora", "dora": "use_dora"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")  # of a layer, as Hydra takes it without quotes
 
@@ -79,7 +79,7 @@ def _is_plain(value: Any) -> bool:
     """Whether it is a number or names, as a command line has them."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(each, str) and _NAME.fullmatch(each) for each in value)
-    return type(value) in (int, float)
+    return type(value) in (int, float, bool)
 
 
 def _read(file: Path) -> dict[str, Any] | None:
@@ -106,8 +106,8 @@ def check_start(run: RunConfig) -> Iterator[str]:
         return
     other = [
         f"adapter.{key}={format_value(found[name])}"
-        for key, name in KEPT.items()
-        if type(found.get(name)) in (int, float) and found[name] != getattr(adapter, key)
+        for key, name in (KEPT | {each: each for each in ("rank_pattern", "alpha_pattern")}).items()
+        if type(found.get(name)) in (int, float, bool, dict) and found[name] != getattr(adapter, key)
     ]
     if other:
         yield (

@@ -1,22 +1,54 @@
 """Kinds of adapter, as facts and rules that messages, pages and memory suggestions share."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from app.config.schema import AdapterConfig
+from app.config.schema import AdapterConfig, RunConfig
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LAYER_NAME = re.compile(r"[\w.-]+")  # a name or its end, which is no endless regular expression
+_PLAIN_INITS = ("default", "gaussian")
+_INITS = re.compile(r"default|gaussian|orthogonal|pissa|pissa_niter_[1-9]\d?|olora")
+_OTHER_INITS = {
+    "eva": "takes a pass over the rows before the first step, which is not offered",
+    "corda": "takes a pass over the rows before the first step, which is not offered",
+    "lora_ga": "takes gradients before the first step, which is not offered",
+    "loftq": "writes a base of its own beside the adapter",
+    "mica": "trains A alone",
+}
 
 
 class AdapterKind(NamedTuple):
     """One kind; how it changes a model is `model.adapters`."""
 
     name: str  # in papers
-    problems: Callable[[AdapterConfig], Iterator[str]]  # of its keys
-    has_rank: bool  # whether it is matrices of rank adapter.r, which vLLM serves
+    problems: Callable[[RunConfig], Iterator[str]]  # of its keys
+    has_rank: bool  # whether it is matrices of rank adapter.r
+    # what vLLM refuses of it, as words; None: it serves it
+    not_in_vllm: Callable[[Mapping[str, Any]], str | None] = lambda _adapter: "it"
 
 
-def _low_rank(adapter: AdapterConfig) -> Iterator[str]:
+def changes_base(adapter: AdapterConfig) -> bool:
+    """Whether the base gives up what the adapter begins with; the adapter is saved as one of the ordinary base."""
+    return adapter.init.startswith(("pissa", "olora"))
+
+
+def _not_in_vllm(adapter: Mapping[str, Any]) -> str | None:
+    """`adapter` is the section of a run, which an older one wrote in part."""
+    words = {
+        "dora": "DoRA",
+        "rank_pattern": "ranks by layer",
+        "alpha_pattern": "alphas by layer",
+        "train_whole": "whole modules",
+        "train_tokens": "rows of tokens",
+    }
+    found = [text for key, text in words.items() if adapter.get(key)]
+    return " and ".join(found) or None
+
+
+def _low_rank(run: RunConfig) -> Iterator[str]:
+    adapter = run.adapter
     if adapter.r < 1:
         yield f"adapter.r={adapter.r} must be at least 1 for adapter.kind={adapter.kind}."
     if adapter.alpha <= 0:
@@ -28,9 +60,46 @@ def _low_rank(adapter: AdapterConfig) -> Iterator[str]:
         )
     if not adapter.targets:
         yield "adapter.targets is empty. Set adapter.targets=[all-linear] or names of layers."
+    yield from _pattern_problems(adapter)
+    yield from _init_problems(run)
+
+
+def _pattern_problems(adapter: AdapterConfig) -> Iterator[str]:
+    for key, kinds in (("rank_pattern", int), ("alpha_pattern", int | float)):
+        pattern: dict[str, object] = getattr(adapter, key)
+        for name, value in pattern.items():
+            if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+                words = "a rank is a whole number from 1 on" if key == "rank_pattern" else "alpha is a number above 0"
+                yield f"adapter.{key}={{{name}: {value}}}: {words}. Give one for each name."
+            if not LAYER_NAME.fullmatch(name):
+                yield f"adapter.{key}: {name} is no name of layers. Give names or their ends, such as 3.mlp.down_proj."
+
+
+def _init_problems(run: RunConfig) -> Iterator[str]:
+    adapter, init = run.adapter, f"adapter.init={run.adapter.init}"
+    if not _INITS.fullmatch(adapter.init):
+        cause = _OTHER_INITS.get(adapter.init, "is none of default, gaussian, orthogonal, pissa, pissa_niter_N, olora")
+        yield f"{init} {cause}. Choose {'default' if adapter.init in _OTHER_INITS else 'one of these'}."
+    elif adapter.init not in _PLAIN_INITS and run.quantization.kind != "none":
+        yield (
+            f"{init} reads weights of the base, which quantization.kind={run.quantization.kind} has packed. Set "
+            "adapter.init=default, or recipe=lora quantization=none."
+        )
+    if changes_base(adapter) and adapter.dora:
+        yield (
+            f"{init} with adapter.dora=true: the result could not be saved as an adapter of the ordinary base. "
+            "Choose one of them."
+        )
+    if adapter.init != "default" and adapter.start is not None:
+        yield f"{init}: adapter.start={adapter.start} gives the numbers that the adapter begins with. Leave one out."
+    if adapter.dora and run.quantization.kind not in {"none", "nf4", "fp4"}:
+        yield (
+            f"adapter.dora=true reads the weights of the base, and PEFT cannot unpack quantization.kind="
+            f"{run.quantization.kind}. Set quantization=nf4 or none, or adapter.dora=false."
+        )
 
 
 ADAPTER_KINDS = {
     "none": AdapterKind("full fine-tuning", lambda _adapter: iter(()), has_rank=False),
-    "lora": AdapterKind("LoRA", _low_rank, has_rank=True),
+    "lora": AdapterKind("LoRA", _low_rank, has_rank=True, not_in_vllm=_not_in_vllm),
 }

@@ -12,6 +12,10 @@ class Epochs(str):
     """A text like `0.25epoch`."""
 
 
+class Tokens(str):
+    """The word `all`."""
+
+
 def choice(*names: str, default: str = MISSING) -> Any:
     """A text field that takes one of `names`."""
     return field(default=default, metadata={CHOICES: names})

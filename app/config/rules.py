@@ -90,7 +90,7 @@ def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
 
 
 def _adapter_is_whole(run: RunConfig) -> Iterator[str]:
-    return ADAPTER_KINDS[run.adapter.kind].problems(run.adapter)
+    return ADAPTER_KINDS[run.adapter.kind].problems(run)
 
 
 def _offload_needs_recomputed_layers(run: RunConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from app.config.dataset_schema import DatasetConfig
-from app.config.fields import Epochs, choice, number
+from app.config.fields import TYPE, Epochs, Tokens, choice, number
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,6 +96,15 @@ class AdapterConfig:
     r: int = number(0, at_least=0)  # rank
     alpha: float = number(0.0, at_least=0)  # scale of the update, divided by the rank
     dropout: float = number(0.0, at_least=0, below=1)  # dropout before the adapter
+    rslora: bool = False  # divide alpha by the square root of the rank (rsLoRA)
+    dora: bool = False  # train the length of each output's weights apart from their direction (DoRA)
+    init: str = "default"  # how A and B begin: default, gaussian, orthogonal, pissa, pissa_niter_N, olora
+    rank_pattern: dict[str, Any] = field(default_factory=dict)  # other ranks, by names of layers or their ends
+    alpha_pattern: dict[str, Any] = field(default_factory=dict)  # other alphas, by names of layers or their ends
+    layers: list[int] = field(default_factory=list)  # numbers of the layers with adapters, from 0; empty: all
+    train_whole: list[str] = field(default_factory=list)  # modules that are trained and saved as a whole: lm_head, say
+    # tokens whose rows of the embedding and of an untied head are trained: their ids, or all
+    train_tokens: Any = field(default_factory=list, metadata={TYPE: list[int] | Tokens})
     lr_ratio: float = number(1.0, above=0)  # learning rate of B over that of A, which is optimizer.lr (LoRA+)
     start: str | None = None  # run, folder or hub id of the adapter that this one goes on from; null: a new one
     targets: list[str] = field(default_factory=list)  # all-linear, or names of layers; the head is never adapted

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args
 from omegaconf import MISSING
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key, of_other_program
-from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE, Epochs
+from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE, Epochs, Tokens
 from app.config.groups import choices_by_group
 from app.errors import refuse
 
@@ -209,6 +209,8 @@ _TYPES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]
     Epochs: ((str,), _epochs, ("a part of an epoch like 0.25epoch",)),
     # not numbers with a point or an exponent: `12e4567`, a revision, would silently become `inf`
     str: ((int, str), str, ("text (in quotes, where it looks like something else)",)),
+    Tokens: ((str,), {"all": "all"}.__getitem__, ("all",)),
+    list[int]: ((list, tuple), lambda value: [_read(each, int) for each in value], ("a list like [3, 17]",)),
     list[str]: ((list, tuple), lambda value: [_read(each, str) for each in value], ("a list like [a, b]",)),
     dict[str, Any]: ((Mapping,), dict, ("a mapping like {a: 1, b: 2}",)),
 }

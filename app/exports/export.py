@@ -134,8 +134,7 @@ class AdapterExport(Export):
         adapter = json.loads((folder / _ADAPTER).read_text())
         named = base_path(self.config.model, self.config.target / "base")
         write_json_unflushed(folder / _ADAPTER, adapter | {"base_model_name_or_path": named})
-        whole = fully_trained_weights(self.final) if self.config_folder == self.final else {}
-        return sum(len(each.shape) > 1 for each in whole.values())
+        return sum(len(each.shape) > 1 for each in fully_trained_weights(self.final).values())
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
         inside, sections = folder / "base", self.sections

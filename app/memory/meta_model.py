@@ -24,8 +24,10 @@ class MetaModel:
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
         kinds = {_cost_key(layer) for layer in layers}
-        parts = (part for target in sections.adapter.targets for part in target.split("."))
-        targets_single_layers = sections.adapter.kind != "none" and any(map(str.isdecimal, parts))
+        adapter = sections.adapter
+        names = (*adapter.targets, *adapter.rank_pattern, *adapter.alpha_pattern, *adapter.train_whole)
+        numbered = any(part.isdecimal() for name in names for part in name.split("."))
+        targets_single_layers = adapter.kind != "none" and (numbered or bool(adapter.layers))
         self.has_equal_layers = len(kinds) == 1 and not targets_single_layers
 
     def network(self, depth: int) -> nn.Module:

@@ -1,13 +1,12 @@
 """What a method of adapting a frozen base answers about itself."""
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from app.config.schema import AdapterConfig
 from app.model.base_weights import Put
@@ -20,14 +19,19 @@ class AdapterMethod(ABC):
     peft_type: ClassVar[str]  # in adapter_config.json
     # its own keys in that file, with the values that runs write
     written: ClassVar[Mapping[str, Callable[[Any], bool]]]
-    trained: ClassVar[tuple[str, ...]]  # parameters, by the ends of their names, after the layer's
     moves_in: ClassVar[Mapping[int, str]]  # by step, skipped ones not counted: those of them that must get a gradient
-    # whether it is attached to a base on meta, and drawn once that is filled; else it is attached to a filled one
-    on_meta: ClassVar[bool] = False
-    # names in the file, of a `layer` and a `part` of it, that `merged` takes; None: nothing is merged
-    mergeable: ClassVar[re.Pattern[str] | None] = None
 
     config: AdapterConfig
+
+    @property
+    @abstractmethod
+    def trained(self) -> tuple[str, ...]:
+        """Parameters that are trained, by the ends of their names, after the layer's."""
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether it is attached to a base on meta, and drawn once that is filled; else to a filled one."""
+        return False
 
     @abstractmethod
     def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
@@ -40,8 +44,3 @@ class AdapterMethod(ABC):
     def lr_factor(self, name: str) -> float:  # noqa: ARG002
         """Learning rate of a trained parameter as a multiple of that of the run."""
         return 1.0
-
-    @staticmethod
-    def merged(weight: Tensor, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-        """The weight [out, in] of a layer with its adapter, in fp32; `config` is adapter_config.json."""
-        raise NotImplementedError("merged: the weight of an adapted layer")

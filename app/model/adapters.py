@@ -1,7 +1,6 @@
 """Adapters by PEFT on the linear layers of a frozen base: the table of methods, and the layers that they adapt."""
 
 import contextlib
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
 from app.config.tasks import Task
@@ -27,7 +26,6 @@ PREFIX = "base_model.model."  # of PEFT, before the names of the base
 CHECKED_STEPS = 2  # in which a gradient must reach every adapted layer
 # what runs write into adapter_config.json besides PEFT's defaults: of any method, and free to be anything
 _FREE_KEYS = ("task_type", "peft_version", "base_model_name_or_path", "inference_mode", "auto_mapping", "revision")
-_MODULE_NAME = re.compile(r"[\w.-]+")
 _ROUTERS = frozenset({"gate", "shared_expert_gate", "router"})
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
@@ -47,32 +45,110 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
     if method is None:
         result: nn.Module = lm
         return result
-    layers = layers_to_adapt(config.targets, lm)
-    head = head_modules(lm) if task.pooled else []
+    layers = _of_numbers(config.layers, layers_to_adapt(config.targets, lm))
+    rows = rows_to_train(config, lm)
+    whole = sorted({*(head_modules(lm) if task.pooled else []), *modules_to_train(config, lm, layers)})
     experts = expert_wrappers(lm) if config.experts else []
-    expected = {layer + end for layer in [*layers, *experts] for end in method.trained} | {
+    expected = {layer + end for layer in [*layers, *experts] for end in method.trained}
+    expected |= {f"{name}.token_adapter.trainable_tokens_delta.default" for name in rows}
+    expected |= {
         f"{name}.modules_to_save.default.{weight}"
-        for name in head
+        for name in whole
         for weight, _ in lm.get_submodule(name).named_parameters()
     }
     lm.name_or_path = base_path  # PEFT writes it as the adapter's base
-    # short names, as other tools write them, where PEFT's matching by suffix gives just these layers
-    short = sorted({name.rpartition(".")[2] for name in layers})
-    meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in short]
     shared = {
         "task_type": task.peft_type,
-        "target_modules": short if set(meant) <= set(layers) else layers,
-        "modules_to_save": sorted({name.rpartition(".")[2] for name in head}) or None,
+        "target_modules": _short(layers, lm, lambda name, end: name.rpartition(".")[2] == end),
+        "modules_to_save": _short(whole, lm, str.endswith) or None,
+        **({"trainable_token_indices": rows} if rows else {}),
+        **({"ensure_weight_tying": True} if whole and _embedding(lm) in whole and _is_tied(lm) else {}),
     }
     with quiet_peft(), shown_to_peft(lm):
         from peft import get_peft_model
 
         network: nn.Module = get_peft_model(lm, method.peft_config(lm, layers, shared))
-    trained = {name.removeprefix(PREFIX) for name, each in network.named_parameters() if each.requires_grad}
-    assert trained == expected, (
-        f"trained but not meant: {trained - expected}; meant but not trained: {expected - trained}"
+    trained = {name.removeprefix(PREFIX): each for name, each in network.named_parameters() if each.requires_grad}
+    assert trained.keys() == expected, (
+        f"trained but not meant: {trained.keys() - expected}; meant but not trained: {expected - trained.keys()}"
     )
+    for copied in trained_copies(network).values():
+        if isinstance(copied, nn.Linear):  # PEFT swaps the two in the copy of a tied head
+            copied.out_features, copied.in_features = copied.weight.shape
+    for each in trained.values():
+        each.data = each.data.float()  # copies of what the base has in 16 bits
     return network
+
+
+def _short(names: list[str], lm: Any, matches: Callable[[str, str], bool]) -> list[str]:
+    """Short names, as other tools write them, where PEFT's matching of their ends gives just these modules."""
+    short = sorted({name.rpartition(".")[2] for name in names})
+    meant = {name for name, _ in lm.named_modules() if any(matches(name, end) for end in short)}
+    return short if meant <= set(names) else names
+
+
+def _of_numbers(numbers: list[int], names: list[str]) -> list[str]:
+    """The adapted layers inside the repeated layers of these numbers; all, where none are given."""
+    number_of = {name: next((int(part) for part in name.split(".") if part.isdecimal()), None) for name in names}
+    known = sorted({each for each in number_of.values() if each is not None})
+    unknown = [each for each in numbers if each not in known]
+    if unknown:
+        raise ConfigError(
+            f"adapter.layers: there is no adapted layer of number {', '.join(map(str, unknown))}. Give numbers from "
+            f"{known[0]} to {known[-1]}."
+            if known
+            else "adapter.layers: the adapted layers of this model have no numbers. Leave it out."
+        )
+    return [name for name in names if not numbers or number_of[name] in numbers]
+
+
+def _embedding(lm: Any) -> str:
+    found: nn.Module = lm.get_input_embeddings()
+    return next(str(name) for name, module in lm.named_modules() if module is found)
+
+
+def _is_tied(lm: Any) -> bool:
+    return bool(lm.config.get_text_config().tie_word_embeddings) and lm.get_output_embeddings() is not None
+
+
+def _embedding_and_head(lm: Any) -> list[str]:
+    """The modules that have a row for each token; of tied ones the embedding."""
+    head = lm.get_output_embeddings()
+    names = [name for name, module in lm.named_modules() if head is not None and module is head and not _is_tied(lm)]
+    return [_embedding(lm), *names]
+
+
+def modules_to_train(config: AdapterConfig, lm: Any, layers: list[str]) -> list[str]:
+    """The full names of the modules that are trained as a whole beside the adapter."""
+    known = {name: module for name, module in lm.named_modules() if name and any(True for _ in module.parameters())}
+    chosen = set(_embedding_and_head(lm) if config.train_tokens == "all" else [])
+    for given in config.train_whole:
+        matched = [name for name in known if name == given or name.endswith(f".{given}")]
+        adapted = [layer for layer in layers if any(f"{layer}.".startswith(f"{name}.") for name in matched)]
+        if not matched or adapted:
+            ends = sorted({name.rpartition(".")[2] for name in known})
+            cause = f"has the adapted layer {adapted[0]}" if matched else "is no module of this model with weights"
+            raise ConfigError(
+                f"adapter.train_whole: {given} {cause}. Give names such as lm_head, embed_tokens or norm."
+                f"{'' if matched else did_you_mean(given, ends)}"
+            )
+        if _is_tied(lm) and known[matched[0]] is lm.get_output_embeddings():
+            name = _embedding(lm).rpartition(".")[2]
+            raise ConfigError(f"adapter.train_whole: {given} is tied to {name}. Give {name}: both are trained as one.")
+        chosen.update(matched)
+    return sorted(chosen)
+
+
+def rows_to_train(config: AdapterConfig, lm: Any) -> dict[str, list[int]]:
+    """The ids of the tokens whose rows are trained, by the names of the modules that have them."""
+    ids = [] if config.train_tokens == "all" else sorted(set(map(int, config.train_tokens)))
+    vocabulary = lm.get_input_embeddings().num_embeddings
+    outside = [each for each in ids if not 0 <= each < vocabulary]
+    if outside:
+        raise ConfigError(
+            f"adapter.train_tokens: {outside[0]} is the id of no token: ids go from 0 to {vocabulary - 1}."
+        )
+    return dict.fromkeys(_embedding_and_head(lm), ids) if ids else {}
 
 
 def layers_without_gradient(config: AdapterConfig, gradients: Mapping[str, Tensor | None], step: int) -> list[str]:
@@ -128,14 +204,15 @@ def read_adapter_config(final: Path) -> dict[str, Any]:
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) and _MODULE_NAME.fullmatch(each) for each in value)
+    return isinstance(value, list) and all(isinstance(each, str) and LAYER_NAME.fullmatch(each) for each in value)
 
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence PEFT's use of a name that transformers has since changed."""
+    """Silence PEFT's use of a name that transformers has since changed, and a warning of what its own saving cannot."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="Using Rank-Stabilized LoRA with rank_pattern")
         yield
 
 
@@ -143,7 +220,7 @@ def trained_copies(network: nn.Module) -> dict[nn.Module, nn.Module]:
     """Trained copies of whole modules (`modules_to_save`), by the modules of the frozen originals."""
     found: dict[nn.Module, nn.Module] = {}
     for module in network.modules():
-        if hasattr(module, "original_module"):  # PEFT's wrapper
+        if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):  # PEFT's wrapper
             wrapper: Any = module
             (copied,) = wrapper.modules_to_save.values()
             found |= dict(zip(wrapper.original_module.modules(), copied.modules(), strict=True))

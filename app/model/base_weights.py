@@ -104,12 +104,31 @@ class Base:
                 put(module, last, self._converted(tensor, parameter))
                 for other, name in holders:
                     other._parameters[name] = module._parameters[last]
-                if copies and module in copies:
-                    put(copies[module], last, self._converted(tensor, parameter))
+                self._put_copies(tensor, put, copies or {}, holders)
         self._tensors = None
         for module in self.lm.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self._options.device)
+
+    def _put_copies(
+        self,
+        tensor: SourceTensor,
+        put: Put,
+        copies: Mapping[nn.Module, nn.Module],
+        holders: Iterable[tuple[nn.Module, str]],
+    ) -> None:
+        """Fill the copies of the modules that hold a tensor; copies of tied ones stay tied."""
+        filled: list[tuple[nn.Parameter | None, nn.Parameter | None]] = []
+        for module, name in holders:
+            if module in copies:
+                copied, before = copies[module], copies[module]._parameters[name]
+                assert before is not None
+                known = next((after for each, after in filled if each is before), None)
+                if known is None:
+                    put(copied, name, self._converted(tensor, before))
+                else:
+                    copied._parameters[name] = known
+                filled.append((before, copied._parameters[name]))
 
     def linear_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and weight [out, in] in float32 of each layer that a quantiser replaces, read one at a time."""

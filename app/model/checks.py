@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from app.batch import IGNORE, Batch, PackedSequences
 from app.errors import EnvironmentProblem
 from app.model.activation_checkpointing import repeated_layers
+from app.model.adapters import trained_copies
 from app.model.attention import NAME, own_attention, plain_packed, register_kernel
 from app.model.chunked_loss import LinearHead, token_loss_sum
 from app.model.comparison import Comparison, attempt, max_difference, max_or_nan
@@ -53,7 +54,8 @@ def check_head(model: TrainingModel, batch: Batch) -> Comparison:
     """Refuse a model with logits other than its head applied to its backbone's output."""
     mode = model.training
     model.eval()
-    with model.autocast(batch.ids.device) if model.pooled else contextlib.nullcontext():
+    has_wider = model.pooled or trained_copies(model.network)  # weights in fp32 beside those of the base
+    with model.autocast(batch.ids.device) if has_wider else contextlib.nullcontext():
         if model.pooled:
             own, ours = _pooled_logits(model, batch)
         else:

@@ -173,6 +173,10 @@ def rows_of_a_chunk(rows: int, vocabulary: int, number_bytes: int) -> int:
 def linear_head(lm: Any) -> LinearHead | None:
     """The head as a linear layer; None if it does more than one product, or has other trained parts."""
     layer = lm.get_output_embeddings()
+    if isinstance(
+        getattr(layer, "modules_to_save", None), nn.ModuleDict
+    ):  # PEFT's wrapper around a head and its trained copy
+        (layer,) = layer.modules_to_save.values()
     if type(layer) is not nn.Linear:
         return None
     own = {id(parameter) for parameter in layer.parameters()}

@@ -1,13 +1,17 @@
 """LoRA and its kin: PEFT's configuration, and what is drawn where the base is on meta."""
 
+import json
 import math
-import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME
+from app.config.did_you_mean import did_you_mean
 from app.errors import ConfigError
 from app.model.adapter_method import AdapterMethod
 from app.model.base_weights import Put, in_memory
@@ -15,46 +19,114 @@ from app.model.experts import adapted_experts, layer_or_stack, stacks_of
 from app.model.quantization import is_conv1d
 
 
+def _is_pattern(value: Any) -> bool:
+    """Whether it maps names to numbers: others could be endless regular expressions."""
+    return isinstance(value, dict) and all(
+        LAYER_NAME.fullmatch(name) and type(number) in (int, float) and number > 0 for name, number in value.items()
+    )
+
+
+def _is_token_rows(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and all(LAYER_NAME.fullmatch(name) and isinstance(ids, list) for name, ids in value.items())
+        and all(type(each) is int and each >= 0 for ids in value.values() for each in ids)
+    )
+
+
+def save_as_update(folder: Path, start: Mapping[str, Tensor]) -> None:
+    """Rewrite a saved adapter as the difference from `start`: [A; A0] and [B, -B0], of twice the rank.
+
+    Scales stay: alpha grows with the rank, or with its square root in rsLoRA.
+    """
+    weights, config = load_file(folder / ADAPTER_WEIGHTS), json.loads((folder / ADAPTER).read_text())
+    for name, began in start.items():
+        is_a = ".lora_A." in name
+        weights[name] = torch.cat([weights[name], began if is_a else -began], dim=0 if is_a else 1)
+    factor = 2**0.5 if config["use_rslora"] else 2
+    config |= {"r": 2 * config["r"], "lora_alpha": factor * config["lora_alpha"], "init_lora_weights": True}
+    config["rank_pattern"] = {name: 2 * each for name, each in config["rank_pattern"].items()}
+    config["alpha_pattern"] = {name: factor * each for name, each in config["alpha_pattern"].items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
 class Lora(AdapterMethod):
     """LoRA, W + alpha / r * B A: B starts at zero, so A has no gradient before B has moved."""
 
     peft_type = "LORA"
     written: ClassVar = {
-        "fan_in_fan_out": lambda value: isinstance(value, bool),
+        **dict.fromkeys(
+            ("fan_in_fan_out", "use_rslora", "use_dora", "ensure_weight_tying"), lambda value: isinstance(value, bool)
+        ),
         "r": lambda value: type(value) is int and value > 0,
         **dict.fromkeys(("lora_alpha", "lora_dropout"), lambda value: type(value) in (int, float) and value >= 0),
+        **dict.fromkeys(("rank_pattern", "alpha_pattern"), _is_pattern),
+        "trainable_token_indices": _is_token_rows,
+        "init_lora_weights": lambda value: value in (True, "gaussian", "orthogonal"),  # which leave the base as it is
     }
-    trained = (".lora_A.default.weight", ".lora_B.default.weight")
     moves_in: ClassVar = {1: ".lora_B.", 2: ".lora_A."}
-    on_meta = True
-    mergeable = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The halves, and DoRA's lengths."""
+        ends = (".lora_A.default.weight", ".lora_B.default.weight")
+        return (*ends, ".lora_magnitude_vector.default.weight") if self.config.dora else ends
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether nothing of it is read from the base, but for whole copies."""
+        config = self.config
+        return config.init == "default" and not config.dora and config.train_tokens in ([], "all")
 
     def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
-        """Refuse a rank that no adapted weight can have."""
+        """Refuse ranks that no adapted weight can have, and patterns for none of the layers."""
         from peft import LoraConfig
 
-        r, modules = self.config.r, [lm.get_submodule(layer) for layer in layers]
-        stacks = stacks_of(lm) if self.config.experts else {}
-        if self.config.experts and not stacks:
+        config, modules = self.config, [lm.get_submodule(layer) for layer in layers]
+        stacks = stacks_of(lm) if config.experts else {}
+        if config.experts and not stacks:
             raise ConfigError(
                 f"adapter.experts=true: a model of kind {lm.config.model_type} has no stacks of experts that "
                 "transformers calls through its interface. Set adapter.experts=false."
             )
         sizes = [m.weight.shape if is_conv1d(m) else (m.in_features, m.out_features) for m in modules]
-        highest = max(map(min, [*sizes, *(shape[1:] for shape in stacks.values())]))
-        if r > highest:
-            raise ConfigError(
-                f"adapter.r={r}: no adapted layer of this model has a rank above {highest:,}. Usual are 8 to 128; "
-                f"set adapter.r={highest} at most."
-            )
+        self._require_possible(max(map(min, [*sizes, *(shape[1:] for shape in stacks.values())])))
+        self._require_named(layers)
+        # of a base on meta only shapes are wanted
+        is_drawn = config.init == "default" or next(lm.parameters()).is_meta
         return LoraConfig(
             **shared,
-            r=r,
-            lora_alpha=self.config.alpha,
-            lora_dropout=self.config.dropout,
+            r=config.r,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            use_rslora=config.rslora,
+            use_dora=config.dora,
+            rank_pattern=dict(config.rank_pattern),
+            alpha_pattern=dict(config.alpha_pattern),
+            init_lora_weights=True if is_drawn else config.init,
             fan_in_fan_out=any(map(is_conv1d, modules)),
             target_parameters=sorted({".".join(name.rsplit(".", 2)[-2:]) for name in stacks}) or None,
         )
+
+    def _require_possible(self, highest: int) -> None:
+        pattern = {f"rank_pattern.{name}": each for name, each in self.config.rank_pattern.items()}
+        for key, r in {"r": self.config.r, **pattern}.items():
+            if r > highest:
+                raise ConfigError(
+                    f"adapter.{key}={r}: no adapted layer of this model has a rank above {highest:,}. Usual are 8 to "
+                    f"128; set adapter.{key}={highest} at most."
+                )
+
+    def _require_named(self, layers: list[str]) -> None:
+        ends = {name.split(".", depth)[-1] for name in layers for depth in range(name.count(".") + 1)}
+        for key in ("rank_pattern", "alpha_pattern"):
+            for name in getattr(self.config, key):
+                if name not in ends:
+                    raise ConfigError(
+                        f"adapter.{key}: {name} is none of the adapted layers, nor the end of their names."
+                        f"{did_you_mean(name, sorted(ends))}"
+                    )
 
     def lr_factor(self, name: str) -> float:
         return self.config.lr_ratio if ".lora_B." in name else 1.0
@@ -79,8 +151,3 @@ class Lora(AdapterMethod):
                 for (half, layer), numbers in zip(halves, drawn, strict=True):
                     weight = numbers.weight.detach().to(device, dtype).float()
                     put(layer, "weight", in_memory(f"{name}.{half}.{adapter}.weight", weight))
-
-    @staticmethod
-    def merged(weight: Tensor, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-        a, b = (parts[half].to(weight.device, torch.float32) for half in ("A", "B"))
-        return weight.float() + float(config["lora_alpha"]) / len(a) * (b @ a)

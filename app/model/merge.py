@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.config.adapters import ADAPTER_WEIGHTS
 from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
-from app.model.adapters import PREFIX, method_in, read_adapter_config
+from app.model.adapters import PREFIX, quiet_peft, read_adapter_config
 from app.model.build import DTYPES, ModelSections
 from app.model.conversion import FolderReader
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
@@ -29,6 +29,7 @@ from app.model.safetensors_files import (
 )
 from app.model.structure import BaseModel
 
+_ROWS = ".token_adapter.trainable_tokens_delta"  # ends the names of trained rows of an embedding or a head
 EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -37,19 +38,72 @@ def read_updates(final: Path) -> dict[str, Callable[[Tensor], Tensor]]:
 
     Refuses adapters with anything that cannot be merged so.
     """
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
     config = read_adapter_config(final)
-    method = method_in(config)
+    mark = f".{PEFT_TYPE_TO_TUNER_MAPPING[config['peft_type']].prefix}"  # before the names of a method's own tensors
     parts: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(str(final / ADAPTER_WEIGHTS)).items():
-        known = method.mergeable and method.mergeable.fullmatch(name.removeprefix(PREFIX))
-        if known:
-            parts.setdefault(known["layer"], {})[known["part"]] = tensor
+    updates: dict[str, Callable[[Tensor], Tensor]] = {}
+    for full, tensor in load_file(str(final / ADAPTER_WEIGHTS)).items():
+        name = full.removeprefix(PREFIX)
+        layer, is_own, _ = name.partition(mark)
+        if is_own:
+            parts.setdefault(layer, {})[full] = tensor
+        elif name.endswith(_ROWS):
+            layer = name.removesuffix(_ROWS)
+            updates[layer] = partial(_with_rows, rows=tensor, ids=_ids_of(layer, config))
         elif not _is_whole(name, config):
             raise CheckpointError(
-                f"kind=merged: the adapter in {final} has the tensor {name}, which is not merged here yet. "
+                f"kind=merged: the adapter in {final} has the tensor {full}, which is not merged here yet. "
                 "kind=adapter exports it as it is."
             )
-    return {layer: partial(method.merged, config=config, parts=own) for layer, own in parts.items()}
+    return updates | {
+        layer: partial(_merged_by_peft, layer=layer, config=config, parts=own) for layer, own in parts.items()
+    }
+
+
+def _merged_by_peft(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+    """The weight [out, in] of a layer with its adapter, in fp32: PEFT merges a model of this layer alone."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model, set_peft_model_state_dict
+
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)  # merged in place
+    lm, module = nn.Module(), nn.Module()
+    *path, last = layer.split(".")
+    module = lm
+    for part in path:
+        module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.add_module(last, linear)
+    own: dict[str, Any] = {
+        "task_type": None,
+        "modules_to_save": None,
+        "trainable_token_indices": None,
+        "ensure_weight_tying": False,
+    }
+    own |= {"fan_in_fan_out": False, "inference_mode": False, "base_model_name_or_path": None}
+    for key in {"rank_pattern", "alpha_pattern"} & config.keys():  # PEFT warns of names of other layers
+        own[key] = {name: each for name, each in config[key].items() if f".{layer}".endswith(f".{name}")}
+    settings = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]].from_peft_type(
+        **{key: own.get(key, value) for key, value in config.items()}
+    )
+    with quiet_peft():
+        network: Any = get_peft_model(lm, settings)
+        found = set_peft_model_state_dict(network, dict(parts))
+        assert not found.unexpected_keys, found.unexpected_keys
+        result: Tensor = network.merge_and_unload().get_submodule(layer).weight.detach()
+    return result
+
+
+def _with_rows(weight: Tensor, rows: Tensor, ids: list[int]) -> Tensor:
+    """A weight with other rows of some tokens."""
+    return weight.float().index_copy(0, torch.tensor(ids, device=weight.device), rows.to(weight.device, torch.float32))
+
+
+def _ids_of(layer: str, config: Mapping[str, Any]) -> list[int]:
+    """The tokens of which a module has trained rows."""
+    known: Mapping[str, list[int]] = config["trainable_token_indices"]
+    return next(ids for name, ids in known.items() if layer.endswith(name))
 
 
 def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:
@@ -60,8 +114,10 @@ def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:
 
 
 def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a weight belongs to a module that was trained as a whole."""
-    return not set(name.split(".")).isdisjoint(config.get("modules_to_save") or ())
+    """Whether a weight belongs to a module that was trained as a whole, or to one that is tied to such a module."""
+    whole, plain = config.get("modules_to_save") or (), f".{name.removeprefix(PREFIX)}"
+    is_tied = config.get("ensure_weight_tying") and not any(mark in plain for mark in (".lora_", ".token_adapter."))
+    return bool(is_tied) or any(f".{each}." in plain for each in whole)
 
 
 @dataclass(frozen=True)
@@ -148,7 +204,7 @@ def plan_merge(
 ) -> Merge:
     """Find every weight that was quantised or has an adapter in the files of `sections.model.path`, or refuse.
 
-    `final` is the folder of the adapter, for a head that was trained as a whole.
+    `final` is the folder of the adapter, for modules that were trained as a whole.
     """
     folder = Path(sections.model.path)
     if json.loads((folder / "config.json").read_text()).get("quantization_config"):
@@ -159,14 +215,15 @@ def plan_merge(
     base = BaseModel(sections.model, task_of(sections.task))
     lm, part, tensors = base.on_meta(), base.text_part, stored_tensors(folder)
     stored = FolderReader(lm if part is None else part.whole, tensors).stored_names()
+    whole = {} if final is None else fully_trained_weights(final)
     beside: set[str] = set()  # files' tensors of what the text part is a part of
     if part is not None:
         updates = {part.in_text(layer) or layer: update for layer, update in updates.items()}
+        whole = {part.in_text(name) or name: each for name, each in whole.items()}
         ours = {part.in_text(name): file for name, file in stored.items()}
         stored = {name: file for name, file in ours.items() if name is not None}
         beside = set(tensors).difference(stored.values())
-    if final is not None and task_of(sections.task).pooled:
-        tensors = _with_head(lm, tensors, final)
+    tensors = _with_whole(lm, tensors, stored, whole, pooled=task_of(sections.task).pooled)
     quantized = backbone_linear_layers(lm) if sections.quantizer is not None else []
     names = _names_in_files(lm, {*quantized, *updates}, tensors, stored, sections.model.path)
     frozen = sections.adapter.kind != "none"
@@ -189,15 +246,27 @@ def plan_merge(
     )
 
 
-def _with_head(lm: Any, tensors: Mapping[str, StoredTensor], final: Path) -> dict[str, StoredTensor]:
-    """The backbone of the base with the adapter's head in place of the base's."""
+def _with_whole(
+    lm: Any,
+    tensors: Mapping[str, StoredTensor],
+    stored: Mapping[str, str],
+    trained: Mapping[str, StoredTensor],
+    *,
+    pooled: bool,
+) -> dict[str, StoredTensor]:
+    """The tensors of the base with those in place that were trained whole; `stored`: their names by those of the model.
+
+    A tied one stands in the files once.
+    """
+    if not (pooled and trained):
+        return {**tensors, **{stored[name]: each for name, each in trained.items() if name in stored}}
     inside = f"{lm.base_model_prefix}."
     has_prefix = any(name.startswith(inside) for name in tensors)
     known = lm.state_dict()
     kept = {n: t for n, t in tensors.items() if n.startswith(inside) or not has_prefix or n in known}
-    for name, stored in fully_trained_weights(final).items():
+    for name, each in trained.items():
         short = name.removeprefix(inside)
-        kept[short if short in kept else name] = stored
+        kept[short if short in kept else name] = each
     return kept
 
 

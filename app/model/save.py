@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.model.lora import save_as_update
 from app.model.safetensors_files import widest_first, write_weights
 from app.model.text_part import TextPart, rename_adapter
 from app.model.training_model import TrainingModel
@@ -25,10 +26,11 @@ def save_model(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
     text_part: TextPart | None = None,
+    start: Mapping[str, Tensor] | None = None,
 ) -> None:
     """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `tensors`:
     where the model is sharded, those of `saved_tensors`, whole, one at a time. An adapter of a `text_part` has the
-    names of the whole, which is what other programs load.
+    names of the whole, which is what other programs load. `start`: what its halves began with, and the base gave up.
     """
     network: Any = training_model.network
     lm: Any = training_model.language_model
@@ -38,6 +40,8 @@ def save_model(
         given: dict[str, Any] = {} if tensors is None else {"state_dict": dict(tensors)}
         # "auto" would ask the hub about the vocabulary of the base
         network.save_pretrained(str(folder), save_embedding_layers=False, **given)
+        if start:
+            save_as_update(folder, start)
         if text_part is not None:
             rename_adapter(folder, folder, text_part.in_whole)
         if training_model.pooled:  # names and number of the classes are nowhere else
@@ -63,7 +67,7 @@ def saved_tensors(training_model: TrainingModel) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
 
         buffers = dict(network.named_buffers(remove_duplicate=False))
-        own = {**dict(network.named_parameters()), **buffers, **training_model.trained()}
+        own = {**dict(network.named_parameters(remove_duplicate=False)), **buffers, **training_model.trained()}
         apart = {name: tensor.detach() for name, tensor in own.items()}  # one object a name: PEFT gives other names
         saved = {id(each) for each in get_peft_model_state_dict(network, apart, save_embedding_layers=False).values()}
         return {name: own[name] for name, tensor in apart.items() if id(tensor) in saved}

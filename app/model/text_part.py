@@ -111,8 +111,14 @@ def rename_adapter(source: Path, target: Path, renamed: Callable[[str], str | No
         for name, each in load_file(source / ADAPTER_WEIGHTS).items()
     }
     config = json.loads((source / ADAPTER).read_text())
-    layers = {name.removeprefix(PREFIX).partition(".lora_")[0].replace(".base_layer", "") for name in tensors}
+    plain = [name.removeprefix(PREFIX) for name in tensors]
+    layers = {name.partition(".lora_")[0].replace(".base_layer", "") for name in plain if ".lora_" in name}
     experts = {name.rpartition(".")[0] for name in config.get("target_parameters") or ()}  # named by their ends
     config["target_modules"] = sorted(name for name in layers if name.rpartition(".")[2] not in experts)
+    others = (name for name in plain if ".lora_" not in name and ".token_adapter." not in name)
+    config["modules_to_save"] = sorted({name.rpartition(".")[0] for name in others}) or None
+    for key in ("rank_pattern", "alpha_pattern", "trainable_token_indices"):
+        by_name = config.get(key) or {}
+        config[key] = {renamed(name) or name: value for name, value in by_name.items()} or config.get(key)
     save_file(tensors, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (target / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True))

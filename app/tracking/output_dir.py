@@ -24,6 +24,7 @@ _RUN_FILES = {
     "final",
     "base",
     "reference",
+    "start",
 }
 _CHECK_FILES = {"check.json", "check.html"}  # of app.check, in the folder of a later run
 # on file systems without locks a folder is used unlocked rather than refused
@@ -111,6 +112,7 @@ class RunFolder(ClaimedFolder):
         self.final = path / "final"  # the adapter or the model, as other tools load it
         self.base = path / "base"  # a random base, which an adapter needs
         self.reference = path / "reference"  # what a loss over pairs compares with
+        self.start = path / "start"  # what an adapter began with, where the base gave it up
 
     def log_of(self, rank: int) -> Path:
         """Log of a process, with its rank in the name except for rank 0."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from app.config.adapters import changes_base
 from app.config.tasks import task_of
 from app.distributed.fsdp import whole_tensors
 from app.files import checksummed_folder
@@ -20,6 +21,7 @@ from app.tracking.recorder import Recorder, samples_table
 from app.training.memory import Predicted
 from app.training.resolve import ResolvedRun
 from app.training.scores import finite
+from app.training.start_adapter import read_start
 from app.training.summary import closing_message
 from app.training.trained_state import load_weights
 from app.training.trainer import Trainer
@@ -40,7 +42,8 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
     tensors = None if model.sharding is None else whole_tensors(saved_tensors(model))
     if resolved.runtime.rank == 0:
         with checksummed_folder(recorder.folder.final) as folder:
-            save_model(model, resolved.tokenizer, folder, tensors, resolved.base.text_part)
+            start = read_start(recorder.folder.start) if changes_base(resolved.config.adapter) else None
+            save_model(model, resolved.tokenizer, folder, tensors, resolved.base.text_part, start)
             (folder / CARD).write_text(_card(resolved, recorder, result, folder), encoding="utf-8")
         answers = samples_table(recorder.folder.samples)
         if answers:

@@ -84,7 +84,7 @@ def compared_settings(run: RunConfig, precision: str) -> dict[str, Any]:
     values = {key: attrgetter(key)(run) for key in leaf_keys(RunConfig) if role_of(key) == COMPARED}
     if run.optimizer.in_backward:
         del values["training.clip"]  # which steps in the backward pass cannot have, and a run may change to them
-    return {key: ", ".join(value) if isinstance(value, list) else value for key, value in values.items()}
+    return {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def base_hash(model: ModelConfig, fingerprint: str | None) -> dict[str, str]:

@@ -37,6 +37,7 @@ from app.training.setup import (
     stepper_of,
     trainer_parts,
 )
+from app.training.start_adapter import drawn_start, keep_start
 from app.training.storage_counter import kept_bytes
 from app.training.summary import manifest_facts, rehearsal_message, resumed_split_note, run_table
 from app.training.trainer import Parts, Trainer
@@ -69,6 +70,7 @@ def train_in(
     fingerprint = shared_fingerprint(resolved)
     identity = resolved.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, resolved.stored_choices())
+    drawn = drawn_start(resolved, model)
     progress = restore_progress(resolved, checkpoints, stepper, fingerprint)
     resolved = with_reference(resolved, model, folder.reference, fingerprint)
     with (
@@ -80,6 +82,8 @@ def train_in(
         recorder.message(align([*run_table(resolved), *forecast.rows(), *(("note", note) for note in notes)]))
         recorder.add_facts(proofs=[asdict(check) for check in checks], device_used_bytes=in_use)
         keep_reference(resolved, folder.reference)
+        keep_start(drawn, resolved, folder.start)
+        del drawn
         record_base(resolved, model, recorder, fingerprint)
         recorder.begin(resolved.steps.steps, progress.step)
         parts = trainer_parts(resolved, stepper, checkpoints, recorder)

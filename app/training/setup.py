@@ -15,7 +15,7 @@ from app.distributed.gradient_reduction import ShardedGradients
 from app.distributed.process_group import Runtime
 from app.files import DISK_ERRORS, atomic_folder, fsync_all, report_write_errors
 from app.model import fp8_linear
-from app.model.adapters import lr_factor
+from app.model.adapters import adapter_of, lr_factor
 from app.model.build import choose_loss_head, random_base
 from app.model.checks import check_head, check_packing
 from app.model.comparison import Comparison, max_difference
@@ -131,7 +131,8 @@ def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder,
     recorder.add_facts(hashes={"base": fingerprint})
     needs_base = sections.model.weights == "random" and sections.adapter.kind != "none"
     if needs_base and run.checkpoint.save_random_base and not (resolved.checkpoint and is_there):
-        is_plain = sections.quantizer is None and model.sharding is None
+        method = adapter_of(run.adapter)
+        is_plain = sections.quantizer is None and model.sharding is None and method is not None and method.on_meta
         drawn = None if is_plain else random_base(sections, resolved.runtime.device, run.seed)
         place = recorder.folder.base
         with report_write_errors(place, DISK_ERRORS), atomic_folder(place, fsync_all) as folder:

@@ -1,7 +1,6 @@
 """Merged weights against the model that was trained, in memory and through files."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -160,14 +159,9 @@ class Ia3(AdapterMethod):
     written: ClassVar[Any] = {}
     trained = (".ia3_l.default",)
     moves_in: ClassVar[Any] = {1: ".ia3_l."}
-    mergeable = re.compile(r"(?P<layer>.+)\.(?P<part>ia3_l)")
 
     def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
         return IA3Config(**shared, feedforward_modules=[])
-
-    @staticmethod
-    def merged(weight: torch.Tensor, config: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return weight.float() * parts["ia3_l"]
 
 
 @pytest.mark.parametrize("nf4", [False, True])

@@ -1,0 +1,146 @@
+"""Every way to adapt a base: it trains, resumes to the same bits, loads in plain PEFT and merges; or a sentence."""
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from app.config.load import compose_run, read_run
+from app.config.schema import ModelConfig
+from app.errors import AppError
+from app.model.adapters import quiet_peft
+from app.model.attention import register
+from app.model.merge import merged_config, plan_merge, read_updates
+from app.train import train
+from app.training.trainer import Trainer
+from tests.harness.runs import SMALL, losses, result
+from tests.model.small import sections
+
+IDS = torch.arange(5, 45)[None]
+PLANNED = 64 << 10  # bytes; of trained embeddings and their copies pieces are counted apart
+Train = Callable[..., Path]
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The models of all runs of a test, as their loops ended with them."""
+    found: list[Any] = []
+    fit = Trainer.fit
+
+    def kept(trainer: Trainer, request: Any) -> bool:
+        found.append(trainer.parts.stepper.model)
+        return fit(trainer, request)
+
+    monkeypatch.setattr(Trainer, "fit", kept)
+    yield found
+    register("sdpa")
+    gc.unfreeze()
+
+
+def run(folder: Path, *given: str) -> Path:
+    keys = {each.partition("=")[0] for each in given}
+    small = [each for each in SMALL if each.partition("=")[0] not in keys]
+    more = ("training.max_steps=4", "checkpoint.every=2", "model.architecture.initializer_range=0.1")
+    train(compose_run([*small, *more, f"output_dir={folder}", *given]))
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "adapter_model.safetensors")
+
+
+@torch.no_grad()
+def logits(lm: Any) -> torch.Tensor:
+    found: torch.Tensor = lm.eval()(input_ids=IDS).logits
+    return found
+
+
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def in_peft(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the base, and of the base with final/, as other programs load them."""
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    with quiet_peft():
+        return logits(base), logits(PeftModel.from_pretrained(base, str(folder / "final")))
+
+
+def merged(folder: Path, target: Path) -> torch.Tensor:
+    """Logits of the merged model, as transformers loads it."""
+    final, parts = folder / "final", read_run(folder / "run.yaml")
+    model = ModelConfig(path=str(folder / "base"), weights="pretrained", architecture={})
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(merged_config(folder / "base", "fp32")))
+    updates = read_updates(final)
+    plan_merge(sections(model, parts.adapter), updates, "fp32", torch.device("cpu"), final).write(target, 1e9)
+    return logits(AutoModelForCausalLM.from_pretrained(target))
+
+
+LORA = {
+    "plain": (),
+    "rslora": ("adapter.rslora=true",),
+    "patterns": ("adapter.rank_pattern={q_proj: 4}", "adapter.alpha_pattern={1.mlp.down_proj: 3.5}"),
+    "layers": ("adapter.layers=[1]",),
+    "whole": ("adapter.train_whole=[lm_head,embed_tokens]",),
+    "norm": ("adapter.train_whole=[model.norm]",),
+    "tied": ("adapter.train_whole=[embed_tokens]", "model.architecture.tie_word_embeddings=true"),
+    "dora": ("adapter.dora=true", "adapter.rslora=true"),
+    "gaussian": ("adapter.init=gaussian",),
+    "orthogonal": ("adapter.init=orthogonal",),
+    "pissa": ("adapter.init=pissa", "adapter.rslora=true", "adapter.rank_pattern={q_proj: 4}"),
+    "pissa_niter": ("adapter.init=pissa_niter_4",),
+    "olora": ("adapter.init=olora", "adapter.alpha_pattern={q_proj: 8}"),
+    "tokens": ("adapter.train_tokens=[5,7,30]",),
+    "tied tokens": ("adapter.train_tokens=[5,7,30]", "model.architecture.tie_word_embeddings=true"),
+    "all tokens": ("adapter.train_tokens=all",),
+}
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_lora_trains_resumes_loads_and_merges(tmp_path: Path, models: list[Any], name: str) -> None:
+    whole = run(tmp_path / "whole", "recipe=lora", "optimizer.lr=1e-2", *LORA[name])
+    given = ("recipe=lora", "optimizer.lr=1e-2", *LORA[name])
+    run(tmp_path / "parts", *given, "training.stop_after=2")
+    parts = run(tmp_path / "parts", *given, "resume=auto")
+    assert losses(whole)[-1] < losses(whole)[0]
+    assert all(torch.equal(each, weights(parts)[name]) for name, each in weights(whole).items())
+    counted = result(whole)
+    assert abs(counted["memory_predicted_bytes"] - counted["memory_measured_bytes"]) <= PLANNED
+    ours = logits(models[0].language_model)
+    base, tuned = in_peft(whole)
+    assert far(ours, base) > 1e-2
+    assert far(tuned, ours) <= 5e-6
+    assert far(merged(whole, tmp_path / "merged"), ours) <= 5e-6
+
+
+REFUSED = {
+    ("adapter.init=eva",): r"adapter\.init=eva takes a pass over the rows",
+    ("adapter.init=pisa",): r"adapter\.init=pisa is none of default",
+    ("adapter.init=pissa", "adapter.dora=true"): r"adapter\.init=pissa with adapter\.dora=true",
+    ("adapter.init=orthogonal", "recipe=qlora"): r"adapter\.init=orthogonal reads weights of the base",
+    ("adapter.dora=true", "quantization=int8"): r"adapter\.dora=true reads the weights of the base",
+    ("adapter.layers=[9]",): r"adapter\.layers: there is no adapted layer of number 9\. Give numbers from 0 to 1\.",
+    ("adapter.rank_pattern={qproj: 4}",): r"adapter\.rank_pattern: qproj is none of the adapted layers.*q_proj",
+    ("adapter.rank_pattern={q_proj: 99}",): r"adapter\.rank_pattern\.q_proj=99: no adapted layer",
+    ("adapter.rank_pattern={q_proj: x}",): r"adapter\.rank_pattern=\{q_proj: x\}: a rank is a whole number",
+    ("adapter.train_whole=[lmhead]",): r"adapter\.train_whole: lmhead is no module of this model",
+    ("adapter.train_whole=[mlp]",): r"adapter\.train_whole: mlp has the adapted layer model\.layers\.0\.mlp",
+    ("adapter.train_tokens=[99999]",): r"adapter\.train_tokens: 99999 is the id of no token",
+    ("adapter.train_tokens=some",): r"adapter\.train_tokens=some: expected a list like \[3, 17\] or all",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED, ids=" ".join)
+def test_what_cannot_work_is_refused_in_a_sentence(tmp_path: Path, given: tuple[str, ...]) -> None:
+    recipe = () if any(each.startswith("recipe=") for each in given) else ("recipe=lora",)
+    with pytest.raises(AppError, match=REFUSED[given]):
+        run(tmp_path / "run", *recipe, *given)
