@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from app.errors import ConfigError, PromptTooLong
 from app.model.attention import NAME
@@ -167,7 +168,7 @@ def test_ends_are_those_of_model_and_tokenizer(
     generation: Any, model: Any, tokenizer: Any, expected: list[int]
 ) -> None:
     lm = SimpleNamespace(
-        generation_config=SimpleNamespace(eos_token_id=generation), config=SimpleNamespace(eos_token_id=model)
+        generation_config=SimpleNamespace(eos_token_id=generation), config=LlamaConfig(eos_token_id=model)
     )
     assert end_ids(lm, SimpleNamespace(eos_token_id=tokenizer)) == expected
 
