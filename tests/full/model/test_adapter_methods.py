@@ -20,7 +20,7 @@ from app.model.merge import merged_config, plan_merge, read_updates
 from app.train import train
 from app.training.trainer import Trainer
 from tests.harness.runs import SMALL, losses, result
-from tests.model.small import sections
+from tests.model.small import distance, sections
 
 IDS = torch.arange(5, 45)[None]
 PLANNED = 64 << 10  # bytes; of trained embeddings and their copies pieces are counted apart
@@ -59,10 +59,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def logits(lm: Any) -> torch.Tensor:
     found: torch.Tensor = lm.eval()(input_ids=IDS).logits
     return found
-
-
-def far(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def in_peft(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,9 +113,9 @@ def test_lora_trains_resumes_loads_and_merges(tmp_path: Path, models: list[Any],
     assert abs(counted["memory_predicted_bytes"] - counted["memory_measured_bytes"]) <= PLANNED
     ours = logits(models[0].language_model)
     base, tuned = in_peft(whole)
-    assert far(ours, base) > 1e-2
-    assert far(tuned, ours) <= 5e-6
-    assert far(merged(whole, tmp_path / "merged"), ours) <= 5e-6
+    assert distance(ours, base) > 1e-2
+    assert distance(tuned, ours) <= 5e-6
+    assert distance(merged(whole, tmp_path / "merged"), ours) <= 5e-6
 
 
 REFUSED = {
