@@ -3,6 +3,7 @@
 python -m app.evaluate run=runs/mine                      the rows that the run held out
 python -m app.evaluate run=runs/mine dataset=messages dataset.path=new.jsonl
 python -m app.evaluate run=runs/mine weights=both         the tuned model and its base, side by side
+python -m app.evaluate run=runs/mine checkpoint=best      a kept checkpoint, or that of a step
 python -m app.evaluate run=runs/mine harness=arc_easy     tasks of lm-evaluation-harness, where it is installed
 """
 
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.commands import run_command
-from app.config.finished_run import EVALUATE_ALLOWED, EvaluateConfig, evaluate_config
+from app.config.finished_run import EVALUATE_ALLOWED, EvaluateConfig, as_run, evaluate_config
 from app.config.help import command_help
 from app.distributed.environment import world
 from app.distributed.failures import fail_as_one_of_several, reporting_crashes
@@ -32,13 +33,21 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
     _check_parts(config)
     folder = _writable_folder(config.output_dir)
     console.say(f"run     {config.folder}, {' and '.join(names)}")
+    from app.training.stand_in import at_checkpoint
+
+    with at_checkpoint(config.folder, config.kept_checkpoint, as_run(config)) as place:
+        _score_in(place, config, names, folder, console)
+
+
+def _score_in(place: Path, config: EvaluateConfig, names: Sequence[str], folder: Path, console: Console) -> None:
+    """Score the run in `place`, and write the scores to `folder`."""
     from app.evaluation.compare import Comparison
     from app.evaluation.run import prepare_evaluation
     from app.training.scores import counts_of
 
     manifest = _manifest(config.folder)
     hashes, recorded = manifest.get("hashes", {}), manifest.get("choices", {}).get("precision")
-    evaluation = prepare_evaluation(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)
+    evaluation = prepare_evaluation(config, place, hashes, tuned=names[0] == "tuned", say=console.say)
     console.say(align(evaluation.table(), width=8))
     sums, counts = {}, counts_of(evaluation.run)
     for name in names:
@@ -48,9 +57,11 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
     if evaluation.runtime.rank == 0:
         found = Comparison.of(sums, evaluation.rows.split_hashes, counts)
         console.say(found.table())
-        facts = {"answers": found.answers, **evaluation.facts(), "weights": config.weights}
+        facts = {"answers": found.answers, **evaluation.facts(), "weights": config.weights, **_origin(config)}
         is_beside_own = folder.resolve() == config.folder.resolve()
-        target = folder / (evaluation.file_name(config.weights, recorded) if is_beside_own else "evaluate.json")
+        target = folder / (
+            evaluation.file_name(config.weights, recorded, config.kept_checkpoint) if is_beside_own else "evaluate.json"
+        )
         write_json(target, {**found.as_dict(), **facts})
         console.say(f"written {target}")
     evaluation.runtime.leave()
@@ -62,19 +73,27 @@ def run_harness(config: EvaluateConfig, names: Sequence[str], console: Console) 
     target = _writable_folder(config.output_dir) / "harness.json"
     from app.evaluation.run import open_finished_run
     from app.model.tokenizer import load_tokenizer
+    from app.training.stand_in import at_checkpoint
 
     console.say(f"run     {config.folder}, {' and '.join(names)}\nharness {', '.join(config.harness)}")
     harness = prepare_harness(config.harness, config.harness_limit, chat=config.harness_chat)
     tokenizer = load_tokenizer(config.model, needs_template=config.harness_chat)
     hashes = _manifest(config.folder).get("hashes", {})
-    finished = open_finished_run(config, config.folder, hashes, tuned=names[0] == "tuned")
-    sides = {
-        name: harness.evaluate(finished.model(tuned=name == "tuned"), tokenizer, config.eval.rows) for name in names
-    }
+    with at_checkpoint(config.folder, config.kept_checkpoint, as_run(config)) as place:
+        finished = open_finished_run(config, place, hashes, tuned=names[0] == "tuned")
+        sides = {
+            name: harness.evaluate(finished.model(tuned=name == "tuned"), tokenizer, config.eval.rows) for name in names
+        }
     console.say(table(sides))
-    facts = {**harness.facts(), "run": str(config.folder), "precision": finished.choices.precision}
+    facts = {**harness.facts(), **_origin(config), "precision": finished.choices.precision}
     write_json(target, {**with_earlier_tasks(sides, facts, target), **facts})
     console.say(f"written {target}")
+
+
+def _origin(config: EvaluateConfig) -> dict[str, Any]:
+    """The run, and which of its checkpoints."""
+    kept = {} if config.kept_checkpoint is None else {"checkpoint": config.kept_checkpoint}
+    return {"run": str(config.folder), **kept}
 
 
 def _check_parts(config: EvaluateConfig) -> None:

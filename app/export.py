@@ -2,22 +2,25 @@
 
 python -m app.export run=runs/mine kind=adapter to=exports/mine      the adapter, its tokenizer and a card
 python -m app.export run=runs/mine kind=merged to=exports/mine       base and adapter as one model, in bf16
+python -m app.export run=runs/a kind=merged to=exports/ab adapters="[runs/a:0.7,runs/b:0.3]"      several as one
 python -m app.export run=runs/mine kind=quantized quant=nf4 to=exports/mine      the same in 4 bits
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.commands import run_command
-from app.config.finished_run import EXPORT_ALLOWED, ExportConfig, export_config
+from app.config.finished_run import EXPORT_ALLOWED, ExportConfig, as_run, export_config
 from app.config.help import command_help
 from app.errors import ConfigError
 from app.exports.folder import REPORT, require_target
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align, format_bytes
 from app.tracking.manifest import program_here, read_manifest
+from app.tracking.recorder import read_result
 
 if TYPE_CHECKING:
     from app.exports.export import Export
@@ -29,6 +32,19 @@ def export(config: ExportConfig, console: Console) -> int:
     """From a checked config to a verified folder; returns the exit code."""
     require_target(config.to, config.target)
     _check_parts(config)
+    from app.training.stand_in import at_checkpoint, combined
+
+    run = as_run(config)
+    if config.adapters:
+        place = combined(config.folder, config.factors, config.combination, config.rank, run)
+    else:
+        place = at_checkpoint(config.folder, config.kept_checkpoint, run)
+    with place as folder:
+        return _export_from(replace(config, run=str(folder)), config.folder, console)
+
+
+def _export_from(config: ExportConfig, origin: Path, console: Console) -> int:
+    """Export what `config.run` has, made of the run in `origin`."""
     from app.evaluation.run import prepare_evaluation
     from app.exports.export import make_export, prepare_export
 
@@ -38,14 +54,14 @@ def export(config: ExportConfig, console: Console) -> int:
     console.say(
         align(
             [
-                ("run", str(config.folder)),
+                ("run", str(origin)),
                 ("to", f"{config.to}, {format_bytes(planned.bytes)}"),
                 ("kind", ", ".join(filter(None, (config.kind, config.written("quant"), config.written("dtype"))))),
             ],
             width=8,
         )
     )
-    verification = make_export(planned, _facts(planned), console.say)
+    verification = make_export(planned, _facts(planned, origin), console.say)
     console.say(align([("proof", verification.lines())], width=8))
     if verification.passed:
         console.say(f"done    {config.to}")
@@ -64,12 +80,14 @@ def _check_parts(config: ExportConfig) -> None:
         raise ConfigError(problems)
 
 
-def _facts(planned: "Export") -> dict[str, Any]:
+def _facts(planned: "Export", origin: Path) -> dict[str, Any]:
     """The facts of export.json besides the verification."""
     config = planned.config
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "run": str(config.folder.resolve()),
+        "run": str(origin.resolve()),
+        **({} if config.kept_checkpoint is None else {"checkpoint": config.kept_checkpoint}),
+        **({"combined": read_result(config.folder)["combined"]} if config.adapters else {}),
         "base": None if config.model.weights == "random" else config.model.path,
         "base_hash": planned.evaluation.hashes.get("base"),
         "versions": program_here(),

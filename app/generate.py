@@ -4,6 +4,7 @@ python -m app.generate run=runs/mine prompt="What is the plural of goose?"
 python -m app.generate run=runs/mine                                  a conversation
 python -m app.generate run=runs/mine prompts=questions.jsonl output=answers.jsonl
 python -m app.generate run=runs/mine prompt="..." adapter=false       the base, for comparison
+python -m app.generate run=runs/mine prompt="..." checkpoint=100      a kept checkpoint, or checkpoint=best
 python -m app.generate run=runs/labels prompt="..."                   of task=classification: the label, and how likely
 python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7     a folder, hub id, or name as in app.train
 """
@@ -40,14 +41,27 @@ CHAT_HELP = (
 
 def generate(config: GenerateConfig) -> None:
     """From a checked config to answers on standard output or in a file."""
-    from app.data.prompts import as_conversation, prompts_file, read_prompts
+    from app.data.prompts import prompts_file
 
     if config.prompts is not None:
         prompts_file(config.prompts)
-    folder = None if config.run is None else finished_folder(config.run)
+    folder = None if config.run is None else finished_folder(config.run, config.checkpoint)
     run = None if folder is None else read_run(folder / "run.yaml")
     if run is not None:  # it may come from others
         run.model.trust_remote_code = config.trust_remote_code
+    if folder is None or run is None or config.checkpoint is None:
+        _answer(config, folder, run)
+        return
+    from app.training.stand_in import at_checkpoint
+
+    with at_checkpoint(folder, config.checkpoint, run) as place:
+        _answer(config, place, run)
+
+
+def _answer(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> None:
+    """Answer by the run in `folder`, or by another model."""
+    from app.data.prompts import as_conversation, read_prompts
+
     if folder is not None and run is not None and task_of(run.task).unit == "class":
         _classify(config, folder, run)
         return

@@ -22,10 +22,11 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")  # of a layer, as Hydra takes it without
 
 def start_folder(adapter: AdapterConfig) -> Path | None:
     """The folder of `adapter.start`, which need not exist: a run has its adapter in final/."""
-    return None if adapter.start is None else _folder_of(adapter.start)
+    return None if adapter.start is None else adapter_folder(adapter.start)
 
 
-def _folder_of(start: str) -> Path:
+def adapter_folder(start: str) -> Path:
+    """The folder of an adapter, which need not exist, of a run, a folder or a hub id."""
     given = Path(start).expanduser()
     if not given.exists() and _HUB_ID.fullmatch(start):
         return _from_hub(start)[0] or given
@@ -52,7 +53,7 @@ def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
     start = typed.get("adapter.start")
     if not isinstance(start, str) or not start:
         return {}
-    found = _read(_folder_of(start) / ADAPTER)
+    found = _read(adapter_folder(start) / ADAPTER)
     values = {key: found.get(name) for key, name in KEPT.items()} if found else _begun_with(typed)
     return {
         f"adapter.{key}": value

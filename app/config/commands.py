@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from app.config.did_you_mean import did_you_mean
 from app.config.fields import number
+from app.config.finished_run import checkpoint_problems
 from app.config.hardware import HardwareConfig, missing_hardware_support, read_hardware
 from app.config.help import print_help_or_version
 from app.config.load import compose_run
@@ -108,6 +109,7 @@ class GenerateConfig:
     """Options of app.generate. `temperature=0` is greedy; without `prompt` and `prompts` it is a conversation."""
 
     run: str | None = None
+    checkpoint: str | None = None  # best, or a number of steps
     model: str | None = None
     prompt: str | None = None
     second: str | None = None  # of a pair, for a run that learnt labels of pairs
@@ -147,6 +149,9 @@ def _generate_problems(config: GenerateConfig) -> Iterator[str]:
         yield "run has no value. Give run=DIR of a finished run, or model=DIR or a hub id."
     if config.run is not None and config.model is not None:
         yield f"run={config.run} and model={config.model} both say whom to ask. Keep one."
+    yield from checkpoint_problems(config.checkpoint)
+    if config.checkpoint is not None and config.run is None:
+        yield f"checkpoint={config.checkpoint} is of a run. Give run=DIR, or leave it out."
     if config.prompt is not None and config.prompts is not None:
         yield f"prompt and prompts={config.prompts} both say what to ask. Keep one."
     if config.second is not None and config.prompt is None:

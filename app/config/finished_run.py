@@ -1,5 +1,6 @@
 """Configuration of a finished run, with the changes that app.evaluate, app.export and app.reproduce allow."""
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from app.config.adapter_start import adapter_folder
+from app.config.adapters import ADAPTER
 from app.config.dataset import WITHOUT_HELD_OUT_ROWS, has_held_out_rows
 from app.config.dataset_schema import DatasetConfig
 from app.config.fields import choice, number
@@ -20,10 +23,10 @@ ReadChoices = Callable[[Path], Mapping[str, Any]]
 Changes = Mapping[str, Any]  # choices by group and values by dotted key
 
 
-def finished_folder(given: str | None) -> Path:
-    """Return the folder named by `run=`; refuse a run that has not finished."""
+def finished_folder(given: str | None, checkpoint: str | None = None) -> Path:
+    """Return the folder named by `run=`; refuse a run that has not finished, unless a `checkpoint` is asked for."""
     folder = run_folder(given)
-    if not (folder / "final").is_dir():
+    if checkpoint is None and not (folder / "final").is_dir():
         raise CheckpointError(
             f"run={given}: there is no final/ in it, so the run did not finish. "
             f"Finish it with python -m app.train ... {shlex.quote(f'output_dir={given}')} resume=auto"
@@ -79,6 +82,24 @@ _NOT_FOR_A_FINISHED_RUN: Mapping[str, Any] = {
 }
 
 
+def _typed_checkpoint(arguments: Sequence[str]) -> list[str]:
+    """`kept_checkpoint=N` for `checkpoint=N`: a run has a section of that name."""
+    return [f"kept_{text}" if text.startswith("checkpoint=") else text for text in arguments]
+
+
+def checkpoint_problems(checkpoint: str | None) -> Iterator[str]:
+    """Problems with `checkpoint=`."""
+    if checkpoint not in (None, "best") and not str(checkpoint).isdecimal():
+        yield f"checkpoint={checkpoint}: expected best or a number of steps, such as checkpoint=100."
+
+
+def _own_files(folder: Path) -> dict[str, Any]:
+    """The tokenizer and the chat template lie in final/, if the run finished."""
+    if (folder / "final").is_dir():
+        return {**_NOT_FOR_A_FINISHED_RUN, "model.tokenizer": str(folder / "final")}
+    return {key: value for key, value in _NOT_FOR_A_FINISHED_RUN.items() if not key.startswith("model.")}
+
+
 def _with_recorded_precision(folder: Path, read_choices: ReadChoices) -> RunConfig:
     """The run with its recorded precision; the attention kernel may differ on this machine, without changing scores."""
     choices = {name: kind for name, kind in read_choices(folder).items() if name == "precision"}
@@ -89,7 +110,7 @@ def _with_recorded_precision(folder: Path, read_choices: ReadChoices) -> RunConf
 
 _WEIGHTS = "because the weights are those of the run; weights=tuned, base or both chooses between them"
 EVALUATE_ALLOWED = (
-    *("run", "weights", "output_dir", "cache_dir", "dataset", "attention", "precision"),
+    *("run", "kept_checkpoint", "weights", "output_dir", "cache_dir", "dataset", "attention", "precision"),
     *("batching.packing", "batching.tokens", "eval.rows", "launch.threads", "launch.num_processes"),
     *("model.path", "model.chat_template", "model.template_options", "model.trust_remote_code"),
     *("harness", "harness_limit", "harness_chat"),
@@ -108,6 +129,7 @@ class EvaluateConfig(_FinishedRun):
     """Options of app.evaluate. evaluate.json goes to `output_dir`, the folder of the run unless given."""
 
     weights: str = choice("tuned", "base", "both", default="tuned")
+    kept_checkpoint: str | None = None  # best, or a number of steps; typed as checkpoint=N
     harness: list[str] = field(default_factory=list)  # tasks of lm-evaluation-harness, in place of rows
     harness_limit: int | None = number(None, at_least=1)  # rows of each task
     harness_chat: bool = False  # asks through the chat template
@@ -117,10 +139,11 @@ def evaluate_config(arguments: Sequence[str], read_choices: ReadChoices) -> Eval
     """Read the command line of app.evaluate."""
     # a list, because `harness=a,b` would be a sweep
     overrides = [re.sub(r"^harness=([^\[\"'].*)", r"harness=[\1]", text, flags=re.DOTALL) for text in arguments]
+    overrides = _typed_checkpoint(overrides)
     changes = read_changes(overrides, EvaluateConfig, EVALUATE_ALLOWED, _EVALUATE_WHY_NOT)
-    folder = finished_folder(changes.get("run"))
+    folder = finished_folder(changes.get("run"), changes.get("kept_checkpoint"))
     run = _with_recorded_precision(folder, read_choices)
-    over = {**_NOT_FOR_A_FINISHED_RUN, "output_dir": str(folder), "model.tokenizer": str(folder / "final")}
+    over = {**_own_files(folder), "output_dir": str(folder)}
     data = apply_changes(run, changes, over)
     if changes.get("harness"):
         refuse(_harness_problems(changes))
@@ -142,6 +165,9 @@ def _harness_problems(changes: Changes) -> Iterator[str]:
 
 
 def _evaluate_problems(config: EvaluateConfig, changes: Changes) -> Iterator[str]:
+    yield from checkpoint_problems(config.kept_checkpoint)
+    if config.kept_checkpoint is not None and config.weights == "base":
+        yield f"checkpoint={config.kept_checkpoint}: weights=base reads no weights of the run. Leave one of them out."
     if not config.harness and (config.harness_limit is not None or config.harness_chat):
         yield "harness_limit and harness_chat say how tasks are asked, and there are none. Give harness=TASK."
     if config.harness and not TASKS[config.task.kind].writes_text:
@@ -202,8 +228,8 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
 # ---- app.export
 
 EXPORT_ALLOWED = (
-    *("run", "to", "kind", "dtype", "quant", "shard_gb", "cache_dir", "launch.threads", "model.path"),
-    "model.trust_remote_code",
+    *("run", "kept_checkpoint", "adapters", "combine", "rank", "to", "kind", "dtype", "quant", "shard_gb"),
+    *("cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
 _EXPORT_WHY_NOT = {"": "because an export writes down what the run made; only its files may lie elsewhere"}
@@ -230,10 +256,26 @@ class ExportConfig(_FinishedRun):
     """Options of app.export. `dtype` and `shard_gb` (of the largest file) are not for `kind=adapter`."""
 
     to: str
+    kept_checkpoint: str | None = None  # best, or a number of steps; typed as checkpoint=N
     kind: str = choice(*EXPORT_KINDS)
     dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # with kind=quantized of what is not quantised
     quant: str = choice("nf4", "fp4", "int8", default="nf4")
     shard_gb: float = number(5.0, above=0)
+    adapters: list[str] = field(default_factory=list)  # RUN:FACTOR or FOLDER:FACTOR, whose updates are summed
+    combine: str = choice("auto", "cat", "svd", "linear", default="auto")  # auto: svd with rank=, else cat
+    rank: int | None = number(None, at_least=1)  # of the sum by svd
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """The factor of each of `adapters`; NaN where there is none."""
+        split = (text.rpartition(":") for text in self.adapters)
+        return {given: _number(factor) for given, _, factor in split}
+
+    @property
+    def combination(self) -> str:
+        """What `combine=auto` comes to."""
+        by_rank = "cat" if self.rank is None else "svd"
+        return by_rank if self.combine == "auto" else self.combine
 
     @property
     def target(self) -> Path:
@@ -244,12 +286,19 @@ class ExportConfig(_FinishedRun):
         return None if key in EXPORT_KINDS[self.kind].unused else getattr(self, key)
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def export_config(arguments: Sequence[str], read_choices: ReadChoices) -> ExportConfig:
     """Read the command line of app.export."""
-    changes = read_changes(arguments, ExportConfig, EXPORT_ALLOWED, _EXPORT_WHY_NOT)
-    folder = finished_folder(changes.get("run"))
+    changes = read_changes(_typed_checkpoint(arguments), ExportConfig, EXPORT_ALLOWED, _EXPORT_WHY_NOT)
+    folder = finished_folder(changes.get("run"), changes.get("kept_checkpoint"))
     run = _with_recorded_precision(folder, read_choices)
-    over = {**_NOT_FOR_A_FINISHED_RUN, **_FOR_EXPORT, "model.tokenizer": str(folder / "final")}
+    over = {**_own_files(folder), **_FOR_EXPORT}
     config = validated(apply_changes(run, changes, over), ExportConfig)
     refuse(_export_problems(config, changes))
     return config
@@ -267,6 +316,39 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
             other = next(name for name, each in EXPORT_KINDS.items() if key not in each.unused)
             yield f"{key}={changes[key]} would change nothing: {reason}. Leave it out, or give kind={other}."
     yield from _unread_model_path(config, changes, needs_base=False)
+    yield from checkpoint_problems(config.kept_checkpoint)
+    yield from _combination_problems(config)
+
+
+def _combination_problems(config: ExportConfig) -> Iterator[str]:
+    """Problems with `adapters`, `combine` and `rank`."""
+    if not config.adapters:
+        if config.combine != "auto" or config.rank is not None:
+            yield 'combine and rank say how adapters are summed. Give adapters="[A:0.7,B:0.3]", or leave both out.'
+        return
+    given = f"adapters=[{','.join(config.adapters)}]"
+    if config.adapter.kind == "none":
+        yield f"{given}: run={config.run} tuned a whole model, so it has no base to add them to. Give run=A of one."
+    yield from _factor_problems(config, given)
+    if config.kept_checkpoint is not None:
+        yield f"{given}: checkpoint={config.kept_checkpoint} is in place of run={config.run}'s own. Leave one out."
+    if (config.combination == "svd") != (config.rank is not None):
+        yield (
+            f"combine={config.combine} rank={config.rank}: svd alone takes a rank, and needs one. Give rank=32, say, "
+            "or leave both out: cat sums exactly."
+        )
+
+
+def _factor_problems(config: ExportConfig, given: str) -> Iterator[str]:
+    if len(config.factors) < len(config.adapters):
+        yield f"{given}: the same adapter stands there twice. Give it once, with the sum of its factors."
+    for name, factor in config.factors.items():
+        if not math.isfinite(factor):
+            yield f"{given}: each has a finite factor behind a colon, such as {name or 'RUN'}:0.5."
+        elif not (adapter_folder(name) / ADAPTER).is_file():
+            yield f"{given}: {name} has no {ADAPTER}. Give a run that trained an adapter, or the folder of one."
+    if not any(config.factors.values()):
+        yield f"{given}: all factors are 0, so nothing is left. Give one that is not."
 
 
 # ---- app.reproduce

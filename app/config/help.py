@@ -79,7 +79,7 @@ def command_help(usage: str, schema: type, allowed: Sequence[str] = ()) -> str:
         if is_dataclass(each.type) and each.name not in of_runs:
             own |= {f"{each.name}.{inner.name}": inner for inner in fields(each.type)}
         elif each.name not in of_runs:
-            own[each.name] = each
+            own[each.name.removeprefix("kept_")] = each
     width = max(map(len, own)) + 4
     lines = [f"  {name + '=':<{width}}{_takes(each)}" for name, each in own.items()]
     shared = [key for key in allowed if key.partition(".")[0] in of_runs]

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -155,7 +156,9 @@ def load(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
     """Fill the tensors in place, however they are sharded. `group`: None for one process by itself."""
     reader = _Reader(folder)
     try:
-        state_dict_loader.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+            state_dict_loader.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as fault:
         cause = next((each for each, _ in fault.failures.values()), fault)
         raise CheckpointError(f"{folder} cannot be read ({type(cause).__name__}: {cause}). {_REMEDY}.") from fault

@@ -111,7 +111,7 @@ class Evaluation(FinishedRun):
         check_on_batch(model, batch_with_most_rows(self.rows, self.layout).to(self.runtime.device))
         return score_rows(model, self.batches(say), self.runtime, len(self.rows), counts_of(self.run))
 
-    def file_name(self, weights: str, recorded_precision: str) -> str:
+    def file_name(self, weights: str, recorded_precision: str, checkpoint: str | None = None) -> str:
         """Name for scores in the folder of the run: those of other rows or settings do not replace the run's own."""
         parts = ["evaluate"]
         if self.rows_are != "held_out":
@@ -119,6 +119,8 @@ class Evaluation(FinishedRun):
             parts += [name[:_MAX_NAME_LENGTH] or "rows", self.rows.fingerprint[:6]]
         if weights == "base":
             parts.append("base")
+        if checkpoint is not None:
+            parts.append(checkpoint if checkpoint == "best" else f"step-{int(checkpoint)}")
         if self.choices.precision != recorded_precision:
             parts.append(self.choices.precision)
         return f"{'-'.join(parts)}.json"

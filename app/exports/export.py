@@ -314,6 +314,11 @@ def _card(export: Export, folder: Path, verified: Verification) -> str:
         )
         loading = replace(loading, quantized=quantized)
     manifest, result = read_manifest(run / "manifest.json"), read_result(run)
+    parts = export.config.factors
+    if parts:
+        named = ", ".join(f"{factor:g} of {Path(given).name}" for given, factor in parts.items())
+        how = f"The weighted sum of several adapters ({named}), by {export.config.combination}."
+        loading = replace(loading, made_of=how)
     return model_card(asdict(read_run(run / "run.yaml")), manifest, result, loading)
 
 

@@ -43,6 +43,7 @@ class Loading:
     base_place: str | None = None  # of a base with random weights, from the folder of the card
     quantization: str = "none"
     bitsandbytes: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig that quantise alike
+    made_of: str = ""  # a sentence on what was put together
     quantized: str = ""  # a sentence on how far the quantised model is from the one before
     own_classes: bool = False  # the adapter brings a config.json that names the classes
     needs_transformers_5: bool = False
@@ -133,6 +134,8 @@ def _base_name(model: Mapping[str, Any]) -> str:
 
 def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
     kind = ADAPTER_KINDS[run["adapter"]["kind"]]
+    if loading.made_of:
+        yield loading.made_of
     if loading.quantized:
         yield loading.quantized
     elif loading.bitsandbytes is not None:

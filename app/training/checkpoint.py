@@ -99,7 +99,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
         return _intact(Path(resume)), []
     remarks: list[str] = []
     for save in reversed(checkpoints_in(folder)):
-        fault = _damage(save)
+        fault = damage_of(save)
         if fault is None:
             return save, remarks
         remarks.append(f"{save} is damaged ({fault}); taking the one before")
@@ -202,7 +202,7 @@ class Checkpoints:
     def best(self, progress: Progress) -> Path | None:
         """The checkpoint of the best evaluation, if it still exists and is intact."""
         folder = self._place(progress.best_step)
-        return folder if folder.is_dir() and _damage(folder) is None else None
+        return folder if folder.is_dir() and damage_of(folder) is None else None
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
@@ -227,7 +227,7 @@ class Checkpoints:
         while len(found) > self._config.keep - kept > 0:
             save = found.pop()
             if save not in self._known:
-                self._known[save] = _damage(save) is None
+                self._known[save] = damage_of(save) is None
             kept += self._known[save]
         return found if kept == self._config.keep else []
 
@@ -239,7 +239,7 @@ def _intact(folder: Path) -> Path:
         if not found:
             raise CheckpointError(f"resume={folder}: no checkpoint there. Give RUN/checkpoints/step-000100.")
         folder = found[-1]
-    fault = _damage(folder)
+    fault = damage_of(folder)
     if fault is not None:
         raise CheckpointError(
             f"resume={folder}: the checkpoint is damaged ({fault}). Give the one before it, or resume=auto to find it."
@@ -247,7 +247,7 @@ def _intact(folder: Path) -> Path:
     return folder
 
 
-def _damage(save: Path) -> str | None:
+def damage_of(save: Path) -> str | None:
     """Describe what is wrong with a checkpoint; None if it is complete: checksums match and its files can be read."""
     fault = verify_checksums(save, _READ)
     if fault is not None:
@@ -278,6 +278,11 @@ def _is_of_a_run(state: Mapping[str, Any]) -> bool:
     chosen = [state["choices"][key] for key in ("precision", "attention")]
     is_within = steps == "any" or progress.step <= steps
     return is_within and all(isinstance(n, int | float) for n in measured) and all(isinstance(c, str) for c in chosen)
+
+
+def progress_of(save: Path) -> Progress:
+    """Counts and results of a run at a checkpoint."""
+    return parse_section(Progress, _read_state(save)["progress"])
 
 
 def _read_state(save: Path) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = yaml.safe_dump(asdict(compose_run([])))
     for name in RUNS:
         (place / "runs" / name / "final").mkdir(parents=True)
+        (place / "runs" / name / "final" / "adapter_config.json").touch()
         (place / "runs" / name / "run.yaml").write_text(settings)
     (place / "chat.jsonl").touch()  # a file that is there is no misspelt choice
     (place / "runs" / "rates").mkdir()

@@ -91,6 +91,6 @@ def finished_run(prepared: Path, folder: Path, command: str) -> None:
     wanted = dict.fromkeys(("runs/mine", "runs/other"), prepared / "runs" / "mine")
     wanted["models/mine"] = prepared / "models" / "mine"
     for name, source in wanted.items():
-        about = re.search(rf"(run|runs|path|from)=([^ ]+,)*{name}\b", command)
+        about = re.search(rf"(run|runs|path|from|adapters)=\"?\[?([^ ]+,)*{name}\b", command)
         if about and not (folder / name).exists():
             shutil.copytree(source, folder / name)
