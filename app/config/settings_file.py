@@ -1,5 +1,6 @@
 """`from=FILE.yaml`: groups and keys of a file, as if each were typed in front of the command line."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ TYPED_ALONE = ("model.trust_remote_code", "cache_dir", "hydra")
 
 def names_file(word: str) -> bool:
     """Whether a word is `from=FILE`, not `from=RUN`."""
-    place = Path(word.removeprefix(_FROM).strip("'\"")).expanduser()
-    return word.startswith(_FROM) and (place.suffix in (".yaml", ".yml") or place.is_file())
+    place = _place(word.removeprefix(_FROM).strip("'\""))
+    return word.startswith(_FROM) and (place.suffix in (".yaml", ".yml") or os.path.isfile(place))  # noqa: PTH113
+
+
+def _place(given: str) -> Path:
+    return Path(os.path.expanduser(given))  # noqa: PTH111 (Path's raises for a user that is not known)
 
 
 def with_settings(words: Sequence[str], typed: Sequence[str]) -> list[str]:
@@ -32,7 +37,7 @@ def with_settings(words: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def _settings(given: str) -> dict[str, Any]:
-    file = Path(given).expanduser()
+    file = _place(given)
     if file.name == "run.yaml" and (file.parent / "manifest.json").is_file():
         raise ConfigError(f"from={given}: it is the run.yaml of a run. Give its folder: from={file.parent}")
     try:

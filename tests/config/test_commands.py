@@ -58,7 +58,7 @@ def test_generate_all_problems_together() -> None:
         "launch.thread is not a key. Did you mean launch.threads?",
         "launch.threads=0 must be at least 1 and at most 1024.",
     )
-    with pytest.raises(ConfigError, match=r"'hello' is not key=value. Keys: run, model, prompt, "):
+    with pytest.raises(ConfigError, match=r"'hello' is not key=value. Keys: run, checkpoint, model, prompt, "):
         generate_config(["hello"])
 
 

@@ -35,7 +35,7 @@ TOLD = [
     ("report_to=wandb", "Did you mean tracker=wandb?"),
     ("lr_scheduler_type=polynomial", "Did you mean schedule=constant|cosine|linear|wsd?"),
     ("warmup_steps=10", "Did you mean schedule.warmup_steps=10?"),
-    ("use_dora=true", "use_dora is not a key. Of the adapter methods plain LoRA is offered alone."),
+    ("use_dora=true", "use_dora is not a key. Did you mean adapter.dora=true?"),
     ("--config my.yaml", "--config: there is no such switch. Did you mean from=FILE.yaml? A file of settings has"),
     ("my.yaml", "'my.yaml' is not an override. Write key=value or group=choice. Did you mean from=my.yaml?"),
     (
