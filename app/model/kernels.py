@@ -7,7 +7,6 @@ and the plain arithmetic on a CPU.
 import contextlib
 import importlib.util
 from collections.abc import Iterator
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -22,7 +21,7 @@ _AMPERE = (8, 0)  # compute capability that Triton supports, and the first with 
 _PIECE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 _ROW_BYTES = 16  # of targets and factors
 
-_as_on_gpu: ContextVar[bool] = ContextVar("as_on_gpu", default=False)
+_as_on_gpu = False
 
 
 def is_ampere(device: torch.device) -> bool:
@@ -45,22 +44,23 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def uses_kernels(device: torch.device) -> bool:
     """Whether code for `device` ends in kernels."""
-    return _as_on_gpu.get() or can_run(device)
+    return _as_on_gpu or can_run(device)
 
 
 def on_gpu(device: torch.device) -> bool:
     """Whether code for `device` is that of a GPU, with kernels or without."""
-    return _as_on_gpu.get() or device.type == "cuda"
+    return _as_on_gpu or device.type == "cuda"
 
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Context in which a CPU runs the code of a GPU: for memory plans, on tensors of the CPU, and for tests."""
-    before = _as_on_gpu.set(True)
+    global _as_on_gpu  # noqa: PLW0603  the compiler cannot trace a ContextVar
+    before, _as_on_gpu = _as_on_gpu, True
     try:
         yield
     finally:
-        _as_on_gpu.reset(before)
+        _as_on_gpu = before
 
 
 _OPS = torch.library.Library("app_kernels", "FRAGMENT")

@@ -1,6 +1,5 @@
 """app.check as a process: what is shown, written and returned is what a run would find."""
 
-import os
 from pathlib import Path
 
 from tests.command.test_check import facts_in, look, memory_in
@@ -9,13 +8,11 @@ from tests.data.small import chat, write_chats
 from tests.harness.runs import Zygote
 
 
-def test_check_memory_takes_ten_seconds(run_app: RunApp) -> None:
-    before = os.times()
-    ended = run_app("memory", "model=llama_70b", "recipe=qlora", "hardware=h100", module="app.check")
-    after = os.times()
-    assert ended.returncode == 0, ended.stderr
-    spent = after.children_user + after.children_system - before.children_user - before.children_system
-    assert spent < 10
+def test_check_memory_of_80_layers_traces_three(zygote: Zygote, tmp_path: Path) -> None:
+    words = ("model=llama_70b", "recipe=qlora", "hardware=h100")
+    code, _, wrong = look(zygote, tmp_path, "memory", *words, "output_dir=look")
+    assert code == 0, wrong
+    assert memory_in(tmp_path / "look")["traced_layers"] == 3
 
 
 def test_check_memory_that_does_not_fit_exits_with_2(zygote: Zygote, tmp_path: Path) -> None:
