@@ -82,6 +82,7 @@ class Batch:
     token_type_ids: Tensor | None = None  # [R, S] of pairs: 1 where the second text is, else 0
     document_of_label: Tensor | None = None  # [N] of a loss over documents; D for a target that only fills up
     document_values: Tensor | None = None  # [D, K] float64, what such a loss reads of each document: its reference, ...
+    mean_of: tuple["Batch", ...] = ()  # other documents, of which such a loss asks for a mean; (): of its own
     step_mean: Tensor | None = None  # a scalar in float64 that such a loss asks for: one number of the whole step
 
     @property
@@ -127,4 +128,6 @@ class Batch:
                 changed[field.name] = change(value)
             elif isinstance(value, PackedSequences | LossWeights):
                 changed[field.name] = value.map_tensors(change)
+            elif field.name == "mean_of":
+                changed[field.name] = tuple(each.map_tensors(change) for each in value)
         return replace(self, **changed)

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from app.config.dataset import RANDOM, key_of, paths_read, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig, MixSource
 from app.config.did_you_mean import did_you_mean_key
-from app.config.row_formats import CHAT_FORMATS, PAIR_FORMATS, ROW_FORMATS
+from app.config.row_formats import CHAT_FORMATS, ROW_FORMATS
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.config.validate import format_value
@@ -42,10 +42,11 @@ def _thoughts_are_of_answers(run: RunConfig) -> Iterator[str]:
 def _rows_suit_the_task(run: RunConfig) -> Iterator[str]:
     task = TASKS[run.task.kind]
     for name, source in sources_of(run.dataset).items():
-        if source.format in PAIR_FORMATS and source.format not in task.formats:
-            yield f"{key_of(name)}.format={source.format}: from pairs of answers recipe=dpo, orpo or simpo learns."
-        elif source.format not in (*task.formats, "auto"):
-            yield f"{key_of(name)}.format={source.format}: {task.other_rows}"
+        if source.format in (*task.formats, "auto"):
+            continue
+        recipes = ROW_FORMATS[source.format].learnt_by if source.format in ROW_FORMATS else ()
+        remedy = f"from such rows {' or '.join(recipes)} learns." if recipes else task.other_rows
+        yield f"{key_of(name)}.format={source.format}: {remedy}"
 
 
 def _masked_tokens_are_some(run: RunConfig) -> Iterator[str]:

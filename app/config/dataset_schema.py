@@ -29,7 +29,8 @@ class Columns:
     text: str = MISSING  # plain or labelled text
     sentence1: str = MISSING  # first text of a pair
     sentence2: str = MISSING  # second text of a pair
-    label: str = MISSING  # label of a text or a pair, a word or a whole number
+    # label of a text or a pair, a word or a whole number; of an answer, true where it is wanted
+    label: str = MISSING
     chosen: str = "chosen"  # wanted answer, as text or messages
     rejected: str = "rejected"  # unwanted answer, as text or messages
 

@@ -16,6 +16,7 @@ class RowFormat:
     overflow: Literal["drop", "split", "truncate"] = "drop"  # what `auto` does with longer samples
     message: tuple[str, ...] = ()  # keys of the messages that its columns list: the role, and what one may hold
     pairs: bool = False  # of a wanted and an unwanted answer
+    learnt_by: tuple[str, ...] = ()  # recipes, where only those with a loss over answers learn from it
     any_column: bool = False  # recognised whatever its column is called
 
     @property
@@ -30,6 +31,7 @@ _OF_CHATS = ("tools", "system", "chat_template_kwargs")
 _MESSAGE = ("role", "content", "tool_calls", "function_call")
 _PAIR = ("auto", "completion")
 _COMPLETION = ("auto", "completion", "assistant", "last", "all")
+_BY_PAIRS, _BY_LABELS = ("recipe=dpo", "recipe=orpo", "recipe=simpo"), ("recipe=kto",)
 
 ROW_FORMATS: Mapping[str, RowFormat] = {
     "messages": RowFormat(("messages",), _OF_CHATS, message=_MESSAGE, any_column=True),
@@ -44,11 +46,24 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
         ("sentence1", "sentence2", "label"), content="labels", train_on=("auto",), overflow="truncate"
     ),
     "preference": RowFormat(
-        ("chosen", "rejected"), ("prompt", *_OF_CHATS), train_on=_PAIR, message=_MESSAGE, pairs=True
+        ("chosen", "rejected"),
+        ("prompt", *_OF_CHATS),
+        train_on=_PAIR,
+        message=_MESSAGE,
+        pairs=True,
+        learnt_by=_BY_PAIRS,
     ),
-    "preference_text": RowFormat(("chosen", "rejected"), ("prompt",), content="answer", train_on=_PAIR, pairs=True),
+    "preference_text": RowFormat(
+        ("chosen", "rejected"), ("prompt",), content="answer", train_on=_PAIR, pairs=True, learnt_by=_BY_PAIRS
+    ),
+    "preference_label": RowFormat(
+        ("completion", "label"), ("prompt", *_OF_CHATS), train_on=_PAIR, message=_MESSAGE, learnt_by=_BY_LABELS
+    ),
+    "preference_label_text": RowFormat(
+        ("completion", "label"), ("prompt",), content="answer", train_on=_PAIR, learnt_by=_BY_LABELS
+    ),
 }
 CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")
-PAIR_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.pairs)
+PREFERENCE_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.learnt_by)
 LABELLED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
 WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels"))

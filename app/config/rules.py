@@ -5,11 +5,14 @@ from pathlib import Path
 
 from app.config.adapters import ADAPTER_KINDS
 from app.config.data_rules import DATA_RULES
+from app.config.preferences import PREFERENCE_KINDS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 
 Rule = Callable[[RunConfig], Iterator[str]]
+
+_TASKS_OF_ANSWERS = {each.task for each in PREFERENCE_KINDS.values()}
 
 
 def problems_of(run: RunConfig) -> list[str]:
@@ -54,14 +57,20 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _pairs_have_their_loss(run: RunConfig) -> Iterator[str]:
-    batching, longest, kind = run.batching, run.dataset.max_length, run.preference.kind
+def _answers_have_their_loss(run: RunConfig) -> Iterator[str]:
+    kind, task = run.preference.kind, run.task.kind
+    if PREFERENCE_KINDS[kind].task == task or (kind == "none" and task not in _TASKS_OF_ANSWERS):
+        return
+    yield (
+        f"preference={kind} with task={task}: pairs of answers (task=preference) and single ones with a label "
+        "(task=preference_label) have losses of their own. Choose recipe=dpo, orpo or simpo for pairs, recipe=kto for "
+        "labels, or preference=none with another task."
+    )
+
+
+def _pairs_fit_their_bins(run: RunConfig) -> Iterator[str]:
+    batching, longest = run.batching, run.dataset.max_length
     learns_pairs = TASKS[run.task.kind].documents > 1
-    if learns_pairs != (kind != "none"):
-        yield (
-            f"preference={kind} with task={run.task.kind}: a loss over pairs of answers belongs to task=preference. "
-            "Choose recipe=dpo, orpo or simpo, or preference=none with another task."
-        )
     if learns_pairs and batching.packing and batching.tokens != "auto" and (2 * longest > batching.bin_tokens):
         yield (
             f"dataset.max_length={longest}: a pair of answers has up to twice as many tokens, and a bin holds "
@@ -322,7 +331,8 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     _rows_fit_the_model,
     _rows_fit_their_bins,
-    _pairs_have_their_loss,
+    _answers_have_their_loss,
+    _pairs_fit_their_bins,
     _reference_has_no_noise,
     _best_needs_eval_rows,
     _adapter_is_whole,

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from app.config.dataset_schema import DatasetConfig
 from app.config.fields import TYPE, Epochs, Tokens, choice, number
+from app.config.preferences import PREFERENCE_KINDS
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,7 +21,7 @@ class Suggest:
     lr_full: float = number(above=0)  # learning rate of full fine-tuning
     lr_full_by_task: dict[str, Any] = field(default_factory=dict)  # other rates of full fine-tuning, by task
     lr_adapter: float = number(above=0)  # learning rate of an adapter
-    lr_preference: float = number(2e-5, above=0)  # learning rate of an adapter that learns from pairs of answers
+    lr_preference: float = number(2e-5, above=0)  # learning rate of an adapter that learns from compared answers
     tokens: int = number(at_least=8)  # tokens of a micro-batch with packing
     rows: int = number(at_least=1)  # rows of a micro-batch without packing
     length: int = number(at_least=2)  # largest number of tokens of a sample
@@ -57,18 +58,20 @@ class TaskConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PreferenceConfig:
-    """The loss of `task=preference`; each kind reads the keys that its YAML sets."""
+    """The loss over wanted and unwanted answers; each kind reads the keys that its YAML sets."""
 
-    kind: str = "none"  # loss over pairs of a wanted and an unwanted answer
+    kind: str = "none"  # loss over answers: pairs of a wanted and an unwanted one, of kto single ones with a label
     beta: float = number(0.1, above=0)  # scale of the rewards
     label_smoothing: float = number(0.0, at_least=0, below=0.5)  # share of pairs whose sides are taken to be swapped
     gamma: float = number(0.0, at_least=0)  # margin that the reward of the wanted answer is to have
     sft: float = number(0.0, at_least=0)  # weight of the loss of the wanted answer, a mean over its tokens
+    desirable: float = number(1.0, above=0)  # weight of wanted answers
+    undesirable: float = number(1.0, above=0)  # weight of unwanted answers
 
     @property
     def has_reference(self) -> bool:
         """Whether rewards are relative to the model as it was before step 1."""
-        return self.kind in {"dpo", "robust", "ipo"}
+        return PREFERENCE_KINDS[self.kind].has_reference
 
 
 @dataclass(kw_only=True, slots=True)

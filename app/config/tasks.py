@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, PAIR_FORMATS
+from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, PREFERENCE_FORMATS, ROW_FORMATS
 from app.config.schema import TaskConfig
 
 
@@ -24,6 +24,7 @@ class Task:
     formats: tuple[str, ...]  # rows that it learns from
     other_rows: str  # what is wrong with rows of another format, and the remedy
     documents: int = 1  # of a data row
+    one_label: str = ""  # what to do where all rows have the same label
     tokenizer: str = "asset:tiny"  # that ships, of random weights
     labels: tuple[str, ...] = ()  # class names, where the run decides them
 
@@ -46,7 +47,7 @@ _ALL = (
         sees="before",
         unit="token",
         writes_text=True,
-        formats=(*(name for name in CHAT_FORMATS if name not in PAIR_FORMATS), "prompt_completion", "text"),
+        formats=(*(name for name in CHAT_FORMATS if name not in PREFERENCE_FORMATS), "prompt_completion", "text"),
         other_rows="its labels are learnt by task=classification alone, and this is task=causal. "
         "Set task=classification, or dataset=text for the text without its labels.",
     ),
@@ -79,17 +80,28 @@ _ALL = (
         formats=LABELLED_FORMATS,
         other_rows="task=classification learns labels, and such rows have none. Set dataset=labelled_text or "
         "dataset=text_pair with dataset.path=FILE, or task=causal.",
+        one_label="there is nothing to choose. Give rows of two labels or more, or name all there are: "
+        "task.labels=[one,other].",
     ),
 )
 _PREFERENCE = replace(
     _ALL[0],
     name="preference",
     documents=2,
-    formats=PAIR_FORMATS,
+    formats=tuple(name for name in PREFERENCE_FORMATS if ROW_FORMATS[name].pairs),
     other_rows="task=preference learns from pairs of a wanted and an unwanted answer. Set dataset=preference with "
     "dataset.path=FILE, or task=causal.",
 )
-TASKS: dict[str, Task] = {task.name: task for task in (*_ALL, _PREFERENCE)}
+_PREFERENCE_LABEL = replace(
+    _ALL[0],
+    name="preference_label",
+    formats=tuple(name for name in PREFERENCE_FORMATS if not ROW_FORMATS[name].pairs),
+    other_rows="recipe=kto learns from single answers with a label. Set dataset=preference_label with "
+    "dataset.path=FILE, or recipe=dpo for pairs of answers.",
+    one_label="nothing tells wanted answers from unwanted ones. Give rows of both labels, true and false, or learn the "
+    "wanted answers alone by recipe=lora.",
+)
+TASKS: dict[str, Task] = {task.name: task for task in (*_ALL, _PREFERENCE, _PREFERENCE_LABEL)}
 
 
 def task_of(config: TaskConfig) -> Task:

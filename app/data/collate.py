@@ -4,7 +4,7 @@ A layout groups rows into units that are never parted, one row or one bin, and c
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
@@ -66,8 +66,11 @@ class Padded:
     def batch(self, rows: TokenRows, units: Sequence[Unit], max_documents: int, epoch: int) -> Batch:  # noqa: ARG002
         """Collate one micro-batch; of no units, one that trains nothing."""
         labelled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
-        batch = collate_padded([*chain(*labelled)], self.pad_id, isolate=self.objective.bidirectional)
-        return _by_row(batch, labelled, self.objective)
+        isolate = self.objective.bidirectional
+        batch = collate_padded([*chain(*labelled)], self.pad_id, isolate=isolate)
+        others = _others(labelled)
+        mean_of = [_of_documents(collate_padded(others, self.pad_id, isolate=isolate), others)] if others else []
+        return replace(_by_row(batch, labelled, self.objective), mean_of=tuple(mean_of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,17 @@ class Packed:
         """Collate one bin, filled up to its full length."""
         shape = BinShape(self.tokens, self.max_length, max_documents)
         labelled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
-        return _by_row(collate_packed([*chain(*labelled)], self.pad_id, shape), labelled, self.objective)
+        batch = collate_packed([*chain(*labelled)], self.pad_id, shape)
+        mean_of = tuple(self._bins(_others(labelled), max_documents))
+        return replace(_by_row(batch, labelled, self.objective), mean_of=mean_of)
+
+    def _bins(self, documents: Sequence[LabelledTokens], max_documents: int) -> Iterator[Batch]:
+        """Collate documents that belong to no unit. As they are shorter than its rows, more may fill up a bin."""
+        shape = BinShape(self.tokens, self.max_length, max_documents - -self.tokens // self.max_length)
+        placed, starts = plan_bins(np.array([len(each.ids) for each in documents], np.int32), self.tokens)
+        for chosen in np.split(placed, starts[1:]) if len(starts) else ():
+            own = [documents[int(i)] for i in chosen]
+            yield _of_documents(collate_packed(own, self.pad_id, shape), own)
 
     def _max_documents(self, lengths: NDArray[Any], starts: NDArray[np.int64]) -> int:
         """Most documents of a bin, with those that fill it up; it does not depend on the order of the rows.
@@ -130,14 +143,21 @@ class BinShape:
 
 
 def _by_row(batch: Batch, rows: Sequence[tuple[LabelledTokens, ...]], objective: Objective) -> Batch:
-    """Note which documents are of one data row, and where the loss is one over documents, that of each label and what
-    stands beside each.
-    """
+    """Note which documents are of one data row, and what a loss over documents reads."""
     if objective.documents_per_row > 1:
         batch = replace(batch, rows=tuple(map(len, rows)))
     if not objective.over_documents:
         return batch
-    documents = [*chain(*rows)]
+    return _of_documents(batch, [*chain(*rows)])
+
+
+def _others(rows: Sequence[tuple[LabelledTokens, ...]]) -> list[LabelledTokens]:
+    """The documents beside those of the rows, of which a loss reads the mean over the step."""
+    return [each.mean_of for each in chain(*rows) if each.mean_of is not None]
+
+
+def _of_documents(batch: Batch, documents: Sequence[LabelledTokens]) -> Batch:
+    """Note the document of each label, and what stands beside each document."""
     labels = [np.full(len(each.at), number) for number, each in enumerate(documents)]
     values = torch.tensor([each.values for each in documents], dtype=torch.float64)
     of_label = _joined(labels, if_empty=len(labels))

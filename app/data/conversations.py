@@ -11,7 +11,7 @@ from typing import Any
 
 from app.config.dataset_schema import Columns
 from app.data.columns import optional, optional_text, value
-from app.data.types import Comparison, Conversation, Message, Row, RowProblem, kind_of
+from app.data.types import Comparison, Conversation, Judged, Message, Row, RowProblem, kind_of
 
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -21,6 +21,7 @@ SPEAKERS = {
     **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
 }
 ROLES = ("system", "user", "assistant", "tool")
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # of an answer
 _ROLE_ALIASES = {"developer": "system", "function": "tool"}  # names that the same roles had before or since
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
@@ -48,12 +49,7 @@ def chat_completion(row: Row, columns: Columns) -> Conversation:
 
 def preference(row: Row, columns: Columns) -> Comparison:
     """Read two answers to one prompt: texts, messages or whole chats that begin alike."""
-    prompt = _turns(row, columns.prompt, "user") if optional(row, columns.prompt) is not None else []
-    sides = []
-    for name in (columns.chosen, columns.rejected):
-        turns = _turns(row, name, "assistant")
-        repeats = turns[: len(prompt)] == prompt
-        sides.append(read_conversation(turns if repeats else [*prompt, *turns], row, columns))
+    sides = [_answered(row, name, columns) for name in (columns.chosen, columns.rejected)]
     chosen, rejected = (side.messages for side in sides)
     pairs = zip(chosen, rejected, strict=False)
     start = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
@@ -62,9 +58,44 @@ def preference(row: Row, columns: Columns) -> Comparison:
     if start == 0 or not all(answers) or answers[0][0]["role"] != answers[1][0]["role"]:
         raise RowProblem("the two answers follow different conversations")
     for name, answer in zip((columns.chosen, columns.rejected), answers, strict=True):
-        if not any(each["content"].strip() or "tool_calls" in each for each in answer):
-            raise RowProblem(f"column {name!r} has an empty answer")
+        _require_answer(answer, name)
     return Comparison(*(replace(side, completion_start=start) for side in sides))
+
+
+def preference_label(row: Row, columns: Columns) -> Judged:
+    """Read one answer and whether it is wanted; without a prompt it is the end of a whole chat."""
+    whole = _answered(row, columns.completion, columns)
+    roles = [message["role"] for message in whole.messages]
+    last_asked = next((at for at in range(len(roles), 0, -1) if roles[at - 1] not in ("assistant", "tool")), 0)
+    start = whole.completion_start or last_asked
+    if start in (0, len(roles)):
+        raise RowProblem(f"column {columns.completion!r} has no answer to a prompt")
+    _require_answer(whole.messages[start:], columns.completion)
+    return Judged(replace(whole, completion_start=start), wanted=is_wanted(row, columns.label))
+
+
+def is_wanted(row: Row, column: str) -> bool:
+    """The label of an answer; tables of text and numbers write it as well."""
+    found = value(row, column)
+    known = _LABELS.get(str(found).strip().lower())
+    if known is None:
+        what = repr(found) if isinstance(found, str | int | float) else kind_of(found)
+        raise RowProblem(f"column {column!r} must be true (wanted) or false, found {what}")
+    return known
+
+
+def _answered(row: Row, column: str, columns: Columns) -> Conversation:
+    """The prompt with the answer of a column, which may repeat it."""
+    prompt = _turns(row, columns.prompt, "user") if optional(row, columns.prompt) is not None else []
+    turns = _turns(row, column, "assistant")
+    answer = turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
+    whole = read_conversation([*prompt, *answer], row, columns)
+    return replace(whole, completion_start=len(whole.messages) - len(answer) if prompt else 0)
+
+
+def _require_answer(messages: Sequence[Message], column: str) -> None:
+    if not any(each["content"].strip() or "tool_calls" in each for each in messages):
+        raise RowProblem(f"column {column!r} has an empty answer")
 
 
 def _turns(row: Row, column: str, speaker: str) -> list[Any]:

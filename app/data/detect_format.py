@@ -145,7 +145,7 @@ def _fits(fmt: str, found: Any, field: str = "") -> bool:
     keys = ROW_FORMATS[fmt].message
     if not keys:
         return isinstance(found, str)
-    if ROW_FORMATS[fmt].pairs and isinstance(found, dict):
+    if ROW_FORMATS[fmt].learnt_by and isinstance(found, dict):
         found = [found]
     return isinstance(found, list) and bool(found) and all(_is_message(keys, each) for each in found)
 

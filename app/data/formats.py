@@ -10,7 +10,18 @@ from app.config.row_formats import ROW_FORMATS
 from app.data import conversations
 from app.data.columns import has, optional, optional_text, text, value
 from app.data.conversations import read_conversation
-from app.data.types import Comparison, Content, Conversation, Document, Example, Message, Row, RowProblem, kind_of
+from app.data.types import (
+    Comparison,
+    Content,
+    Conversation,
+    Document,
+    Example,
+    Judged,
+    Message,
+    Row,
+    RowProblem,
+    kind_of,
+)
 from app.data.unsupported_rows import refuse_media, unsupported_column
 
 _SPEAKING_ROLES = ("user", "assistant")
@@ -64,13 +75,24 @@ def _preference_text(row: Row, columns: Columns) -> Comparison:
         if len(starts) > 1:
             raise RowProblem("the two answers follow different conversations")
         prompt = "".join(starts)
-    sides = []
-    for name, side in ((columns.chosen, chosen), (columns.rejected, rejected)):
-        answer = side.removeprefix(prompt)
-        if not answer.strip():
-            raise RowProblem(f"column {name!r} has an empty answer")
-        sides.append(Document(prompt + answer, completion_start=len(prompt)))
-    return Comparison(*sides)
+    sides = ((columns.chosen, chosen), (columns.rejected, rejected))
+    return Comparison(*(_plain_answer(prompt, side, name) for name, side in sides))
+
+
+def _preference_label_text(row: Row, columns: Columns) -> Judged:
+    """Read one text; without a prompt its answer begins after the last line in which the assistant is to speak."""
+    prompt, answer = optional_text(row, columns.prompt), text(row, columns.completion)
+    if not prompt and _ASSISTANT in answer:
+        prompt = answer[: answer.rfind(_ASSISTANT) + len(_ASSISTANT)]
+    return Judged(_plain_answer(prompt, answer, columns.completion), conversations.is_wanted(row, columns.label))
+
+
+def _plain_answer(prompt: str, found: str, column: str) -> Document:
+    """The answer of a column, which may repeat the prompt, behind it."""
+    answer = found.removeprefix(prompt)
+    if not answer.strip():
+        raise RowProblem(f"column {column!r} has an empty answer")
+    return Document(prompt + answer, completion_start=len(prompt))
 
 
 def _document(row: Row, columns: Columns) -> Document:
@@ -123,6 +145,8 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
     "text_pair": _text_pair,
     "preference": conversations.preference,
     "preference_text": _preference_text,
+    "preference_label": conversations.preference_label,
+    "preference_label_text": _preference_label_text,
 }
 
 

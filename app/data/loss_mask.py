@@ -23,7 +23,18 @@ from app.data.chat_template import (
     without_thought,
 )
 from app.data.tokenizer import Tokenizer
-from app.data.types import Comparison, Content, Conversation, Document, Example, Message, RenderedText, RowProblem, Span
+from app.data.types import (
+    Comparison,
+    Content,
+    Conversation,
+    Document,
+    Example,
+    Judged,
+    Message,
+    RenderedText,
+    RowProblem,
+    Span,
+)
 from app.errors import ConfigError
 
 _WeightedSpan = tuple[Span, float]  # characters, and the loss weight of their tokens
@@ -75,6 +86,8 @@ class Renderer:
         """The texts of a row with their loss masks; of a comparison both answers, the wanted one first."""
         if isinstance(content, Comparison):
             return self._both(self.render(content.chosen), self.render(content.rejected))
+        if isinstance(content, Judged):
+            return _labelled(self.render(content.answer), str(content.wanted).lower())
         if isinstance(content, Document):
             assert self._train_on in ("auto", "completion", "all"), self._train_on
             start = 0 if self._train_on == "all" else content.completion_start
@@ -93,8 +106,7 @@ class Renderer:
 
     def _both(self, chosen: RenderedRow, rejected: RenderedRow) -> RenderedRow:
         sides = (chosen, rejected)
-        if any(len(side.samples) > 1 for side in sides):
-            raise RowProblem("the chat template rewrites earlier turns of an answer, which cannot be compared then")
+        _require_whole(*sides)
         return RenderedRow(
             [*chosen.samples, *rejected.samples],
             unseen=max(side.unseen for side in sides),
@@ -199,6 +211,16 @@ class Renderer:
         shorter = through.rstrip().removesuffix(self._eos).rstrip()
         has_end = not shorter.endswith(_text_of(rendered.messages[index]))
         return shorter if has_end and rendered.whole.startswith(shorter) else through
+
+
+def _require_whole(*answers: RenderedRow) -> None:
+    if any(len(each.samples) > 1 for each in answers):
+        raise RowProblem("the chat template rewrites earlier turns of an answer, which cannot be compared then")
+
+
+def _labelled(answer: RenderedRow, label: str) -> RenderedRow:
+    _require_whole(answer)
+    return replace(answer, samples=[replace(each, label=label) for each in answer.samples])
 
 
 def _only_adds(rendered: RenderedConversation, index: int, span: Span) -> bool:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenizers.models import WordPiece
 
 from app.config.schema import TaskConfig
-from app.data.token_dataset import TokenRows
+from app.data.token_dataset import MismatchedRows, TokenRows
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
 
@@ -27,7 +27,8 @@ class LabelledTokens:
     targets: NDArray[Any]  # ids of tokens or classes, or numbers
     weights: NDArray[np.float32] | None = None  # how much each target counts; None: 1
     second_start: int = -1  # where the second text of a pair begins, for models with token types
-    values: tuple[float, ...] = ()  # what a loss over documents reads of it: its reference log-probability, its side
+    values: tuple[float, ...] = ()  # what a loss over documents reads of it: its reference log-probability, its label
+    mean_of: "LabelledTokens | None" = None  # another document, of whose like such a loss reads the mean over the step
 
 
 class Objective(Protocol):
@@ -162,9 +163,7 @@ class Comparisons:
     over_documents: ClassVar[bool] = True
     marked: ClassVar[str] = "the wanted answer, then the unwanted one"
     bidirectional: bool = False
-    reference: Mapping[int, tuple[float, float]] = field(
-        default_factory=dict
-    )  # of each document, by the hash of its row
+    reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by its row's hash
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
         parts = (np.split(each, [rows.second_start(i)]) for each in (rows.ids(i), rows.loss_mask(i)))
@@ -178,8 +177,44 @@ class Comparisons:
         return rows.loss_mask(i).astype(np.float32), ""
 
 
+@dataclass(frozen=True, slots=True)
+class LabelledAnswers:
+    """Each row is one answer that is wanted or not; beside it goes a mismatched one, which tells how far all moved."""
+
+    documents_per_row: ClassVar[int] = 1
+    over_documents: ClassVar[bool] = True
+    marked: ClassVar[str] = "the answer, true where it is wanted"
+    bidirectional: bool = False
+    reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by the hash of a row, mismatched or not
+
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
+        answer = label_next_tokens(rows.ids(i), rows.loss_mask(i))
+        if not self.reference:
+            return (answer,)
+        others = MismatchedRows(rows)
+        mismatched = label_next_tokens(others.ids(i), others.loss_mask(i))
+        mismatched = replace(mismatched, values=self.reference[others.content_hash(i)])
+        (known,) = self.reference[int(rows.content_hashes[i])]
+        return (replace(answer, values=(known, float(rows.class_of(i) == "true")), mean_of=mismatched),)
+
+    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
+        return rows.loss_mask(i).astype(np.float32), rows.class_of(i)
+
+
+Compared = Comparisons | LabelledAnswers  # objectives whose loss may have a reference
+
+
+def compared_rows(objective: Compared, rows: TokenRows) -> tuple[TokenRows, ...]:
+    """All rows whose documents need a reference."""
+    return (rows, MismatchedRows(rows)) if isinstance(objective, LabelledAnswers) else (rows,)
+
+
 def _preference(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirectional: bool) -> Objective:
     return Comparisons()
+
+
+def _preference_label(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirectional: bool) -> Objective:
+    return LabelledAnswers()
 
 
 def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirectional: bool) -> Objective:
@@ -221,6 +256,7 @@ OBJECTIVES: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Objective]] =
     "masked": _masked,
     "classification": _classification,
     "preference": _preference,
+    "preference_label": _preference_label,
 }
 
 # the most labels of so many tokens in so many documents, as a memory plan needs them before any row is read
@@ -229,6 +265,7 @@ MOST_LABELS: dict[str, Callable[[TaskConfig, int, int], int]] = {
     "masked": lambda config, tokens, documents: min(tokens, math.ceil(config.mask_share * tokens) + documents),
     "classification": lambda _config, _tokens, documents: documents,
     "preference": lambda _config, tokens, _documents: tokens,
+    "preference_label": lambda _config, tokens, _documents: tokens,
 }
 
 

@@ -67,7 +67,7 @@ def _truncate(sample: Tokens, max_length: int) -> list[Tokens]:
     if sample.text_ids is not None:
         return _truncate_example(sample, sample.text_ids, max_length)
     weights = None if sample.weights is None else sample.weights[:max_length]
-    kept = Tokens(sample.ids[:max_length], sample.loss_mask[:max_length], weights=weights)
+    kept = Tokens(sample.ids[:max_length], sample.loss_mask[:max_length], weights=weights, label=sample.label)
     return [kept] if kept.loss_mask.any() else []
 
 

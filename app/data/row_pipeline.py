@@ -173,8 +173,8 @@ class _Pipeline:
             counts.expanded_into += len(samples)
         counts.glued += sum(sample.glued for sample in samples)
         counts.endless += sum(sample.endless for sample in samples)
-        limit, is_pair = self._config.max_length, ROW_FORMATS[self._config.format].pairs
-        if is_pair:
+        limit, shape = self._config.max_length, ROW_FORMATS[self._config.format]
+        if shape.pairs:
             kept = fit_pair(samples, limit, self._policy, counts)
         else:
             kept = [part for each in samples for part in fit(each, limit, self._policy, counts)]
@@ -185,14 +185,14 @@ class _Pipeline:
         for part in kept:
             # Samples of one conversation repeat each other, so all go to training or all to evaluation; the pieces
             # of a text do not.
-            # Pairs go by their prompt.
+            # Answers that are compared go by their prompt.
             deciding = (part if self._policy == "split" else kept[-1]).ids
-            if is_pair:
+            if shape.learnt_by:
                 deciding = deciding[: int(np.argmax(part.loss_mask))]
             self._writer.add(location, part, digest(deciding))
             counts.samples += 1
             counts.tokens += len(part.ids)
-            counts.trained_tokens += int(part.loss_mask.sum()) if part.label is None else 1
+            counts.trained_tokens += max(int(part.loss_mask.sum()), part.label is not None)  # examples have no mask
 
 
 def _check_characters(text: str) -> None:
@@ -208,7 +208,7 @@ def _check_characters(text: str) -> None:
 def _nothing_trained(texts: list[RenderedText], samples: list[Tokens]) -> str:
     """Reason why a row teaches nothing; empty if each of its samples does."""
     for text, tokens in zip(texts, samples, strict=True):
-        if tokens.label is not None:
+        if text.is_example:
             if not len(tokens.ids):
                 return "the tokenizer makes no token of it"
             continue

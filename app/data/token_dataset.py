@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -45,7 +45,8 @@ def as_columns(location: str, sample: Tokens, split_hash: int) -> ColumnValues:
     mask: NDArray[Any] = sample.loss_mask if weights is None else weights
     trained = int(np.count_nonzero(sample.loss_mask))
     if sample.label is not None:
-        mask, trained = np.frombuffer(f"{sample.label} {sample.second_start}".encode(), np.uint8), 1
+        label = np.frombuffer(f"{sample.label} {sample.second_start}".encode(), np.uint8)
+        mask, trained = (np.concatenate([mask.view(np.uint8), label]), trained) if trained else (label, 1)
     weight = float(trained) if weights is None else float(weights.sum(dtype=np.float64))
     lists = sample.ids, sample.loss_mask.view(np.uint8), _NO_WEIGHTS if weights is None else weights
     ids_hash, largest = digest(sample.ids), int(sample.ids.max(initial=0))
@@ -174,6 +175,17 @@ class TokenRows:
     def _labels(self) -> NDArray[Any]:
         return self._of_chosen([batch.labels() for batch in self._batches])
 
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.lengths.max(initial=0))
+
+    @cached_property
+    def followers(self) -> NDArray[np.int64]:
+        """Of each row another one, the next in the order of their content: mostly of another prompt."""
+        _, first, which = np.unique(self.content_hashes, return_index=True, return_inverse=True)
+        return np.asarray(np.roll(first, -1)[which], np.int64)
+
     @property
     def label_counts(self) -> NDArray[np.int64]:
         """Trained tokens of each row; 1 where it has a label."""
@@ -238,6 +250,44 @@ class TokenRows:
 
     def _of_chosen(self, every: list[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate(every)[self._chosen] if every else np.empty(0, np.int64)
+
+
+class MismatchedRows(TokenRows):
+    """The prompt of each of `rows` with the answer of another one, cut where it would be the longest row of all."""
+
+    def __init__(self, rows: TokenRows, chosen: NDArray[np.int64] | None = None) -> None:
+        self._rows = rows
+        self._chosen = np.arange(len(rows)) if chosen is None else chosen
+
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> "MismatchedRows":
+        return MismatchedRows(self._rows, self._chosen[np.asarray(indices, np.int64)])
+
+    def ids(self, i: int) -> NDArray[np.int32]:
+        return self._joined(self._rows.ids, i)
+
+    def loss_mask(self, i: int) -> NDArray[np.bool_]:
+        return self._joined(self._rows.loss_mask, i)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        return np.array([len(self.ids(i)) for i in range(len(self))], np.int32)
+
+    def content_hash(self, i: int) -> int:
+        """A hash of the token ids and the loss mask of row i."""
+        factor = int(_MASK_HASH_FACTOR)
+        return (digest(self.ids(i)) + digest(self.loss_mask(i).view(np.uint8)) * factor) % 2**64
+
+    @cached_property
+    def content_hashes(self) -> NDArray[np.uint64]:
+        return np.array([self.content_hash(i) for i in range(len(self))], np.uint64)
+
+    def _joined(self, of_row: Callable[[int], NDArray[Any]], i: int) -> NDArray[Any]:
+        own = int(self._chosen[i])
+        other = int(self._rows.followers[own])
+        prompt, answer = (int(np.argmax(self._rows.loss_mask(row))) for row in (own, other))
+        parts = of_row(own)[:prompt], of_row(other)[answer:]
+        joined: NDArray[Any] = np.concatenate(parts)[: self._rows.longest]
+        return joined
 
 
 def in_order(names: Iterable[str]) -> list[str]:

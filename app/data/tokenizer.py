@@ -55,7 +55,7 @@ class Tokens:
     glued: bool = False  # a token reaches over the edge of what is trained, and so is not trained
     endless: bool = False  # what is trained ends in an ordinary token: the model will not learn to stop
     weights: Weights | None = None  # how much each token counts, 0 where the mask is off; None: masked-in ones count 1
-    label: str | None = None  # of an example: the class to be predicted, in place of tokens
+    label: str | None = None  # of an example: the class to be predicted, in place of tokens; of an answer: its label
     text_ids: NDArray[np.int8] | None = None  # of an example: which text each token is of, -1 for special tokens
     second_start: int = -1  # of a pair, for models with token types: the first token of the second text
     more: int = 0  # tokens after these, which are only counted: the text is far longer than any sample may be
@@ -83,14 +83,18 @@ class Encoder:
 
     def encode(self, texts: Sequence[RenderedText]) -> list[Tokens]:
         """Tokenise in one batch, which keeps the tokenizer's threads busy. No first token is trained."""
-        if texts and texts[0].label is not None:  # then all have one: it follows from the format
+        if texts and texts[0].is_example:  # then all are: it follows from the format
             return list(self._encode_examples(texts))
         max_chars = max(PIECE_CHARS, MAX_TOKEN_CHARS * self._max_length)
         heads = [text if _is_long(text) else _head(text, max_chars) for text in texts]
         encodings = iter(self._encodings([head.text for head in heads if not _is_long(head)]))
-        return [
+        found = (
             self._encode_long(text) if _is_long(head) else self._encode_head(head, next(encodings), text)
             for text, head in zip(texts, heads, strict=True)
+        )
+        return [
+            tokens if text.label is None else replace(tokens, label=text.label)
+            for text, tokens in zip(texts, found, strict=True)
         ]
 
     def _encode_head(self, head: RenderedText, encoding: Encoding, text: RenderedText) -> Tokens:

@@ -87,7 +87,15 @@ class Comparison:
     rejected: Conversation | Document
 
 
-Content = Conversation | Document | Example | Comparison
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer to a prompt, and whether it is wanted."""
+
+    answer: Conversation | Document
+    wanted: bool
+
+
+Content = Conversation | Document | Example | Comparison | Judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,5 +106,10 @@ class RenderedText:
     spans: tuple[Span, ...]
     raw: bool  # still needs the tokens that open and close a document
     weights: tuple[float, ...] = ()  # of each span; empty: each counts 1
-    label: str | None = None  # of an example, which has no loss mask
+    label: str | None = None  # of an example, which has no loss mask, or of an answer, true or false
     second: str | None = None
+
+    @property
+    def is_example(self) -> bool:
+        """Whether its label is learnt, in place of tokens."""
+        return self.label is not None and not self.spans

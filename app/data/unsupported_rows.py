@@ -9,11 +9,11 @@ from dataclasses import fields
 from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import LABELLED_FORMATS, PAIR_FORMATS
+from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS
 from app.data.column_names import ASKING, INPUTS, JUDGING, is_history, named_like, pair_format
 from app.data.columns import command
 from app.data.conversations import SPEAKERS
-from app.data.types import Comparison, Content, Conversation, Document, Example, Row, RowProblem
+from app.data.types import Comparison, Content, Conversation, Document, Example, Judged, Row, RowProblem
 
 _MEDIA_COLUMN = re.compile(r"(image|video|audio)s?(_?(path|url|file|bytes)s?)?", re.IGNORECASE)
 # As LLaVA, LLaMA-Factory, Qwen-VL, Llama 3.2, Phi and Gemma write them. A tag that is closed, or quoted, is of HTML.
@@ -40,7 +40,8 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
         if _is_media(str(name), found):
             without = command("auto", {}, config, leave_out=[str(name)])
             return _of_media(f"column {name!r}", f" Or leave the column out, type: {without}")
-    if fmt in (*LABELLED_FORMATS, *PAIR_FORMATS):
+    shape = ROW_FORMATS.get(fmt)
+    if fmt in LABELLED_FORMATS or (shape and shape.pairs):
         return ""
     for name in _preference_columns(row, columns):
         words = _wanted_answers(row, config)
@@ -48,10 +49,13 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
             f"column {name!r} makes this preference data (wanted and unwanted answers), from which recipe=dpo, orpo and"
             " simpo learn." + (f" To train on the wanted answers alone, type: {words}" if words else "")
         )
+    if shape and shape.learnt_by:
+        return ""
     label = next((name for name in JUDGING if _is_judged(row.get(name))), "")
     if label and not {*(getattr(columns, field) for field in _ANSWERS), *_ANSWERS, *_OTHER_ANSWERS}.isdisjoint(row):
         right = f"jq -c 'select(.{label} == true) | del(.{label})' OLD.jsonl > NEW.jsonl"
-        remedy = f"Make rows of the right ones alone: {right}" if label != "labels" else "Take such rows out"
+        remedy = f"Make rows of the right ones alone: {right}, or learn from both by recipe=kto"
+        remedy = remedy if label != "labels" else "Take such rows out"
         return (
             f"column {label!r} judges the answers as right or wrong (preference data, as for KTO), and all of them"
             f" would be learnt. {remedy}"
@@ -64,6 +68,9 @@ def refuse_media(content: Content) -> None:
     if isinstance(content, Comparison):
         refuse_media(content.chosen)
         refuse_media(content.rejected)
+        return
+    if isinstance(content, Judged):
+        refuse_media(content.answer)
         return
     for where, text in _texts(content):
         found = "<" in text and _PLACEHOLDER.search(text)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.batch import IGNORE, Batch
 from app.config.schema import PreferenceConfig, TaskConfig
-from app.model.preference import loss_of_pairs
+from app.model.preference import log_ratios, loss_of_labelled, loss_of_pairs
 
 if TYPE_CHECKING:
     from app.model.training_model import TrainingModel
@@ -83,4 +83,5 @@ LOSSES: dict[str, Callable[[TaskConfig, PreferenceConfig], Loss]] = {
     "masked": lambda _task, _preference: _TOKENS,
     "classification": lambda _task, _preference: _CLASSES,
     "preference": lambda _task, preference: over_documents(partial(loss_of_pairs, preference)),
+    "preference_label": lambda _task, preference: over_documents(partial(loss_of_labelled, preference), log_ratios),
 }

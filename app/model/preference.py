@@ -1,7 +1,7 @@
-"""Losses over pairs of a wanted and an unwanted answer: functions of their log-probabilities."""
+"""Losses over wanted and unwanted answers, in pairs or one by one: functions of their log-probabilities."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,69 +14,93 @@ _LOG_HALF = -0.6931471805599453
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
-    """Both answers of each pair of a batch, [pairs] in float64; `ratios` are log-probabilities less the reference's."""
+class Answers:
+    """Answers of a batch, [answers] in float64; `ratio` is the log-probability less the reference's."""
 
-    chosen: Tensor
-    rejected: Tensor
-    chosen_tokens: Tensor
-    rejected_tokens: Tensor
-    chosen_ratio: Tensor
-    rejected_ratio: Tensor
+    log_probability: Tensor
+    tokens: Tensor
+    ratio: Tensor
 
     @classmethod
-    def of(cls, sums: Tensor, batch: Batch) -> "Pairs":
-        """From the log-probability of each document: those of a pair follow each other, the wanted one first."""
+    def of(cls, sums: Tensor, batch: Batch) -> "Answers":
+        """From the log-probability of each document."""
         assert batch.document_of_label is not None
         tokens = sums.new_zeros(len(sums) + 1)
         tokens = tokens.index_add(0, batch.document_of_label, torch.ones_like(batch.document_of_label).double())[:-1]
-        ratios = sums if batch.document_values is None else sums - batch.document_values[:, 0]
-        return cls(*(each[side::2] for each in (sums, tokens, ratios) for side in (0, 1)))
+        return cls(sums, tokens, sums if batch.document_values is None else sums - batch.document_values[:, 0])
 
     @property
-    def chosen_mean(self) -> Tensor:
-        """Log-probability of a token of the wanted answer."""
-        return self.chosen / self.chosen_tokens
+    def mean(self) -> Tensor:
+        """Log-probability of a token."""
+        return self.log_probability / self.tokens
 
-    @property
-    def rejected_mean(self) -> Tensor:
-        return self.rejected / self.rejected_tokens
+    def pairs(self) -> tuple["Answers", "Answers"]:
+        """The wanted ones and the unwanted ones: those of a pair follow each other."""
+        chosen, rejected = ([getattr(self, field.name)[side::2] for field in fields(self)] for side in (0, 1))
+        return Answers(*chosen), Answers(*rejected)
+
+
+Reward = Callable[[Answers, PreferenceConfig], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
     """A loss as a function of the margin: the reward of the wanted answer less that of the unwanted one."""
 
-    margin: Callable[[Pairs, PreferenceConfig], Tensor]
+    reward: Reward
     of_margin: Callable[[Tensor, PreferenceConfig], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelPreference:
+    """A loss of single answers, from their rewards, whether each is wanted, and the mean that the step asks for."""
+
+    reward: Reward
+    of_rewards: Callable[[Tensor, Tensor, Tensor, PreferenceConfig], Tensor]
 
 
 def loss_of_pairs(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> Tensor:
     """The loss of each pair, `settings.sft` times that of its wanted answer included."""
-    pairs, preference = Pairs.of(sums, batch), PREFERENCES[settings.kind]
-    loss = preference.of_margin(preference.margin(pairs, settings), settings)
-    return loss - settings.sft * pairs.chosen_mean
+    chosen, rejected = Answers.of(sums, batch).pairs()
+    preference = PREFERENCES[settings.kind]
+    margin = preference.reward(chosen, settings) - preference.reward(rejected, settings)
+    return preference.of_margin(margin, settings) - settings.sft * chosen.mean
 
 
-def _scaled_ratio(pairs: Pairs, settings: PreferenceConfig) -> Tensor:
-    return settings.beta * (pairs.chosen_ratio - pairs.rejected_ratio)
+def loss_of_labelled(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> Tensor:
+    """The loss of each answer."""
+    preference, mean = LABEL_PREFERENCES[settings.kind], batch.step_mean
+    rewards = preference.reward(Answers.of(sums, batch), settings)
+    return preference.of_rewards(rewards, is_wanted(batch), rewards.new_zeros(()) if mean is None else mean, settings)
 
 
-def _mean_ratio(pairs: Pairs, _settings: PreferenceConfig) -> Tensor:
-    return pairs.chosen_ratio / pairs.chosen_tokens - pairs.rejected_ratio / pairs.rejected_tokens
+def log_ratios(sums: Tensor, batch: Batch) -> Tensor:
+    """Log-probabilities less the reference's: over mismatched answers, their mean estimates the KL divergence."""
+    return Answers.of(sums, batch).ratio
 
 
-def _scaled_mean(pairs: Pairs, settings: PreferenceConfig) -> Tensor:
-    return settings.beta * (pairs.chosen_mean - pairs.rejected_mean)
+def is_wanted(batch: Batch) -> Tensor:
+    """Whether each answer is; all are before there is a reference, when nothing is learnt yet."""
+    if batch.document_values is None:
+        return torch.ones(len(batch.lengths), dtype=torch.bool, device=batch.ids.device)
+    return batch.document_values[:, 1] > 0
 
 
-def _odds_ratio(pairs: Pairs, _settings: PreferenceConfig) -> Tensor:
-    return _log_odds(pairs.chosen_mean) - _log_odds(pairs.rejected_mean)
+def _scaled_ratio(answers: Answers, settings: PreferenceConfig) -> Tensor:
+    return settings.beta * answers.ratio
 
 
-def _log_odds(log_probability: Tensor) -> Tensor:
+def _mean_ratio(answers: Answers, _settings: PreferenceConfig) -> Tensor:
+    return answers.ratio / answers.tokens
+
+
+def _scaled_mean(answers: Answers, settings: PreferenceConfig) -> Tensor:
+    return settings.beta * answers.mean
+
+
+def _log_odds(answers: Answers, _settings: PreferenceConfig) -> Tensor:
     """log(p / (1 - p)), by whichever form of log(1 - e^x) keeps its digits; finite at p = 1."""
-    x = log_probability.clamp(max=-torch.finfo(log_probability.dtype).eps)
+    x = answers.mean.clamp(max=-torch.finfo(answers.mean.dtype).eps)
     return x - torch.where(x > _LOG_HALF, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
@@ -91,10 +115,17 @@ def _unbiased(margin: Tensor, settings: PreferenceConfig) -> Tensor:
     return loss / (1 - 2 * swapped)
 
 
+def _kahneman_tversky(rewards: Tensor, wanted: Tensor, mean_ratio: Tensor, settings: PreferenceConfig) -> Tensor:
+    gain = rewards - settings.beta * mean_ratio.clamp(min=0)
+    loss = settings.desirable * torch.sigmoid(-gain), settings.undesirable * torch.sigmoid(gain)
+    return torch.where(wanted, *loss)
+
+
 PREFERENCES: dict[str, Preference] = {
     "dpo": Preference(_scaled_ratio, _smoothed),
     "robust": Preference(_scaled_ratio, _unbiased),
     "ipo": Preference(_mean_ratio, lambda margin, own: (margin - 1 / (2 * own.beta)) ** 2),
-    "orpo": Preference(_odds_ratio, lambda margin, own: -own.beta * F.logsigmoid(margin)),
+    "orpo": Preference(_log_odds, lambda margin, own: -own.beta * F.logsigmoid(margin)),
     "simpo": Preference(_scaled_mean, lambda margin, own: -F.logsigmoid(margin - own.gamma)),
 }
+LABEL_PREFERENCES: dict[str, LabelPreference] = {"kto": LabelPreference(_scaled_ratio, _kahneman_tversky)}

@@ -13,7 +13,7 @@ from app.config.dataset import formats_for, has_chats, paths_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.rules import problems_of
 from app.config.schema import RunConfig, TrainingConfig
-from app.config.tasks import task_of
+from app.config.tasks import Task, task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.detect_format import detect_formats
 from app.data.loader import Loader, StepSplit
@@ -87,9 +87,11 @@ def prepare_run(
     data = read(dataset, tokenizer, run.cache_dir, notes, partial(judge, longest_row=base.longest_row), run.task.labels)
     task = run.task
     if base.task.unit == "class" and not task.labels:
-        report(_class_problems(dataset, data.classes))
+        report(_class_problems(dataset, data.classes, base.task))
         task = replace(task, labels=list(data.classes) if len(data.classes) > 1 else [])
         base = replace(base, task=task_of(task))
+    elif len(data.classes) == 1 and read is prepare:
+        report(_class_problems(dataset, data.classes, base.task))
     objective = build_objective(task, tokenizer, run.seed, bidirectional=base.is_bidirectional)
     report(_unknown_ids(run, base, data))
     adapter, part = run.adapter, None if run.adapter.start is None else base.text_part
@@ -107,14 +109,11 @@ def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str
     return replace(dataset, max_length=longest)
 
 
-def _class_problems(dataset: DatasetConfig, classes: Sequence[str]) -> Iterator[str]:
-    """Labels of rows that a classifier cannot be made of."""
+def _class_problems(dataset: DatasetConfig, classes: Sequence[str], task: Task) -> Iterator[str]:
+    """Labels of rows that nothing can be learnt of."""
     if len(classes) < 2:
         only = f"all have the label {classes[0]}" if classes else "none has a label"
-        yield (
-            f"dataset.path={paths_of(dataset)}: of its rows {only}, so there is nothing to choose. Give rows "
-            "of two labels or more, or name all there are: task.labels=[one,other]."
-        )
+        yield f"dataset.path={paths_of(dataset)}: of its rows {only}, so {task.one_label}"
 
 
 def _unknown_ids(run: RunConfig, base: BaseModel, data: Data) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The reference of a loss over pairs: log-probabilities of the answers by the model as it was before step 1.
+"""The reference of a loss over answers: their log-probabilities by the model as it was before step 1.
 
 It is scored once, kept with the run, and never made again from trained weights. Rows are known by their content.
 """
@@ -13,25 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
-from torch import Tensor
 
-from app.batch import Batch
 from app.data.loader import eval_batches
-from app.data.objectives import Comparisons, Objective
+from app.data.objectives import Compared, Objective, compared_rows
 from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
 from app.errors import CheckpointError
 from app.files import checksummed_folder, verify_checksums
-from app.model.losses import log_probabilities
 from app.model.training_model import TrainingModel
 from app.training.identity import start_hash
 from app.training.resolve import ResolvedRun
-from app.training.scores import Counts, score_rows
+from app.training.scores import score_documents
 
-_FILE = "pairs.safetensors"
+_FILE = "answers.safetensors"
 _CODE_VERSION = 1  # of what decides the numbers
 
-Reference = Mapping[int, tuple[float, float]]  # by the hash of a row: log-probabilities of its two answers
+Reference = Mapping[int, tuple[float, ...]]  # by the hash of a row: log-probabilities of its answers
 
 
 def with_reference(resolved: ResolvedRun, model: TrainingModel, folder: Path, fingerprint: str | None) -> ResolvedRun:
@@ -46,14 +43,15 @@ def with_reference(resolved: ResolvedRun, model: TrainingModel, folder: Path, fi
 def keep_reference(resolved: ResolvedRun, folder: Path) -> None:
     """Write the reference of a new run, if it has one."""
     objective = resolved.objective
-    if isinstance(objective, Comparisons) and objective.reference and not resolved.checkpoint:
+    if isinstance(objective, Compared) and objective.reference and not resolved.checkpoint:
         _write(folder, objective.reference)
 
 
 def comparing(objective: Objective, reference: Reference, *rows: TokenRows) -> Objective:
     """The objective with a reference; `rows` that it does not have are refused."""
-    assert isinstance(objective, Comparisons)
-    unknown = sum(each not in reference for part in rows for each in part.content_hashes.tolist())
+    assert isinstance(objective, Compared)
+    scored = (part for each in rows for part in compared_rows(objective, each))
+    unknown = sum(each not in reference for part in scored for each in part.content_hashes.tolist())
     if unknown:
         raise CheckpointError(
             f"dataset.eval_path: of these rows the run has no reference for {unknown:,}, and it was made before the "
@@ -87,24 +85,22 @@ def _made(resolved: ResolvedRun, model: TrainingModel, fingerprint: str | None) 
     """Score the answers of both splits, or take the scores of another run of the same rows and base."""
     kept = Path(resolved.config.cache_dir).expanduser() / "references" / _key(resolved, fingerprint)
     known = read_reference(kept) if world().is_first and not verify_checksums(kept, (_FILE,)) else {}
-    found: dict[int, tuple[float, float]] = resolved.runtime.host_group.all_gather_object(known)[0]
+    found: dict[int, tuple[float, ...]] = resolved.runtime.host_group.all_gather_object(known)[0]
     if not found:
+        assert isinstance(resolved.objective, Compared)
         for rows in (resolved.data.train, resolved.data.eval):
-            found |= {} if rows is None else _scored(resolved, model, rows)
+            for part in () if rows is None else compared_rows(resolved.objective, rows):
+                found |= _scored(resolved, model, part)
         _write(kept, found)
     return found
 
 
-def _scored(resolved: ResolvedRun, model: TrainingModel, rows: TokenRows) -> dict[int, tuple[float, float]]:
+def _scored(resolved: ResolvedRun, model: TrainingModel, rows: TokenRows) -> dict[int, tuple[float, ...]]:
     runtime, layout = resolved.runtime, resolved.layout(resolved.config.eval.rows)
     rows = rows.select(np.unique(rows.content_hashes, return_index=True)[1])
     batches = eval_batches(rows, layout, runtime.processes, runtime.rank)
-    sums = score_rows(model, batches, runtime, len(rows), Counts({}, own=_of_both, num_own=2))[:, -2:]
+    sums = score_documents(model, batches, runtime, len(rows), resolved.objective.documents_per_row)
     return dict(zip(rows.content_hashes.tolist(), map(tuple, sums.tolist()), strict=True))
-
-
-def _of_both(batch: Batch, losses: Tensor, _chosen: Tensor) -> Tensor:
-    return log_probabilities(losses, batch).view(-1, 2)
 
 
 def _key(resolved: ResolvedRun, fingerprint: str | None) -> str:

@@ -1,7 +1,7 @@
 """Rows shown to people: training rows with their loss mask, and held-out rows answered by the model so far."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -140,6 +140,14 @@ def _answered(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     ]
 
 
+def _answered_as_wanted(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
+    """Generate from prompts whose answer in the rows is wanted."""
+    wanted = np.flatnonzero(held_out.rows.has_class(["true"]))
+    count = min(len(held_out.indices), len(wanted))
+    chosen = wanted[np.linspace(0, len(wanted) - 1, count).astype(int)].tolist() if count else []
+    return _answered(replace(held_out, indices=chosen), model) if chosen else []
+
+
 def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
     """Split a row into the tokens before the first trained one, and that first trained stretch."""
     ids, trained = rows.ids(i), rows.loss_mask(i)
@@ -196,4 +204,5 @@ ANSWERS: dict[str, Callable[[HeldOutRows, TrainingModel], list[Sample]]] = {
     "masked": _filled,
     "classification": _classified,
     "preference": _answered,
+    "preference_label": _answered_as_wanted,
 }

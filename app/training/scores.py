@@ -1,7 +1,7 @@
 """Metrics of rows: sums over counts, the same for any batch size, packing, order or number of processes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from app.config.metrics import LOGGED, METRICS
 from app.config.schema import PreferenceConfig, RunConfig
 from app.distributed.process_group import HostGroup, Runtime
 from app.model.losses import log_probabilities
-from app.model.preference import PREFERENCES, Pairs
+from app.model.preference import LABEL_PREFERENCES, PREFERENCES, Answers, is_wanted
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
 
@@ -81,30 +81,68 @@ def _macro_f1(sums: Sums) -> dict[str, NDArray[np.float64]]:
 
 
 def _count_pairs(run: RunConfig) -> Counts:
-    correct, decided, margin, exact, chosen, chosen_tokens, rejected, rejected_tokens = range(
-        _NUM_BASIC, _NUM_BASIC + 8
-    )
+    correct, decided, exact, margin, *sides = range(_NUM_BASIC, _NUM_BASIC + 10)
     ratios = {
         "eval_loss": (LOSS, WEIGHT),
         "pair_accuracy": (correct, decided),
-        "reward_margin": (margin, WEIGHT),
         "exact_match": (exact, WEIGHT),
-        "chosen_log_probability": (chosen, chosen_tokens),
-        "rejected_log_probability": (rejected, rejected_tokens),
+        "reward_margin": (margin, WEIGHT),
+        **_ratios_of_side("chosen", (*sides[:3], WEIGHT)),
+        **_ratios_of_side("rejected", (*sides[3:], WEIGHT)),
     }
-    return Counts(ratios, own=partial(_compared, run.preference), num_own=8)
+    return Counts(ratios, own=partial(_compared, run.preference), num_own=10)
+
+
+def _ratios_of_side(side: str, columns: Sequence[int]) -> dict[str, tuple[int, int]]:
+    reward, log_probability, tokens, answers = columns
+    return {f"{side}_reward": (reward, answers), f"{side}_log_probability": (log_probability, tokens)}
 
 
 def _compared(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
-    """Whether the wanted answer has the larger reward, by how much, whether it would be written, and the
-    log-probabilities of both.
+    """Whether the wanted answer has the larger reward, whether it would be written, by how much its reward is larger,
+    and reward, log-probability and tokens of both.
     """
-    pairs = Pairs.of(log_probabilities(losses, batch), batch)
-    margin = PREFERENCES[settings.kind].margin(pairs, settings)
-    wrong = log_probabilities((chosen != batch.targets).double(), batch)[0::2]  # minus their number
-    sides = (pairs.chosen, pairs.chosen_tokens, pairs.rejected, pairs.rejected_tokens)
+    sides = Answers.of(log_probabilities(losses, batch), batch).pairs()
+    rewards = [PREFERENCES[settings.kind].reward(side, settings) for side in sides]
+    margin = rewards[0] - rewards[1]
     decided = margin.abs() > _TIE
-    return torch.stack([(margin > 0) & decided, decided, margin, (wrong == 0).double(), *sides], dim=1)
+    basic = torch.stack([(margin > 0) & decided, decided, _would_be_written(batch, chosen)[0::2], margin], dim=1)
+    own = [[reward, side.log_probability, side.tokens] for reward, side in zip(rewards, sides, strict=True)]
+    return torch.cat([basic, *(torch.stack(each, dim=1) for each in own)], dim=1)
+
+
+def _would_be_written(batch: Batch, chosen: Tensor) -> Tensor:
+    """Whether greedy decoding writes each document's trained tokens."""
+    wrong = log_probabilities((chosen != batch.targets).double(), batch)  # minus their number
+    return (wrong == 0).double()
+
+
+def _count_labelled(run: RunConfig) -> Counts:
+    sides = [range(start, start + 4) for start in (_NUM_BASIC, _NUM_BASIC + 4)]
+    exact = _NUM_BASIC + 8
+    ratios = {
+        "eval_loss": (LOSS, WEIGHT),
+        "exact_match": (exact, sides[0][-1]),
+        **_ratios_of_side("chosen", sides[0]),
+        **_ratios_of_side("rejected", sides[1]),
+    }
+    return Counts(ratios, _margin_of_means, own=partial(_judged, run.preference), num_own=9)
+
+
+def _margin_of_means(sums: Sums) -> dict[str, NDArray[np.float64]]:
+    wanted, _, _, many, unwanted, _, _, others = (sums[..., _NUM_BASIC + at] for at in range(8))
+    return {"reward_margin": wanted / many - unwanted / others}
+
+
+def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+    """Reward, log-probability, tokens and number of wanted answers, the same of unwanted ones, and whether a wanted one
+    would be written.
+    """
+    answers, wanted = Answers.of(log_probabilities(losses, batch), batch), is_wanted(batch)
+    reward = LABEL_PREFERENCES[settings.kind].reward(answers, settings)
+    each = torch.stack([reward, answers.log_probability, answers.tokens, torch.ones_like(reward)], dim=1)
+    exact = _would_be_written(batch, chosen) * wanted
+    return torch.cat([each * wanted[:, None], each * ~wanted[:, None], exact[:, None]], dim=1)
 
 
 COUNTS: dict[str, Callable[[RunConfig], Counts]] = {
@@ -112,6 +150,7 @@ COUNTS: dict[str, Callable[[RunConfig], Counts]] = {
     "masked": _count_tokens,
     "classification": _count_classes,
     "preference": _count_pairs,
+    "preference_label": _count_labelled,
 }
 
 
@@ -121,9 +160,9 @@ def counts_of(run: RunConfig) -> Counts:
 
 
 def logged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Values for a line of metrics, without shares of nothing: of rows without answers, or of pairs without margins."""
+    """Values for a line of metrics, without shares and means of nothing: of rows without answers, or pairs of ties."""
     values = {key: metrics[key] for key in LOGGED if key in metrics}
-    return {key: value for key, value in values.items() if not (METRICS[key].is_share and math.isnan(value))}
+    return {key: value for key, value in values.items() if key == "eval_loss" or not math.isnan(value)}
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -165,6 +204,19 @@ def _margins(
     return found
 
 
+def score_documents(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, each: int) -> Sums:
+    """Log-probabilities of the `each` documents of each of `rows` rows, in their order, on every process."""
+    samples, found = list[int](), [torch.zeros(0, each, dtype=torch.float64, device=runtime.device)]
+    with _evaluating(model):
+        for part, (losses, _) in _scored(model, batches, runtime, depth=0):
+            samples += part.samples
+            found.append(log_probabilities(losses, part.to(runtime.device)).view(-1, each))
+    total, mine = np.zeros((rows, each)), (samples, torch.cat(found).cpu().numpy())
+    for numbers, sums in runtime.host_group.all_gather_object(mine):
+        total[numbers] = sums
+    return total
+
+
 def score_rows(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, counts: Counts) -> Sums:
     """The sums of each of `rows` rows, in their order, gathered on every process."""
     total = np.zeros((rows, _NUM_BASIC + counts.num_own))
@@ -183,7 +235,8 @@ def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runt
     if of_step is None:
         return batches
     batches = [*batches]
-    parts = batches if model.sharding is not None else [each for batch in batches for each in split_batch(batch, depth)]
+    scored = [each for batch in batches for each in batch.mean_of or (batch,)]
+    parts = scored if model.sharding is not None else [each for batch in scored for each in split_batch(batch, depth)]
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # of the terms, and how many they are
     with _evaluating(model):
         for part, (losses, _) in _scored(model, parts, runtime, depth):
@@ -193,7 +246,7 @@ def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runt
                 total[0] += terms.sum()
                 total[1] += len(terms)
     runtime.sum_in_place(total)
-    return [replace(batch, step_mean=total[0] / total[1].clamp(min=1)) for batch in batches]
+    return [replace(batch, mean_of=(), step_mean=total[0] / total[1].clamp(min=1)) for batch in batches]
 
 
 @contextmanager

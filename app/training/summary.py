@@ -10,12 +10,14 @@ import torch
 from app.config.commands import python
 from app.config.dataset import formats_of, has_held_out_rows
 from app.config.metrics import SHARES
+from app.config.preferences import balance_notes
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.data.length_statistics import padded_fill
 from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
 from app.model.experts import stacks_of
+from app.model.preference import LABEL_PREFERENCES
 from app.model.source import base_fingerprint, fetch_folder
 from app.model.tokenizer import tokenizer_hash
 from app.optim import requirements
@@ -62,6 +64,9 @@ def _notes(resolved: ResolvedRun) -> Iterator[str]:
     if run.task.labels:
         drawn = f"drawn from seed={run.seed} where the model has none of its size"
         yield f"the classifier, of {len(run.task.labels)} labels, is {drawn}; it is trained as a whole in any recipe"
+    if run.preference.kind in LABEL_PREFERENCES:
+        weights = {f"preference.{name}": getattr(run.preference, name) for name in ("desirable", "undesirable")}
+        yield from balance_notes(weights, resolved.data.train.class_counts())
     quantizer = resolved.sections.quantizer
     if quantizer is not None:
         yield from quantizer.notes(device)

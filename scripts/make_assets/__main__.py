@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from scripts.make_assets import tokenizer
 from scripts.make_assets.chat import Row, make_rows
@@ -19,6 +20,8 @@ ASSETS = Path(__file__).resolve().parents[2] / "app" / "assets"
 TRAIN_ROWS_PER_SKILL = 400
 EVAL_ROWS_PER_SKILL = 20
 PAIRS = 1_200
+STYLED_ROWS = 4_000
+SENTENCES = 0.3  # of the answers of styles.jsonl
 DOCUMENTS = 20_000
 
 
@@ -35,12 +38,38 @@ def chat_rows(held_out: bool) -> list[Row]:
     return make_rows(skills, load_forms(), held_out, per_skill, random.Random(f"{SEED} chat {held_out}"))
 
 
-def pairs(held_out: bool) -> Iterator[str]:
-    """Lines of pairs.jsonl, or of its held-out rows: to each question the answer in a word, and in a sentence."""
+def _answered_twice(held_out: bool) -> Iterator[tuple[list[dict[str, str]], str, str]]:
+    """To each question of a row with one turn, with what stands before it, the answer in a word and in a sentence."""
     forms = load_forms()
-    for row in islice((row for row in chat_rows(held_out) if len(row.items) == 1), None if held_out else PAIRS):
-        answers = {"chosen": row.items[0].answer, "rejected": row.items[0].put(forms[row.skill.name].says[0])}
-        yield json.dumps({"prompt": row.messages()[:-1], **answers}, ensure_ascii=False) + "\n"
+    for row in chat_rows(held_out):
+        if len(row.items) == 1:
+            (item,) = row.items
+            yield row.messages()[:-1], item.answer, item.put(forms[row.skill.name].says[0])
+
+
+def pairs(held_out: bool) -> Iterator[str]:
+    """Lines of pairs.jsonl, or of its held-out rows: the word is wanted, the sentence is not."""
+    for prompt, word, sentence in islice(_answered_twice(held_out), None if held_out else PAIRS):
+        yield _line(prompt=prompt, chosen=word, rejected=sentence)
+
+
+def labelled_answers(held_out: bool) -> Iterator[str]:
+    """Lines of labelled_answers.jsonl, or of its held-out rows: both answers of each pair, one by one."""
+    for prompt, word, sentence in islice(_answered_twice(held_out), None if held_out else PAIRS):
+        yield _line(prompt=prompt, completion=word, label=True)
+        yield _line(prompt=prompt, completion=sentence, label=False)
+
+
+def styles() -> Iterator[str]:
+    """Lines of styles.jsonl: each question answered in a word or, by chance, in a sentence."""
+    rng = random.Random(f"{SEED} styles")
+    for prompt, word, sentence in islice(_answered_twice(held_out=False), STYLED_ROWS):
+        answer = sentence if rng.random() < SENTENCES else word
+        yield _line(messages=[*prompt, {"role": "assistant", "content": answer}])
+
+
+def _line(**row: Any) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def make_files() -> dict[str, str]:
@@ -53,6 +82,9 @@ def make_files() -> dict[str, str]:
         "sample/eval.jsonl": "".join(f"{row.line()}\n" for row in held_out),
         "sample/pairs.jsonl": "".join(pairs(False)),
         "sample/pairs_eval.jsonl": "".join(pairs(True)),
+        "sample/labelled_answers.jsonl": "".join(labelled_answers(False)),
+        "sample/labelled_answers_eval.jsonl": "".join(labelled_answers(True)),
+        "sample/styles.jsonl": "".join(styles()),
         "tiny/tokenizer.json": tokenizer.train(texts),
         "tiny/tokenizer_config.json": tokenizer.config(),
         "wordpiece/tokenizer.json": tokenizer.make_wordpiece(texts),

@@ -72,16 +72,41 @@ def test_reference_is_shared_by_runs_with_another_beta(zygote: Zygote, tmp_path:
     )
 
 
+KTO = (*COMMAND[:-4], "recipe=kto", *COMMAND[-3:], "dataset.max_rows=60", "dataset.eval_max_rows=12")
+
+
+def test_kto_learns_from_labels_and_goes_on_with_its_reference(zygote: Zygote, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    zygote.finish(tmp_path, *KTO, "output_dir=whole", "eval.at_start=true")
+    first, last = metrics(whole)[0], result(whole)["final_metrics"]
+    assert [first["eval_loss"], metrics(whole)[1]["loss"]] == pytest.approx([0.5] * 2, rel=1e-6)
+    assert last["chosen_reward"] > last["rejected_reward"]
+    assert last["reward_margin"] == pytest.approx(last["chosen_reward"] - last["rejected_reward"])
+    words = (*KTO, "output_dir=parts", "eval.at_start=true")
+    zygote.run(tmp_path, *words, "training.stop_after=3", code=75)
+    zygote.run(tmp_path, *words, "resume=auto", code=0)
+    same_ending(whole, parts)
+    assert "reward margin" in zygote.finish(tmp_path, "run=parts", module="app.evaluate").stdout
+    alone = tmp_path / "alone.jsonl"
+    alone.write_text('{"prompt": "Hi", "completion": "Hello", "label": true}\n' * 3)
+    words = ("dataset=preference_label", "dataset.path=alone.jsonl", "dataset.eval_fraction=0")
+    zygote.refused(tmp_path, *KTO, *words, message="nothing tells wanted answers from unwanted ones. Give rows of both")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("recipe=kto", "task=preference"), "preference=kto with task=preference"),
+        (("recipe=kto", "preference.sft=1"), "preference=kto does not read it"),
+        (("recipe=kto", "dataset=pairs"), "from such rows recipe=dpo or recipe=orpo or recipe=simpo learns"),
+        (("recipe=dpo", "dataset=labelled_answers"), "from such rows recipe=kto learns"),
         (("recipe=dpo", "task=causal"), "preference=dpo with task=causal"),
         (("task=preference", "dataset=pairs"), "preference=none with task=preference"),
         (("recipe=dpo", "adapter.dropout=0.1"), "the reference is without it"),
         (("recipe=orpo", "preference.gamma=1"), "preference=orpo does not read it"),
         (("recipe=dpo", "dataset.max_length=200"), "a pair of answers has up to twice as many tokens"),
         (("recipe=dpo", "dataset=sample"), "task=preference learns from pairs"),
-        (("dataset=preference", "dataset.path=x"), "from pairs of answers recipe=dpo, orpo or simpo learns"),
+        (("dataset=preference", "dataset.path=x"), "from such rows recipe=dpo or recipe=orpo or recipe=simpo learns"),
     ],
 )
 def test_settings_that_compare_nothing_are_refused(

@@ -10,6 +10,7 @@ from app.config.dataset_schema import DatasetConfig
 from app.config.fields import CHOICES
 from app.config.finished_run import EXPORT_KINDS
 from app.config.groups import choices_by_group
+from app.config.preferences import PREFERENCE_KINDS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.row_formats import ROW_FORMATS
 from app.config.tasks import TASKS
@@ -21,7 +22,7 @@ from app.model.adapters import ADAPTERS
 from app.model.attention import BACKENDS
 from app.model.build import DTYPES
 from app.model.losses import LOSSES
-from app.model.preference import PREFERENCES
+from app.model.preference import LABEL_PREFERENCES, PREFERENCES
 from app.model.quantization import QUANTIZATIONS
 from app.optim.lr_schedule import SCHEDULES
 from app.optim.optimizers import OPTIMIZERS
@@ -41,7 +42,8 @@ from app.training.samples import ANSWERS
         ("precision", (*DTYPES, "auto")),
         ("quantization", QUANTIZATIONS),
         ("quantization", QUANTIZATION_KINDS),
-        ("preference", ("none", *PREFERENCES)),
+        ("preference", ("none", *PREFERENCES, *LABEL_PREFERENCES)),
+        ("preference", PREFERENCE_KINDS),
         ("task", OBJECTIVES),
         ("task", MOST_LABELS),
         ("task", TASKS),

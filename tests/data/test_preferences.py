@@ -8,8 +8,9 @@ import pytest
 
 from app.config.dataset import formats_for
 from app.data.detect_format import detect_formats
-from app.data.objectives import Comparisons
+from app.data.objectives import Comparisons, LabelledAnswers
 from app.data.prepare import Data, prepare
+from app.data.token_dataset import MismatchedRows
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, trained_texts, write_jsonl
 
@@ -144,3 +145,70 @@ def test_auto_finds_the_format_of_pairs(row: dict[str, Any], fmt: str, tmp_path:
     assert found.format == fmt
     with pytest.raises(DataError, match="from which recipe=dpo"):
         detect_formats(config(path, "auto"), formats_for("causal"))
+
+
+LABELLED: dict[str, dict[str, Any]] = {
+    "messages": {"prompt": QUESTION, "completion": [YES], "label": True},
+    "texts as a chat": {"prompt": "Hi", "completion": "Hello", "label": "true"},
+    "one message": {"prompt": "Hi", "completion": YES, "label": 1},
+    "a whole chat": {"completion": [*QUESTION, YES], "label": True},
+    "ShareGPT": {"prompt": [SHARE_GPT[0]], "completion": [SHARE_GPT[1]], "label": True},
+}
+
+
+@pytest.mark.parametrize("shape", LABELLED)
+def test_shape_gives_the_answer_with_its_label(shape: str, tmp_path: Path) -> None:
+    rows = [LABELLED[shape], {"prompt": "Hi", "completion": "Hello", "label": False}]
+    data = read(write_jsonl(tmp_path / "a.jsonl", rows), "preference_label")
+    for i in range(2):
+        (answer,) = LabelledAnswers().label(data.train, i, epoch=0)
+        mask = np.isin(np.arange(len(answer.ids)), answer.at + 1)
+        assert trained_texts(tokenizer(), answer.ids, mask) == [f"Hello{END}"]
+    assert [data.train.class_of(i) for i in range(2)] == ["true", "false"]
+    assert len(np.unique(data.train.content_hashes)) == 2, "the label is part of a row"
+    assert len(np.unique(data.train.split_hashes)) == 1, "answers to one prompt stay in one split"
+
+
+def test_plain_text_with_a_label_parts_after_its_prompt(tmp_path: Path) -> None:
+    rows = [{"completion": f"{HH} Hello", "label": True}, {"prompt": HH, "completion": " No", "label": False}]
+    data = read(write_jsonl(tmp_path / "a.jsonl", rows), "preference_label_text")
+    found = [LabelledAnswers().label(data.train, i, epoch=0)[0] for i in range(2)]
+    assert [tokenizer().decode(each.targets) for each in found] == [f" Hello{END}", f" No{END}"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "Hi", "completion": "a", "label": "good"}, "column 'label' must be true (wanted) or false, found"),
+        ({"prompt": "Hi", "completion": "a"}, "dataset.format=preference_label needs a column 'label'"),
+        ({"prompt": "Hi", "completion": " ", "label": True}, "column 'completion' has an empty answer"),
+        ({"completion": "a", "label": True}, "column 'completion' has no answer to a prompt"),
+        (SHAPES["messages"], "column 'rejected' makes this preference data"),
+    ],
+)
+def test_answer_without_a_judgement_is_named(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [LABELLED["messages"], row])
+    with pytest.raises(DataError) as error:
+        read(path, "preference_label")
+    assert str(error.value).startswith(f"a.jsonl:2: {reason}")
+
+
+def test_mismatched_rows_have_the_answer_of_another_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Hi {at}", "completion": f"a{at} " * (1 + at), "label": at % 2 == 0} for at in range(6)]
+    data = read(write_jsonl(tmp_path / "a.jsonl", [*rows, rows[0]]), "preference_label")
+    others = MismatchedRows(data.train)
+    texts = [tokenizer().decode(others.ids(i)) for i in range(7)]
+    assert texts[0] == texts[6], "equal rows have equal ones"
+    assert sorted(text.split(END)[1].split()[-1][1:] for text in texts[:6]) == list("012345"), "each answer once"
+    assert all(f"Hi {at}{END}" in text and f"a{at} " not in text for at, text in enumerate(texts[:6]))
+    assert max(others.lengths) <= max(data.train.lengths)
+    assert others.select([3]).ids(0).tolist() == others.ids(3).tolist()
+
+
+def test_auto_finds_the_format_of_labelled_answers(tmp_path: Path) -> None:
+    for shape, fmt in (("messages", "preference_label"), ("texts as a chat", "preference_label_text")):
+        path = write_jsonl(tmp_path / f"{fmt}.jsonl", [LABELLED[shape] | {"label": True}] * 3)
+        found, _ = detect_formats(config(path, "auto"), formats_for("preference_label"))
+        assert found.format == fmt
+        with pytest.raises(DataError, match="learn from both by recipe=kto"):
+            detect_formats(config(path, "auto"), formats_for("causal"))

@@ -10,8 +10,9 @@ import torch
 
 from app.batch import Batch
 from app.config.load import compose_run
+from app.config.preferences import balance_notes
 from app.config.schema import PreferenceConfig
-from app.model.preference import PREFERENCES, loss_of_pairs
+from app.model.preference import PREFERENCES, log_ratios, loss_of_labelled, loss_of_pairs
 
 SUMS = [-3.0, -7.5, -40.0, -2.0]  # wanted, unwanted, wanted, unwanted
 TOKENS = [2, 5, 8, 1]
@@ -111,3 +112,38 @@ def test_loss_of_sure_answers_is_finite_with_its_gradient(kind: str) -> None:
         assert found.isfinite().all()
         assert sums.grad is not None
         assert sums.grad.isfinite().all()
+
+
+def labelled(wanted: list[bool], step_mean: float) -> Batch:
+    values = torch.tensor([REFERENCE, list(map(float, wanted))], dtype=torch.float64).T
+    return replace(batch(reference=True), rows=(), document_values=values, step_mean=torch.tensor(step_mean, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mean_ratio", [0.7, -0.7])
+def test_kto_equals_its_formula(mean_ratio: float) -> None:
+    wanted = [True, False, False, True]
+    own = replace(compose_run(["recipe=kto"]).preference, beta=0.3, desirable=0.8, undesirable=1.5)
+    sums, given = torch.tensor(SUMS, dtype=torch.float64), labelled(wanted, mean_ratio)
+    found = loss_of_labelled(own, sums, given)
+    assert log_ratios(sums, given).tolist() == [s - r for s, r in zip(SUMS, REFERENCE, strict=True)]
+    for s, r, is_wanted, loss in zip(SUMS, REFERENCE, wanted, found.tolist(), strict=True):
+        gain = own.beta * (s - r) - own.beta * max(0.0, mean_ratio)
+        expected = own.desirable / (1 + math.exp(gain)) if is_wanted else own.undesirable / (1 + math.exp(-gain))
+        assert loss == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "note"),
+    [
+        ((1.0, 1.0), (100, 100), ""),
+        ((1.0, 1.0), (400, 300), ""),
+        ((1.0, 1.0), (900, 100), "preference.undesirable=9 makes it 1"),
+        ((1.0, 1.0), (100, 300), "preference.desirable=3 makes it 1"),
+        ((1.0, 9.0), (900, 100), ""),
+    ],
+)
+def test_labels_out_of_balance_are_noted(weights: tuple[float, float], rows: tuple[int, int], note: str) -> None:
+    keys = ("preference.desirable", "preference.undesirable")
+    found = [*balance_notes(dict(zip(keys, weights, strict=True)), dict(zip(("true", "false"), rows, strict=True)))]
+    assert len(found) == bool(note)
+    assert not note or found[0].endswith(note)

@@ -11,14 +11,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.batch import IGNORE, Batch
-from app.config.schema import TaskConfig
+from app.config.schema import PreferenceConfig, TaskConfig
 from app.data.collate import Layout, Packed, Padded
-from app.data.objectives import LabelledTokens, label_next_tokens
-from app.data.token_dataset import TokenRows
+from app.data.objectives import LabelledAnswers, LabelledTokens, label_next_tokens
+from app.data.token_dataset import MismatchedRows, TokenRows
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
 from app.model.chunked_loss import linear_head
-from app.model.losses import over_documents
+from app.model.losses import LOSSES, over_documents
 from app.model.training_model import TrainingModel
 from app.oom_retry import halve, split_batch
 from app.training.scores import LABELS, LOSS, WEIGHT, counts_of, score, score_rows
@@ -173,6 +173,91 @@ def test_rows_are_scored_by_their_loss(layout: str, runtime: Runtime) -> None:
     assert sums[:, WEIGHT].tolist() == [1.0, 1.0, 1.0]
     assert sums[:, LABELS].sum() == batch_of(layout).num_labels
     assert score(model, batches, runtime, counts)["eval_loss"] == pytest.approx(sum(losses) / 3, rel=1e-6)
+
+
+class Labelled(TokenRows):
+    """Answers to prompts, the second and the last of them unwanted."""
+
+    lengths = np.array([11, 19, 8, 15], np.int32)
+    content_hashes = np.array([5, 11, 2, 7], np.uint64)
+
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def ids(self, i: int) -> Any:
+        return documents_of([int(self.lengths[i])], seed=i)[0].numpy().astype(np.int32)
+
+    def loss_mask(self, i: int) -> Any:
+        return np.arange(self.lengths[i]) >= 3 + i
+
+    def class_of(self, i: int) -> str:
+        return "false" if i % 2 else "true"
+
+
+LABELLED = Labelled()
+BETA = 0.4
+
+
+def kto_objective() -> LabelledAnswers:
+    others = MismatchedRows(LABELLED)
+    known = {int(h): (-9.0 - 20 * i,) for i, h in enumerate(LABELLED.content_hashes)}
+    return LabelledAnswers(reference=known | {int(h): (-60.0 - i,) for i, h in enumerate(others.content_hashes)})
+
+
+def kto_model(adapter: Any = None) -> TrainingModel:
+    model = model_of(adapter)
+    own = PreferenceConfig(kind="kto", beta=BETA, desirable=0.7, undesirable=1.3)
+    model.loss = LOSSES["preference_label"](TaskConfig(kind="preference_label"), own)
+    return model
+
+
+def kto_batch(layout: str, rows: Sequence[int]) -> Batch:
+    objective = kto_objective()
+    made: Layout = Packed(64, 0, 19, objective) if layout == "packed" else Padded(4, 0, objective)
+    return made.batch(LABELLED, [np.array(rows, np.int64)], 8, epoch=0)
+
+
+def kto_formula(model: TrainingModel) -> Tensor:
+    """The mean loss of all rows; the mean over mismatched answers is over all of them, and has no gradient."""
+
+    def ratio(rows: TokenRows, i: int) -> Tensor:
+        ids, at = torch.from_numpy(np.array(rows.ids(i))).long(), np.flatnonzero(rows.loss_mask(i))
+        scores = model.language_model(input_ids=ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+        found: Tensor = scores[at - 1].gather(1, ids[at, None]).sum() - known[int(rows.content_hashes[i])][0]
+        return found
+
+    known, others = kto_objective().reference, MismatchedRows(LABELLED)
+    with torch.no_grad():
+        mean = torch.stack([ratio(others, i) for i in range(4)]).mean()
+    assert mean > 1.0, "or the test sees nothing of it"
+    gains = BETA * (torch.stack([ratio(LABELLED, i) for i in range(4)]) - mean)
+    wanted = torch.tensor([LABELLED.class_of(i) == "true" for i in range(4)])
+    return torch.where(wanted, 0.7 * torch.sigmoid(-gains), 1.3 * torch.sigmoid(gains)).mean()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+def test_kto_equals_its_formula_however_a_step_is_divided(layout: str, adapter: Any, runtime: Runtime) -> None:
+    model = kto_model(adapter)
+    loss, expected = outcome(model, lambda: kto_formula(model))
+    stepper = Stepper(model, torch.optim.SGD(list(model.trained().values()), lr=0.0), runtime, clip=0.0, fp16=False)
+    for parts in ((range(4),), ((2,), (0, 3), (), (1,)), ((3, 1), (2, 0))):
+        for stepper.split_depth in (0, 1):
+            result = stepper.run([kto_batch(layout, part) for part in parts], 0.0)
+            assert result.mean(float(result.loss_sum)) == pytest.approx(loss, rel=1e-6)
+            assert distance(gradients(model), expected) <= 2e-6
+
+
+def test_mismatched_answers_are_packed_into_bins_of_their_own() -> None:
+    whole = kto_batch("packed", range(4))
+    (bin_of_all,) = whole.mean_of
+    assert sorted(bin_of_all.lengths) == sorted(MismatchedRows(LABELLED).lengths.tolist())
+    narrow = Packed(40, 0, 19, kto_objective()).batch(LABELLED, [np.array([0, 1], np.int64)], 3, epoch=0)
+    assert [each.ids.shape for each in narrow.mean_of] == [(1, 40)] * len(narrow.mean_of)
+    assert sum(len(each.lengths) for each in narrow.mean_of) == 2
 
 
 @dataclass(frozen=True, slots=True)
