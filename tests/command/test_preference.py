@@ -89,8 +89,8 @@ def test_kto_learns_from_labels_and_goes_on_with_its_reference(zygote: Zygote, t
     assert "reward margin" in zygote.finish(tmp_path, "run=parts", module="app.evaluate").stdout
     alone = tmp_path / "alone.jsonl"
     alone.write_text('{"prompt": "Hi", "completion": "Hello", "label": true}\n' * 3)
-    words = ("dataset=preference_label", "dataset.path=alone.jsonl", "dataset.eval_fraction=0")
-    zygote.refused(tmp_path, *KTO, *words, message="nothing tells wanted answers from unwanted ones. Give rows of both")
+    rows = ("dataset=preference_label", "dataset.path=alone.jsonl", "dataset.eval_fraction=0")
+    zygote.refused(tmp_path, *KTO, *rows, message="nothing tells wanted answers from unwanted ones. Give rows of both")
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,13 @@ OF_RUNS = [file for file in FILES if file.parent.name not in APART]
 CHOICES = {group: names for group, names in choices_by_group().items() if group not in APART}
 FREE = ("experiment", "debug")  # may set any key
 OF_RECIPES = ("adapter", "preference", "quantization")  # chosen by a recipe; alone they would contradict it
-PAIRS, OF_PAIRS = ("pairs", "preference", "preference_text"), ("dpo", "orpo", "simpo")  # rows and their recipes
+RECIPES_OF_ANSWERS = {  # by their rows
+    **{"pairs": "dpo", "preference": "orpo", "preference_text": "simpo", "labelled_answers": "kto"},
+    **{"preference_label": "kto", "preference_label_text": "kto"},
+}
+OF_ANSWERS = tuple(RECIPES_OF_ANSWERS.values())
 LABELLED = ("labelled_text", "text_pair", "imdb")
-OWN_ROWS = ("sample", "pairs", "alpaca", "ultrachat", "dolly", "imdb", "random", "mix")
+OWN_ROWS = ("sample", "pairs", "labelled_answers", "styles", "alpaca", "ultrachat", "dolly", "imdb", "random", "mix")
 
 
 def with_turns(chosen: dict[str, str], number: int) -> list[str]:
@@ -34,23 +38,25 @@ def with_turns(chosen: dict[str, str], number: int) -> list[str]:
         for group, names in CHOICES.items()
         if group not in OF_RECIPES and (number % 3 == 0 or group not in FREE)
     } | chosen
-    rows = dict(zip(OF_PAIRS, PAIRS, strict=True))
+    rows = {recipe: name for name, recipe in RECIPES_OF_ANSWERS.items()}
     if "recipe" in chosen:
-        turn["dataset"] = rows.get(turn["recipe"], "sample" if turn["dataset"] in PAIRS else turn["dataset"])
+        turn["dataset"] = rows.get(
+            turn["recipe"], "sample" if turn["dataset"] in RECIPES_OF_ANSWERS else turn["dataset"]
+        )
     else:
-        recipes = {name: recipe for recipe, name in rows.items()}
-        turn["recipe"] = recipes.get(turn["dataset"], "lora" if turn["recipe"] in OF_PAIRS else turn["recipe"])
+        other = "lora" if turn["recipe"] in OF_ANSWERS else turn["recipe"]
+        turn["recipe"] = RECIPES_OF_ANSWERS.get(turn["dataset"], other)
     dataset = turn["dataset"]
     # hidden tokens are those of plain text, and labels those of rows that have them
     masked = dataset == "text" and (number % 2 or not chosen)
     turn["task"] = "classification" if dataset in LABELLED else "masked" if masked else "causal"
-    if dataset in PAIRS:
+    if dataset in RECIPES_OF_ANSWERS:
         del turn["task"]  # the recipe chooses it
     if turn["optimizer"] == "adafactor":  # it looks at whole tensors
         turn["parallel"] = "ddp"
     words = [f"{group}={name}" for group, name in turn.items()]
     words += ["dataset.path=rows.jsonl"] if dataset not in OWN_ROWS else []
-    words += ["dataset.max_length=128"] if dataset in PAIRS else []  # two of them in a bin of any model
+    words += ["dataset.max_length=128"] if dataset in RECIPES_OF_ANSWERS else []  # two of them in a bin of any model
     words += ["dataset.mix.one.path=rows.jsonl"] if dataset == "mix" else []
     return [*words, "model.path=somewhere"] if turn["model"] == "folder" else words
 
@@ -72,7 +78,7 @@ def test_conf_all_groups_compose() -> None:
 def test_conf_every_file_composed() -> None:
     files = {f"{f.parent.name}={f.stem}" for f in OF_RUNS if f.parent != CONF and f.stem[0] != "_"}
     left = files - {word for words in RUNS for word in words}
-    assert {word.partition("=")[0] for word in left - {"task=preference"}} == set(OF_RECIPES)
+    assert {word.partition("=")[0] for word in left - {"task=preference", "task=preference_label"}} == set(OF_RECIPES)
     assert len(FILES) >= 46
     assert len(CHOICES) >= 13
 

@@ -116,7 +116,9 @@ def test_loss_of_sure_answers_is_finite_with_its_gradient(kind: str) -> None:
 
 def labelled(wanted: list[bool], step_mean: float) -> Batch:
     values = torch.tensor([REFERENCE, list(map(float, wanted))], dtype=torch.float64).T
-    return replace(batch(reference=True), rows=(), document_values=values, step_mean=torch.tensor(step_mean, dtype=torch.float64))
+    return replace(
+        batch(reference=True), rows=(), document_values=values, step_mean=torch.tensor(step_mean, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("mean_ratio", [0.7, -0.7])

@@ -188,7 +188,7 @@ class Labelled(TokenRows):
         return len(self.lengths)
 
     def ids(self, i: int) -> Any:
-        return documents_of([int(self.lengths[i])], seed=i)[0].numpy().astype(np.int32)
+        return documents_of((int(self.lengths[i]),), seed=i)[0].numpy().astype(np.int32)
 
     def loss_mask(self, i: int) -> Any:
         return np.arange(self.lengths[i]) >= 3 + i
