@@ -64,7 +64,7 @@ def help_text() -> str:
                 text = (CONF / group / f"{name}.yaml").read_text("utf-8").splitlines()
                 comment = next(line for line in text if line.startswith("# ") and "@package" not in line)
                 purpose = comment[2:].partition("python -m")[0].rstrip(" :.")  # without the example command
-                lines.append(f"    {word:<20}{textwrap.shorten(purpose, _WIDTH - 22, placeholder=' ...')}")
+                lines.append(f"    {word:<22}{textwrap.shorten(purpose, _WIDTH - 26, placeholder=' ...')}")
         elif names:
             words = " ".join(starred.values()) + (" (of app.check memory)" if group == "hardware" else "")
             lines.append(textwrap.fill(words, _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))

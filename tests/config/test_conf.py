@@ -23,8 +23,12 @@ CHOICES = {group: names for group, names in choices_by_group().items() if group 
 FREE = ("experiment", "debug")  # may set any key
 OF_RECIPES = ("adapter", "preference", "quantization")  # chosen by a recipe; alone they would contradict it
 RECIPES_OF_ANSWERS = {  # by their rows
-    **{"pairs": "dpo", "preference": "orpo", "preference_text": "simpo", "labelled_answers": "kto"},
-    **{"preference_label": "kto", "preference_label_text": "kto"},
+    "pairs": "dpo",
+    "preference": "orpo",
+    "preference_text": "simpo",
+    "labelled_answers": "kto",
+    "preference_label": "kto",
+    "preference_label_text": "kto",
 }
 OF_ANSWERS = tuple(RECIPES_OF_ANSWERS.values())
 LABELLED = ("labelled_text", "text_pair", "imdb")
