@@ -1,27 +1,39 @@
-"""recipe=dpo from the command line: its reference is made once, kept, and never made again from trained weights."""
+"""recipe=dpo and recipe=kto from the command line: a reference is made once, kept, and never made again from trained
+weights.
+"""
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.harness.runs import SMALL, Zygote, metrics, result, same_ending
+from tests.config.small import refusal_of
+from tests.harness.runs import SMALL, Zygote, has_reached, metrics, result, same_ending
 
-COMMAND = (
+_BRIEF = (
     *SMALL,
-    "recipe=dpo",
-    "optimizer.lr=5e-3",
     "dataset.max_length=48",
     "batching.tokens=96",
     "training.max_steps=6",
+    "checkpoint.every=2",
+    "eval.at_start=true",
 )
+COMMAND = (*_BRIEF, "recipe=dpo", "optimizer.lr=5e-3")
+KTO = (*_BRIEF, "recipe=kto", "optimizer.lr=5e-3", "dataset.max_rows=60")
 EVALUATION = {"eval_loss", "pair_accuracy", "reward_margin", "exact_match"}
+
+
+def killed_at_step_3(zygote: Zygote, folder: Path, *words: str) -> None:
+    run = zygote.start(folder, *words)
+    run.until(partial(has_reached, folder / "parts", 3))
+    run.kill()
 
 
 def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    zygote.finish(tmp_path, *COMMAND, "output_dir=whole", "eval.at_start=true")
+    zygote.finish(tmp_path, *COMMAND, "output_dir=whole")
     first, last = metrics(whole)[0], result(whole)["final_metrics"]
     assert [first["eval_loss"], metrics(whole)[1]["loss"]] == pytest.approx([math.log(2)] * 2, rel=1e-6)
     assert "pair_accuracy" not in first, "each pair is a tie"
@@ -30,66 +42,44 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     assert last["pair_accuracy"] > 0.6
 
     (kept,) = (tmp_path / "cache" / "app-finetune" / "references").iterdir()
-    zygote.run(tmp_path, *COMMAND, "output_dir=parts", "eval.at_start=true", "training.stop_after=3", code=75)
+    made = kept.stat().st_mtime_ns
+    zygote.finish(tmp_path, *COMMAND, "output_dir=other", "preference.beta=0.5", "training.max_steps=1")
+    assert [each.stat().st_mtime_ns for each in kept.parent.iterdir()] == [made], "runs with another beta share it"
+
+    words = (*COMMAND, "output_dir=parts")
+    killed_at_step_3(zygote, tmp_path, *words)
     shutil.rmtree(kept.parent)  # the reference of a run is its own
-    zygote.run(tmp_path, *COMMAND, "output_dir=parts", "eval.at_start=true", "resume=auto", code=0)
+    zygote.run(tmp_path, *words, "resume=auto", code=0)
     same_ending(whole, parts)
     assert not kept.exists()
 
-    zygote.refused(
-        tmp_path,
-        *COMMAND,
-        "output_dir=parts",
-        "preference.beta=0.2",
-        "resume=auto",
-        message="preference.beta: the checkpoint has 0.1, this run has 0.2",
-    )
+    beta = "preference.beta: the checkpoint has 0.1, this run has 0.2"
+    zygote.refused(tmp_path, *words, "preference.beta=0.2", "resume=auto", message=beta)
     shutil.rmtree(parts / "reference")
-    zygote.refused(
-        tmp_path,
-        *COMMAND,
-        "output_dir=parts",
-        "resume=auto",
-        message="the reference of this run cannot be used (it is not there), and the model has been trained since",
-    )
+    lost = "the reference of this run cannot be used (it is not there), and the model has been trained since"
+    zygote.refused(tmp_path, *words, "resume=auto", message=lost)
 
-
-def test_reference_is_shared_by_runs_with_another_beta(zygote: Zygote, tmp_path: Path) -> None:
-    references = tmp_path / "cache" / "app-finetune" / "references"
-    zygote.finish(tmp_path, *COMMAND, "training.max_steps=1", "output_dir=one")
-    (kept,) = references.iterdir()
-    made = kept.stat().st_mtime_ns
-    zygote.finish(tmp_path, *COMMAND, "training.max_steps=1", "output_dir=two", "preference.beta=0.5")
-    assert [each.stat().st_mtime_ns for each in references.iterdir()] == [made]
-    evaluated = zygote.finish(tmp_path, "run=two", module="app.evaluate").stdout
-    assert "pair accuracy" in evaluated
-    zygote.refused(
-        tmp_path,
-        "run=two",
-        "dataset.eval_path=asset:sample/pairs.jsonl",
-        module="app.evaluate",
-        message="of these rows the run has no reference for",
-    )
-
-
-KTO = (*COMMAND[:-4], "recipe=kto", *COMMAND[-3:], "dataset.max_rows=60", "dataset.eval_max_rows=12")
+    assert "pair accuracy" in zygote.finish(tmp_path, "run=whole", module="app.evaluate").stdout
+    other_rows = ("run=whole", "dataset.eval_path=asset:sample/pairs.jsonl")
+    message = "of these rows the run has no reference for"
+    zygote.refused(tmp_path, *other_rows, module="app.evaluate", message=message)
 
 
 def test_kto_learns_from_labels_and_goes_on_with_its_reference(zygote: Zygote, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    zygote.finish(tmp_path, *KTO, "output_dir=whole", "eval.at_start=true")
+    zygote.finish(tmp_path, *KTO, "output_dir=whole")
     first, last = metrics(whole)[0], result(whole)["final_metrics"]
     assert [first["eval_loss"], metrics(whole)[1]["loss"]] == pytest.approx([0.5] * 2, rel=1e-6)
     assert last["chosen_reward"] > last["rejected_reward"]
     assert last["reward_margin"] == pytest.approx(last["chosen_reward"] - last["rejected_reward"])
-    words = (*KTO, "output_dir=parts", "eval.at_start=true")
-    zygote.run(tmp_path, *words, "training.stop_after=3", code=75)
+    words = (*KTO, "output_dir=parts")
+    killed_at_step_3(zygote, tmp_path, *words)
     zygote.run(tmp_path, *words, "resume=auto", code=0)
     same_ending(whole, parts)
     assert "reward margin" in zygote.finish(tmp_path, "run=parts", module="app.evaluate").stdout
     alone = tmp_path / "alone.jsonl"
     alone.write_text('{"prompt": "Hi", "completion": "Hello", "label": true}\n' * 3)
-    rows = ("dataset=preference_label", "dataset.path=alone.jsonl", "dataset.eval_fraction=0")
+    rows = ("dataset=preference_label", "dataset.path=alone.jsonl", "dataset.eval_fraction=0", "eval.at_start=false")
     zygote.refused(tmp_path, *KTO, *rows, message="nothing tells wanted answers from unwanted ones. Give rows of both")
 
 
@@ -109,7 +99,5 @@ def test_kto_learns_from_labels_and_goes_on_with_its_reference(zygote: Zygote, t
         (("dataset=preference", "dataset.path=x"), "from such rows recipe=dpo or recipe=orpo or recipe=simpo learns"),
     ],
 )
-def test_settings_that_compare_nothing_are_refused(
-    words: tuple[str, ...], message: str, zygote: Zygote, tmp_path: Path
-) -> None:
-    zygote.refused(tmp_path, *words, message=message)
+def test_settings_that_compare_nothing_are_refused(words: tuple[str, ...], message: str) -> None:
+    assert any(message in problem for problem in refusal_of(*words))

@@ -6,7 +6,7 @@ import pytest
 
 from app.memory.estimate import plan_memory
 from app.memory.phases import EVALUATION
-from tests.memory.truth import DELTA_RULE, EXPERTS, PACKED, PADDED, counted_peak, counted_peaks, small_run
+from tests.memory.truth import ANSWERS, DELTA_RULE, EXPERTS, PACKED, PADDED, counted_peak, counted_peaks, small_run
 
 NEAR = 4096
 BF16 = ("precision=bf16", "precision.trained=bf16")
@@ -44,6 +44,15 @@ def difference(*overrides: str, micro_batches: int = 1) -> int:
 )
 def test_plan_equals_counted_step(words: tuple[str, ...]) -> None:
     assert abs(difference(*words)) <= NEAR
+
+
+@pytest.mark.parametrize(
+    "words", [("recipe=dpo",), ("recipe=kto", "adapter=none", "optimizer.lr=1e-3", "precision=bf16")], ids=" ".join
+)
+def test_plan_of_loss_over_answers_equals_counted_step(words: tuple[str, ...]) -> None:
+    """Its head runs twice, before that the KL term of kto takes a pass of its own."""
+    run = small_run(*words, "training.recompute=1")
+    assert abs(plan_memory(run, ANSWERS, "cpu").peak_bytes - counted_peak(run, ANSWERS)) <= NEAR
 
 
 @pytest.mark.parametrize("words", [(), ("precision=bf16", "model.norm=low", "training.recompute=1")], ids=" ".join)

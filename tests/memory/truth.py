@@ -1,12 +1,14 @@
 """Counted memory of a real step of a small random model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from app.batch import Batch, PackedSequences
 from app.config.load import compose_run
 from app.config.schema import RunConfig
+from app.config.tasks import TASKS
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.shape import Shape
 from app.model.build import build_training_model, choose_loss_head
@@ -46,12 +48,13 @@ STATE_SPACE = (
     *(f"+model.architecture.mamba_{each}" for each in ("n_heads=4", "d_head=64", "d_state=16", "n_groups=1")),
 )
 PACKED = Shape(1, 192, (100, 60, 32), 5, 128, 130)
+ANSWERS = Shape(1, 192, (60, 40, 60, 32), 5, 128, 130)
 PADDED = Shape(3, 64, (), 0, 64, 110)
 
 
 def small_run(*overrides: str) -> RunConfig:
     given = {text.partition("=")[0] for text in overrides}
-    given |= {"adapter.r"} if "recipe=full" in overrides else set()
+    given |= {"adapter.r"} if {"recipe=full", "adapter=none"} & {*overrides} else set()
     given |= {"model.architecture.num_key_value_heads"} if "model=bert" in overrides else set()
     return compose_run([*(text for text in SMALL if text.partition("=")[0] not in given), *overrides])
 
@@ -72,6 +75,21 @@ def batch_of(shape: Shape, vocabulary: int = 1024) -> Batch:
     )
 
 
+def of_answers(batch: Batch, answers: int) -> Batch:
+    """The same labels for a loss over answers with a reference: of `answers` to a prompt, or of one with a label and
+    mismatched ones beside it.
+    """
+    count = len(batch.lengths)
+    starts = torch.tensor(batch.starts)
+    found = replace(
+        batch,
+        rows=(answers,) * (count // answers) if answers > 1 else (),
+        document_of_label=torch.searchsorted(starts, batch.label_rows, right=True) - 1,
+        document_values=torch.ones(count, 3 - answers, dtype=torch.float64),
+    )
+    return found if answers > 1 else replace(found, mean_of=(found,))
+
+
 def counted_peak(run: RunConfig, shape: Shape) -> int:
     """Peak of the second step: the first creates the optimizer states."""
     return counted_peaks(run, shape)[0]
@@ -87,11 +105,12 @@ def counted_peaks(run: RunConfig, shape: Shape, runtime: Runtime | None = None, 
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
     model = build_training_model(sections, torch.device("cpu"), run.seed, "nowhere")
     choose_loss_head(model, batch_of(shape))
+    own = batch_of if model.loss.of_rows is None else lambda s: of_answers(batch_of(s), TASKS[run.task.kind].documents)
     sharding = runtime.sharding(run.parallel)
     if sharding is not None:
         model.divide(sharding)
     stepper = stepper_of(model, run, runtime, sections.precision)
-    batches = [batch_of(shape) for _ in range(shape.micro_batches)]
+    batches = [own(shape) for _ in range(shape.micro_batches)]
     stepper.run(batches, 1e-3)
     stepper.forget_gradients()
     counter = StorageCounter("cpu")

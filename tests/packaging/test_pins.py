@@ -12,8 +12,8 @@ from tests.conftest import REPO
 from tests.harness.marks import requires_pinned_environment
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-# what is measured against or with names its own versions, and is in nobody's environment but that of who measures
-UNPINNED = {"bench", "lm-eval"}
+# it names its own versions, and is in nobody's environment but that of who measures with it
+UNPINNED = {"lm-eval"}
 EXTRAS = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name not in UNPINNED}
 
 

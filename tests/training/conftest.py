@@ -48,7 +48,8 @@ SMALL = (
 def small_run(*overrides: str) -> RunConfig:
     if "recipe=qlora" in overrides:  # blocks of 64 weights must fill rows
         overrides = ("model.architecture.hidden_size=64", *overrides)
-    given = {text.partition("=")[0] for text in overrides} | ({"adapter.r"} if "recipe=full" in overrides else set())
+    trains_all = {"recipe=full", "adapter=none"} & {*overrides}
+    given = {text.partition("=")[0] for text in overrides} | ({"adapter.r"} if trains_all else set())
     return compose_run([*(text for text in SMALL if text.partition("=")[0] not in given), *overrides])
 
 

@@ -8,7 +8,7 @@ from app.memory.estimate import plan_memory
 from app.memory.phases import EVALUATION
 from app.model.kernels import as_on_gpu
 from tests.memory.test_truth import BF16, IN_BACKWARD, NEAR, PADDED_ROWS, difference
-from tests.memory.truth import EXPERTS, PACKED, counted_peak, counted_peaks, small_run
+from tests.memory.truth import ANSWERS, EXPERTS, PACKED, counted_peak, counted_peaks, small_run
 from tests.optim.small import KINDS, OPTIONS
 
 RECIPES = ("full", "lora", "qlora")
@@ -52,6 +52,19 @@ def test_plan_of_adapted_experts_equals_counted_step(base: str, recompute: str) 
     """Their stacks are unpacked at each use."""
     words = (*EXPERTS, "recipe=lora", "adapter.experts=true", f"quantization={base}", f"training.recompute={recompute}")
     assert abs(difference(*words)) <= NEAR
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "recipe=dpo adapter=none optimizer.lr=1e-3",
+        "recipe=kto",
+        *(f"recipe={r} quantization=nf4" for r in ("dpo", "kto")),
+    ],
+)
+def test_plan_of_loss_over_answers_equals_counted_step(words: str) -> None:
+    run = small_run(*words.split(), "training.recompute=0")
+    assert abs(plan_memory(run, ANSWERS, "cpu").peak_bytes - counted_peak(run, ANSWERS)) <= NEAR
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
