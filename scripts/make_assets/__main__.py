@@ -1,5 +1,6 @@
 """python -m scripts.make_assets [FOLDER]: writes sample data and tokenizers anew, byte for byte."""
 
+import gzip
 import json
 import random
 import sys
@@ -73,18 +74,18 @@ def _line(**row: Any) -> str:
 
 
 def make_files() -> dict[str, str]:
-    """Path below app/assets -> content."""
+    """Path below app/assets -> content, before it is compressed."""
     train, held_out = chat_rows(False), chat_rows(True)
     spoken = [message["content"] for row in train for message in row.messages()]
     texts = [*islice(documents(), DOCUMENTS), *spoken]
     return {
         "sample/train.jsonl": "".join(f"{row.line()}\n" for row in train),
         "sample/eval.jsonl": "".join(f"{row.line()}\n" for row in held_out),
-        "sample/pairs.jsonl": "".join(pairs(False)),
+        "sample/pairs.jsonl.gz": "".join(pairs(False)),
         "sample/pairs_eval.jsonl": "".join(pairs(True)),
-        "sample/labelled_answers.jsonl": "".join(labelled_answers(False)),
-        "sample/labelled_answers_eval.jsonl": "".join(labelled_answers(True)),
-        "sample/styles.jsonl": "".join(styles()),
+        "sample/labelled_answers.jsonl.gz": "".join(labelled_answers(False)),
+        "sample/labelled_answers_eval.jsonl.gz": "".join(labelled_answers(True)),
+        "sample/styles.jsonl.gz": "".join(styles()),
         "tiny/tokenizer.json": tokenizer.train(texts),
         "tiny/tokenizer_config.json": tokenizer.config(),
         "wordpiece/tokenizer.json": tokenizer.make_wordpiece(texts),
@@ -97,8 +98,9 @@ def main(folder: Path) -> None:
     for name, content in make_files().items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(content, encoding="utf-8")
-        print(f"{target}  {len(content.encode()):,} bytes")
+        data = content.encode()
+        target.write_bytes(gzip.compress(data, mtime=0) if target.suffix == ".gz" else data)
+        print(f"{target}  {target.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     zygote.refused(tmp_path, *words, "resume=auto", message=lost)
 
     assert "pair accuracy" in zygote.finish(tmp_path, "run=whole", module="app.evaluate").stdout
-    other_rows = ("run=whole", "dataset.eval_path=asset:sample/pairs.jsonl")
+    other_rows = ("run=whole", "dataset.eval_path=asset:sample/pairs.jsonl.gz")
     message = "of these rows the run has no reference for"
     zygote.refused(tmp_path, *other_rows, module="app.evaluate", message=message)
 
