@@ -58,6 +58,12 @@ def _low_rank(run: RunConfig) -> Iterator[str]:
             f"adapter.dropout={adapter.dropout:g} with adapter.experts=true: PEFT has no dropout for experts. "
             "Set adapter.dropout=0, or adapter.experts=false."
         )
+    for key, plain in (("dora", False), ("init", "default")) if adapter.experts else ():
+        if getattr(adapter, key) != plain:
+            yield (
+                f"adapter.{key}={str(getattr(adapter, key)).lower()} with adapter.experts=true: stacks of experts have "
+                f"plain LoRA alone. Set adapter.{key}={str(plain).lower()}, or adapter.experts=false."
+            )
     if not adapter.targets:
         yield "adapter.targets is empty. Set adapter.targets=[all-linear] or names of layers."
     yield from _pattern_problems(adapter)

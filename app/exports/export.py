@@ -24,7 +24,8 @@ from app.files import CHECKSUMS, read_json, verify_checksums
 from app.model import nf4
 from app.model.build import DTYPES, ModelSections, base_path
 from app.model.load_base import read_weights
-from app.model.merge import EXPORTED, Merge, fully_trained_weights, merged_config, plan_merge, read_updates
+from app.model.merge import EXPORTED, Merge, merged_config, plan_merge
+from app.model.merged_weights import fully_trained_weights, read_updates
 from app.model.quantization import backbone_linear_layers, missing_hardware, quantization_after_training, weight_of
 from app.model.save import add_transformers_4_keys
 from app.safe_text import redact

@@ -21,7 +21,7 @@ from app.model.base_weights import SourceTensor
 from app.model.quantization import Quantizer
 from app.model.safetensors_files import StoredTensor, size_of
 
-_UNPACKED = ("fp8", "mxfp4")  # quantised formats that are unpacked as they are read
+UNPACKED = ("fp8", "mxfp4")  # quantised formats that are unpacked as they are read
 BITSANDBYTES = "bitsandbytes"  # its weights are used as they are stored
 
 
@@ -34,7 +34,7 @@ def stored_format(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, A
     method = given.get("quant_method") if isinstance(given, dict) else None
     if isinstance(given, dict) and (given.get("load_in_4bit") or given.get("load_in_8bit")):
         method = BITSANDBYTES  # its older folders name no method
-    if isinstance(given, dict) and method in (*_UNPACKED, BITSANDBYTES):
+    if isinstance(given, dict) and method in (*UNPACKED, BITSANDBYTES):
         return {**given, "quant_method": method}
     by = method if isinstance(method, str) else "a method that its config.json does not name"
     raise ConfigError(_refusal(config, by))
@@ -127,6 +127,14 @@ class FolderReader:
                 whole, rows = partial(self._convert, each, name), partial(self._convert, each, name)
                 found[name] = SourceTensor(name, self._shapes[name], whole, rows, place.file.name)
         return found
+
+    def conversions(self) -> list[tuple[list[str], dict[str, StoredTensor]]]:
+        """The parameters that each rule makes, and the tensors that it takes."""
+        return [
+            (each.targets(self._model), {place.name: place for _, place in each.pieces})
+            for each in self._conversions
+            if each.rule is not None
+        ]
 
     def stored_names(self) -> dict[str, str]:
         """The name in the files of each parameter that is one tensor there."""

@@ -22,6 +22,7 @@ PACKED = "packed"  # the submodule of experts with their stacks in fewer bits
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _COMPARED_ROWS = 8
 _EXACT = 1e-5
+_RANKS = 8  # a grouped product takes rows of a multiple of 16 bytes
 
 
 class Packer(Protocol):
@@ -150,8 +151,11 @@ def _product(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         return out
     (adapter,) = wrapper.active_adapters
     a, b = (half[adapter].weight.to(rows.dtype) for half in (wrapper.lora_A, wrapper.lora_B))
-    down = a.unflatten(0, (wrapper.num_experts, -1)).mT.contiguous()  # [experts, in, r]: A has them as the slow index
-    up = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 1, 0).contiguous()  # [experts, r, out]: the fast one
+    a = a.unflatten(0, (wrapper.num_experts, -1))  # [experts, r, in]: A has them as the slow index
+    b = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 1, 0)  # [experts, r, out]: the fast one
+    if missing := -a.shape[1] % _RANKS:
+        a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, 0, 0, missing))
+    down, up = a.mT.contiguous(), b.contiguous()
     inner = F.grouped_mm(rows, down, offs=ends)
     return out.add(F.grouped_mm(inner, up, offs=ends), alpha=wrapper.scaling[adapter])
 
@@ -194,6 +198,13 @@ def expert_wrappers(lm: nn.Module) -> list[str]:
     """Names that PEFT's wrappers of all stacks will have: one inside the other."""
     depths = {place: range(len(stack_shapes(each))) for place, each in expert_modules(lm).items()}
     return [place + ".base_layer" * depth for place, each in depths.items() for depth in each]
+
+
+def adapted_weight(lm: nn.Module, layer: str) -> str:
+    """Name of the weight or stack that an adapter's `layer` is of: of several stacks the first is the innermost."""
+    place = layer.replace(".base_layer", "")
+    stacks = list(stack_shapes(lm.get_submodule(place)))
+    return f"{place}.{stacks[-1 - layer.count('.base_layer')]}" if stacks else f"{place}.weight"
 
 
 def layer_or_stack(adapted: Any) -> Any:

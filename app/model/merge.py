@@ -2,122 +2,26 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from app.config.adapters import ADAPTER_WEIGHTS
 from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
-from app.model.adapters import PREFIX, quiet_peft, read_adapter_config
 from app.model.build import DTYPES, ModelSections
-from app.model.conversion import FolderReader
+from app.model.conversion import UNPACKED, FolderReader
+from app.model.converted_weights import ConvertedWeights
+from app.model.experts import adapted_weight, stacks_of
+from app.model.merged_weights import fully_trained_weights
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
-from app.model.safetensors_files import (
-    StoredTensor,
-    size_of,
-    stored_tensors,
-    tensors_of_file,
-    widest_first,
-    write_weights,
-)
+from app.model.safetensors_files import StoredTensor, size_of, stored_tensors, widest_first, write_weights
 from app.model.structure import BaseModel
 
-_ROWS = ".token_adapter.trainable_tokens_delta"  # ends the names of trained rows of an embedding or a head
 EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def read_updates(final: Path) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What makes of each adapted layer's weight [out, in] the one with its adapter, by full names of the layers.
-
-    Refuses adapters with anything that cannot be merged so.
-    """
-    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-
-    config = read_adapter_config(final)
-    mark = f".{PEFT_TYPE_TO_TUNER_MAPPING[config['peft_type']].prefix}"  # before the names of a method's own tensors
-    parts: dict[str, dict[str, Tensor]] = {}
-    updates: dict[str, Callable[[Tensor], Tensor]] = {}
-    for full, tensor in load_file(str(final / ADAPTER_WEIGHTS)).items():
-        name = full.removeprefix(PREFIX)
-        layer, is_own, _ = name.partition(mark)
-        if is_own:
-            parts.setdefault(layer, {})[full] = tensor
-        elif name.endswith(_ROWS):
-            layer = name.removesuffix(_ROWS)
-            updates[layer] = partial(_with_rows, rows=tensor, ids=_ids_of(layer, config))
-        elif not _is_whole(name, config):
-            raise CheckpointError(
-                f"kind=merged: the adapter in {final} has the tensor {full}, which is not merged here yet. "
-                "kind=adapter exports it as it is."
-            )
-    return updates | {
-        layer: partial(_merged_by_peft, layer=layer, config=config, parts=own) for layer, own in parts.items()
-    }
-
-
-def _merged_by_peft(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-    """The weight [out, in] of a layer with its adapter, in fp32: PEFT merges a model of this layer alone."""
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model, set_peft_model_state_dict
-
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)  # merged in place
-    lm, module = nn.Module(), nn.Module()
-    *path, last = layer.split(".")
-    module = lm
-    for part in path:
-        module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    module.add_module(last, linear)
-    own: dict[str, Any] = {
-        "task_type": None,
-        "modules_to_save": None,
-        "trainable_token_indices": None,
-        "ensure_weight_tying": False,
-    }
-    own |= {"fan_in_fan_out": False, "inference_mode": False, "base_model_name_or_path": None}
-    for key in {"rank_pattern", "alpha_pattern"} & config.keys():  # PEFT warns of names of other layers
-        own[key] = {name: each for name, each in config[key].items() if f".{layer}".endswith(f".{name}")}
-    settings = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]].from_peft_type(
-        **{key: own.get(key, value) for key, value in config.items()}
-    )
-    with quiet_peft():
-        network: Any = get_peft_model(lm, settings)
-        found = set_peft_model_state_dict(network, dict(parts))
-        assert not found.unexpected_keys, found.unexpected_keys
-        result: Tensor = network.merge_and_unload().get_submodule(layer).weight.detach()
-    return result
-
-
-def _with_rows(weight: Tensor, rows: Tensor, ids: list[int]) -> Tensor:
-    """A weight with other rows of some tokens."""
-    return weight.float().index_copy(0, torch.tensor(ids, device=weight.device), rows.to(weight.device, torch.float32))
-
-
-def _ids_of(layer: str, config: Mapping[str, Any]) -> list[int]:
-    """The tokens of which a module has trained rows."""
-    known: Mapping[str, list[int]] = config["trainable_token_indices"]
-    return next(ids for name, ids in known.items() if layer.endswith(name))
-
-
-def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:
-    """Weights that the adapter replaces as a whole, by their names in the model."""
-    config = read_adapter_config(final)
-    stored = tensors_of_file(final / ADAPTER_WEIGHTS)
-    return {name.removeprefix(PREFIX): each for name, each in stored.items() if _is_whole(name, config)}
-
-
-def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a weight belongs to a module that was trained as a whole, or to one that is tied to such a module."""
-    whole, plain = config.get("modules_to_save") or (), f".{name.removeprefix(PREFIX)}"
-    is_tied = config.get("ensure_weight_tying") and not any(mark in plain for mark in (".lora_", ".token_adapter."))
-    return bool(is_tied) or any(f".{each}." in plain for each in whole)
 
 
 @dataclass(frozen=True)
@@ -131,6 +35,7 @@ class Merge:
     quantizer: Quantizer | None
     base_dtype: torch.dtype  # in training, of what was not quantised
     out: torch.dtype
+    converted: ConvertedWeights  # in `updates`, `quantized` and `transposed` by the names of their parameters
     as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 in any case, and what is beside a text part
     device: torch.device
 
@@ -155,12 +60,17 @@ class Merge:
 
     def weight(self, name: str) -> tuple[Tensor, bool]:
         """The weight as it is written, and whether it was rounded."""
-        place = self.tensors[name]
-        stored = place.read()
-        if self._stays(name):
-            return stored, False
-        dtype = self.base_dtype if place.name == name else torch.float32  # an adapter's head is in fp32
-        exact = self._trained(name, stored.to(self.device, dtype))
+        if name in self.converted.names:
+            exact = self.converted.take(
+                name, lambda each, made: self._trained(each, made.to(self.device, self.base_dtype))
+            )
+        else:
+            place = self.tensors[name]
+            stored = place.read()
+            if self._stays(name):
+                return stored, False
+            dtype = self.base_dtype if place.name == name else torch.float32  # an adapter's head is in fp32
+            exact = self._trained(name, stored.to(self.device, dtype))
         result = exact.to(self.out)
         if not bool(result.isfinite().all()):
             cause = "is not finite" if not bool(exact.isfinite().all()) else f"does not fit into {self.out}"
@@ -174,6 +84,8 @@ class Merge:
         layer rounds it to the dtype of its arithmetic: the bytes do not depend on the dtype they were made from.
         """
         transposed = name in self.transposed
+        if weight.ndim == 3:
+            return self._trained_stack(name, weight, transposed=transposed)
         weight = weight.T.contiguous() if transposed else weight
         if name in self.quantized:
             assert self.quantizer is not None
@@ -181,6 +93,16 @@ class Merge:
         if name in self.updates:
             weight = self.updates[name](weight)
         return weight.T.contiguous() if transposed else weight
+
+    def _trained_stack(self, name: str, stack: Tensor, *, transposed: bool) -> Tensor:
+        """Of experts; packed as it is stored."""
+        if name in self.quantized:
+            assert self.quantizer is not None
+            stack = self.quantizer.rounded(stack.float().flatten(0, 1)).view_as(stack)
+        if name in self.updates:
+            stack = self.updates[name](stack.mT if transposed else stack)
+            stack = stack.mT if transposed else stack
+        return stack
 
     def _stays(self, name: str) -> bool:
         """Whether it is written as it is stored: what transformers keeps in fp32, integers, and fp8."""
@@ -206,44 +128,69 @@ def plan_merge(
 
     `final` is the folder of the adapter, for modules that were trained as a whole.
     """
-    folder = Path(sections.model.path)
-    if json.loads((folder / "config.json").read_text()).get("quantization_config"):
-        raise ConfigError(
-            f"kind=merged: the weights in {folder} are quantised already, and nothing is merged into such. "
-            "Give kind=adapter."
-        )
-    base = BaseModel(sections.model, task_of(sections.task))
-    lm, part, tensors = base.on_meta(), base.text_part, stored_tensors(folder)
-    stored = FolderReader(lm if part is None else part.whole, tensors).stored_names()
-    whole = {} if final is None else fully_trained_weights(final)
-    beside: set[str] = set()  # files' tensors of what the text part is a part of
+    task, folder = task_of(sections.task), _mergeable(Path(sections.model.path))
+    base = BaseModel(sections.model, task)
+    lm, part, tensors, quantizer = base.on_meta(), base.text_part, stored_tensors(folder), sections.quantizer
+    base_dtype = DTYPES[sections.precision].base if sections.adapter.kind != "none" else torch.float32
+    trained_whole = {} if final is None else fully_trained_weights(final)
     if part is not None:
         updates = {part.in_text(layer) or layer: update for layer, update in updates.items()}
-        whole = {part.in_text(name) or name: each for name, each in whole.items()}
-        ours = {part.in_text(name): file for name, file in stored.items()}
-        stored = {name: file for name, file in ours.items() if name is not None}
-        beside = set(tensors).difference(stored.values())
-    tensors = _with_whole(lm, tensors, stored, whole, pooled=task_of(sections.task).pooled)
-    quantized = backbone_linear_layers(lm) if sections.quantizer is not None else []
-    names = _names_in_files(lm, {*quantized, *updates}, tensors, stored, sections.model.path)
-    frozen = sections.adapter.kind != "none"
-    base_dtype = DTYPES[sections.precision].base if frozen else torch.float32
+        trained_whole = {part.in_text(name) or name: each for name, each in trained_whole.items()}
+    changes = {adapted_weight(lm, layer): update for layer, update in updates.items()}
+    quantized = [] if quantizer is None else [f"{layer}.weight" for layer in backbone_linear_layers(lm)]
+    quantized += stacks_of(lm) if quantizer is not None and quantizer.packs_experts else []
+    # names in the model of the folder, by those in the text model
+    in_folder = {name: name if part is None else part.in_whole(name) or name for name in {*quantized, *changes}}
+    whole = lm if part is None else part.whole
+    reader = FolderReader(whole, tensors, base.unpacked_format)
+    converted = ConvertedWeights.of(whole, reader, in_folder.values(), unpacked=base.unpacked_format is not None)
+    stored = {name: file for name, file in reader.stored_names().items() if file in tensors}
+    of_text = stored if part is None else {part.in_text(name) or "": file for name, file in stored.items()}
+    tensors = converted.in_place(tensors, EXPORTED[dtype])
+    beside: set[str] = set()  # files' tensors of what the text part is a part of
+    if part is not None:
+        beside = tensors.keys() - {file for name, file in of_text.items() if name} - converted.names.keys()
+    tensors = _with_whole(lm, tensors, of_text, trained_whole, pooled=task.pooled)
+    names = _names_in_files(lm, in_folder, tensors, stored, converted.parameters, sections.model.path)
+    return Merge(
+        tensors=tensors,
+        updates={names[name]: update for name, update in changes.items()},
+        quantized=frozenset(names[name] for name in quantized),
+        transposed=frozenset(there for name, there in names.items() if _is_transposed(lm, name)),
+        quantizer=quantizer,
+        base_dtype=base_dtype,
+        out=EXPORTED[dtype],
+        as_stored=_as_stored(lm, base_dtype, beside),
+        device=device,
+        converted=converted,
+    )
+
+
+def _as_stored(lm: Any, base_dtype: torch.dtype, beside: Collection[str]) -> re.Pattern[str] | None:
+    """Names of what transformers keeps in fp32, and the tensors `beside` a text part."""
     kept = set(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())
     if base_dtype == torch.float16:
         kept |= set(getattr(lm, "_keep_in_fp32_modules", None) or ())
     as_stored = [rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(kept)]
     as_stored += [f"^{re.escape(name)}$" for name in sorted(beside)]
-    return Merge(
-        tensors=tensors,
-        updates={names[layer]: update for layer, update in updates.items()},
-        quantized=frozenset(names[layer] for layer in quantized),
-        transposed=frozenset(name for layer, name in names.items() if is_conv1d(lm.get_submodule(layer))),
-        quantizer=sections.quantizer,
-        base_dtype=base_dtype,
-        out=EXPORTED[dtype],
-        as_stored=re.compile("|".join(as_stored)) if as_stored else None,
-        device=device,
-    )
+    return re.compile("|".join(as_stored)) if as_stored else None
+
+
+def _mergeable(folder: Path) -> Path:
+    """Refuse a folder in which weights are packed and stay so."""
+    given = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if given and given.get("quant_method") not in UNPACKED:
+        raise ConfigError(
+            f"kind=merged: the weights in {folder} are quantised already, and nothing is merged into such. "
+            "Give kind=adapter."
+        )
+    return folder
+
+
+def _is_transposed(lm: Any, name: str) -> bool:
+    """Whether a weight is stored [in, out], or a stack [experts, in, out]."""
+    module = lm.get_submodule(name.rpartition(".")[0])
+    return bool(getattr(module, "is_transposed", False)) or is_conv1d(module)
 
 
 def _with_whole(
@@ -274,6 +221,7 @@ def merged_config(folder: Path, dtype: str) -> dict[str, Any]:
     """The config.json of a folder, with the dtype of the merged weights."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     for part in (config, *(inner for inner in config.values() if isinstance(inner, dict))):
+        part.pop("quantization_config", None)
         if part is config or "dtype" in part or "torch_dtype" in part:
             part.pop("torch_dtype", None)
             part["dtype"] = str(EXPORTED[dtype]).removeprefix("torch.")
@@ -282,17 +230,25 @@ def merged_config(folder: Path, dtype: str) -> dict[str, Any]:
 
 
 def _names_in_files(
-    lm: Any, layers: Iterable[str], tensors: Mapping[str, StoredTensor], stored: Mapping[str, str], path: str
+    lm: Any,
+    wanted: Mapping[str, str],
+    tensors: Mapping[str, StoredTensor],
+    stored: Mapping[str, str],
+    converted: Collection[str],
+    path: str,
 ) -> dict[str, str]:
-    """Names in the files by layer. A weight that transformers makes of several tensors has none, and is refused."""
-    found, missing = {}, []
-    for layer in sorted(layers):
-        name = stored.get(f"{layer}.weight", "")
-        if name in tensors and tensors[name].shape == lm.get_submodule(layer).weight.shape:
-            found[layer] = name
+    """Names in the files, or in the folder's model where they are converted, of weights `wanted` by name."""
+    found, missing, shapes = {}, [], {name: each.shape for name, each in lm.state_dict().items()}
+    for name, there in wanted.items():
+        file = stored.get(there, "")
+        if file in tensors and tensors[file].shape == shapes[name]:
+            found[name] = file
+        elif there in converted:
+            found[name] = there
         else:
-            missing.append(layer)
+            missing.append(name.removesuffix(".weight"))
     if missing:
+        missing.sort()
         raise CheckpointError(
             f"kind=merged: the files of model.path={path} have no weight for {len(missing)} layers of the model "
             f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}) under their names or in their shapes. Give "

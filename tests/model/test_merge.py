@@ -17,7 +17,8 @@ from app.model.adapter_method import AdapterMethod
 from app.model.adapters import ADAPTERS, layers_without_gradient
 from app.model.build import ModelSections, base_path, build_training_model, random_base
 from app.model.load_run import load_training_model
-from app.model.merge import Merge, merged_config, plan_merge, read_updates
+from app.model.merge import Merge, merged_config, plan_merge
+from app.model.merged_weights import read_updates
 from app.model.save import save_base, save_model
 from app.model.structure import model_class
 from app.model.tokenizer import load_tokenizer
@@ -34,6 +35,7 @@ from tests.model.small import (
     task_of,
     wide_numbers,
 )
+from tests.model.test_conversion import mxfp4_folder
 
 CPU = torch.device("cpu")
 IDS = documents_of((10,))[0][None]
@@ -150,6 +152,33 @@ def test_merged_is_the_base_that_was_trained_against_and_the_adapter(
             .eval()
         )
     assert distance(logits(base), ours) > 1e-2
+
+
+@pytest.mark.parametrize(("kind", "nf4"), [("mixtral", False), ("qwen3_moe", True), ("gpt_oss", True)])
+def test_stacks_of_experts_are_merged_in_the_tensors_of_the_files(tmp_path: Path, kind: str, nf4: bool) -> None:
+    run = tuned(tmp_path, kind, lora(experts=True), nf4=nf4)
+    ours = in_fp32(run.training_model)
+    assert distance(logits(run.merged(tmp_path / "merged")), ours) <= NOISE
+    stored = load_file(run.base / "model.safetensors")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {name: each.shape for name, each in merged.items()} == {name: each.shape for name, each in stored.items()}
+    changed = {name for name, each in merged.items() if not each.equal(stored[name])}
+    assert {name for name in stored if "experts" in name and not name.endswith("bias")} <= changed
+
+
+def test_experts_stored_in_mxfp4_are_merged_unpacked(tmp_path: Path) -> None:
+    folder, final, merged = mxfp4_folder(tmp_path / "base"), tmp_path / "final", tmp_path / "merged"
+    model = ModelConfig(path=str(folder), weights="pretrained", architecture={})
+    parts = sections(model, lora(experts=True), "fp32")
+    run = build_training_model(parts, CPU, 0, str(folder)).eval()
+    for parameter in run.trained().values():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    save_model(run, load_tokenizer(model_config(), needs_template=True), final)
+    merged.mkdir()
+    (merged / "config.json").write_text(json.dumps(merged_config(folder, "fp32")))
+    plan_merge(parts, read_updates(final), "fp32", CPU).write(merged, GIB)
+    lm = model_class(task_of("gpt_oss")).from_pretrained(str(merged), attn_implementation="eager").eval()
+    assert distance(logits(lm), in_fp32(run)) <= NOISE
 
 
 class Ia3(AdapterMethod):

@@ -17,7 +17,8 @@ from app.errors import ConfigError
 from app.exports.reload import in_fp32
 from app.model.build import build_training_model, count_weights
 from app.model.load_run import load_tuned
-from app.model.merge import merged_config, plan_merge, read_updates
+from app.model.merge import merged_config, plan_merge
+from app.model.merged_weights import read_updates
 from app.model.save import save_model
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer

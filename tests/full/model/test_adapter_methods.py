@@ -16,7 +16,8 @@ from app.config.schema import ModelConfig
 from app.errors import AppError
 from app.model.adapters import quiet_peft
 from app.model.attention import register
-from app.model.merge import merged_config, plan_merge, read_updates
+from app.model.merge import merged_config, plan_merge
+from app.model.merged_weights import read_updates
 from app.train import train
 from app.training.trainer import Trainer
 from tests.harness.runs import SMALL, losses, result
@@ -124,6 +125,8 @@ REFUSED = {
     ("adapter.init=pissa", "adapter.dora=true"): r"adapter\.init=pissa with adapter\.dora=true",
     ("adapter.init=orthogonal", "recipe=qlora"): r"adapter\.init=orthogonal reads weights of the base",
     ("adapter.dora=true", "quantization=int8"): r"adapter\.dora=true reads the weights of the base",
+    ("adapter.experts=true", "adapter.dora=true"): r"adapter\.dora=true with adapter\.experts=true: stacks of experts",
+    ("adapter.experts=true", "adapter.init=pissa"): r"adapter\.init=pissa with adapter\.experts=true",
     ("adapter.layers=[9]",): r"adapter\.layers: there is no adapted layer of number 9\. Give numbers from 0 to 1\.",
     ("adapter.rank_pattern={qproj: 4}",): r"adapter\.rank_pattern: qproj is none of the adapted layers.*q_proj",
     ("adapter.rank_pattern={q_proj: 99}",): r"adapter\.rank_pattern\.q_proj=99: no adapted layer",

@@ -1,0 +1,118 @@
+"""What an adapter makes of each weight of its base."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from app.config.adapters import ADAPTER_WEIGHTS
+from app.errors import CheckpointError
+from app.model.adapters import PREFIX, quiet_peft, read_adapter_config
+from app.model.safetensors_files import StoredTensor, tensors_of_file
+
+_ROWS = ".token_adapter.trainable_tokens_delta"  # ends the names of trained rows of an embedding or a head
+
+
+def read_updates(final: Path) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What makes of each adapted layer's weight [out, in] the one with its adapter, by full names of the layers.
+
+    Refuses adapters with anything that cannot be merged so.
+    """
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    config = read_adapter_config(final)
+    mark = f".{PEFT_TYPE_TO_TUNER_MAPPING[config['peft_type']].prefix}"  # before the names of a method's own tensors
+    parts: dict[str, dict[str, Tensor]] = {}
+    updates: dict[str, Callable[[Tensor], Tensor]] = {}
+    for full, tensor in load_file(str(final / ADAPTER_WEIGHTS)).items():
+        name = full.removeprefix(PREFIX)
+        layer, is_own, _ = name.partition(mark)
+        if is_own:
+            parts.setdefault(layer, {})[full] = tensor
+        elif name.endswith(_ROWS):
+            layer = name.removesuffix(_ROWS)
+            updates[layer] = partial(_with_rows, rows=tensor, ids=_ids_of(layer, config))
+        elif not _is_whole(name, config):
+            raise CheckpointError(
+                f"kind=merged: the adapter in {final} has the tensor {full}, which is not merged here yet. "
+                "kind=adapter exports it as it is."
+            )
+    return updates | {layer: partial(_merged, layer=layer, config=config, parts=own) for layer, own in parts.items()}
+
+
+def _merged(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+    """The weight [out, in] of a layer, or the stack [experts, out, in], with its adapter, in fp32."""
+    merge = _merged_stack if weight.ndim == 3 else _merged_by_peft
+    return merge(weight, layer, config, parts)
+
+
+def _merged_stack(stack: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+    """A stack of experts with its LoRA: A has them as the slow index, B as the fast one."""
+    a, b = (parts[f"{PREFIX}{layer}.lora_{half}.weight"].to(stack.device, torch.float32) for half in "AB")
+    a, b = a.unflatten(0, (len(stack), -1)), b.unflatten(1, (-1, len(stack))).permute(2, 0, 1)
+    r = a.shape[1]
+    scale = config["lora_alpha"] / (r**0.5 if config["use_rslora"] else r)
+    return torch.baddbmm(stack.float(), b, a, alpha=scale)
+
+
+def _merged_by_peft(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+    """The weight [out, in] of a layer with its adapter, in fp32: PEFT merges a model of this layer alone."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model, set_peft_model_state_dict
+
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)  # merged in place
+    lm, module = nn.Module(), nn.Module()
+    *path, last = layer.split(".")
+    module = lm
+    for part in path:
+        module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.add_module(last, linear)
+    own: dict[str, Any] = {
+        "task_type": None,
+        "modules_to_save": None,
+        "trainable_token_indices": None,
+        "target_parameters": None,
+        "ensure_weight_tying": False,
+    }
+    own |= {"fan_in_fan_out": False, "inference_mode": False, "base_model_name_or_path": None}
+    for key in {"rank_pattern", "alpha_pattern"} & config.keys():  # PEFT warns of names of other layers
+        own[key] = {name: each for name, each in config[key].items() if f".{layer}".endswith(f".{name}")}
+    settings = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]].from_peft_type(
+        **{key: own.get(key, value) for key, value in config.items()}
+    )
+    with quiet_peft():
+        network: Any = get_peft_model(lm, settings)
+        found = set_peft_model_state_dict(network, dict(parts))
+        assert not found.unexpected_keys, found.unexpected_keys
+        result: Tensor = network.merge_and_unload().get_submodule(layer).weight.detach()
+    return result
+
+
+def _with_rows(weight: Tensor, rows: Tensor, ids: list[int]) -> Tensor:
+    """A weight with other rows of some tokens."""
+    return weight.float().index_copy(0, torch.tensor(ids, device=weight.device), rows.to(weight.device, torch.float32))
+
+
+def _ids_of(layer: str, config: Mapping[str, Any]) -> list[int]:
+    """The tokens of which a module has trained rows."""
+    known: Mapping[str, list[int]] = config["trainable_token_indices"]
+    return next(ids for name, ids in known.items() if layer.endswith(name))
+
+
+def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:
+    """Weights that the adapter replaces as a whole, by their names in the model."""
+    config = read_adapter_config(final)
+    stored = tensors_of_file(final / ADAPTER_WEIGHTS)
+    return {name.removeprefix(PREFIX): each for name, each in stored.items() if _is_whole(name, config)}
+
+
+def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a weight belongs to a module that was trained as a whole, or to one that is tied to such a module."""
+    whole, plain = config.get("modules_to_save") or (), f".{name.removeprefix(PREFIX)}"
+    is_tied = config.get("ensure_weight_tying") and not any(mark in plain for mark in (".lora_", ".token_adapter."))
+    return bool(is_tied) or any(f".{each}." in plain for each in whole)
