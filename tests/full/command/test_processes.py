@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from app.signals import NOTHING_TO_SAVE
-from tests.command.test_processes import GONE, Launched, check_two_against_one
+from tests.command.test_processes import GONE, PLAIN, Launched, check_two_against_one, with_rate
 from tests.harness.python import printed_by
-from tests.harness.runs import SMALL, Zygote, has_reached, numbers, result, same_ending, wait_until
+from tests.harness.runs import SMALL, Zygote, has_reached, metrics, numbers, result, same_ending, tensors, wait_until
+from tests.model.small import distance
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,27 @@ def test_two_processes_give_the_numbers_of_one(
     zygote: Zygote, tmp_path: Path, recipe: str, packing: str, parallel: str
 ) -> None:
     check_two_against_one(zygote, tmp_path, recipe, packing, parallel)
+
+
+@pytest.mark.parametrize(("recipe", "packing", "parallel"), [("dpo", "false", "fsdp"), ("kto", "true", "auto")])
+def test_answers_compared_by_two_processes_give_the_losses_of_one(
+    zygote: Zygote, tmp_path: Path, recipe: str, packing: str, parallel: str
+) -> None:
+    """Their reference too is scored by both; rewards are small differences from it."""
+    command = (*SMALL, *PLAIN, f"recipe={recipe}", f"batching.packing={packing}", "training.max_steps=3")
+    one, two = tmp_path / "one", tmp_path / "two"
+    zygote.finish(tmp_path, *command, with_rate(1), f"output_dir={one}", f"cache_dir={one}")
+    shared = (f"parallel={parallel}", f"output_dir={two}", f"cache_dir={two}")
+    zygote.finish_together(tmp_path, 2, *command, with_rate(2), *shared)
+    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine.keys() & {"loss", "eval_loss", "grad_norm"}:
+            assert theirs[key] == pytest.approx(mine[key], rel=1e-6)
+        for key in mine.keys() & {"chosen_reward", "rejected_reward", "reward_margin"}:
+            assert theirs[key] == pytest.approx(mine[key], abs=1e-5)
+    left, right = tensors(one), tensors(two)
+    updated = [name for name in left if "lora_B" in name]
+    assert distance([right[n] for n in updated], [left[n] for n in updated]) <= 1e-6
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""The shipped recipes over wanted and unwanted answers: trained with several seeds, and what each model then answers.
+
+    python -m scripts.bench.answers runs/answers      prints the table of docs/preferences.md
+
+A run that is there already is measured as it is.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+
+from app.assets import ROOT
+
+SEEDS = (0, 1, 2)
+FIRST = "recipe=lora dataset=styles"  # seven of ten answers are a word, the others a sentence
+COMMANDS = (
+    FIRST,
+    "recipe=dpo adapter.start=FIRST",
+    "recipe=kto adapter.start=FIRST",
+    "recipe=simpo adapter.start=FIRST",
+    "recipe=orpo",
+)
+SHARES = ("right word", "one word", "pair_accuracy")
+NUMBERS = ("chosen_log_probability", "rejected_log_probability")
+Numbers = dict[str, float]
+
+
+def main() -> None:
+    """Train, ask, print."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in SEEDS:
+        for number in range(len(COMMANDS)):
+            measured(trained(folder, number, seed))
+    print("\n".join(table(folder)))
+
+
+def table(folder: Path) -> Iterator[str]:
+    """Means over the seeds; of right words also each seed's."""
+    yield f"| command | {' | '.join(name.replace('_', ' ') for name in (*SHARES, *NUMBERS))} |"
+    yield "|---" * (1 + len(SHARES) + len(NUMBERS)) + "|"
+    for number, command in enumerate(COMMANDS):
+        found = [measured(trained(folder, number, seed)) for seed in SEEDS]
+        cells = [f"`{command.replace('FIRST', 'runs/styles')}`"]
+        for name in (*SHARES, *NUMBERS):
+            values = [each[name] for each in found if name in each]
+            middle = mean(values) if values else 0.0
+            cells.append("" if not values else f"{middle:.0%}" if name in SHARES else f"{middle:.2f}")
+        each_seed = ", ".join(f"{100 * each['right word']:.0f}" for each in found)
+        yield " | ".join(["|", cells[0], f"{cells[1]} ({each_seed})", *cells[2:], "|"]).replace("| |", "|", 1)
+
+
+def trained(folder: Path, number: int, seed: int) -> Path:
+    """The run of a command, made where it is not there."""
+    run, first = (folder / f"{each}-{seed}" for each in (number, 0))
+    if not (run / "final").is_dir():
+        words = COMMANDS[number].replace("FIRST", str(first)).split()
+        _call("app.train", *words, f"seed={seed}", f"output_dir={run}", "eval.samples=0")
+    return run
+
+
+def measured(run: Path) -> Numbers:
+    """Shares of the greedy answers to held-out questions, beside the last metrics of the run."""
+    pairs = [json.loads(line) for line in (ROOT / "sample" / "pairs_eval.jsonl").open(encoding="utf-8")]
+    questions, file = run.parent / "questions.jsonl", run / "answers.jsonl"
+    questions.write_text("".join(json.dumps({"messages": pair["prompt"]}) + "\n" for pair in pairs), encoding="utf-8")
+    if not file.exists():
+        _call("app.generate", f"run={run}", f"prompts={questions}", f"output={file}", "max_new_tokens=24", "batch=64")
+    answers = [json.loads(line)["answer"].strip() for line in file.open(encoding="utf-8")]
+    right = mean(answer == pair["chosen"] for answer, pair in zip(answers, pairs, strict=True))
+    metrics: Numbers = json.loads((run / "result.json").read_text(encoding="utf-8"))["final_metrics"]
+    return {**metrics, "right word": right, "one word": mean(len(answer.split()) == 1 for answer in answers)}
+
+
+def _call(module: str, *words: str) -> None:
+    subprocess.run([sys.executable, "-m", module, *words, "launch.threads=1"], check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()
