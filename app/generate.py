@@ -6,6 +6,7 @@ python -m app.generate run=runs/mine prompts=questions.jsonl output=answers.json
 python -m app.generate run=runs/mine prompt="..." adapter=false       the base, for comparison
 python -m app.generate run=runs/mine prompt="..." checkpoint=100      a kept checkpoint, or checkpoint=best
 python -m app.generate run=runs/labels prompt="..."                   of task=classification: the label, and how likely
+python -m app.generate run=runs/names prompt="..."                    of task=tokens: each word with its tag
 python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7     a folder, hub id, or name as in app.train
 """
 
@@ -21,6 +22,7 @@ from app.config.dataset import has_chats, sources_of
 from app.config.finished_run import finished_folder
 from app.config.help import command_help
 from app.config.load import named_model, read_run
+from app.config.problems import PROBLEMS, text_of
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS, task_of
 from app.errors import ConfigError, PromptTooLong
@@ -62,8 +64,8 @@ def _answer(config: GenerateConfig, folder: Path | None, run: RunConfig | None) 
     """Answer by the run in `folder`, or by another model."""
     from app.data.prompts import as_conversation, read_prompts
 
-    if folder is not None and run is not None and task_of(run.task).unit == "class":
-        _classify(config, folder, run)
+    if folder is not None and run is not None and task_of(run.task).has_classes:
+        (_classify if task_of(run.task).pooled else _tag)(config, folder, run)
         return
     if config.second is not None:
         raise ConfigError("second is for a run of task=classification on pairs of texts. Leave it out.")
@@ -98,25 +100,63 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     lm = load_tuned(
         folder, run.model, task_of(run.task), adapter=config.adapter, quantization=run.quantization, seed=run.seed
     )
-    classifier, cut = Classifier(lm, tokenizer, run.dataset.max_length), 0
+    classifier, cut = Classifier(lm, tokenizer, run.dataset.max_length, run.task.problem), 0
+    problem = PROBLEMS[run.task.problem]
     lines = []
     for each, (found, was_cut) in zip(texts, classifier.answers(texts), strict=True):
         cut += was_cut
-        likeliest = next(iter(found))
+        answer = problem.answer(found)
         if config.prompts is None:
-            all_labels = "".join(f"  {p:7.2%}  {printable(name)}\n" for name, p in found.items())
-            lines.append(f"{printable(likeliest)}\n{all_labels}")
+            all_labels = "".join(f"  {p:7.2%}  {printable(name)}\n" for name, p in found.items() if problem.named)
+            lines.append(f"{printable(text_of(answer))}\n{all_labels}")
         else:
-            line = {**dict(zip(fields, each, strict=True)), "label": likeliest, "probabilities": found}
+            line = {**dict(zip(fields, each, strict=True)), "label": answer, problem.values: found}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    _put(config, lines)
+    _tell_cut(run, cut, len(texts))
+
+
+def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
+    """Print or write the words with their tags; those that are cut off have none."""
+    problems = list(class_problems(config, str(folder), pair=False, task=run.task.kind))
+    if problems:
+        raise ConfigError(problems)
+    from app.data.prompts import read_words, tokens_of_words
+    from app.model.generate import tags_of_words
+    from app.model.load_run import load_tuned, load_tuned_tokenizer
+
+    columns = run.dataset.columns
+    rows = [str(config.prompt).split()] if config.prompts is None else read_words(config.prompts, columns.tokens)
+    _use_threads(config)
+    tokenizer = load_tuned_tokenizer(folder / "final", config.trust_remote_code)
+    lm = load_tuned(
+        folder, run.model, task_of(run.task), adapter=config.adapter, quantization=run.quantization, seed=run.seed
+    )
+    lines, cut = [], 0
+    for words, tokens in zip(rows, tokens_of_words(rows, tokenizer, run.dataset.max_length), strict=True):
+        found = tags_of_words(lm, tokens.ids, tokens.loss_mask)
+        cut += len(found) < len(words)
+        tags = [*found, *[None] * (len(words) - len(found))]
+        if config.prompts is None:
+            lines += [f"{printable(word)}  {printable(tag or '')}\n" for word, tag in zip(words, tags, strict=True)]
+        else:
+            lines.append(json.dumps({columns.tokens: words, columns.tags: tags}, ensure_ascii=False) + "\n")
+    _put(config, lines)
+    _tell_cut(run, cut, len(rows))
+
+
+def _put(config: GenerateConfig, lines: list[str]) -> None:
     if config.output is None:
         sys.stdout.writelines(lines)
     else:
         write_text(Path(config.output).expanduser(), "".join(lines))
         sys.stderr.write(f"{config.output}\n")
+
+
+def _tell_cut(run: RunConfig, cut: int, count: int) -> None:
     if cut:
         longest = f"dataset.max_length={run.dataset.max_length} of the run"
-        sys.stderr.write(f"cut off, as longer than {longest}: {cut} of {len(texts)}\n")
+        sys.stderr.write(f"cut off, as longer than {longest}: {cut} of {count}\n")
 
 
 def _use_threads(config: GenerateConfig) -> None:
@@ -171,11 +211,7 @@ def _answer_file(config: GenerateConfig, generator: "TextGenerator", questions: 
         json.dumps({"messages": question, "answer": answers[index]}, ensure_ascii=False) + "\n"
         for index, question in enumerate(questions)
     ]
-    if config.output is None:
-        sys.stdout.writelines(lines)
-    else:
-        write_text(Path(config.output).expanduser(), "".join(lines))
-        sys.stderr.write(f"{config.output}\n")
+    _put(config, lines)
 
 
 def _show_progress(done: int, total: int) -> None:

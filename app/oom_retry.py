@@ -180,7 +180,7 @@ def _with_labels(cut: Batch, batch: Batch, documents: tuple[int, int], inside: T
     return replace(
         cut,
         label_rows=places[chosen] if labels else torch.zeros(1, dtype=batch.label_rows.dtype),
-        targets=batch.targets[chosen] if labels else torch.full((1,), IGNORE, dtype=batch.targets.dtype),
+        targets=batch.targets[chosen] if labels else batch.targets.new_full((1, *batch.targets.shape[1:]), IGNORE),
         lengths=lengths,
         num_labels=labels,
         num_tokens=sum(lengths),

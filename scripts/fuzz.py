@@ -188,6 +188,10 @@ def _row(random: Random, fmt: str) -> dict[str, Any]:
             "prompt": [{"role": "user", "content": "Hi"}],
             "completion": _conversation(random, "role", "content", ("assistant", "user")),
         },
+        "tagged_words": lambda: {
+            "tokens": random.choice(_TEXTS).split(),
+            "tags": random.choices(("O", "B-PER", 3), k=random.choice((1, 2, 3))),
+        },
     }
     names = {
         "instruction": ("instruction", "input", "output"),
@@ -298,7 +302,7 @@ def fuzz_files(random: Random, folder: Path) -> None:
     from app.data.types import Broken, RowProblem
 
     fmt = random.choice(_FORMATS)
-    task = "classification" if "label" in fmt or "pair" in fmt else "causal"
+    task = "classification" if "label" in fmt or "pair" in fmt else "tokens" if "tag" in fmt else "causal"
     path = _file(random, folder, _rows(random, fmt))
     config = replace(_settings(random, path, fmt), format=random.choice(("auto", "auto", fmt)))
     config, _ = detect_formats(config, formats_for(task))

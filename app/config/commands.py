@@ -172,19 +172,19 @@ def _generate_problems(config: GenerateConfig) -> Iterator[str]:
         )
 
 
-def class_problems(config: GenerateConfig, folder: str, pair: bool) -> Iterator[str]:
-    """Options without a meaning for a model that answers with a label."""
+def class_problems(config: GenerateConfig, folder: str, pair: bool, task: str = "classification") -> Iterator[str]:
+    """Options without a meaning for a model that answers with labels."""
     beams = config.beams if config.beams > 1 else None
     given = {"system": config.system, "chat": config.chat, "temperature": config.temperature or None, "beams": beams}
     idle = [key for key, value in given.items() if value is not None]
     if idle:
         yield (
-            f"{' and '.join(idle)} would change nothing: run={folder} was tuned with task=classification, and answers "
+            f"{' and '.join(idle)} would change nothing: run={folder} was tuned with task={task}, and answers "
             "with a label. Leave it out."
         )
     if config.prompt is None and config.prompts is None:
         yield (
-            f"prompt has no value. Give prompt=TEXT or prompts=FILE: run={folder} was tuned with task=classification, "
+            f"prompt has no value. Give prompt=TEXT or prompts=FILE: run={folder} was tuned with task={task}, "
             "which answers with a label and holds no conversation."
         )
     if config.prompt is not None and pair != (config.second is not None):

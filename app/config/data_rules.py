@@ -1,5 +1,6 @@
 """Rules about the dataset: formats, trained tokens, labels, mixes. `app.config.rules` has the others."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
@@ -7,6 +8,7 @@ from dataclasses import asdict, fields
 from app.config.dataset import RANDOM, key_of, paths_read, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig, MixSource
 from app.config.did_you_mean import did_you_mean_key
+from app.config.problems import PROBLEMS
 from app.config.row_formats import CHAT_FORMATS, ROW_FORMATS
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
@@ -57,13 +59,27 @@ def _masked_tokens_are_some(run: RunConfig) -> Iterator[str]:
 
 def _labels_are_distinct(run: RunConfig) -> Iterator[str]:
     labels, given = run.task.labels, f"task.labels={format_value(run.task.labels)}"
-    if labels and TASKS[run.task.kind].unit != "class":
+    least = PROBLEMS[run.task.problem].least_labels
+    if labels and not TASKS[run.task.kind].has_classes:
         yield (f"{given} means nothing for task={run.task.kind}. Set task=classification, or leave it out.")
-    elif len(labels) == 1:
+    elif 0 < len(labels) < least:
         yield f"{given}: there is nothing to choose. Give two or more, or none: those of the rows."
     elif len(set(labels)) < len(labels):
         twice = sorted({label for label in labels if labels.count(label) > 1})
         yield f"{given} names {', '.join(twice)} more than once. Give each label once."
+
+
+def _class_weights_are_of_classes(run: RunConfig) -> Iterator[str]:
+    weights, labels = run.task.class_weights, run.task.labels
+    given = f"task.class_weights={format_value(weights)}"
+    if weights is None:
+        return
+    if not PROBLEMS[run.task.problem].named:
+        yield f"{given} with task.problem={run.task.problem}: numbers have no classes. Leave it out."
+    elif isinstance(weights, list) and not all(0 < each < math.inf for each in weights):
+        yield f"{given}: weights are above 0 and finite. Leave a label out of the rows to learn nothing of it."
+    elif isinstance(weights, list) and labels and len(labels) != len(weights):
+        yield f"{given} has {len(weights)} numbers for {len(labels)} labels of task.labels. Give as many."
 
 
 def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
@@ -173,6 +189,7 @@ DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _rows_suit_the_task,
     _masked_tokens_are_some,
     _labels_are_distinct,
+    _class_weights_are_of_classes,
     _one_list_makes_rows,
     _only_text_splits,
     _a_mix_is_whole,

@@ -31,6 +31,8 @@ class Columns:
     sentence2: str = MISSING  # second text of a pair
     # label of a text or a pair, a word or a whole number; of an answer, true where it is wanted
     label: str = MISSING
+    tokens: str = "tokens"  # list of words
+    tags: str = "tags"  # list of a tag for each word: names like B-PER, or whole numbers
     chosen: str = "chosen"  # wanted answer, as text or messages
     rejected: str = "rejected"  # unwanted answer, as text or messages
 

@@ -16,6 +16,10 @@ class Tokens(str):
     """The word `all`."""
 
 
+class Balanced(str):
+    """The text `balanced`."""
+
+
 def choice(*names: str, default: str = MISSING) -> Any:
     """A text field that takes one of `names`."""
     return field(default=default, metadata={CHOICES: names})

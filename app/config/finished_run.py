@@ -76,6 +76,7 @@ _NOT_FOR_A_FINISHED_RUN: Mapping[str, Any] = {
     "dry_run": False,
     "checkpoint.final": "last",
     "eval.patience": 0,
+    "eval.objective": "eval_loss",
     "launch.num_processes": 1,
     "model.chat_template": None,
     "model.template_options": {},

@@ -14,11 +14,21 @@ class Metric:
     better: Literal["lower", "higher"]
     meaning: str
     logged: bool = True  # in each evaluation of a run; the others when a finished run is scored
+    told: bool = False  # at the end of a run; all shares are
 
     @property
     def is_share(self) -> bool:
         """Whether it lies between 0 and 1."""
         return self.format.endswith("%")
+
+    @property
+    def may_lack(self) -> bool:
+        """Whether there may be nothing to take it of: no answers, or numbers that are all alike."""
+        return self.is_share or self.told
+
+    def cost(self, value: float) -> float:
+        """The value as a number of which less is better; the cost of a cost is the value."""
+        return value if self.better == "lower" else -value
 
     def text(self, value: float) -> str:
         """The number for people."""
@@ -30,7 +40,7 @@ _ALL = (
     Metric("perplexity", "perplexity", ".4g", "lower", "exp of the loss", logged=False),
     Metric("token_accuracy", "token accuracy", ".2%", "higher", "share of the trained tokens", logged=False),
     Metric("exact_match", "exact match", ".2%", "higher", "share of the held-out answers"),
-    Metric("accuracy", "accuracy", ".2%", "higher", "share of the held-out answers"),
+    Metric("accuracy", "accuracy", ".2%", "higher", "share of the held-out answers, or of their words"),
     Metric("pair_accuracy", "pair accuracy", ".2%", "higher", "share of the pairs whose wanted answer is preferred"),
     Metric("reward_margin", "reward margin", ".3f", "higher", "reward of the wanted answer less that of the other"),
     Metric("chosen_reward", "reward of wanted answers", ".3f", "higher", "mean of the answers"),
@@ -38,7 +48,19 @@ _ALL = (
     Metric("chosen_log_probability", "wanted answers", ".3f", "higher", "mean log-probability of a token"),
     Metric("rejected_log_probability", "unwanted answers", ".3f", "lower", "mean log-probability of a token"),
     Metric("macro_f1", "macro F1", ".2%", "higher", "mean of the labels"),
+    Metric("micro_f1", "micro F1", ".2%", "higher", "of all labels of all rows together"),
+    Metric("entity_f1", "entity F1", ".2%", "higher", "of all entities of tagged words, by seqeval's rule"),
+    Metric("mae", "mean absolute error", ".4g", "lower", "mean over the numbers of the held-out rows", told=True),
+    Metric("pearson", "Pearson", ".4f", "higher", "correlation of true and predicted numbers", told=True),
+    Metric("spearman", "Spearman", ".4f", "higher", "correlation of their ranks", told=True),
 )
+
+
+def cost_of(objective: float, name: str | None) -> float:
+    """An objective as a number of which less is better; without a name it is a loss."""
+    return objective if name is None else METRICS[name].cost(objective)
+
+
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 LOGGED = tuple(metric.name for metric in _ALL if metric.logged)
-SHARES = tuple(metric for metric in _ALL if metric.logged and metric.is_share)
+TOLD = tuple(metric for metric in _ALL if metric.logged and metric.may_lack)

@@ -11,7 +11,7 @@ class RowFormat:
 
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
-    content: Literal["chat", "answer", "text", "labels"] = "chat"  # chats are rendered by a chat template
+    content: Literal["chat", "answer", "text", "labels", "tags"] = "chat"  # chats are rendered by a chat template
     train_on: tuple[str, ...] = ("auto", "assistant", "last", "all")  # what `dataset.train_on` can mean
     overflow: Literal["drop", "split", "truncate"] = "drop"  # what `auto` does with longer samples
     message: tuple[str, ...] = ()  # keys of the messages that its columns list: the role, and what one may hold
@@ -24,7 +24,7 @@ class RowFormat:
         """What its columns hold, in words."""
         if self.message:
             return f"lists of objects with {self.message[0]} and {self.message[1]}"
-        return "text and its label" if self.content == "labels" else "text"
+        return {"labels": "text and its label", "tags": "lists of words and of their tags"}.get(self.content, "text")
 
 
 _OF_CHATS = ("tools", "system", "chat_template_kwargs")
@@ -45,6 +45,7 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
     "text_pair": RowFormat(
         ("sentence1", "sentence2", "label"), content="labels", train_on=("auto",), overflow="truncate"
     ),
+    "tagged_words": RowFormat(("tokens", "tags"), content="tags", train_on=("auto",), overflow="truncate"),
     "preference": RowFormat(
         ("chosen", "rejected"),
         ("prompt", *_OF_CHATS),
@@ -66,4 +67,5 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
 CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")
 PREFERENCE_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.learnt_by)
 LABELLED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
-WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels"))
+TAGGED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "tags")
+WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels", "tags"))

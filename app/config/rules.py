@@ -91,7 +91,8 @@ def _reference_has_no_noise(run: RunConfig) -> Iterator[str]:
 def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
     wants = ["checkpoint.final=best"] if run.checkpoint.final == "best" else []
     wants += [f"eval.patience={run.eval.patience}"] if run.eval.patience else []
-    of_rows = [*wants, *(["eval.at_start=true"] if run.eval.at_start is True else [])]
+    judged = [f"eval.objective={run.eval.objective}"] if run.eval.objective != "eval_loss" else []
+    of_rows = [*wants, *judged, *(["eval.at_start=true"] if run.eval.at_start is True else [])]
     if of_rows and not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
         yield f"{' and '.join(of_rows)} needs held-out rows. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
     elif wants and run.eval.every == 0:

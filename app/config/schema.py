@@ -10,8 +10,10 @@ from typing import Any
 from omegaconf import MISSING
 
 from app.config.dataset_schema import DatasetConfig
-from app.config.fields import TYPE, Epochs, Tokens, choice, number
+from app.config.fields import TYPE, Balanced, Epochs, Tokens, choice, number
+from app.config.metrics import METRICS
 from app.config.preferences import PREFERENCE_KINDS
+from app.config.problems import PROBLEMS
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,7 +55,10 @@ class TaskConfig:
     mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask
     loss: str = choice("nll", "dft", default="nll")  # dft weights each token's loss by its probability, held constant
     whole_words: bool = False  # mask all tokens of a word together; the tokenizer is WordPiece
+    problem: str = choice(*PROBLEMS, default="single")  # one label a row, any number of labels, or numbers
     labels: list[str] = field(default_factory=list)  # names of all classes in order; empty: those of the training rows
+    # how much each label counts in the loss, in their order; balanced: the rarer, the more; null: all alike
+    class_weights: Any = field(default=None, metadata={TYPE: list[float] | Balanced | None})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -234,8 +239,9 @@ class EvalConfig:
     rows: int = number(at_least=1)  # rows of an evaluation micro-batch; does not change the result
     samples: int = number(at_least=0)  # held-out prompts to answer at each evaluation
     sample_tokens: int = number(at_least=1)  # largest number of tokens of an answer
+    objective: str = choice(*METRICS, default="eval_loss")  # metric by which best, patience and sweeps judge
     patience: int = number(at_least=0)  # evaluations without improvement before the run stops; 0: never
-    min_delta: float = number(at_least=0)  # smallest decrease of the loss that counts as improvement
+    min_delta: float = number(at_least=0)  # smallest change of the objective that counts as improvement
 
 
 @dataclass(kw_only=True, slots=True)

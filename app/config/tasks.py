@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, PREFERENCE_FORMATS, ROW_FORMATS
+from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, PREFERENCE_FORMATS, ROW_FORMATS, TAGGED_FORMATS
 from app.config.schema import TaskConfig
 
 
@@ -19,19 +19,26 @@ class Task:
     pipeline: str  # of the hub
     peft_type: str | None  # in adapter_config.json
     sees: Literal["before", "both", "either"]  # which tokens a token attends to
-    unit: Literal["token", "class"]  # what one answer is; a class is one answer for each document
+    unit: Literal["token", "word", "class"]  # what has an answer; a class is one answer for each document
     writes_text: bool  # whether the model generates
     formats: tuple[str, ...]  # rows that it learns from
     other_rows: str  # what is wrong with rows of another format, and the remedy
     documents: int = 1  # of a data row
     one_label: str = ""  # what to do where all rows have the same label
+    labelling: str = "single"  # what a label is in its rows, where no `task.problem` says it
     tokenizer: str = "asset:tiny"  # that ships, of random weights
     labels: tuple[str, ...] = ()  # class names, where the run decides them
+    problem: str | None = None  # what a label of a document is, where the run decides it
 
     @property
     def pooled(self) -> bool:
         """Whether there is one answer per document, from one of its states."""
         return self.unit == "class"
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the head is one for the labels of the run, and trained whole with any adapter."""
+        return self.unit != "token"
 
 
 _ALL = (
@@ -83,6 +90,25 @@ _ALL = (
         one_label="there is nothing to choose. Give rows of two labels or more, or name all there are: "
         "task.labels=[one,other].",
     ),
+    Task(
+        name="tokens",
+        description="a model with a head for tags of words",
+        examples="bert, roberta, modernbert, distilbert, electra, llama, qwen3, mistral",
+        auto_class="AutoModelForTokenClassification",
+        mapping="MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+        pipeline="token-classification",
+        peft_type="TOKEN_CLS",
+        sees="either",
+        unit="word",
+        writes_text=False,
+        formats=TAGGED_FORMATS,
+        other_rows="task=tokens learns a tag for each word, and such rows have none. Set dataset=tagged_words with "
+        "dataset.path=FILE, or task=causal.",
+        labelling="tokens",
+        tokenizer="asset:wordpiece",
+        one_label="there is nothing to choose. Give rows of two tags or more, or name all there are: "
+        "task.labels=[O,B-PER].",
+    ),
 )
 _PREFERENCE = replace(
     _ALL[0],
@@ -106,4 +132,11 @@ TASKS: dict[str, Task] = {task.name: task for task in (*_ALL, _PREFERENCE, _PREF
 
 def task_of(config: TaskConfig) -> Task:
     """The task of a run, with its labels."""
-    return replace(TASKS[config.kind], labels=tuple(config.labels))
+    task = TASKS[config.kind]
+    return replace(task, labels=tuple(config.labels), problem=config.problem if task.pooled else None)
+
+
+def labelling_of(config: TaskConfig) -> str:
+    """The name of what a label is in the rows of a run."""
+    task = TASKS[config.kind]
+    return config.problem if task.pooled else task.labelling

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args
 from omegaconf import MISSING
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key, of_other_program
-from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE, Epochs, Tokens
+from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE, Balanced, Epochs, Tokens
 from app.config.groups import choices_by_group
 from app.errors import refuse
 
@@ -207,11 +207,17 @@ _TYPES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]
     float: ((int, float, str), float, ("a number",)),
     "auto": ((str,), {"auto": "auto"}.__getitem__, ("auto",)),
     Epochs: ((str,), _epochs, ("a part of an epoch like 0.25epoch",)),
+    Balanced: ((str,), {"balanced": "balanced"}.__getitem__, ("balanced",)),
     # not numbers with a point or an exponent: `12e4567`, a revision, would silently become `inf`
     str: ((int, str), str, ("text (in quotes, where it looks like something else)",)),
     Tokens: ((str,), {"all": "all"}.__getitem__, ("all",)),
     list[int]: ((list, tuple), lambda value: [_read(each, int) for each in value], ("a list like [3, 17]",)),
     list[str]: ((list, tuple), lambda value: [_read(each, str) for each in value], ("a list like [a, b]",)),
+    list[float]: (
+        (list, tuple),
+        lambda value: [_read(each, float) for each in value],
+        ("a list of numbers like [1, 2.5]",),
+    ),
     dict[str, Any]: ((Mapping,), dict, ("a mapping like {a: 1, b: 2}",)),
 }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import ROW_FORMATS
+from app.config.row_formats import ROW_FORMATS, TAGGED_FORMATS
 from app.data.column_names import ANSWERING, ASKING, INPUTS, JUDGING, is_history, is_prose, named_like, pair_format
 from app.data.columns import EVERY_ELEMENT, command, value
 from app.data.types import Row
@@ -51,6 +51,7 @@ COLUMN_SETS = (
     ColumnSet(  # MetaMathQA
         "question_answer", {"question": "query", "answer": "response"}, frozenset({"original_question"})
     ),
+    ColumnSet("tagged_words", {"tags": "ner_tags"}, frozenset({"pos_tags", "chunk_tags"})),  # CoNLL
     ColumnSet(  # CAMEL
         "question_answer",
         {"question": "message_1", "answer": "message_2"},
@@ -72,11 +73,11 @@ def known_sets(
         also = {getattr(columns, field) for field in shape.may if field not in each.columns}
         if is_named or each.format not in formats or not needed <= names:
             continue
+        has = _has_list if each.format in TAGGED_FORMATS else _has_text
         spare = names - needed - also - each.others - _ABOUT_A_ROW
         if all(_is_short(rows, name) for name in spare):
             fits = sum(
-                all(_has_text(row, path, may_be_null=field in shape.may) for field, path in read.items())
-                for row in rows
+                all(has(row, path, may_be_null=field in shape.may) for field, path in read.items()) for row in rows
             )
             if fits >= least * len(rows):
                 yield each, tuple(read.values()), fits
@@ -151,6 +152,10 @@ def _has_text(row: Row, path: str, *, may_be_null: bool = False) -> bool:
         parts = [value({"*": each}, f"*{inner}") for each in found] if isinstance(found, list) else []
         return bool(parts) and all(isinstance(part, str) for part in parts)
     return isinstance(found, str) or (may_be_null and found is None)
+
+
+def _has_list(row: Row, path: str, *, may_be_null: bool) -> bool:
+    return isinstance(value(row, path), list) or (may_be_null and value(row, path) is None)
 
 
 def _is_prose(rows: Sequence[Row], path: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from app.config.dataset_schema import DatasetConfig
-from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS
+from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
 from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
 ABSENT = object()
@@ -88,6 +88,7 @@ def command(
     source = {name: found for name, found in given.items() if found not in (None, "train")}
     renamed = {f"columns.{name}": path for name, path in columns.items()}
     task = ["task=classification"] if fmt in LABELLED_FORMATS else []
+    task += ["task=tokens"] if fmt in TAGGED_FORMATS else []
     task += ROW_FORMATS[fmt].learnt_by[:1] if fmt in ROW_FORMATS else ()
     words = [*task, f"dataset={fmt}", *_settings(key, {**source, **renamed}), *last]
     return " ".join(["python -m app.check data", *words])

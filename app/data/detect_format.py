@@ -7,7 +7,7 @@ from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import ROW_FORMATS
+from app.config.row_formats import ROW_FORMATS, TAGGED_FORMATS
 from app.data.column_sets import known_sets, suggestion
 from app.data.columns import ABSENT, command, has, typed, value, wanted_rows
 from app.data.data_report import in_words
@@ -143,6 +143,8 @@ def _fits(fmt: str, found: Any, field: str = "") -> bool:
     if field == _LABEL:
         return found is not ABSENT and found is not None
     keys = ROW_FORMATS[fmt].message
+    if fmt in TAGGED_FORMATS:
+        return isinstance(found, list)
     if not keys:
         return isinstance(found, str)
     if ROW_FORMATS[fmt].learnt_by and isinstance(found, dict):

@@ -1,15 +1,16 @@
 """From a row to its meaning: a conversation, a document or an example of a class. `READERS` is the table."""
 
 import difflib
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from app.config.dataset_schema import Columns
 from app.config.row_formats import ROW_FORMATS
 from app.data import conversations
-from app.data.columns import has, optional, optional_text, text, value
+from app.data.columns import ABSENT, has, optional, optional_text, text, value
 from app.data.conversations import read_conversation
+from app.data.labels import as_text, tags_as_text
 from app.data.types import (
     Comparison,
     Content,
@@ -23,11 +24,10 @@ from app.data.types import (
     kind_of,
 )
 from app.data.unsupported_rows import refuse_media, unsupported_column
+from app.safe_text import many
 
 _SPEAKING_ROLES = ("user", "assistant")
-_FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
 _ASSISTANT = "\n\nAssistant:"  # of plain chats, such as those of HH
-_MAX_LABEL_CHARS = 200  # a longer one is a text in the wrong column
 
 
 def _instruction(row: Row, columns: Columns) -> Conversation:
@@ -107,6 +107,36 @@ def _text_pair(row: Row, columns: Columns) -> Example:
     return Example(_nonempty(row, columns.sentence1), _label(row, columns.label), _nonempty(row, columns.sentence2))
 
 
+def _tagged_words(row: Row, columns: Columns) -> Example:
+    """The words with a space between two, which is how a text of them is read; the tags as JSON."""
+    words, tags = (value(row, name) for name in (columns.tokens, columns.tags))
+    for name, found in ((columns.tokens, words), (columns.tags, tags)):
+        if not isinstance(found, list):
+            raise RowProblem(
+                f"column {name!r} must be a list, found {'nothing' if found is ABSENT else kind_of(found)}"
+            )
+    if len(words) != len(tags) or not words:
+        raise RowProblem(
+            f"column {columns.tokens!r} has {many(len(words), 'word')}, and {columns.tags!r} {many(len(tags), 'tag')}"
+        )
+    odd = [at for at, word in enumerate(words) if not isinstance(word, str) or not word.strip()]
+    if odd:
+        what = "empty" if words[odd[0]] == "" else repr(words[odd[0]])[:40]
+        raise RowProblem(f"column {columns.tokens!r} must hold words, found {what} at place {odd[0]}")
+    try:
+        label = tags_as_text(tags)
+    except RowProblem as problem:
+        raise RowProblem(f"column {columns.tags!r} {problem}") from None
+    return words_with_tags(words, label)
+
+
+def words_with_tags(words: Sequence[str], label: str = "[]") -> Example:
+    """The text of words, with their places."""
+    ends = list(accumulate(len(word) + 1 for word in words))
+    spans = tuple((end - 1 - len(word), end - 1) for word, end in zip(words, ends, strict=True))
+    return Example(" ".join(words), label, words=spans)
+
+
 def _nonempty(row: Row, column: str) -> str:
     found = text(row, column)
     if not found.strip():
@@ -115,22 +145,11 @@ def _nonempty(row: Row, column: str) -> str:
 
 
 def _label(row: Row, column: str) -> str:
-    """Name of a class. CSV writes numbers as text, so a number and its text are one name."""
-    found: Any = value(row, column)
-    if isinstance(found, bool | int):
-        return str(found).lower()
-    name = found.strip() if isinstance(found, str) else found
-    if isinstance(name, float) or (isinstance(name, str) and _FRACTION.fullmatch(name)):
-        raise RowProblem(
-            f"column {column!r} is {name}, and a label is a word or a whole number: values between classes"
-            " (regression) are not learnt here; name the classes, 'low' and 'high', or 4 in place of 4.0"
-        )
-    if not isinstance(name, str) or not name:
-        what = "empty" if name == "" else kind_of(name)
-        raise RowProblem(f"column {column!r} must be one label, a word or a whole number, found {what}")
-    if len(name) > _MAX_LABEL_CHARS:
-        raise RowProblem(f"column {column!r} has {len(name):,} characters: that is a text, no label")
-    return name
+    """The label as text; whether it is one that the task learns is known when all rows are."""
+    try:
+        return as_text(value(row, column))
+    except RowProblem as problem:
+        raise RowProblem(f"column {column!r} {problem}") from None
 
 
 READERS: dict[str, Callable[[Row, Columns], Content]] = {
@@ -143,6 +162,7 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
     "text": _document,
     "labelled_text": _labelled_text,
     "text_pair": _text_pair,
+    "tagged_words": _tagged_words,
     "preference": conversations.preference,
     "preference_text": _preference_text,
     "preference_label": conversations.preference_label,

@@ -93,7 +93,8 @@ class Renderer:
             start = 0 if self._train_on == "all" else content.completion_start
             return RenderedRow([RenderedText(content.text, ((start, len(content.text)),), raw=True)])
         if isinstance(content, Example):
-            return RenderedRow([RenderedText(content.text, (), raw=True, label=content.label, second=content.second)])
+            text = RenderedText(content.text, (), raw=True, label=content.label, second=content.second)
+            return RenderedRow([replace(text, words=content.words)])
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
         known = ("auto", "assistant", "last", "all", *(["completion"] if content.completion_start else []))
         assert self._train_on in known, self._train_on

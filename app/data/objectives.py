@@ -1,8 +1,9 @@
-"""What a model must predict of the documents of a row: the next token of each, masked tokens, or a class."""
+"""What a model must predict of the documents of a row: next or masked tokens, tags of words, or a class."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from tokenizers.models import WordPiece
 
 from app.config.schema import TaskConfig
+from app.config.tasks import labelling_of
+from app.data.labels import LABELLINGS, parts_of
 from app.data.token_dataset import MismatchedRows, TokenRows
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
@@ -127,7 +130,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """One state predicts the class: the first if the model is bidirectional, else the last that is no padding.
+    """One state predicts class or numbers: the first if the model is bidirectional, else the last that is no padding.
 
     Models of transformers look for that one too.
     """
@@ -138,21 +141,38 @@ class Classification:
     names: tuple[str, ...]
     bidirectional: bool
     pad_id: int | None
+    labelling: str = "single"
+    weights: tuple[float, ...] = ()  # of an answer by its class; (): all 1
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
-        ids = rows.ids(i)
-        at = 0 if self.bidirectional else self.last(ids)
-        target = self.names.index(rows.class_of(i))
-        targets = np.array([target], np.int32)
-        return (LabelledTokens(ids, np.array([at]), targets, second_start=rows.second_start(i)),)
+        targets = LABELLINGS[self.labelling].targets(rows.class_of(i), self.names)
+        weights = np.array(self.weights, np.float32)[targets] if self.weights else None
+        return (LabelledTokens(rows.ids(i), self.at(rows, i), targets, weights, second_start=rows.second_start(i)),)
+
+    def at(self, rows: TokenRows, i: int) -> NDArray[np.int64]:
+        """The states that predict."""
+        return np.array([0 if self.bidirectional else self.last(rows.ids(i))])
 
     def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
-        return np.zeros(len(rows.ids(i)), np.float32), rows.class_of(i)
+        return np.zeros(len(rows.ids(i)), np.float32), ", ".join(parts_of(rows.class_of(i))) or "none"
 
     def last(self, ids: NDArray[np.int32]) -> int:
         """Index of the last token that is no padding; 0 where all are."""
         real = np.flatnonzero(ids != self.pad_id) if self.pad_id is not None else np.arange(len(ids))
         return int(real[-1]) if len(real) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class WordTags(Classification):
+    """The state of the first token of each word predicts its tag."""
+
+    marked: ClassVar[str] = "the first token of each word, whose tag is to be predicted"
+
+    def at(self, rows: TokenRows, i: int) -> NDArray[np.int64]:
+        return np.flatnonzero(rows.loss_mask(i))
+
+    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
+        return rows.loss_mask(i).astype(np.float32), " ".join(parts_of(rows.class_of(i)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +241,17 @@ def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirection
     return NEXT_TOKEN
 
 
-def _classification(config: TaskConfig, tokenizer: Tokenizer, _seed: int, bidirectional: bool) -> Objective:
-    return Classification(tuple(config.labels), bidirectional, tokenizer.pad_token_id)
+def _of_labels(
+    kind: type[Classification], config: TaskConfig, tokenizer: Tokenizer, _seed: int, bidirectional: bool
+) -> Objective:
+    labelling = labelling_of(config)
+    weights = _weights_of_answers(config, labelling)
+    return kind(tuple(config.labels), bidirectional, tokenizer.pad_token_id, labelling, weights)
+
+
+def _weights_of_answers(config: TaskConfig, labelling: str) -> tuple[float, ...]:
+    given = config.class_weights
+    return tuple(given) if isinstance(given, list) and LABELLINGS[labelling].weighs_answers else ()
 
 
 def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int, _bidirectional: bool) -> Objective:
@@ -254,7 +283,8 @@ def _continues_a_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
 OBJECTIVES: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Objective]] = {
     "causal": _causal,
     "masked": _masked,
-    "classification": _classification,
+    "classification": partial(_of_labels, Classification),
+    "tokens": partial(_of_labels, WordTags),
     "preference": _preference,
     "preference_label": _preference_label,
 }
@@ -264,6 +294,7 @@ MOST_LABELS: dict[str, Callable[[TaskConfig, int, int], int]] = {
     "causal": lambda _config, tokens, _documents: tokens,  # the loss mask is known only from the data
     "masked": lambda config, tokens, documents: min(tokens, math.ceil(config.mask_share * tokens) + documents),
     "classification": lambda _config, _tokens, documents: documents,
+    "tokens": lambda _config, tokens, _documents: tokens,
     "preference": lambda _config, tokens, _documents: tokens,
     "preference_label": lambda _config, tokens, _documents: tokens,
 }

@@ -7,6 +7,7 @@ import numpy as np
 
 from app.config.row_formats import ROW_FORMATS
 from app.data.data_report import Counts
+from app.data.labels import first_tags
 from app.data.tokenizer import Tokens
 
 
@@ -83,7 +84,7 @@ def _split(sample: Tokens, max_length: int) -> list[Tokens]:
 
 
 def _truncate_example(sample: Tokens, text_ids: np.ndarray, max_length: int) -> list[Tokens]:
-    """Cut the ends of its texts, that of the longer one first, as tokenizers do it."""
+    """Cut the ends of its texts, that of the longer one first, as tokenizers do it; of words with tags, those too."""
     lengths = [int((text_ids == side).sum()) for side in (0, 1)]
     available = max_length - int((text_ids < 0).sum())
     if available < 1:
@@ -91,11 +92,14 @@ def _truncate_example(sample: Tokens, text_ids: np.ndarray, max_length: int) -> 
     stays = text_ids < 0
     for side, number in enumerate(_kept_lengths(lengths, available)):
         stays[np.flatnonzero(text_ids == side)[:number]] = True
-    second = sample.second_start
+    second, mask = sample.second_start, sample.loss_mask[stays]
+    if sample.loss_mask.any() and not mask.any():
+        return []
     kept = replace(
         sample,
         ids=sample.ids[stays],
-        loss_mask=sample.loss_mask[stays],
+        loss_mask=mask,
+        label=first_tags(str(sample.label), int(mask.sum())) if mask.any() else sample.label,
         text_ids=text_ids[stays],
         second_start=int(stays[:second].sum()) if second >= 0 else second,
     )

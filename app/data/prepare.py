@@ -10,9 +10,11 @@ import numpy as np
 from app.chat_rendering import ConversationRefused, render_chat
 from app.config.dataset import has_chats, has_pairs, sources_of
 from app.config.dataset_schema import DatasetConfig
+from app.config.row_formats import ROW_FORMATS
 from app.data.chat_template import missing_markers, other_template
 from app.data.data_report import Counts, DataReport, LongestRow, in_words, stop_reasons, without_stops
 from app.data.formats import fields_of
+from app.data.labels import LABELLINGS, KnownLabels
 from app.data.mixture import Pool, recount
 from app.data.overflow import policy_for
 from app.data.random_rows import RandomRows
@@ -21,8 +23,11 @@ from app.data.sources import Source, eval_source, train_source, unread_splits
 from app.data.token_cache import cache_key, cached_rows
 from app.data.token_dataset import TokenRows
 from app.data.tokenizer import Tokenizer, check_tokenizer, separates_pairs
+from app.data.types import escaped
 from app.errors import DataError
+from app.safe_text import many
 
+_LARGE_NUMBER = 20.0  # a mean or standard deviation above it gets a note
 _RARE_ROWS = 8  # a label with fewer gets a note
 _SETTINGS_IN_KEY = ("format", "leave_out", "max_length", "train_on", "on_overflow", "on_unstable_template")
 
@@ -57,26 +62,29 @@ def prepare(
     notes: Sequence[str] = (),
     judge: Judge = stop_if_wrong,
     classes: Sequence[str] = (),
+    labelling: str = "single",
 ) -> Data:
     """Token rows of both splits, from the cache if nothing that decides them has changed.
 
     `notes` are put into the report. `classes` are the labels that rows may have; without any, all labels of the rows
-    that are trained on or held out from them.
+    that are trained on or held out from them; `labelling` says what a label is.
     """
-    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=classes)
+    labels = KnownLabels(labelling, tuple(classes))
+    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=labels)
     eval_rows = eval_source(config)
     pool = _pool(config, rows_of)
+    _require_equal_sizes(pool.rows)
     known = tuple(classes or pool.rows.class_counts())
     report = DataReport(pool.total(), notes=[*notes, *unread_splits(config), *_notes(config, tokenizer)])
     if eval_rows is not None:
-        chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, config, known=known)
+        chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, config, known=replace(labels, classes=known))
         report.shared = int(np.isin(chosen.ids_hashes, pool.rows.ids_hashes).sum())
         data = _with_epoch(pool, chosen, report)
     elif config.eval_fraction > 0:
         data = _hold_out(pool, config, report)
     else:
         data = _with_epoch(pool, None, report)
-    report.notes += _class_notes(known, data.train)
+    report.notes += _class_notes(known, data.train) if LABELLINGS[labelling].named else _number_notes(data.train)
     return replace(data, classes=known)
 
 
@@ -87,9 +95,11 @@ def rows_to_score(
     notes: Sequence[str] = (),
     judge: Judge = stop_if_wrong,
     classes: Sequence[str] = (),
+    labelling: str = "single",
 ) -> Data:
     """As `eval` the rows that a run holds out, without reading those it trains on; all rows where it holds out none."""
-    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=classes)
+    labels = KnownLabels(labelling, tuple(classes))
+    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=labels)
     eval_rows = eval_source(config)
     if eval_rows is not None:
         rows, counts = rows_of(eval_rows, config.eval_max_rows, config)
@@ -136,7 +146,7 @@ def _rows(
     tokenizer: Tokenizer,
     cache_dir: str,
     judge: Judge,
-    known: Sequence[str],
+    known: KnownLabels,
 ) -> RowsOfSource:
     """Load the rows of one source. `max_rows` limits the rows read, and the samples made from them."""
     check_tokenizer(tokenizer, config.format)
@@ -150,25 +160,50 @@ def _rows(
     )
     counts = Counts(**facts)
     counts.source = source.name  # the cached entry may name another path with the same content
-    rows = _of_classes(rows, known, counts)
+    rows = _of_classes(rows.labelled_as(known.labelling), known.classes, counts, _label_column(config))
     judge(config, source, counts)
     return _first(rows, max_rows, counts), counts
 
 
-def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts) -> TokenRows:
-    """Drop rows with an unknown label, and count them as bad."""
-    if not known or not rows.class_counts():
+def _label_column(config: DatasetConfig) -> str:
+    """The column of labels or tags, which is the last one that a format of them needs."""
+    return str(getattr(config.columns, ROW_FORMATS[config.format].needs[-1]))
+
+
+def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts, column: str) -> TokenRows:
+    """Drop rows with a label that is none of this task, or unknown, and count them as bad."""
+    if not rows.labels:
         return rows
-    kept = rows.has_class(known)
-    for i in np.flatnonzero(~kept):
-        named = in_words(known)
-        counts.bad(
-            rows.source_location(int(i)), f"label {rows.class_of(int(i))!r} is none of those that are learnt: {named}"
-        )
-    counts.rows_kept -= int((~kept).sum())
-    chosen = rows.select(np.flatnonzero(kept))
+    labelling, first = LABELLINGS[rows.labelling], rows.class_of(0)
+
+    def problem(label: str) -> str:
+        if wrong := labelling.problem(label):
+            return f"column {column!r} {wrong}"
+        names = labelling.classes(label)
+        if not labelling.named:
+            size = len(known) or len(labelling.classes(first))
+            wrong = f"column {column!r} has {many(len(names), 'number')}, and {size} a row are learnt"
+            return wrong if len(names) != size else ""
+        unknown = [name for name in names if name not in known] if known else []
+        return f"label {unknown[0]!r} is none of those that are learnt: {in_words(known)}" if unknown else ""
+
+    wrong = np.flatnonzero(rows.where_label(lambda label: bool(problem(label))))
+    for i in wrong.tolist():
+        counts.bad(rows.source_location(i), escaped(problem(rows.class_of(i))))
+    counts.rows_kept -= len(wrong)
+    chosen = rows.select(np.setdiff1d(np.arange(len(rows)), wrong))
     recount(counts, chosen)
     return chosen
+
+
+def _require_equal_sizes(rows: TokenRows) -> None:
+    """Refuse sources of a mix that have other numbers of numbers."""
+    sizes = {len(LABELLINGS[rows.labelling].classes(label)) for label in rows.labels}
+    if not LABELLINGS[rows.labelling].named and len(sizes) > 1:
+        raise DataError(
+            f"dataset.mix: its sources have {' and '.join(map(str, sorted(sizes)))} numbers a row. Give sources of as "
+            "many numbers each."
+        )
 
 
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
@@ -224,6 +259,22 @@ def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
     ambiguous = len(np.unique(rows.content_hashes)) - len(np.unique(rows.ids_hashes))
     if ambiguous:
         notes.append(f"texts with more than one label: {ambiguous:,}; the model can only learn how often each is given")
+    return notes
+
+
+def _number_notes(rows: TokenRows) -> list[str]:
+    """The mean, spread and range of the numbers that are learnt; a hint where their size slows learning."""
+    if not rows.labels:
+        return []
+    found = np.concatenate([LABELLINGS[rows.labelling].targets(rows.class_of(i), ()) for i in range(len(rows))])
+    mean, spread = found.mean(axis=0, dtype=np.float64), found.std(axis=0, dtype=np.float64)
+    notes = [
+        f"the numbers that are learnt have a mean of {m:.4g} and a standard deviation of {s:.4g}, from {low:.4g} to "
+        f"{high:.4g}"
+        for m, s, low, high in zip(mean, spread, found.min(axis=0), found.max(axis=0), strict=True)
+    ]
+    if max(np.abs(mean).max(), spread.max()) > _LARGE_NUMBER:
+        notes.append("numbers of this size are learnt slowly: the model begins at 0; bring them to about -1 to 1")
     return notes
 
 

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.data.columns import value
+from app.data.columns import ABSENT, value
+from app.data.formats import words_with_tags
+from app.data.overflow import POLICIES
 from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, extension, read_file
-from app.data.types import Broken, Message, Row
+from app.data.tokenizer import Encoder, Tokenizer, Tokens
+from app.data.types import Broken, Message, RenderedText, Row
 from app.errors import DataError
 
 
@@ -25,6 +28,38 @@ def read_prompts(given: str, system: str | None) -> list[list[Message]]:
 def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
     """Read the texts to classify: a line, or the columns `fields` of a row; a single one may be called prompt."""
     return [_texts_of(location, row, fields) for location, row in _rows(given)]
+
+
+def read_words(given: str, field: str) -> list[list[str]]:
+    """Read the words to tag: those of a line, or of the column `field` of a row, a list of them or a text."""
+    return [_words_of(location, row, field) for location, row in _rows(given)]
+
+
+def _words_of(location: str, row: Row, field: str) -> list[str]:
+    found = row.get("prompt") if value(row, field) is ABSENT else value(row, field)
+    words = found.split() if isinstance(found, str) else found
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) and word.strip() for word in words):
+        raise DataError(f"{location}: expected words in {field}; found columns {', '.join(row) or 'none'}.")
+    return words
+
+
+def tokens_of_words(rows: Sequence[Sequence[str]], tokenizer: Tokenizer, max_length: int) -> list[Tokens]:
+    """The tokens of the words of each row as in training, cut to `max_length`; the mask has the first of each word."""
+    texts = [words_with_tags(words) for words in rows]
+    rendered = [RenderedText(each.text, (), raw=True, label=each.label, words=each.words) for each in texts]
+    found = []
+    for number, (words, tokens) in enumerate(zip(rows, Encoder(tokenizer).encode(rendered), strict=True), 1):
+        without = len(words) - int(tokens.loss_mask.sum())
+        kept = [tokens] if len(tokens.ids) <= max_length else POLICIES["truncate"](tokens, max_length)
+        if without:
+            raise DataError(
+                f"prompts: the tokenizer makes no token of their own of {without} of the {len(words)} words of text "
+                f"{number}. Leave these out."
+            )
+        if not kept:
+            raise DataError(f"prompts: dataset.max_length={max_length} leaves no word of text {number}. Leave it out.")
+        found += kept
+    return found
 
 
 def _rows(given: str) -> list[tuple[str, Row]]:

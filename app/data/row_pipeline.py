@@ -192,7 +192,7 @@ class _Pipeline:
             self._writer.add(location, part, digest(deciding))
             counts.samples += 1
             counts.tokens += len(part.ids)
-            counts.trained_tokens += max(int(part.loss_mask.sum()), part.label is not None)  # examples have no mask
+            counts.trained_tokens += max(int(part.loss_mask.sum()), part.label is not None)  # one label needs no mask
 
 
 def _check_characters(text: str) -> None:
@@ -211,6 +211,9 @@ def _nothing_trained(texts: list[RenderedText], samples: list[Tokens]) -> str:
         if text.is_example:
             if not len(tokens.ids):
                 return "the tokenizer makes no token of it"
+            without = len(text.words) - int(tokens.loss_mask.sum())
+            if without:
+                return f"the tokenizer makes no token of their own of {without} of its {len(text.words)} words"
             continue
         trained = int(tokens.loss_mask.sum())
         if not trained and not tokens.more:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from app.data.labels import LABELLINGS
 from app.data.tokenizer import Tokens
 
 # `mask_hash` is of the loss mask; of the weights where some are neither 0 nor 1, and of the label where there is one.
@@ -109,9 +110,15 @@ def _values(array: Any) -> NDArray[Any]:
 
 
 class TokenRows:
-    """Immutable rows; a selection shares the record batches of the whole, and a mix those of its sources."""
+    """Immutable rows; a selection shares the record batches of the whole, and a mix those of its sources.
 
-    def __init__(self, *batches: RecordBatchView, chosen: NDArray[np.int64] | None = None) -> None:
+    `labelling` says what the text of a label is.
+    """
+
+    def __init__(
+        self, *batches: RecordBatchView, chosen: NDArray[np.int64] | None = None, labelling: str = "single"
+    ) -> None:
+        self.labelling = labelling
         self._batches = batches
         self._firsts: NDArray[np.int64] = np.cumsum([0, *map(len, batches)])
         self._chosen = np.arange(self._firsts[-1]) if chosen is None else chosen
@@ -120,10 +127,15 @@ class TokenRows:
     def concat(cls, parts: Sequence["TokenRows"]) -> "TokenRows":
         before = np.cumsum([0, *(part._firsts[-1] for part in parts)])
         chosen = [part._chosen + first for part, first in zip(parts, before, strict=False)]
-        return cls(*(batch for part in parts for batch in part._batches), chosen=np.concatenate(chosen))
+        batches, labelling = [batch for part in parts for batch in part._batches], parts[0].labelling
+        return cls(*batches, chosen=np.concatenate(chosen), labelling=labelling)
+
+    def labelled_as(self, labelling: str) -> "TokenRows":
+        """The same rows, their labels read otherwise."""
+        return TokenRows(*self._batches, chosen=self._chosen, labelling=labelling)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> "TokenRows":
-        return TokenRows(*self._batches, chosen=self._chosen[np.asarray(indices, np.int64)])
+        return TokenRows(*self._batches, chosen=self._chosen[np.asarray(indices, np.int64)], labelling=self.labelling)
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -164,12 +176,22 @@ class TokenRows:
         return str(self._labels[i])
 
     def class_counts(self) -> dict[str, int]:
-        """Rows of each label that occurs, in the order of `in_order`; empty where rows have no labels."""
-        counted = Counter(label for label in self._labels if label is not None)
+        """Rows, or places, of each class that occurs, in the order of `in_order`; empty where rows have no labels."""
+        counted = Counter[str]()
+        for label, number in self.labels.items():
+            for name in LABELLINGS[self.labelling].classes(label):
+                counted[name] += number
         return {name: counted[name] for name in in_order(counted)}
 
-    def has_class(self, known: Sequence[str]) -> NDArray[np.bool_]:
-        return np.array([label in known for label in self._labels], np.bool_)
+    @cached_property
+    def labels(self) -> Counter[str]:
+        """How many rows have each text of a label."""
+        return Counter(label for label in self._labels if label is not None)
+
+    def where_label(self, holds: Callable[[str], bool]) -> NDArray[np.bool_]:
+        """Whether something holds for the label of each row, asked once for each text."""
+        known = {label: holds(label) for label in self.labels}
+        return np.array([label is not None and known[label] for label in self._labels], np.bool_)
 
     @cached_property
     def _labels(self) -> NDArray[Any]:

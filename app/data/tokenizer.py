@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
-from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS
+from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, TAGGED_FORMATS
 from app.data.types import RenderedText, Span
 from app.errors import ConfigError
 
@@ -35,7 +35,7 @@ def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
             " set model.chat_template=FILE or one of the names that ship"
         )
     has_end = tokenizer.eos_token_id is not None or tokenizer.sep_token_id is not None
-    if fmt not in (*CHAT_FORMATS, *LABELLED_FORMATS) and not has_end:
+    if fmt not in (*CHAT_FORMATS, *LABELLED_FORMATS, *TAGGED_FORMATS) and not has_end:
         raise ConfigError(f"model.tokenizer: it has no end-of-text token, and dataset.format={fmt} needs one")
 
 
@@ -51,7 +51,7 @@ class Tokens:
     """One tokenised sample."""
 
     ids: Ids
-    loss_mask: Mask  # which tokens the model must predict
+    loss_mask: Mask  # which tokens the model must predict, or of which words the tags
     glued: bool = False  # a token reaches over the edge of what is trained, and so is not trained
     endless: bool = False  # what is trained ends in an ordinary token: the model will not learn to stop
     weights: Weights | None = None  # how much each token counts, 0 where the mask is off; None: masked-in ones count 1
@@ -116,8 +116,9 @@ class Encoder:
         for text, encoding in zip(texts, encodings, strict=True):
             text_ids = np.array([-1 if at is None else at for at in encoding.sequence_ids], np.int8)
             second_start = _second_start(encoding.type_ids) if has_types else -1
-            no_mask = np.zeros(len(text_ids), np.bool_)
-            yield Tokens(_as_ids(encoding.ids), no_mask, label=text.label, text_ids=text_ids, second_start=second_start)
+            ids, mask = _as_ids(encoding.ids), np.zeros(len(text_ids), np.bool_)
+            mask[[*_first_tokens(encoding, text.words)]] = True
+            yield Tokens(ids, mask, label=text.label, text_ids=text_ids, second_start=second_start)
 
     def _encodings(self, texts: list[str]) -> list[Encoding]:
         """Straight from the backend: the wrapper around it takes as long again."""
@@ -214,6 +215,13 @@ def _tokens_inside(encoding: Encoding, num_tokens: int, num_chars: int, span: Sp
     while stop < num_tokens and _chars(encoding, stop)[1] <= span[1]:
         stop += 1
     return first, max(first, stop), across
+
+
+def _first_tokens(encoding: Encoding, words: Sequence[Span]) -> Iterator[int]:
+    """The first token of each word, which may begin with the space before it; none for a word without a token."""
+    for word in words:
+        tokens = (encoding.char_to_token(at) for at in range(*word))
+        yield from islice((token for token in tokens if token is not None), 1)
 
 
 def _first_from(encoding: Encoding, num_tokens: int, num_chars: int, char: int) -> int:

@@ -72,11 +72,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One or two texts with a class label; the tokenizer adds its own special tokens."""
+    """One or two texts with a class label, or a text with a tag for each of its words; the tokenizer adds its own
+    special tokens.
+    """
 
     text: str
-    label: str
+    label: str  # of words: a list of their tags, as JSON
     second: str | None = None
+    words: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class RenderedText:
     weights: tuple[float, ...] = ()  # of each span; empty: each counts 1
     label: str | None = None  # of an example, which has no loss mask, or of an answer, true or false
     second: str | None = None
+    words: tuple[Span, ...] = ()  # of an example with a tag for each of them, at its first token
 
     @property
     def is_example(self) -> bool:

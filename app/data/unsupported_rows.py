@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS
+from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
 from app.data.column_names import ASKING, INPUTS, JUDGING, is_history, named_like, pair_format
 from app.data.columns import command
 from app.data.conversations import SPEAKERS
@@ -41,7 +41,7 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
             without = command("auto", {}, config, leave_out=[str(name)])
             return _of_media(f"column {name!r}", f" Or leave the column out, type: {without}")
     shape = ROW_FORMATS.get(fmt)
-    if fmt in LABELLED_FORMATS or (shape and shape.pairs):
+    if fmt in (*LABELLED_FORMATS, *TAGGED_FORMATS) or (shape and shape.pairs):
         return ""
     for name in _preference_columns(row, columns):
         words = _wanted_answers(row, config)

@@ -26,10 +26,11 @@ from app.model.structure import BaseModel
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_duration
 from app.training.choices import Choices, choose, sections_of
+from app.training.counts import Sums
 from app.training.eta import Eta
 from app.training.preparation import prepare_run
 from app.training.reference import comparing, read_reference
-from app.training.scores import Sums, counts_of, score_rows
+from app.training.scores import counts_of, score_rows
 from app.training.setup import check_on_batch
 
 SECONDS_BETWEEN_MESSAGES = 10.0

@@ -146,7 +146,7 @@ class AdapterExport(Export):
         loading = {
             "stacks": [] if bitsandbytes is None else self.evaluation.base.stacks_of_experts,
             "unpacked": unpacked,
-            "config": str(folder) if task_of(sections.task).pooled else None,
+            "config": str(folder) if task_of(sections.task).has_classes else None,
             "base": str(inside if inside.is_dir() else sections.model.path),
             "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
             "bitsandbytes": bitsandbytes,

@@ -18,9 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from app.config.problems import PROBLEMS
 from app.evaluation.run import Evaluation
 from app.exports import reload
 from app.model.attention import own_attention
+from app.model.problems import PROBLEM_LOSSES
 from app.model.training_model import TrainingModel
 from app.tracking.jsonl_metrics import finite_or_none
 
@@ -81,6 +83,7 @@ class Reference:
     targets: list[Tensor]
     logits: list[Tensor]
     rows_are: str
+    problem: str = "single"  # of the task; otherwise a token or class is chosen
 
     @property
     def ids(self) -> list[Tensor]:
@@ -88,12 +91,19 @@ class Reference:
         return [self.rows[f"ids.{i}"] for i in range(len(self.targets))]
 
     def loss(self, logits: list[Tensor]) -> float:
-        """Mean cross-entropy over all positions."""
+        """Mean loss over all positions."""
         losses = [
-            torch.nn.functional.cross_entropy(each.double(), targets, reduction="sum")
+            PROBLEM_LOSSES[self.problem].of_answers(each.double(), targets, None).sum()
             for each, targets in zip(logits, self.targets, strict=True)
         ]
         return float(sum(losses)) / sum(len(targets) for targets in self.targets)
+
+    def same_choice(self, ours: Tensor, theirs: Tensor) -> float | None:
+        """The share of all choices that both make alike; None where numbers are learnt, which are no choices."""
+        if not PROBLEMS[self.problem].named:
+            return None
+        chosen = PROBLEM_LOSSES[self.problem].chosen
+        return float((chosen(theirs) == chosen(ours)).double().mean())
 
 
 class Reloaded(NamedTuple):
@@ -115,7 +125,9 @@ def reference_of(evaluation: Evaluation) -> Reference:
     del model
     gc.collect()
     torch.cuda.empty_cache()
-    return Reference(rows, targets, [found[str(i)] for i in range(len(targets))], evaluation.rows_are)
+    return Reference(
+        rows, targets, [found[str(i)] for i in range(len(targets))], evaluation.rows_are, evaluation.run.task.problem
+    )
 
 
 def verify(
@@ -156,7 +168,7 @@ def verify(
             found,
             kl=_divergence(ours, theirs) if measure == "kl" else None,
             largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
-            same_choice=float((theirs.argmax(-1) == ours.argmax(-1)).double().mean()),
+            same_choice=reference.same_choice(ours, theirs),
         )
     found = replace(found, difference=difference)
     measured: float | None = getattr(found, measure)

@@ -39,7 +39,7 @@ class MetaModel:
                 sections.quantizer.require_quantizable(sections.model, lm)
                 sections.quantizer.quantize(lm)
             task = task_of(sections.task)
-            if task.pooled:
+            if task.has_classes:
                 keep_head_in_fp32(lm)
             return add_adapter(sections.adapter, task, lm, sections.model.path)
 

@@ -1,7 +1,9 @@
 """Trace of one training step and one evaluation on fake tensors, with every storage and FLOP counted."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +92,11 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
         if settings.on_gpu:  # on a CPU, paged states are in the planned memory
             paged.attach(ordinary(stepper.optimizer))
         stepper.allocate_states()
-        batch = _batch(settings.shape, over_documents=over_documents)
-        evaluated = None if settings.evaluated is None else _batch(settings.evaluated, over_documents=over_documents)
+        blank = partial(training_model.problem.blank, outputs=training_model.language_model.config.num_labels)
+        batch = _batch(settings.shape, blank, over_documents=over_documents)
+        evaluated = (
+            None if settings.evaluated is None else _batch(settings.evaluated, blank, over_documents=over_documents)
+        )
         counter = _counter(settings, stepper, [batch, *([evaluated] if evaluated else [])])
         register_phases(stepper, counter, step_flops, recomputed, offloads=host is not None)
         if settings.on_gpu:
@@ -163,7 +168,7 @@ def _set_gradients(training_model: nn.Module, _args: Any) -> None:
             parameter.grad = torch.empty_like(parameter)
 
 
-def _batch(shape: Shape, *, over_documents: bool) -> Batch:
+def _batch(shape: Shape, blank: Callable[[int], torch.Tensor], *, over_documents: bool) -> Batch:
     documents = None
     if shape.documents:
         bounds = torch.zeros(shape.places + 1, dtype=torch.int32)
@@ -172,7 +177,7 @@ def _batch(shape: Shape, *, over_documents: bool) -> Batch:
         ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
         positions=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
         label_rows=torch.zeros(shape.label_rows, dtype=torch.int64),
-        targets=torch.zeros(shape.label_rows, dtype=torch.int64),
+        targets=blank(shape.label_rows),
         lengths=shape.documents or (shape.width,) * shape.rows,
         num_labels=shape.label_rows,
         num_tokens=shape.tokens,

@@ -47,7 +47,7 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
         return result
     layers = _of_numbers(config.layers, layers_to_adapt(config.targets, lm))
     rows = rows_to_train(config, lm)
-    whole = sorted({*(head_modules(lm) if task.pooled else []), *modules_to_train(config, lm, layers)})
+    whole = sorted({*(head_modules(lm) if task.has_classes else []), *modules_to_train(config, lm, layers)})
     experts = expert_wrappers(lm) if config.experts else []
     expected = {layer + end for layer in [*layers, *experts] for end in method.trained}
     expected |= {f"{name}.token_adapter.trainable_tokens_delta.default" for name in rows}

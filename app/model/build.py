@@ -179,7 +179,7 @@ def assemble(
     missing = missing_kernels(recurrent_mixers(network))
     if missing and device is not None and device.type == "cuda":
         training_model.add_remark(f"recurrent layers: computed by plain torch, slow without {' and '.join(missing)}")
-    if device is None and not training_model.pooled:
+    if device is None and not training_model.has_classes:
         training_model.use_linear_head(linear_head(training_model.language_model))
     if sharding is None:
         fill()
@@ -237,7 +237,7 @@ def _grouped_experts(
 
 def choose_loss_head(training_model: TrainingModel, batch: Batch) -> list[Comparison]:
     """Use a linear head where its loss and gradients are those of the model's own."""
-    head = None if training_model.pooled else linear_head(training_model.language_model)
+    head = None if training_model.has_classes else linear_head(training_model.language_model)
     if head is None:
         return []
     own_way = "loss head: computed in the model's own way, which takes more memory: "
@@ -259,7 +259,7 @@ def open_training_base(sections: ModelSections, device: torch.device, seed: int)
     options = LoadOptions(sections.base_dtype, device, register(sections.attention, compiled_on))
     task = task_of(sections.task)
     base = open_base(sections.model, task, options, seed, sections.quantizer)
-    if task.pooled:
+    if task.has_classes:
         keep_head_in_fp32(base.lm)
     return base
 

@@ -54,7 +54,7 @@ def check_head(model: TrainingModel, batch: Batch) -> Comparison:
     """Refuse a model with logits other than its head applied to its backbone's output."""
     mode = model.training
     model.eval()
-    has_wider = model.pooled or trained_copies(model.network)  # weights in fp32 beside those of the base
+    has_wider = model.has_classes or trained_copies(model.network)  # weights in fp32 beside those of the base
     with model.autocast(batch.ids.device) if has_wider else contextlib.nullcontext():
         if model.pooled:
             own, ours = _pooled_logits(model, batch)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from app.chat_rendering import ConversationRefused, render_chat
+from app.config.problems import PROBLEMS
 from app.errors import ConfigError, PromptTooLong
 from app.model.attention import NAME, own_attention
 from app.model.head import takes_segments
+from app.model.problems import PROBLEM_LOSSES
 
 Message = dict[str, Any]
 
@@ -179,6 +181,14 @@ def _new_ids(
     return [list(takewhile(lambda token: token not in ends, row)) for row in out[:, width:].tolist()]
 
 
+@torch.no_grad()
+def tags_of_words(lm: Any, ids: Any, first: Any) -> list[str]:
+    """The tag of each word of one text, from its tokens and the mask of the first token of each word."""
+    logits = lm(input_ids=torch.as_tensor(ids, dtype=torch.int64, device=lm.device)[None]).logits[0]
+    found = logits[torch.as_tensor(first, device=lm.device)].argmax(-1).tolist()
+    return [lm.config.id2label[at] for at in found]
+
+
 @dataclass(frozen=True, slots=True)
 class Classifier:
     """A classification model with its tokenizer; longer texts are cut to `max_length` tokens."""
@@ -186,20 +196,21 @@ class Classifier:
     lm: Any
     tokenizer: Any
     max_length: int
+    problem: str = "single"
 
     def answers(self, texts: Sequence[Sequence[str]]) -> Iterator[tuple[dict[str, float], bool]]:
-        """The probability of every label, likeliest first, and whether the text or pair was cut; one at a time, so
-        that no padding changes a probability.
+        """The probability of every label, likeliest first, or the numbers, and whether the text or pair was cut; one at
+        a time, so that no padding changes them.
         """
         for each in texts:
             cut = len(self.tokenizer(*each, verbose=False).input_ids) > self.max_length
-            yield self._likelihoods(each), cut
+            yield self._values(each), cut
 
     @torch.no_grad()
-    def _likelihoods(self, texts: Sequence[str]) -> dict[str, float]:
+    def _values(self, texts: Sequence[str]) -> dict[str, float]:
         read = self.tokenizer(*texts, truncation=True, max_length=self.max_length, return_tensors="pt")
         wanted = ["input_ids", *(["token_type_ids"] if len(texts) > 1 and takes_segments(self.lm) else [])]
         given = {name: read[name].to(self.lm.device) for name in wanted if name in read}
-        found = self.lm(**given).logits[0].float().softmax(-1).tolist()
-        names = self.lm.config.id2label
-        return dict(sorted(((names[at], p) for at, p in enumerate(found)), key=lambda each: -each[1]))
+        values = PROBLEM_LOSSES[self.problem].values(self.lm(**given).logits[0].float()).tolist()
+        found = {self.lm.config.id2label[at]: value for at, value in enumerate(values)}
+        return dict(sorted(found.items(), key=lambda each: -each[1])) if PROBLEMS[self.problem].named else found

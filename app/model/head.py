@@ -9,10 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-
-from app.batch import IGNORE
 
 Head = Callable[[Tensor], Tensor]  # [n, hidden] -> [n, vocabulary]
 
@@ -118,13 +115,6 @@ def keep_head_in_fp32(lm: nn.Module) -> None:
 def takes_segments(lm: Any) -> bool:
     """Whether the backbone takes token types, which tell the two texts of a pair apart."""
     return "token_type_ids" in inspect.signature(lm.base_model.forward).parameters
-
-
-@torch.no_grad()
-def class_scores(head: Head, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss and the likeliest class of each document."""
-    logits = head(rows).float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none"), logits.argmax(-1)
 
 
 def _has_weights(module: nn.Module) -> bool:

@@ -87,11 +87,11 @@ def _one_for_each(
     for name, each in lm.state_dict(keep_vars=True).items():
         shared.setdefault(id(each), []).append(name)
         if name in found and found[name].shape != each.shape:
-            if in_backbone(lm, name) or not task.pooled:
+            if in_backbone(lm, name) or not task.has_classes:
                 raise ValueError(f"{name} is {tuple(found[name].shape)}, the model has {tuple(each.shape)}")
             del found[name]
     lacking = [names[0] for names in shared.values() if found.keys().isdisjoint(names)]
-    drawn = [name for name in lacking if task.pooled and not in_backbone(lm, name)]
+    drawn = [name for name in lacking if task.has_classes and not in_backbone(lm, name)]
     computed = [name for name, _ in lm.named_buffers() if _is_optional(lm, name)]
     _require_none_missing(config, task, folder, {*lacking}.difference(drawn, computed))
     for names in shared.values():
@@ -168,7 +168,7 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
 
     Only a head for the labels of a run is drawn, where the folder has none of its size: see `drawing_by`.
     """
-    if task.pooled:
+    if task.has_classes:
         options |= {"config": numbers_in_folder(config, task, folder), "ignore_mismatched_sizes": True}
     quiet_transformers()
     with _readable(config, folder):
@@ -181,7 +181,7 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
             **options,
         )
     odd = {*found["missing_keys"], *(each[0] for each in found.get("mismatched_keys", ()))}
-    missing = {name for name in odd if in_backbone(lm, name) or not task.pooled}
+    missing = {name for name in odd if in_backbone(lm, name) or not task.has_classes}
     _require_none_missing(config, task, folder, missing)
     return lm
 

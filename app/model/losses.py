@@ -6,10 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from app.batch import IGNORE, Batch
+from app.batch import Batch
 from app.config.schema import PreferenceConfig, TaskConfig
 from app.model.preference import log_ratios, loss_of_labelled, loss_of_pairs
 
@@ -42,7 +41,10 @@ def _of_likely_tokens(model: "TrainingModel", states: Tensor, batch: Batch) -> T
 
 
 def _of_classes(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(model.head(states).float(), batch.targets, ignore_index=IGNORE, reduction="sum")
+    losses, logits = model.class_losses(states, batch)
+    if not batch.num_labels:
+        return logits.sum() * 0.0  # which the graph depends on
+    return losses.sum() if batch.weights is None else losses @ batch.weights.per_target
 
 
 def over_documents(of_rows: OfDocuments, of_step: OfDocuments | None = None) -> Loss:
@@ -82,6 +84,7 @@ LOSSES: dict[str, Callable[[TaskConfig, PreferenceConfig], Loss]] = {
     "causal": lambda task, _preference: _BY_NAME[task.loss],
     "masked": lambda _task, _preference: _TOKENS,
     "classification": lambda _task, _preference: _CLASSES,
+    "tokens": lambda _task, _preference: _CLASSES,
     "preference": lambda _task, preference: over_documents(partial(loss_of_pairs, preference)),
     "preference_label": lambda _task, preference: over_documents(partial(loss_of_labelled, preference), log_ratios),
 }

@@ -150,7 +150,7 @@ def plan_merge(
     beside: set[str] = set()  # files' tensors of what the text part is a part of
     if part is not None:
         beside = tensors.keys() - {file for name, file in of_text.items() if name} - converted.names.keys()
-    tensors = _with_whole(lm, tensors, of_text, trained_whole, pooled=task.pooled)
+    tensors = _with_whole(lm, tensors, of_text, trained_whole, pooled=task.has_classes)
     names = _names_in_files(lm, in_folder, tensors, stored, converted.parameters, sections.model.path)
     return Merge(
         tensors=tensors,

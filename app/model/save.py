@@ -34,7 +34,9 @@ def save_model(
     """
     network: Any = training_model.network
     lm: Any = training_model.language_model
-    if training_model.pooled and lm.config.pad_token_id is None:  # without it transformers answers one text at a time
+    if (
+        training_model.has_classes and lm.config.pad_token_id is None
+    ):  # without it transformers answers one text at a time
         lm.config.pad_token_id = tokenizer.pad_token_id
     if training_model.network is not training_model.language_model:
         given: dict[str, Any] = {} if tensors is None else {"state_dict": dict(tensors)}
@@ -44,7 +46,7 @@ def save_model(
             save_as_update(folder, start)
         if text_part is not None:
             rename_adapter(folder, folder, text_part.in_whole)
-        if training_model.pooled:  # names and number of the classes are nowhere else
+        if training_model.has_classes:  # names and number of the classes are nowhere else
             numbers = copy.deepcopy(lm.config)
             numbers.architectures = [type(lm).__name__]
             numbers.save_pretrained(str(folder))

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from app.config.did_you_mean import did_you_mean
+from app.config.problems import PROBLEMS
 from app.config.schema import ModelConfig
 from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist, refuse
@@ -183,7 +184,9 @@ def class_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
 
 def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> None:
     """Refuse a classifier of equally many other classes: its head would be reused; of another size one is drawn."""
-    is_classifier = any("ForSequenceClassification" in name for name in numbers.architectures or ())
+    suffix = task.auto_class.removeprefix("AutoModel")
+    names = task.has_classes and (task.problem is None or PROBLEMS[task.problem].named)
+    is_classifier = names and any(suffix in name for name in numbers.architectures or ())
     known = [str(numbers.id2label[at]) for at in sorted(numbers.id2label)] if is_classifier else []
     if task.labels and len(known) == len(task.labels) and known != list(task.labels):
         raise ConfigError(
@@ -198,7 +201,7 @@ def _configured(task: Task, numbers: Any) -> Any:
     if task.labels:
         numbers.id2label = dict(enumerate(task.labels))
         numbers.label2id = {label: at for at, label in enumerate(task.labels)}
-        numbers.problem_type = "single_label_classification"
+        numbers.problem_type = None if task.problem is None else PROBLEMS[task.problem].problem_type
     if task.pooled and hasattr(numbers, "classifier_pooling"):
         # the classifier is new: nothing has learnt the mean of all tokens
         numbers.classifier_pooling = "bos" if type(numbers).classifier_pooling == "late" else "cls"

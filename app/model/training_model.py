@@ -15,8 +15,9 @@ from app.model.activation_checkpointing import repeated_layers
 from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
 from app.model.compile import CompiledLayers
 from app.model.fusion import Fused
-from app.model.head import Head, class_scores, head_parameters, own_head, pooled_head, takes_segments
+from app.model.head import Head, head_parameters, own_head, pooled_head, takes_segments
 from app.model.losses import LOSSES
+from app.model.problems import PROBLEM_LOSSES
 from app.model.quantization import Quantizer
 from app.model.recurrent import lay_aside
 
@@ -55,7 +56,10 @@ class TrainingModel(nn.Module):
         self.compiled_layers = compiled_layers
         self.fused = Fused()
         self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded
-        self.pooled = task_of(task).pooled
+        self.pooled, self.has_classes = task_of(task).pooled, task_of(task).has_classes
+        self.problem_kind, self.problem = task.problem, PROBLEM_LOSSES[task.problem]
+        self._class_weights = task.class_weights if isinstance(task.class_weights, list) else None
+        self._weights_on_device: Tensor | None = None
         self.loss = LOSSES[task.kind](task, preference)
         lm = self.language_model
         self.linear: LinearHead | None = None
@@ -85,8 +89,20 @@ class TrainingModel(nn.Module):
         """The loss of each target, and the token or class that the model would have chosen."""
         with self.autocast(batch.ids.device):
             rows = self._labelled_rows(batch)
-            score = partial(class_scores, self.head) if self.pooled else self.token_scores
-            return score(rows, batch.targets)
+            if not self.has_classes:
+                return self.token_scores(rows, batch.targets)
+            losses, logits = self.class_losses(rows, batch)
+            return losses, self.problem.chosen(logits)
+
+    def class_losses(self, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of each answer, and logits, which a batch without answers has for its filling."""
+        logits = self.head(rows).float()
+        if not batch.num_labels:
+            return logits.new_zeros(0), logits
+        weights = self._class_weights
+        if weights is not None and (self._weights_on_device is None or self._weights_on_device.device != logits.device):
+            self._weights_on_device = torch.tensor(weights, device=logits.device)  # once: the host waits for it
+        return self.problem.of_answers(logits, batch.targets, self._weights_on_device), logits
 
     def token_loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         """The sum of cross-entropies over all targets, each times its weight, from hidden states."""
@@ -182,12 +198,12 @@ class TrainingModel(nn.Module):
 
     @gathers
     @torch.no_grad()
-    def likelihoods(self, ids: Tensor, segments: Tensor | None) -> Tensor:
-        """The probability of each class for one document."""
+    def values(self, ids: Tensor, segments: Tensor | None) -> Tensor:
+        """The probability of each class, or the numbers, for one document."""
         lm = self.language_model
         given = {name: each[None].to(lm.device) for name, each in self.segment_arguments(segments).items()}
         logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False, **given).logits
-        return logits[0].float().softmax(-1).cpu()
+        return self.problem.values(logits[0].float()).cpu()
 
 
 def first_position(lm: Any) -> int:

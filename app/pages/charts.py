@@ -130,16 +130,18 @@ def line_chart(quantity: Quantity, series: Sequence[Series], *, legend: bool = T
     )
 
 
-def dot_chart(quantity: Quantity, x_name: str, dots: Sequence[tuple[float, float, str]]) -> Chart:
-    """A chart with a dot at each x and y, with its tooltip; the lowest are marked."""
+def dot_chart(
+    quantity: Quantity, x_name: str, dots: Sequence[tuple[float, float, str]], best: Callable[..., float] = min
+) -> Chart:
+    """A chart with a dot at each x and y, with its tooltip; the best are marked."""
     values = sorted({x for x, _, _ in dots})
     across = axis_of(values, may_log=True, min_log_ratio=_MIN_SWEPT_LOG_RATIO)
     if across.log and len(values) <= _MAX_SWEPT_TICKS:
         across = replace(across, ticks=_labelled(values, format_number))
     up = _vertical_axis(quantity, [y for _, y, _ in dots])
-    lowest = min(y for _, y, _ in dots)
+    marked = best(y for _, y, _ in dots)
     drawn = [
-        Dot(percent(across.share(x)), percent(1 - up.share(y)), text, 2 if y == lowest else 0, y == lowest)
+        Dot(percent(across.share(x)), percent(1 - up.share(y)), text, 2 if y == marked else 0, y == marked)
         for x, y, text in dots
     ]
     return Chart(quantity, across.named(x_name), across, up, dots=drawn)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.config.metrics import LOGGED, METRICS, SHARES
+from app.config.metrics import LOGGED, METRICS, TOLD
 from app.config.validate import format_value
 from app.pages.answers import last_answers
 from app.pages.curves import curves_of_several
@@ -29,9 +29,9 @@ _UNCOMPARED_KEYS = ("output_dir", "resume")
 _OF_HELD_OUT_ROWS = (*LOGGED, "objective")
 _RESULTS = (
     ("held-out loss", "eval_loss", METRICS["eval_loss"].text, min),
-    *((metric.label, metric.name, metric.text, max) for metric in SHARES),
+    *((metric.label, metric.name, metric.text, min if metric.better == "lower" else max) for metric in TOLD),
     ("last training loss", "train_loss_last", format_number, min),
-    ("best loss", "objective", format_number, min),
+    ("best objective", "objective", format_number, None),
     ("steps", "steps", format_integer, None),
     ("tokens a second", "tokens_per_second", format_count, max),
     ("samples a second", "samples_per_second", format_count, max),

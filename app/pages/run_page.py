@@ -48,7 +48,7 @@ _COUNTS = {
     "held_out": "held out of these",
 }
 _SHORT = "{:.3g}".format
-_TILES = ("exact_match", "accuracy", "eval_loss")
+_TILES = ("exact_match", "accuracy", "mae", "pearson", "eval_loss")
 _HASHES = {"train": "rows to train on", "eval": "rows held out", "tokenizer": "tokenizer", "base": "base"}
 _CHOICES = {"recompute": "recompute of layers", "tokens": "tokens of a micro-batch"}
 _PROCESS_MEMORY = (
@@ -163,8 +163,11 @@ def _notes(run: SavedRun) -> Iterator[tuple[str, str]]:
 def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     result, last = run.result, run.lines[-1] if run.lines else {}
     best, macro_f1, start = result.get("objective"), METRICS["macro_f1"], section_of(result, "start_metrics")
+    by_loss = result.get("objective_is", "eval_loss") == "eval_loss"
     more = {
-        "eval_loss": "" if best == result.get("eval_loss") else f", best {format_or(best, format_number)}",
+        "eval_loss": ""
+        if not by_loss or best == result.get("eval_loss")
+        else f", best {format_or(best, format_number)}",
         "accuracy": f"; {macro_f1.label} {format_or(result.get(macro_f1.name), macro_f1.text)}",
     }
     for key in _TILES:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from app.config.metrics import METRICS, cost_of
 from app.pages.charts import Chart, Quantity, dot_chart
 from app.pages.curves import curves_of_several
 from app.pages.ladder_table import measured_tables
@@ -26,7 +27,7 @@ Trial = Mapping[str, Any]
 def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> str:
     """The page for sweep.json in a folder. Links to the pages of trials are relative to `target`."""
     trials, name, ladder = content["trials"], folder.resolve().name, content.get("ladder")
-    ranked = sorted(trials, key=lambda each: (each["objective"] is None, each["objective"] or 0.0, each["number"]))
+    ranked = sorted(trials, key=_rank)
     ranked = trials if ladder else ranked  # rungs are compared in their order
     keys = [] if ladder else list(dict.fromkeys(key for trial in trials for key in trial["values"]))
     statuses = {trial["status"] for trial in trials}
@@ -55,6 +56,12 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> str:
     )
 
 
+def _rank(trial: Trial) -> tuple[bool, float, int]:
+    objective = trial["objective"]
+    cost = 0.0 if objective is None else cost_of(objective, trial.get("objective_is"))
+    return objective is None, cost, trial["number"]
+
+
 def _name(trial: Trial) -> str:
     values = " ".join(f"{key}={value}" for key, value in trial["values"].items())
     return f"{trial['number']}: {values}" if values else Path(trial["folder"]).name
@@ -79,15 +86,23 @@ def _objective(runs: Sequence[SavedRun]) -> str:
     known = [run.result for run in runs if run.result.get("objective") is not None]
     if not known:
         return "objective"
-    return "training loss" if known[0].get("eval_loss") is None else "held-out loss"
+    name = known[0].get("objective_is", "eval_loss")
+    if name is None or known[0].get("eval_loss") is None:
+        return "training loss"
+    return "held-out loss" if name == "eval_loss" else METRICS[name].label
 
 
 def _tiles(ranked: Sequence[Trial], objective: str) -> Iterator[tuple[str, str | None]]:
     known = [trial["objective"] for trial in ranked if trial["objective"] is not None]
     done = sum(trial["status"] == "finished" for trial in ranked)
-    yield f"best {objective} (lower is better)", format_number(known[0]) if known else None
+    yield f"best {objective} ({_better(ranked)} is better)", format_number(known[0]) if known else None
     yield f"finished of {len(ranked)} trials", str(done)
     yield "time of all trials", format_duration(sum(trial["seconds"] for trial in ranked))
+
+
+def _better(trials: Sequence[Trial]) -> str:
+    name = next((each.get("objective_is") for each in trials if each["objective"] is not None), None)
+    return "lower" if name is None else METRICS[name].better
 
 
 def _best(content: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
@@ -116,7 +131,9 @@ def _panel(key: str, trials: Sequence[Trial], objective: str) -> Chart | None:
         )
         for value, trial in found
     ]
-    return dot_chart(Quantity(f"{objective.capitalize()} by {key}", "lower is better", may_log=True), key, dots)
+    better = _better(known)
+    quantity = Quantity(f"{objective.capitalize()} by {key}", f"{better} is better", may_log=True)
+    return dot_chart(quantity, key, dots, min if better == "lower" else max)
 
 
 def _row(rank: int, trial: Trial, keys: Sequence[str], folder: Path, target: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Search:
         has_only_dry_runs = number > STARTUP_TRIALS and all(each.status == DRY_RUN for each in ended)
         if number > self.count or has_only_dry_runs:
             return None
-        observed = [(each.proposed or {}, each.objective) for each in ended]
+        observed = [(each.proposed or {}, each.cost) for each in ended]
         first = self._first() if number == 1 else None
         return self._trial(number, first or suggest(self._dimensions, observed, seed=self._seed, number=number))
 

@@ -244,6 +244,7 @@ class Runner:
             outcome,
             status=result.get("status", FAILED),
             objective=result.get("objective"),
+            objective_is=result.get("objective_is"),
             steps=result.get("steps"),
             tokens_per_second=result.get("tokens_per_second"),
             samples_per_second=result.get("samples_per_second"),

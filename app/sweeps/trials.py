@@ -11,6 +11,7 @@ from typing import Any
 
 from hydra.errors import HydraException
 
+from app.config.metrics import cost_of
 from app.config.overrides import parse_override
 from app.errors import AppError, CheckpointError, ConfigError
 from app.files import read_json, write_json
@@ -54,12 +55,18 @@ class Outcome:
     proposed: Mapping[str, Any] | None = None
     status: str = PENDING
     objective: float | None = None
+    objective_is: str | None = None  # the metric; None: the loss of training
     steps: int | None = None
     tokens_per_second: float | None = None
     samples_per_second: float | None = None
     seconds: float = 0.0
     exit_code: int | None = None
     error: str | None = None
+
+    @property
+    def cost(self) -> float | None:
+        """The objective as a number of which less is better."""
+        return None if self.objective is None else cost_of(self.objective, self.objective_is)
 
 
 def describe(swept: Sequence[str]) -> str:
@@ -145,8 +152,8 @@ def _refuse_foreign(given: str, names: Sequence[str]) -> None:
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes by objective, the lowest first and those without one (failed, NaN) last."""
-    return sorted(outcomes, key=lambda each: (each.objective is None, each.objective or 0.0, each.number))
+    """Outcomes by objective, the best first and those without one (failed, NaN) last."""
+    return sorted(outcomes, key=lambda each: (each.cost is None, each.cost or 0.0, each.number))
 
 
 def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:

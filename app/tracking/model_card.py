@@ -23,7 +23,7 @@ _SETTINGS = {
     "training": ("epochs", "max_steps", "clip"),
     "batching": ("packing", "tokens", "rows", "accumulation"),
     "dataset": ("format", "train_on", "max_length", "on_overflow", "eval_fraction"),
-    "task": ("kind", "mask_share", "labels"),
+    "task": ("kind", "mask_share", "problem", "labels", "class_weights"),
 }
 _OF_SPLIT = ("source", "rows_read", "samples", "tokens", "trained_tokens", "dropped", "truncated", "bad_rows")
 _PIPELINES = {task.auto_class: task.pipeline for task in TASKS.values()}

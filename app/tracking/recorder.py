@@ -25,6 +25,7 @@ from app.tracking.trackers import Tracker, open_tracker
 STATUSES = ("finished", "stopped", "failed", "dry_run")
 RESULT_KEYS = (
     "objective",
+    "objective_is",
     "steps",
     "train_loss_first",
     "train_loss_last",

@@ -152,7 +152,8 @@ def offload_notes(training: TrainingConfig, device: str) -> list[str]:
 
 def size_notes(run: RunConfig, base: BaseModel) -> Iterator[str]:
     """A remark where sizes of matrix products leave tensor cores of a GPU partly idle."""
-    names = ["hidden_size", "intermediate_size", "moe_intermediate_size", *(["vocab_size"] * (not base.task.pooled))]
+    of_vocabulary = [] if base.task.has_classes else ["vocab_size"]
+    names = ["hidden_size", "intermediate_size", "moe_intermediate_size", *of_vocabulary]
     sizes = {name: getattr(base.numbers.get_text_config(), name, None) for name in names}
     if run.batching.packing:  # padded rows are a multiple of 8 wide
         sizes["batching.tokens"] = run.batching.tokens

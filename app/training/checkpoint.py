@@ -15,6 +15,7 @@ from torch import Tensor
 
 from app.config.commands import resume_command
 from app.config.fields import number
+from app.config.metrics import METRICS
 from app.config.schema import CheckpointConfig
 from app.config.validate import parse_section
 from app.distributed import sharded_checkpoint as sharded
@@ -64,7 +65,7 @@ class Progress:
     trained_tokens: int = number(0, at_least=0)
     skipped_steps: int = number(0, at_least=0)
     skipped_in_a_row: int = number(0, at_least=0)
-    best_loss: float | None = None
+    best_loss: float | None = None  # of the objective, with the other sign where more is better
     best_step: int = number(0, at_least=0)
     evals_without_gain: int = number(0, at_least=0)
     first_loss: float | None = None
@@ -76,13 +77,13 @@ class Progress:
     # how often micro-batches are halved since they did not fit into memory
     depth: int = number(0, at_least=0, at_most=MAX_DEPTH)
 
-    def note_eval(self, metrics: Mapping[str, float], min_delta: float) -> bool:
-        """Take in an evaluation; true when it is the best so far. A loss that is not finite is never the best."""
-        self.metrics, loss = dict(metrics), metrics["eval_loss"]
-        self.last_eval_loss = loss
-        improved = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss - min_delta)
+    def note_eval(self, metrics: Mapping[str, float], min_delta: float, objective: str = "eval_loss") -> bool:
+        """Take in an evaluation; true when it is the best so far. A value that is not finite is never the best."""
+        self.metrics, cost = dict(metrics), METRICS[objective].cost(metrics[objective])
+        self.last_eval_loss = metrics["eval_loss"]
+        improved = math.isfinite(cost) and (self.best_loss is None or cost < self.best_loss - min_delta)
         if improved:
-            self.best_loss, self.best_step, self.evals_without_gain = loss, self.step, 0
+            self.best_loss, self.best_step, self.evals_without_gain = cost, self.step, 0
             self.best_metrics = self.metrics
         else:
             self.evals_without_gain += 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.adapters import changes_base
+from app.config.metrics import METRICS
 from app.config.tasks import task_of
 from app.distributed.fsdp import whole_tensors
 from app.files import checksummed_folder
@@ -36,7 +37,7 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
         if _load_best(trainer, recorder):
             metrics = progress.best_metrics
         else:
-            result["objective"] = progress.last_eval_loss  # that of final/, as otherwise
+            result["objective"] = progress.metrics[resolved.config.eval.objective]  # that of final/, as otherwise
     result["final_metrics"] = finite(metrics)
     model = trainer.parts.stepper.model
     tensors = None if model.sharding is None else whole_tensors(saved_tensors(model))
@@ -76,7 +77,7 @@ def loading_of(sections: ModelSections, base: BaseModel, folder: Path, drawn: Pa
         quantization=sections.quantization.kind,
         quantized="" if trained_by is None else trained_by.card,
         bitsandbytes=sections.bitsandbytes_arguments(base) if is_adapter else None,
-        own_classes=is_adapter and task_of(sections.task).pooled,
+        own_classes=is_adapter and task_of(sections.task).has_classes,
         needs_transformers_5=needs_transformers_5(drawn if base_inside else folder),
     )
 
@@ -92,11 +93,14 @@ def record_stop(trainer: Trainer, recorder: Recorder, predicted: Predicted | Non
 def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
     """Numbers of result.json; a start that had nothing left to do has no speed of its own."""
     progress, runtime = trainer.progress, trainer.parts.runtime
-    losses = (progress.best_loss, progress.last_eval_loss, progress.last_loss)
+    metric = METRICS[trainer.parts.config.eval.objective]
+    best = None if progress.best_loss is None else metric.cost(progress.best_loss)
+    losses = (best, progress.metrics.get(metric.name), progress.last_loss)
     measured = int(runtime.host_group.max(trainer.memory.bytes or 0))  # shards may differ in size
     return {
         **trainer.speed,
         "objective": next((loss for loss in losses if loss is not None), None),
+        "objective_is": metric.name if progress.metrics else None,
         "steps": progress.step,
         "train_loss_first": progress.first_loss,
         "train_loss_last": progress.last_loss,

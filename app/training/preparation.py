@@ -11,11 +11,13 @@ from typing import Any
 
 from app.config.dataset import formats_for, has_chats, paths_of
 from app.config.dataset_schema import DatasetConfig
+from app.config.problems import PROBLEMS
 from app.config.rules import problems_of
-from app.config.schema import RunConfig, TrainingConfig
-from app.config.tasks import Task, task_of
+from app.config.schema import RunConfig, TaskConfig, TrainingConfig
+from app.config.tasks import Task, labelling_of, task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.detect_format import detect_formats
+from app.data.labels import class_weights
 from app.data.loader import Loader, StepSplit
 from app.data.objectives import Objective, build_objective
 from app.data.prepare import Data, prepare, stop_if_wrong
@@ -84,14 +86,20 @@ def prepare_run(
     if problems:
         raise ConfigError([*problems[:-1], f"{problems[-1]} ({'; '.join(notes)})"])
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(dataset), shipped=base.task.tokenizer)
-    data = read(dataset, tokenizer, run.cache_dir, notes, partial(judge, longest_row=base.longest_row), run.task.labels)
+    judge = partial(judge, longest_row=base.longest_row)
+    data = read(dataset, tokenizer, run.cache_dir, notes, judge, run.task.labels, labelling_of(run.task))
     task = run.task
-    if base.task.unit == "class" and not task.labels:
-        report(_class_problems(dataset, data.classes, base.task))
-        task = replace(task, labels=list(data.classes) if len(data.classes) > 1 else [])
+    least = PROBLEMS[task.problem].least_labels if base.task.has_classes else 2
+    if base.task.has_classes and not task.labels:
+        report(_class_problems(dataset, data.classes, base.task, least))
+        task = replace(task, labels=list(data.classes) if len(data.classes) >= least else [])
         base = replace(base, task=task_of(task))
-    elif len(data.classes) == 1 and read is prepare:
-        report(_class_problems(dataset, data.classes, base.task))
+    elif not base.task.has_classes and len(data.classes) == 1 and read is prepare:
+        report(_class_problems(dataset, data.classes, base.task, least))
+    if task.class_weights is not None and task.labels:
+        weights, problems = _class_weights(task, data)
+        report(problems)
+        task = replace(task, class_weights=weights)
     objective = build_objective(task, tokenizer, run.seed, bidirectional=base.is_bidirectional)
     report(_unknown_ids(run, base, data))
     adapter, part = run.adapter, None if run.adapter.start is None else base.text_part
@@ -109,9 +117,27 @@ def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str
     return replace(dataset, max_length=longest)
 
 
-def _class_problems(dataset: DatasetConfig, classes: Sequence[str], task: Task) -> Iterator[str]:
+def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, list[str]]:
+    """The weight of each label, where they are given or balanced; what is wrong with them."""
+    given, labels = task.class_weights, task.labels
+    if isinstance(given, list):
+        listed = ", ".join(labels)
+        wrong = (
+            f"task.class_weights has {len(given)} numbers, and there are {len(labels)} labels: {listed}. Give as many."
+        )
+        return given, [wrong] if len(given) != len(labels) else []
+    try:
+        return class_weights(labelling_of(task), labels, data.train.class_counts(), len(data.train)), []
+    except ValueError as fault:
+        return None, [
+            f"task.class_weights=balanced: {fault}, so it has no weight. Leave it out of task.labels and of the rows, "
+            "or give the weights as numbers."
+        ]
+
+
+def _class_problems(dataset: DatasetConfig, classes: Sequence[str], task: Task, least: int) -> Iterator[str]:
     """Labels of rows that nothing can be learnt of."""
-    if len(classes) < 2:
+    if len(classes) < least:
         only = f"all have the label {classes[0]}" if classes else "none has a label"
         yield f"dataset.path={paths_of(dataset)}: of its rows {only}, so {task.one_label}"
 

@@ -15,6 +15,7 @@ from app.data.loader import Loader, eval_batches
 from app.data.objectives import Objective
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime, start
+from app.errors import ConfigError
 from app.model import quantization
 from app.model.build import ModelCounts, ModelSections, count_weights
 from app.model.compile import require_compilable, require_compilable_attention
@@ -26,6 +27,7 @@ from app.training.choices import Choices, choose, sections_of
 from app.training.identity import base_hash, compared_settings, start_hash
 from app.training.optimizer_in_backward import require_gradients_one_by_one
 from app.training.preparation import Prepared, StepPlan, plan_steps, prepare_run
+from app.training.scores import metrics_of
 
 _PER_PROCESS_KEYS = {"output_dir", "cache_dir", "launch"}  # compared by themselves, or free to differ
 
@@ -101,6 +103,12 @@ def resolve_run(
     The memory planner answers where the config says auto.
     """
     prepared = prepare_run(run, log)
+    known = metrics_of(prepared.config)
+    if prepared.config.eval.objective not in known:
+        raise ConfigError(
+            f"eval.objective={prepared.config.eval.objective}: this task has no such metric. Choose one of "
+            f"{', '.join(known)}."
+        )
     prepared.base.on_meta()  # a model that cannot be trained is refused before the machine is looked at
     resolved = _settle(prepared, checkpoints, log, planner)
     resolved.runtime.host_group.require_same(_equal_on_all_ranks(resolved, checkpoints))

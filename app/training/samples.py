@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from app.config.problems import PROBLEMS, text_of
 from app.config.schema import RunConfig
 from app.data.length_statistics import histogram
-from app.data.objectives import Classification, LabelledTokens, Objective
+from app.data.objectives import Classification, LabelledTokens, Objective, WordTags
 from app.data.token_dataset import TokenRows
 from app.model.generate import end_ids, generate
 from app.model.training_model import TrainingModel
@@ -50,7 +51,7 @@ def _row(rows: TokenRows, i: int, objective: Objective, tokenizer: Any) -> dict[
     return {
         "place": rows.source_location(i),
         "tokens": len(ids),
-        "trained_tokens": int(np.count_nonzero(marks)) + bool(answer),
+        "trained_tokens": int(np.count_nonzero(marks)) or int(bool(answer)),
         "pieces": pieces,
     }
 
@@ -142,7 +143,7 @@ def _answered(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
 
 def _answered_as_wanted(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     """Generate from prompts whose answer in the rows is wanted."""
-    wanted = np.flatnonzero(held_out.rows.has_class(["true"]))
+    wanted = np.flatnonzero(held_out.rows.where_label(lambda label: label == "true"))
     count = min(len(held_out.indices), len(wanted))
     chosen = wanted[np.linspace(0, len(wanted) - 1, count).astype(int)].tolist() if count else []
     return _answered(replace(held_out, indices=chosen), model) if chosen else []
@@ -158,21 +159,34 @@ def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
 
 
 def _classified(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
-    """Predict the class of each row, with its probability."""
+    """Predict the class of each row, with its probability, or its classes, or numbers."""
+    problem = PROBLEMS[model.problem_kind]
     assert isinstance(held_out.objective, Classification)
     samples = []
     for i in held_out.indices:
         (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
-        likelihoods = model.likelihoods(*_as_tensors(row))
-        best = int(likelihoods.argmax())
+        found = dict(zip(held_out.objective.names, model.values(*_as_tensors(row)).tolist(), strict=True))
+        answer = problem.answer(found)
         samples.append(
             Sample(
                 prompt=held_out.text(row.ids),
-                expected=held_out.rows.class_of(i),
-                answer=held_out.objective.names[best],
-                likelihood=float(likelihoods[best]),
+                expected=held_out.objective.shown(held_out.rows, i)[1],
+                answer=text_of(answer),
+                likelihood=found.get(answer) if isinstance(answer, str) else None,
             )
         )
+    return samples
+
+
+def _tagged(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
+    """Predict the tag of each word of each row."""
+    assert isinstance(held_out.objective, WordTags)
+    names, samples = held_out.objective.names, []
+    for i in held_out.indices:
+        (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
+        found = model.predicted(torch.from_numpy(row.ids.astype(np.int64)))[row.at]
+        expected, answer = (" ".join(names[at] for at in each.tolist()) for each in (row.targets, found))
+        samples.append(Sample(prompt=held_out.text(row.ids), expected=expected, answer=answer))
     return samples
 
 
@@ -203,6 +217,7 @@ ANSWERS: dict[str, Callable[[HeldOutRows, TrainingModel], list[Sample]]] = {
     "causal": _answered,
     "masked": _filled,
     "classification": _classified,
+    "tokens": _tagged,
     "preference": _answered,
     "preference_label": _answered_as_wanted,
 }

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,34 +20,12 @@ from app.model.losses import log_probabilities
 from app.model.preference import LABEL_PREFERENCES, PREFERENCES, Answers, is_wanted
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
+from app.training.class_counts import CLASS_COUNTS
+from app.training.counts import ANSWERS, EXACT, HITS, LABELS, LOSS, NUM_BASIC, WEIGHT, Counts, Sums
+from app.training.tag_counts import count_tags
 
-Sums = NDArray[np.float64]  # [..., 6 and a task's own] for each row or a sum of rows
-LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # all but losses and weights are counts
-_NUM_BASIC = 6
 _TIE = 1e-3  # a smaller margin is rounding: before step 1 the model is its own reference
 _NORMAL_95 = 1.96  # standard errors
-
-
-def _no_columns(batch: Batch, losses: Tensor, _chosen: Tensor) -> Tensor:
-    return losses.new_zeros(len(batch.documents_of_rows), 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What is summed of each row of a task, and the metrics that come of the sums."""
-
-    ratios: Mapping[str, tuple[int, int]]  # metrics that are one column over another, with their margins
-    others: Callable[[Sums], Mapping[str, NDArray[np.float64]]] = lambda _: {}
-    answers: bool = False  # whether exact match of whole answers is counted
-    own: Callable[[Batch, Tensor, Tensor], Tensor] = _no_columns  # [rows, num_own], from losses and choices of labels
-    num_own: int = 0  # columns after the first six
-
-    def metrics(self, sums: Sums) -> dict[str, NDArray[np.float64]]:
-        """Metrics from sums. NaN where there is nothing to divide by: rows without answers have no exact match."""
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            ratios = {name: sums[..., top] / sums[..., below] for name, (top, below) in self.ratios.items()}
-            found = {**ratios, **self.others(sums)}
-        return {name: found[name] for name in sorted(found, key=[*METRICS].index)}
 
 
 def _count_tokens(run: RunConfig) -> Counts:
@@ -60,28 +38,8 @@ def _perplexity(sums: Sums) -> dict[str, NDArray[np.float64]]:
     return {"perplexity": np.exp(sums[..., LOSS] / sums[..., WEIGHT])}
 
 
-def _count_classes(run: RunConfig) -> Counts:
-    ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(run.task.labels)
-    return Counts(ratios, _macro_f1, own=partial(_occurrences, classes), num_own=3 * classes)
-
-
-def _occurrences(classes: int, batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
-    """Whether each class is true, predicted or both, by document."""
-    names = torch.arange(classes, device=chosen.device)
-    true, predicted = (each[: batch.num_labels, None] == names for each in (batch.targets, chosen))
-    return torch.cat([true, predicted, true & predicted], dim=1)
-
-
-def _macro_f1(sums: Sums) -> dict[str, NDArray[np.float64]]:
-    """The mean F1 of all classes that are true or were predicted at least once."""
-    true, predicted, both = np.split(sums[..., _NUM_BASIC:], 3, axis=-1)
-    occurrences = true + predicted
-    f1 = np.divide(2 * both, occurrences, out=np.zeros_like(both), where=occurrences > 0)
-    return {"macro_f1": f1.sum(axis=-1) / (occurrences > 0).sum(axis=-1)}
-
-
 def _count_pairs(run: RunConfig) -> Counts:
-    correct, decided, exact, margin, *sides = range(_NUM_BASIC, _NUM_BASIC + 10)
+    correct, decided, exact, margin, *sides = range(NUM_BASIC, NUM_BASIC + 10)
     ratios = {
         "eval_loss": (LOSS, WEIGHT),
         "pair_accuracy": (correct, decided),
@@ -118,8 +76,8 @@ def _would_be_written(batch: Batch, chosen: Tensor) -> Tensor:
 
 
 def _count_labelled(run: RunConfig) -> Counts:
-    sides = [range(start, start + 4) for start in (_NUM_BASIC, _NUM_BASIC + 4)]
-    exact = _NUM_BASIC + 8
+    sides = [range(start, start + 4) for start in (NUM_BASIC, NUM_BASIC + 4)]
+    exact = NUM_BASIC + 8
     ratios = {
         "eval_loss": (LOSS, WEIGHT),
         "exact_match": (exact, sides[0][-1]),
@@ -130,7 +88,7 @@ def _count_labelled(run: RunConfig) -> Counts:
 
 
 def _margin_of_means(sums: Sums) -> dict[str, NDArray[np.float64]]:
-    wanted, _, _, many, unwanted, _, _, others = (sums[..., _NUM_BASIC + at] for at in range(8))
+    wanted, _, _, many, unwanted, _, _, others = (sums[..., NUM_BASIC + at] for at in range(8))
     return {"reward_margin": wanted / many - unwanted / others}
 
 
@@ -148,7 +106,8 @@ def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Te
 COUNTS: dict[str, Callable[[RunConfig], Counts]] = {
     "causal": _count_tokens,
     "masked": _count_tokens,
-    "classification": _count_classes,
+    "classification": lambda run: CLASS_COUNTS[run.task.problem](run),
+    "tokens": count_tags,
     "preference": _count_pairs,
     "preference_label": _count_labelled,
 }
@@ -157,6 +116,13 @@ COUNTS: dict[str, Callable[[RunConfig], Counts]] = {
 def counts_of(run: RunConfig) -> Counts:
     """What is counted of the held-out rows of a run."""
     return COUNTS[run.task.kind](run)
+
+
+def metrics_of(run: RunConfig) -> list[str]:
+    """Names of the metrics that a run has of held-out rows."""
+    counts = counts_of(run)
+    rows = np.zeros((1, NUM_BASIC + counts.num_own))
+    return list(counts.metrics(rows if counts.of_all is None else counts.of_all(rows)))
 
 
 def logged(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -178,12 +144,21 @@ def score(
     `depth`: how often batches are halved where all processes must make the same number of passes.
     """
     _, found = _of_rows(model, batches, runtime, counts, depth)
+    if counts.of_all is not None:
+        found = _shared(found, runtime.host_group, counts.of_all)
     used = [(a, b) for top, below in counts.ratios.values() for a, b in ((top, top), (top, below), (below, below))]
     mine = [*found.sum(axis=0), *(found[:, a] @ found[:, b] for a, b in used), len(found)]
     totals = np.array(runtime.host_group.totals([float(each) for each in mine]))
     sums, products, rows = np.split(totals, [found.shape[1], -1])
     metrics = {key: float(value) for key, value in counts.metrics(sums).items()}
     return metrics | _margins(metrics, counts, sums, products.reshape(-1, 3), float(rows[0]))
+
+
+def _shared(mine: Sums, host_group: HostGroup, of_all: Callable[[Sums], Sums]) -> Sums:
+    """This process's rows with columns that need the rows of all processes."""
+    every = host_group.all_gather_object(mine)
+    together, first = of_all(np.concatenate(every)), sum(map(len, every[: host_group.rank]))
+    return together[first : first + len(mine)]
 
 
 def _margins(
@@ -219,11 +194,11 @@ def score_documents(model: TrainingModel, batches: Iterable[Batch], runtime: Run
 
 def score_rows(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, counts: Counts) -> Sums:
     """The sums of each of `rows` rows, in their order, gathered on every process."""
-    total = np.zeros((rows, _NUM_BASIC + counts.num_own))
+    total = np.zeros((rows, NUM_BASIC + counts.num_own))
     mine = _of_rows(model, batches, runtime, counts, depth=0)
     for samples, found in runtime.host_group.all_gather_object(mine):
         total[samples] = found
-    return total
+    return total if counts.of_all is None else counts.of_all(total)
 
 
 def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, depth: int) -> Iterable[Batch]:
@@ -304,6 +279,7 @@ def _of_rows(
         for part, (losses, chosen) in _scored(model, batches, runtime, depth):
             batch, number = part.to(device), part.num_labels
             correct = batch.targets[:number] == chosen[:number]
+            correct = correct if correct.ndim == 1 else correct.all(-1)  # an answer of several outputs
             samples += part.samples
             on_device, on_host = _row_sums(part, losses[:number], correct, answers=counts.answers)
             if model.loss.of_rows is not None:

@@ -9,7 +9,7 @@ import torch
 
 from app.config.commands import python
 from app.config.dataset import formats_of, has_held_out_rows
-from app.config.metrics import SHARES
+from app.config.metrics import TOLD
 from app.config.preferences import balance_notes
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
@@ -215,7 +215,7 @@ def closing_message(
             f"\nnote    wanted answers became less likely, {fall}: look at the answers; preference.sft=1 holds them up"
         )
     task = TASKS[run.task.kind]
-    if task.writes_text or task.pooled:
+    if task.writes_text or task.has_classes:
         command, then = "app.generate", ' prompt="..."'
     else:  # what finds hidden tokens answers nothing
         command, then = "app.evaluate", "" if has_held_out_rows(run.dataset) else " dataset.path=..."
@@ -231,7 +231,7 @@ def closing_message(
 
 def _shares(metrics: Mapping[str, float], start: Mapping[str, float]) -> Iterator[str]:
     """What part of the answers is right, and was before the first step."""
-    for share in SHARES:
+    for share in TOLD:
         if share.name in metrics:
             was = f" (was {share.text(start[share.name])})" if share.name in start else ""
             yield f", {share.label} {share.text(metrics[share.name])}{was}"

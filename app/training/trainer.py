@@ -205,7 +205,7 @@ class Trainer:
         if batches is None or not (self._at_end() or self._due(self._config.eval.every)):
             return False
         metrics = self._evaluated(batches)
-        return self.progress.note_eval(metrics, self._config.eval.min_delta)
+        return self.progress.note_eval(metrics, self._config.eval.min_delta, self._config.eval.objective)
 
     def _evaluated(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
         """Metrics of the held-out rows, recorded; the time does not count as training."""

@@ -12,7 +12,7 @@ from tests.harness.runs import SECRET, SMALL, FinishedRuns, Zygote, losses, metr
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]
 STEP_KEYS += ["tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"]
-RESULT_KEYS = ["status", "objective", "steps", "train_loss_first", "train_loss_last", "eval_loss"]
+RESULT_KEYS = ["status", "objective", "objective_is", "steps", "train_loss_first", "train_loss_last", "eval_loss"]
 RESULT_KEYS += ["exact_match", "tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"]
 RESULT_KEYS += [
     "device_used_bytes",

@@ -31,6 +31,16 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "its labels are learnt by task=classification alone, and this is task=causal"),
     ({"task.labels": ["a", "b"]}, "task.labels=[a, b] means nothing for task=causal. Set task=classification"),
     ({**LABELS, "task.labels": ["a"]}, "task.labels=[a]: there is nothing to choose"),
+    (
+        {**LABELS, "task.problem": "regression", "task.class_weights": "balanced"},
+        "task.class_weights=balanced with task.problem=regression: numbers have no classes",
+    ),
+    ({**LABELS, "task.class_weights": [1.0, 0.0]}, "task.class_weights=[1.0, 0.0]: weights are above 0 and finite"),
+    (
+        {**LABELS, "task.labels": ["a", "b"], "task.class_weights": [1.0]},
+        "task.class_weights=[1.0] has 1 numbers for 2 labels of task.labels",
+    ),
+    ({"eval.objective": "exact_match", **NO_EVAL}, "eval.objective=exact_match needs held-out rows"),
     ({**LABELS, "task.labels": ["a", "b", "a"]}, "task.labels=[a, b, a] names a more than once"),
     ({**LABELS, "dataset.train_on": "all"},
      "train_on=all means nothing for dataset.format=labelled_text. Choose auto"),

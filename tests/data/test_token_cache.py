@@ -81,7 +81,7 @@ def test_cached_labels_come_back(tmp_path: Path) -> None:
     assert rows.class_counts() == {"9": 1, "10": 2}
     assert [rows.class_of(i) for i in range(3)] == ["10", "9", "10"]
     assert [rows.second_start(i) for i in range(3)] == [0, 1, 2]
-    assert rows.has_class(["10", "none"]).tolist() == [True, False, True]
+    assert rows.where_label(lambda label: label in ("10", "none")).tolist() == [True, False, True]
     assert rows.label_counts.tolist() == [1, 1, 1]
     mixed = TokenRows.concat([written(tmp_path / "plain", ROWS), rows]).select([0, 4])
     assert mixed.class_counts() == {"9": 1}

@@ -14,17 +14,21 @@ from app.config.adapters import ADAPTER_KINDS
 from app.config.finished_run import EXPORT_KINDS
 from app.config.load import compose_run
 from app.config.metrics import METRICS
+from app.config.problems import PROBLEMS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.row_formats import ROW_FORMATS
 from app.config.tasks import TASKS
 from app.data.formats import READERS
+from app.data.labels import LABELLINGS
 from app.data.objectives import MOST_LABELS, OBJECTIVES
 from app.exports.export import EXPORTS
 from app.model.adapters import ADAPTERS
 from app.model.attention import BACKENDS, register
 from app.model.losses import LOSSES
+from app.model.problems import PROBLEM_LOSSES
 from app.model.quantization import QUANTIZATIONS
 from app.train import train
+from app.training.class_counts import CLASS_COUNTS
 from app.training.samples import ANSWERS
 from app.training.scores import COUNTS
 from app.training.trainer import Trainer
@@ -41,6 +45,12 @@ TABLES: dict[str, dict[str, Any]] = {
     },
     "row format": {"app.config.row_formats.ROW_FORMATS": ROW_FORMATS, "app.data.formats.READERS": READERS},
     "metric": {"app.config.metrics.METRICS": METRICS},
+    "problem": {
+        "app.config.problems.PROBLEMS": PROBLEMS,
+        "app.data.labels.LABELLINGS": LABELLINGS,
+        "app.model.problems.PROBLEM_LOSSES": PROBLEM_LOSSES,
+        "app.training.class_counts.CLASS_COUNTS": CLASS_COUNTS,
+    },
     "task": {
         "app.config.tasks.TASKS": TASKS,
         "app.data.objectives.MOST_LABELS": MOST_LABELS,

@@ -15,6 +15,7 @@ EXAMPLES = {
     "attention": "sdpa",
     "export": "merged",
     "metric": "perplexity",
+    "problem": "multi",
     "quantization": "fp8",
     "row format": "sharegpt",
     "task": "classification",

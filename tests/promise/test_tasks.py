@@ -24,8 +24,8 @@ from app.data.types import Document, Row
 from app.model.losses import log_probabilities, over_documents
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import Sample
+from app.training.counts import LOSS, WEIGHT, Counts
 from app.training.samples import HeldOutRows
-from app.training.scores import LOSS, WEIGHT, Counts
 from app.training.trainer import Trainer
 from tests.harness.runs import result, same_ending
 from tests.promise.conftest import Toys

@@ -66,6 +66,7 @@ def test_recorder_finished_run_files(folder: RunFolder) -> None:
     assert result == {
         "status": "finished",
         "objective": 1.25,
+        "objective_is": None,
         "steps": 10,
         "train_loss_first": STEP["loss"],
         "train_loss_last": 0.5,

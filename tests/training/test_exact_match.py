@@ -15,7 +15,8 @@ from app.distributed.process_group import Runtime
 from app.evaluation.compare import Comparison
 from app.model.generate import end_ids, generate
 from app.model.training_model import TrainingModel
-from app.training.scores import ANSWERS, EXACT, LABELS, Sums, counts_of, score, score_rows
+from app.training.counts import ANSWERS, EXACT, LABELS, Sums
+from app.training.scores import counts_of, score, score_rows
 from tests.model.small import VOCABULARY, training_model_of
 from tests.training.conftest import small_run, stepper_of
 from tests.training.rows import Row, stretches, token_rows

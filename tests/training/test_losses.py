@@ -21,7 +21,8 @@ from app.model.chunked_loss import linear_head
 from app.model.losses import LOSSES, over_documents
 from app.model.training_model import TrainingModel
 from app.oom_retry import halve, split_batch
-from app.training.scores import LABELS, LOSS, WEIGHT, counts_of, score, score_rows
+from app.training.counts import LABELS, LOSS, WEIGHT
+from app.training.scores import counts_of, score, score_rows
 from app.training.train_step import Stepper
 from tests.harness.scarcity import scarce
 from tests.model.small import distance, documents_of, gradients, lora, outcome, training_model_of

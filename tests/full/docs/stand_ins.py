@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from app.assets import ROOT
 
@@ -54,6 +55,24 @@ def _reviews(path: Path) -> None:
     path.write_text("\n".join(["text,label", *told]) + "\n")
 
 
+def _topics(path: Path) -> None:
+    rows = [{"text": f"Page {n} of them.", "label": ["war", "art"][: n % 3]} for n in range(ROWS)]
+    _write_rows(path, rows)
+
+
+def _stars(path: Path) -> None:
+    _write_rows(path, [{"text": f"Meal {n} was warm.", "label": n % 5 + 0.5} for n in range(ROWS)])
+
+
+def _names(path: Path) -> None:
+    words, tags = ["Anna", "went", "to", "Rome"], ["B-PER", "O", "O", "B-LOC"]
+    _write_rows(path, [{"tokens": words[n % 3 :], "tags": tags[n % 3 :]} for n in range(ROWS)])
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def _preferences(path: Path) -> None:
     asked = [[{"role": "user", "content": f"What is {n} and {n}?"}] for n in range(ROWS)]
     said = [[{"role": "assistant", "content": word}] for word in ("Yes.", "No.")]
@@ -76,6 +95,9 @@ STAND_INS: dict[str, Callable[[Path], None]] = {
     "preferences.jsonl": _preferences,
     "downloaded": _with_splits,
     "reviews.csv": _reviews,
+    "topics.jsonl": _topics,
+    "stars.jsonl": _stars,
+    "names.jsonl": _names,
     "data": _tables,
 }
 

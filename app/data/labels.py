@@ -1,0 +1,194 @@
+"""Labels of rows, as texts of the token rows: which classes they name, and the targets that they become."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.data.types import RowProblem, kind_of
+
+FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_MAX_LABEL_CHARS = 200  # a longer one is a text in the wrong column
+_NOT_ONE = "must be one label, a word or a whole number, found"
+
+
+@dataclass(frozen=True, slots=True)
+class Labelling:
+    """What the label of a row is for one kind of answers."""
+
+    classes: Callable[[str], Sequence[str]]  # that a label names, several times where it has several places
+    targets: Callable[[str, Sequence[str]], NDArray[Any]]  # from a label and all classes; a line for each answer
+    problem: Callable[[str], str]  # what is wrong with a label, behind the name of its column; empty: nothing
+    balanced: Callable[[NDArray[np.float64], int], NDArray[np.float64]] | None = None  # weights of classes, from how
+    # often each occurs, and the number of rows
+    named: bool = True  # whether labels name classes; otherwise they are numbers
+    weighs_answers: bool = True  # whether the weight of its class is that of an answer in the mean of the loss
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLabels:
+    """What the labels of a run are, and the classes that they may name; none: all that its rows name."""
+
+    labelling: str = "single"
+    classes: tuple[str, ...] = ()
+
+
+def as_text(found: Any) -> str:
+    """A label as it stands in a cell, as text that does not tell a CSV file from a table; a list as JSON."""
+    if isinstance(found, str):
+        found = found.strip()
+        if not found.startswith("["):
+            return str(found)
+        try:
+            found = json.loads(found)
+        except ValueError:
+            return str(found)
+    if isinstance(found, list):
+        parts = [as_text(part) for part in found if not isinstance(part, list)]
+        if len(parts) < len(found):
+            raise RowProblem("has a list in a list, which is no label")
+        return json.dumps(parts, ensure_ascii=False)
+    if isinstance(found, bool | int):
+        return str(found).lower()
+    if isinstance(found, float) and math.isfinite(found):
+        return repr(found)
+    raise RowProblem(f"{_NOT_ONE} {kind_of(found)}")
+
+
+def tags_as_text(found: list[Any]) -> str:
+    """The tags of the words of a row as JSON; names beside numbers are a row that was put together wrongly."""
+    if len({isinstance(tag, bool | int | float) for tag in found}) > 1:
+        raise RowProblem("has numbers beside names; give one of them in all rows")
+    return as_text(found)
+
+
+def first_tags(label: str, number: int) -> str:
+    """The label of so many first words."""
+    return json.dumps(parts_of(label)[:number], ensure_ascii=False)
+
+
+def parts_of(label: str) -> list[str]:
+    """The parts of a label that is a list; the label itself, where it is none."""
+    if not label.startswith("["):
+        return [label]
+    try:
+        parts: list[str] = json.loads(label)
+    except ValueError:
+        return [label]
+    return parts
+
+
+def _single_problem(label: str) -> str:
+    if label.startswith("[") and parts_of(label) != [label]:
+        return (
+            f"{_NOT_ONE} a list: rows with several labels each are learnt by task.problem=multi, and numbers by "
+            "task.problem=regression"
+        )
+    if FRACTION.fullmatch(label):
+        return (
+            f"is {label}, and a label is a word or a whole number: values between classes (regression) are learnt by "
+            "task.problem=regression; else name the classes, 'low' and 'high', or 4 in place of 4.0"
+        )
+    return _name_problem(label)
+
+
+def _name_problem(label: str) -> str:
+    if not label:
+        return f"{_NOT_ONE} empty"
+    return f"has {len(label):,} characters: that is a text, no label" if len(label) > _MAX_LABEL_CHARS else ""
+
+
+def _multi_problem(label: str) -> str:
+    for part in parts_of(label):
+        if FRACTION.fullmatch(part):
+            return (
+                f"has {part}, and labels are words or whole numbers: numbers are learnt by task.problem=regression, a "
+                "list of shares (0.0, 1.0) is to name the labels that hold"
+            )
+        if problem := _name_problem(part):
+            return problem
+    return ""
+
+
+def _number_problem(label: str) -> str:
+    parts = parts_of(label)
+    words = [part for part in parts if not _NUMBER.fullmatch(part) or not math.isfinite(float(part))]
+    if words or not parts:
+        what = repr(words[0][:_MAX_LABEL_CHARS]) if words else "empty"
+        return f"must be a number, found {what}: task.problem=single learns words as labels"
+    return ""
+
+
+def _tags_problem(label: str) -> str:
+    for part in dict.fromkeys(parts_of(label)):
+        if FRACTION.fullmatch(part):
+            return f"has {part}, and a tag is a name or a whole number"
+        if problem := _name_problem(part):
+            return problem
+    return ""
+
+
+def _each_of(label: str, classes: Sequence[str]) -> NDArray[Any]:
+    return np.array([classes.index(part) for part in parts_of(label)], np.int32)
+
+
+def _one_of(label: str, classes: Sequence[str]) -> NDArray[Any]:
+    return np.array([classes.index(label)], np.int32)
+
+
+def _some_of(label: str, classes: Sequence[str]) -> NDArray[Any]:
+    return np.isin(np.array(classes, object), parts_of(label)).astype(np.float32)[None]
+
+
+def _numbers(label: str, _classes: Sequence[str]) -> NDArray[Any]:
+    return np.array([[float(part) for part in parts_of(label)]], np.float32)
+
+
+def _outputs(label: str) -> Sequence[str]:
+    """Names of the numbers of a row."""
+    count = len(parts_of(label))
+    return ("value",) if count == 1 else tuple(f"value_{number}" for number in range(1, count + 1))
+
+
+def _of_equal_sums(occurrences: NDArray[np.float64], _rows: int) -> NDArray[np.float64]:
+    """All classes together weigh the same, and answers 1 on average, as scikit-learn's `balanced` has it."""
+    return np.asarray(occurrences.sum() / (len(occurrences) * occurrences), np.float64)
+
+
+def _against_absence(occurrences: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
+    """A class that holds counts as much as its absence in all other rows: torch's `pos_weight`."""
+    return np.asarray((rows - occurrences) / occurrences, np.float64)
+
+
+def class_weights(labelling: str, classes: Sequence[str], counts: Mapping[str, int], rows: int) -> list[float]:
+    """The weights that `task.class_weights=balanced` stands for; ValueError names a class that has none."""
+    balanced = LABELLINGS[labelling].balanced
+    assert balanced is not None
+    for name in classes:
+        if not counts.get(name):
+            raise ValueError(f"no row that is trained on has the label {name}")
+    found = balanced(np.array([counts[name] for name in classes], np.float64), rows)
+    for name, weight in zip(classes, found, strict=True):
+        if weight <= 0:
+            raise ValueError(f"every row that is trained on has the label {name}")
+    return [float(f"{weight:.6g}") for weight in found]
+
+
+LABELLINGS: dict[str, Labelling] = {
+    "single": Labelling(lambda label: (label,), _one_of, _single_problem, _of_equal_sums),
+    "multi": Labelling(
+        lambda label: tuple(dict.fromkeys(parts_of(label))),
+        _some_of,
+        _multi_problem,
+        _against_absence,
+        weighs_answers=False,
+    ),
+    "tokens": Labelling(parts_of, _each_of, _tags_problem, _of_equal_sums),
+    "regression": Labelling(_outputs, _numbers, _number_problem, named=False),
+}

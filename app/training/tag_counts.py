@@ -1,0 +1,72 @@
+"""What is counted of tagged words: right tags, F1 of tags, and F1 of entities by the rule of seqeval and CoNLL.
+
+An entity is an uninterrupted run of words of one type. It begins at B or S, after E or S, or where the type changes,
+so a run may begin with I. One is right if its type and both of its ends are.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.batch import Batch
+from app.config.schema import RunConfig
+from app.training.class_counts import Metrics, macro_f1, occurrences
+from app.training.counts import HITS, LABELS, LOSS, WEIGHT, Counts, Sums, rows_of_labels
+
+_OUTSIDE = "O"
+_LETTERS, _STARTS, _ENDS = "BIES", "BS", "ES"  # first ones of tags in entities, of those that begin and end one
+_ENTITIES = 3  # true, predicted, both
+
+
+def count_tags(run: RunConfig) -> Counts:
+    """Counts of a run whose tags are names of entities or, without F1 of these, any others."""
+    names = run.task.labels
+    ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(names)
+    entities = are_entities(names)
+    own = partial(_of_rows, classes, names if entities else [])
+    return Counts(ratios, _f1 if entities else macro_f1, own=own, num_own=3 * classes + _ENTITIES * entities)
+
+
+def are_entities(names: Sequence[str]) -> bool:
+    """Whether the tags are O and names like B-PER."""
+    return any(name != _OUTSIDE for name in names) and all(
+        name == _OUTSIDE or (name[:1] in _LETTERS and name[1:2] in ("", "-")) for name in names
+    )
+
+
+def _f1(sums: Sums) -> Metrics:
+    true, found, both = np.split(sums[..., -_ENTITIES:], _ENTITIES, axis=-1)
+    return {**macro_f1(sums[..., :-_ENTITIES]), "entity_f1": (2 * both / (true + found))[..., 0]}
+
+
+def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+    """How often each tag is true, predicted or both in each row, and so of entities."""
+    row = rows_of_labels(batch)
+    found = [occurrences(classes, batch, losses, chosen)]
+    if entities:
+        true, predicted = (_entities(entities, each[: batch.num_labels], row) for each in (batch.targets, chosen))
+        same = (true >= 0) & (true == predicted)
+        found.append(torch.stack([true >= 0, predicted >= 0, same], dim=1))
+    of_labels = torch.cat(found, dim=1).float()
+    return of_labels.new_zeros(len(batch.lengths), of_labels.shape[1]).index_add_(0, row, of_labels)
+
+
+def _entities(names: Sequence[str], tags: Tensor, row: Tensor) -> Tensor:
+    """At the first word of each entity a number of its type and end, -1 at the others."""
+    kinds = list(dict.fromkeys(_type(name) for name in names))
+    facts = [(name[0] in _STARTS, name[0] in _ENDS, name != _OUTSIDE, kinds.index(_type(name))) for name in names]
+    starts, ends, inside, kind = torch.tensor(facts, device=tags.device)[tags].unbind(1)
+    at = torch.arange(len(tags), device=tags.device)
+    apart = (row.roll(1) != row) | (at == 0) | (inside.roll(1) == 0) | (kind.roll(1) != kind) | (ends.roll(1) == 1)
+    begins = (inside == 1) & ((starts == 1) | apart)
+    goes_on = (inside == 1) & ~begins
+    is_last = ~goes_on.roll(-1) | (at == len(tags) - 1)
+    last = torch.where(is_last, at, len(tags)).flip(0).cummin(0).values.flip(0)
+    return torch.where(begins, last * len(kinds) + kind, -1)
+
+
+def _type(name: str) -> str:
+    return name[2:]
