@@ -77,6 +77,7 @@ _NOT_FOR_A_FINISHED_RUN: Mapping[str, Any] = {
     "checkpoint.final": "last",
     "eval.patience": 0,
     "eval.objective": "eval_loss",
+    "eval.also": None,
     "launch.num_processes": 1,
     "model.chat_template": None,
     "model.template_options": {},

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from app.config.adapters import ADAPTER_KINDS
 from app.config.data_rules import DATA_RULES
+from app.config.dataset import has_held_out_rows
 from app.config.preferences import PREFERENCE_KINDS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
@@ -97,6 +98,21 @@ def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
         yield f"{' and '.join(of_rows)} needs held-out rows. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
     elif wants and run.eval.every == 0:
         yield f"{' and '.join(wants)} needs evaluations during the run. Set eval.every=100."
+
+
+def _also_is_beside_held_out_rows(run: RunConfig) -> Iterator[str]:
+    if run.eval.also is None:
+        return
+    if run.preference.kind != "none":
+        yield (
+            f"eval.also={run.eval.also} with preference={run.preference.kind}: a loss over answers is no measure of "
+            "other rows. Leave it out."
+        )
+    if not has_held_out_rows(run.dataset):
+        yield (
+            f"eval.also={run.eval.also}: it is scored beside the held-out rows, and there are none. Set "
+            "dataset.eval_path=FILE or dataset.eval_fraction=0.02."
+        )
 
 
 def _adapter_is_whole(run: RunConfig) -> Iterator[str]:
@@ -336,6 +352,7 @@ RULES: tuple[Rule, ...] = (
     _pairs_fit_their_bins,
     _reference_has_no_noise,
     _best_needs_eval_rows,
+    _also_is_beside_held_out_rows,
     _adapter_is_whole,
     _offload_needs_recomputed_layers,
     _quantization_suits_what_is_trained,

@@ -239,6 +239,7 @@ class EvalConfig:
     rows: int = number(at_least=1)  # rows of an evaluation micro-batch; does not change the result
     samples: int = number(at_least=0)  # held-out prompts to answer at each evaluation
     sample_tokens: int = number(at_least=1)  # largest number of tokens of an answer
+    also: str | None = None  # file, folder, hub id or asset:NAME of general rows, scored beside the held-out ones
     objective: str = choice(*METRICS, default="eval_loss")  # metric by which best, patience and sweeps judge
     patience: int = number(at_least=0)  # evaluations without improvement before the run stops; 0: never
     min_delta: float = number(at_least=0)  # smallest change of the objective that counts as improvement

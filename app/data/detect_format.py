@@ -51,7 +51,7 @@ def detect_formats(
     problems: list[str] = []
     for name, section, source in _undetected(config):
         try:
-            found[name], note = _detect(section, source, key_of(name), formats)
+            found[name], note = detect_format(section, source, key_of(name), formats)
             notes.append(note)
         except DataError as error:
             problems += error.problems
@@ -83,7 +83,8 @@ def _columns(section: DatasetConfig, config: DatasetConfig) -> dict[str, str]:
     return {name: getattr(found, name) for name in (*shape.needs, *renamed)}
 
 
-def _detect(config: DatasetConfig, source: Source, key: str, formats: Sequence[str]) -> tuple[DatasetConfig, str]:
+def detect_format(config: DatasetConfig, source: Source, key: str, formats: Sequence[str]) -> tuple[DatasetConfig, str]:
+    """The section with the format of the rows of one source, and a note on why."""
     named = f"{source.key}={source.name}"
     rows = _first_rows(named, wanted_rows(source.rows(), config, [each.name for each in fields(Columns)]))
     formats = [fmt for fmt in ROW_FORMATS if fmt in formats]

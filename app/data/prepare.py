@@ -12,14 +12,15 @@ from app.config.dataset import has_chats, has_pairs, sources_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import ROW_FORMATS
 from app.data.chat_template import missing_markers, other_template
-from app.data.data_report import Counts, DataReport, LongestRow, in_words, stop_reasons, without_stops
+from app.data.data_report import Counts, DataReport, LongestRow, in_words, split_lines, stop_reasons, without_stops
+from app.data.detect_format import detect_format
 from app.data.formats import fields_of
 from app.data.labels import LABELLINGS, KnownLabels
 from app.data.mixture import Pool, recount
 from app.data.overflow import policy_for
 from app.data.random_rows import RandomRows
 from app.data.row_pipeline import write_rows
-from app.data.sources import Source, eval_source, train_source, unread_splits
+from app.data.sources import Source, also_source, eval_source, train_source, unread_splits
 from app.data.token_cache import cache_key, cached_rows
 from app.data.token_dataset import TokenRows
 from app.data.tokenizer import Tokenizer, check_tokenizer, separates_pairs
@@ -117,6 +118,31 @@ def rows_to_score(
             )
         rows, counts = held.eval, held.report.eval
     return Data(rows.select([]), rows, DataReport(Counts(), counts, notes=[*notes, *_notes(config, tokenizer)]))
+
+
+def rows_beside(
+    path: str,
+    config: DatasetConfig,
+    formats: Sequence[str],
+    tokenizer: Tokenizer,
+    cache_dir: str,
+    judge: Judge,
+    labels: KnownLabels,
+) -> tuple[TokenRows, list[str]]:
+    """The rows of `eval.also`, read as those of the run where their format, found among `formats`, allows it; and lines
+    on what became of them.
+    """
+    source = also_source(path, config)
+    section, _ = detect_format(config, source, "dataset", formats)
+    shape = ROW_FORMATS[section.format]
+    section = replace(
+        section,
+        train_on=config.train_on if config.train_on in shape.train_on else "auto",
+        on_overflow="auto" if config.on_overflow == "split" else config.on_overflow,
+    )
+    reader = {"tokenizer": tokenizer, "cache_dir": cache_dir, "judge": judge, "known": labels}
+    rows, counts = _rows(source, config.eval_max_rows, section, **reader)
+    return rows, [*split_lines("also", counts), f"also: read as dataset={section.format}"]
 
 
 def _pool(config: DatasetConfig, rows_of: Callable[..., RowsOfSource], most: int | None = None) -> Pool:

@@ -211,6 +211,11 @@ def eval_source(config: DatasetConfig) -> Source | None:
     return found
 
 
+def also_source(path: str, config: DatasetConfig) -> Source:
+    """The rows of `eval.also`."""
+    return _open(path, "eval.also", config, None)
+
+
 def unread_splits(config: DatasetConfig) -> Iterator[str]:
     """A note for each source with splits that are neither trained nor evaluated on."""
     for name, section in sources_of(config).items():

@@ -34,6 +34,7 @@ _OTHERS = {
 def curves(run: SavedRun) -> list[Chart]:
     """Charts of a run; none if nothing was logged."""
     losses = [*_training_loss("train", run), Series("held out", run.points("eval_loss"), 1)]
+    losses += [Series("general", points, 2)] if (points := run.points("also_eval_loss")) else []
     memory = replace(_OTHERS["peak_memory_bytes"], title=f"Peak memory of the {run.memory_owner}")
     kinds = {**_SCORES, **_OTHERS, "peak_memory_bytes": memory}
     lines = {key: Series(key.replace("_", " "), run.points(key), int(key in _SCORES)) for key in kinds}

@@ -17,10 +17,11 @@ from app.config.schema import RunConfig, TaskConfig, TrainingConfig
 from app.config.tasks import Task, labelling_of, task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.detect_format import detect_formats
-from app.data.labels import class_weights
+from app.data.labels import KnownLabels, class_weights
 from app.data.loader import Loader, StepSplit
 from app.data.objectives import Objective, build_objective
-from app.data.prepare import Data, prepare, stop_if_wrong
+from app.data.prepare import Data, prepare, rows_beside, stop_if_wrong
+from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, refuse
 from app.model.source import positions_text
 from app.model.structure import BaseModel
@@ -101,11 +102,24 @@ def prepare_run(
         report(problems)
         task = replace(task, class_weights=weights)
     objective = build_objective(task, tokenizer, run.seed, bidirectional=base.is_bidirectional)
-    report(_unknown_ids(run, base, data))
+    report(_unknown_ids(run, base, data.train, data.eval))
     adapter, part = run.adapter, None if run.adapter.start is None else base.text_part
     if part is not None:  # the adapter that it goes on from has the names of the whole
         adapter = replace(adapter, targets=[part.in_text(name) or name for name in adapter.targets])
     return Prepared(replace(run, dataset=dataset, task=task, adapter=adapter), base, tokenizer, data, objective)
+
+
+def rows_of_also(prepared: Prepared) -> tuple[TokenRows | None, list[str]]:
+    """The rows of `eval.also`, in any format that the task learns from, and lines for people."""
+    run, base = prepared.config, prepared.base
+    if run.eval.also is None:
+        return None, []
+    judge = partial(stop_if_wrong, longest_row=base.longest_row, trains=False)
+    labels = KnownLabels(labelling_of(run.task), tuple(run.task.labels))
+    given = (formats_for(run.task.kind), prepared.tokenizer, run.cache_dir, judge, labels)
+    rows, lines = rows_beside(run.eval.also, run.dataset, *given)
+    refuse(_unknown_ids(run, base, rows))
+    return rows, lines
 
 
 def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str], None]) -> DatasetConfig:
@@ -142,9 +156,9 @@ def _class_problems(dataset: DatasetConfig, classes: Sequence[str], task: Task, 
         yield f"dataset.path={paths_of(dataset)}: of its rows {only}, so {task.one_label}"
 
 
-def _unknown_ids(run: RunConfig, base: BaseModel, data: Data) -> Iterator[str]:
+def _unknown_ids(run: RunConfig, base: BaseModel, *splits: TokenRows | None) -> Iterator[str]:
     """Ids beyond the embedding: on a GPU they end the process without a message."""
-    largest = max(rows.largest_id for rows in (data.train, data.eval) if rows is not None)
+    largest = max(rows.largest_id for rows in splits if rows is not None)
     vocabulary = base.vocabulary(largest)
     if largest >= vocabulary:
         yield (

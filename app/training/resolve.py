@@ -13,6 +13,7 @@ from app.batch import Batch
 from app.config.schema import RunConfig
 from app.data.loader import Loader, eval_batches
 from app.data.objectives import Objective
+from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime, start
 from app.errors import ConfigError
@@ -26,7 +27,7 @@ from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.choices import Choices, choose, sections_of
 from app.training.identity import base_hash, compared_settings, start_hash
 from app.training.optimizer_in_backward import require_gradients_one_by_one
-from app.training.preparation import Prepared, StepPlan, plan_steps, prepare_run
+from app.training.preparation import Prepared, StepPlan, plan_steps, prepare_run, rows_of_also
 from app.training.scores import metrics_of
 
 _PER_PROCESS_KEYS = {"output_dir", "cache_dir", "launch"}  # compared by themselves, or free to differ
@@ -41,6 +42,7 @@ class ResolvedRun(Prepared):
     runtime: Runtime
     loader: Loader
     counts: ModelCounts
+    also: TokenRows | None = None  # of `eval.also`
 
     @property
     def sections(self) -> ModelSections:
@@ -50,12 +52,12 @@ class ResolvedRun(Prepared):
     def steps(self) -> StepPlan:
         return plan_steps(self.config.training, self.loader.steps_per_epoch)
 
-    def eval_batches(self) -> Callable[[], Iterator[Batch]] | None:
-        """Each call iterates over this process's share of the held-out rows; None without held-out rows."""
-        if self.data.eval is None:
+    def eval_batches(self, rows: TokenRows | None) -> Callable[[], Iterator[Batch]] | None:
+        """Each call iterates over this process's share of the rows; None without rows."""
+        if rows is None:
             return None
         layout = self.layout(self.config.eval.rows)
-        return partial(eval_batches, self.data.eval, layout, self.runtime.processes, self.runtime.rank)
+        return partial(eval_batches, rows, layout, self.runtime.processes, self.runtime.rank)
 
     def with_objective(self, objective: Objective) -> "ResolvedRun":
         """The same run with another objective, in its loader too."""
@@ -109,8 +111,10 @@ def resolve_run(
             f"eval.objective={prepared.config.eval.objective}: this task has no such metric. Choose one of "
             f"{', '.join(known)}."
         )
+    also, lines = rows_of_also(prepared)
+    prepared.data.report.notes += lines
     prepared.base.on_meta()  # a model that cannot be trained is refused before the machine is looked at
-    resolved = _settle(prepared, checkpoints, log, planner)
+    resolved = replace(_settle(prepared, checkpoints, log, planner), also=also)
     resolved.runtime.host_group.require_same(_equal_on_all_ranks(resolved, checkpoints))
     return resolved
 

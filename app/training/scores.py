@@ -24,6 +24,7 @@ from app.training.class_counts import CLASS_COUNTS
 from app.training.counts import ANSWERS, EXACT, HITS, LABELS, LOSS, NUM_BASIC, WEIGHT, Counts, Sums
 from app.training.tag_counts import count_tags
 
+ALSO = "also_"  # begins the names of metrics of `eval.also`
 _TIE = 1e-3  # a smaller margin is rounding: before step 1 the model is its own reference
 _NORMAL_95 = 1.96  # standard errors
 
@@ -127,8 +128,8 @@ def metrics_of(run: RunConfig) -> list[str]:
 
 def logged(metrics: Mapping[str, float]) -> dict[str, float]:
     """Values for a line of metrics, without shares and means of nothing: of rows without answers, or pairs of ties."""
-    values = {key: metrics[key] for key in LOGGED if key in metrics}
-    return {key: value for key, value in values.items() if key == "eval_loss" or not math.isnan(value)}
+    values = {key: metrics[key] for key in (*LOGGED, *(f"{ALSO}{key}" for key in LOGGED)) if key in metrics}
+    return {key: value for key, value in values.items() if key.endswith("eval_loss") or not math.isnan(value)}
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

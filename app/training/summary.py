@@ -30,7 +30,7 @@ from app.training.checkpoint import Progress
 from app.training.preparation import Prepared, prepare_run
 from app.training.rehearsal import Rehearsal
 from app.training.resolve import ResolvedRun
-from app.training.scores import finite
+from app.training.scores import ALSO, finite
 
 _MIN_SHOWN_DIFFERENCE = 0.0005  # of measured and planned memory; smaller ones would be shown as 0.0 %
 
@@ -202,6 +202,7 @@ def closing_message(
     what = "model" if run.adapter.kind == "none" else "adapter"
     reached = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     reached += "".join(_shares(finite(metrics), progress.start_metrics))
+    reached += _general_loss(metrics, progress.start_metrics)
     if "seconds" in result:
         samples = format_count(result["samples_per_second"])
         speed = f"{result['tokens_per_second']:,.0f} tokens/s, {samples} samples/s, {result['seconds']:,.1f} s"
@@ -235,6 +236,14 @@ def _shares(metrics: Mapping[str, float], start: Mapping[str, float]) -> Iterato
         if share.name in metrics:
             was = f" (was {share.text(start[share.name])})" if share.name in start else ""
             yield f", {share.label} {share.text(metrics[share.name])}{was}"
+
+
+def _general_loss(metrics: Mapping[str, float], start: Mapping[str, float]) -> str:
+    """The loss on the rows of `eval.also`, which rises where the model forgets."""
+    key = f"{ALSO}eval_loss"
+    if key not in metrics:
+        return ""
+    return f", general loss {metrics[key]:.4f}" + (f" (was {start[key]:.4f})" if key in start else "")
 
 
 def _memory_line(result: Mapping[str, float | None]) -> str:

@@ -23,7 +23,7 @@ from app.training.eta import Eta
 from app.training.memory import Measured
 from app.training.memory_in_use import device_used_bytes
 from app.training.preparation import StepPlan
-from app.training.scores import counts_of, finite, logged, score
+from app.training.scores import ALSO, counts_of, finite, logged, score
 from app.training.step_profile import profiled
 from app.training.summary import skipped_message, split_message
 from app.training.train_step import Stepper, StepResult
@@ -43,6 +43,7 @@ class Parts:
     checkpoints: Checkpoints
     recorder: Recorder
     show_samples: Callable[[int], None]
+    also_batches: Callable[[], Iterable[Batch]] | None = None  # of general rows, scored beside
 
     def score(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Score held-out batches by all processes together."""
@@ -212,6 +213,8 @@ class Trainer:
         parts, step = self.parts, self.progress.step
         started = time.perf_counter()
         metrics = parts.score(batches())
+        if parts.also_batches is not None:
+            metrics |= {f"{ALSO}{key}": value for key, value in parts.score(parts.also_batches()).items()}
         parts.recorder.evaluation({"step": step, "epoch": parts.plan.epoch(step), **logged(metrics)})
         parts.show_samples(step)
         seconds = time.perf_counter() - started

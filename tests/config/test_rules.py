@@ -40,6 +40,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {**LABELS, "task.labels": ["a", "b"], "task.class_weights": [1.0]},
         "task.class_weights=[1.0] has 1 numbers for 2 labels of task.labels",
     ),
+    ({"eval.also": "x.jsonl", **NO_EVAL}, "eval.also=x.jsonl: it is scored beside the held-out rows, and there are"),
     ({"eval.objective": "exact_match", **NO_EVAL}, "eval.objective=exact_match needs held-out rows"),
     ({**LABELS, "task.labels": ["a", "b", "a"]}, "task.labels=[a, b, a] names a more than once"),
     ({**LABELS, "dataset.train_on": "all"},
