@@ -36,7 +36,7 @@ def test_general_rows_are_scored_beside_and_change_nothing(
     assert [line["also_eval_loss"] for line in (lines[0], lines[-1])] == [start, end]
     assert "general" in (run / "report.html").read_text()
 
-    given = ("dataset=text", f"dataset.path={general}", "output_dir=scores")
+    given = ("dataset=text", f"dataset.path={general}", "dataset.max_length=64", "output_dir=scores")
     zygote.finish(tmp_path, "run=run", *given, module="app.evaluate")
     scored: dict[str, Any] = json.loads((tmp_path / "scores" / "evaluate.json").read_text())
     assert scored["eval_loss"] == pytest.approx(end, rel=1e-6)
