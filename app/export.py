@@ -4,16 +4,18 @@ python -m app.export run=runs/mine kind=adapter to=exports/mine      the adapter
 python -m app.export run=runs/mine kind=merged to=exports/mine       base and adapter as one model, in bf16
 python -m app.export run=runs/a kind=merged to=exports/ab adapters="[runs/a:0.7,runs/b:0.3]"      several as one
 python -m app.export run=runs/mine kind=quantized quant=nf4 to=exports/mine      the same in 4 bits
+python -m app.export run=runs/mine kind=gguf quant=q8_0 to=exports/mine      for llama.cpp and Ollama
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.commands import run_command
-from app.config.finished_run import EXPORT_ALLOWED, ExportConfig, as_run, export_config
+from app.config.finished_run import EXPORT_ALLOWED, EXPORT_KINDS, ExportConfig, as_run, export_config
 from app.config.help import command_help
 from app.errors import ConfigError
 from app.exports.folder import REPORT, require_target
@@ -23,7 +25,7 @@ from app.tracking.manifest import program_here, read_manifest
 from app.tracking.recorder import read_result
 
 if TYPE_CHECKING:
-    from app.exports.export import Export
+    from app.exports.kinds import Export
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -75,7 +77,13 @@ def _check_parts(config: ExportConfig) -> None:
     from app.data import sources
     from app.model import tokenizer
 
+    packages = EXPORT_KINDS[config.kind].packages
     problems = [*sources.check(config.dataset, training=False), *tokenizer.check(config.model)]
+    if packages and find_spec(packages[0]) is None:
+        problems.append(
+            f"kind={config.kind} needs the package {packages[0]}, which is not installed: pip install "
+            f"{' '.join(packages)}"
+        )
     if problems:
         raise ConfigError(problems)
 

@@ -244,13 +244,22 @@ class ExportKind(NamedTuple):
 
     needs_adapter: bool
     unused: Mapping[str, str] = {}  # keys that would change nothing, with the reason
+    quants: tuple[str, ...] = ()  # that it writes, the first unless another is given
+    packages: tuple[str, ...] = ()  # beside those of the program: one that writes it, and what else the proof needs
 
 
 EXPORT_KINDS = {
     "adapter": ExportKind(True, dict.fromkeys(("dtype", "shard_gb", "quant"), "an adapter is exported as it is")),
     "merged": ExportKind(needs_adapter=False, unused={"quant": "the weights of a merged model have 16 or 32 bits"}),
-    "quantized": ExportKind(needs_adapter=False),
+    "quantized": ExportKind(needs_adapter=False, quants=("nf4", "fp4", "int8")),
+    "gguf": ExportKind(
+        needs_adapter=False,
+        unused={"dtype": "quant says how a GGUF file stores weights", "shard_gb": "a GGUF export is one file"},
+        quants=("bf16", "f16", "q8_0", "q4_0"),
+        packages=("gguf", "xllamacpp"),
+    ),
 }
+_QUANTS = [quant for each in EXPORT_KINDS.values() for quant in each.quants]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -261,7 +270,7 @@ class ExportConfig(_FinishedRun):
     kept_checkpoint: str | None = None  # best, or a number of steps; typed as checkpoint=N
     kind: str = choice(*EXPORT_KINDS)
     dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # with kind=quantized of what is not quantised
-    quant: str = choice("nf4", "fp4", "int8", default="nf4")
+    quant: str = choice("auto", *_QUANTS, default="auto")  # auto: nf4 with kind=quantized, bf16 with kind=gguf
     shard_gb: float = number(5.0, above=0)
     adapters: list[str] = field(default_factory=list)  # RUN:FACTOR or FOLDER:FACTOR, whose updates are summed
     combine: str = choice("auto", "cat", "svd", "linear", default="auto")  # auto: svd with rank=, else cat
@@ -303,7 +312,8 @@ def export_config(arguments: Sequence[str], read_choices: ReadChoices) -> Export
     over = {**_own_files(folder), **_FOR_EXPORT}
     config = validated(apply_changes(run, changes, over), ExportConfig)
     refuse(_export_problems(config, changes))
-    return config
+    quants = EXPORT_KINDS[config.kind].quants
+    return replace(config, quant=quants[0]) if config.quant == "auto" and quants else config
 
 
 def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
@@ -317,6 +327,8 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
         if key in changes:
             other = next(name for name, each in EXPORT_KINDS.items() if key not in each.unused)
             yield f"{key}={changes[key]} would change nothing: {reason}. Leave it out, or give kind={other}."
+    if config.quant != "auto" and kind.quants and config.quant not in kind.quants:
+        yield f"quant={config.quant}: kind={config.kind} writes {', '.join(kind.quants)}. Give one of these."
     yield from _unread_model_path(config, changes, needs_base=False)
     yield from checkpoint_problems(config.kept_checkpoint)
     yield from _combination_problems(config)

@@ -29,6 +29,7 @@ from app.tracking.jsonl_metrics import finite_or_none
 MAX_ROWS = 8
 SHORT_ROW_TOKENS = 512  # such rows are taken first
 MAX_POSITIONS = 64  # of each row
+MAX_LOST_MARGIN = 25  # tolerances of the mean loss, at one position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +39,11 @@ class Verification:
     passed: bool = False
     tolerance: float
     tolerance_is: str
-    tolerance_of: str = "difference"  # or kl
+    tolerance_of: str = "difference"  # or kl, or loss_difference
     difference: float | None = None  # all logits together, relative
     kl: float | None = None  # from the run's model to a quantised one, nats a position
+    loss_difference: float | None = None  # in another program that gives no logits, nats a position
+    lost_margin: float | None = None  # the most, in nats, by which the run's model prefers a token that that does not
     largest_difference: float | None = None  # of one logit, relative to the largest
     same_choice: float | None = None  # share of the positions at which both prefer the same token
     loss_before: float
@@ -49,6 +52,7 @@ class Verification:
     positions: int
     rows_are: str
     failure: str | None = None
+    note: str | None = None  # on what was not compared
     # the same rows on the base of training, where users of the export load another one
     training_difference: float | None = None
     training_loss: float | None = None
@@ -58,9 +62,11 @@ class Verification:
         if self.failure is not None:
             how = "ended without logits" if self.loss_after is None else "computes something else"
             return f"{verdict}: the fresh process {how}: {self.failure}"
+        if self.note is not None:
+            return f"{verdict}: {self.note}"
         measured = getattr(self, self.tolerance_of)
         difference, loss = (math.nan if each is None else each for each in (measured, self.loss_after))
-        unit = " nats a position (KL)" if self.tolerance_of == "kl" else ""
+        unit = {"kl": " nats a position (KL)", "loss_difference": " nats in its loss"}.get(self.tolerance_of, "")
         lines = [
             f"{verdict}: a fresh process differs by {difference:.1e}{unit} (tolerance {self.tolerance:.1e}, "
             f"{self.tolerance_is})",
@@ -110,9 +116,12 @@ class Reloaded(NamedTuple):
     """The rows of a reference as a program computes them that has loaded an export."""
 
     ids: list[Tensor]  # of the tokens that it reads in each row
-    loss: float  # mean cross-entropy over all positions
+    loss: float | None  # mean cross-entropy over all positions; None: no program here reads the export
     logits: list[Tensor] | None  # None: the program gives none, and losses are compared
     digest: str | None = None  # of all tensors, where that was asked for
+    choices: list[Tensor] | None = None  # the likeliest tokens, of a program that gives no logits
+    failure: str | None = None
+    note: str | None = None  # on what was not compared
 
 
 def reference_of(evaluation: Evaluation) -> Reference:
@@ -155,12 +164,18 @@ def verify(
     )
     if isinstance(reloaded, str):
         return replace(verification, failure=reloaded)
+    if reloaded.loss is None:
+        return replace(verification, passed=True, note=reloaded.note)
     found = replace(verification, loss_after=finite_or_none(reloaded.loss))
     other = [i for i, both in enumerate(zip(reference.ids, reloaded.ids, strict=True)) if not torch.equal(*both)]
-    if other:
-        return replace(found, failure=f"it reads other tokens in row {other[0]} of those compared")
+    failure = f"it reads other tokens in row {other[0]} of those compared" if other else reloaded.failure
+    if failure is not None:
+        return replace(found, failure=failure)
     if reloaded.logits is None:
         difference = finite_or_none(abs(reloaded.loss / found.loss_before - 1))
+        found = replace(found, loss_difference=finite_or_none(abs(reloaded.loss - found.loss_before)))
+        if reloaded.choices is not None:
+            found = _with_choices(found, torch.cat(reference.logits), torch.cat(reloaded.choices))
     else:
         ours, theirs = torch.cat(reference.logits), torch.cat(reloaded.logits)
         difference = _relative(reference.logits, reloaded.logits)
@@ -172,7 +187,17 @@ def verify(
         )
     found = replace(found, difference=difference)
     measured: float | None = getattr(found, measure)
+    if found.lost_margin is not None and found.lost_margin > MAX_LOST_MARGIN * found.tolerance:
+        return replace(found, failure=f"it gives up a token that the run prefers by {found.lost_margin:.2g} nats")
     return replace(found, passed=measured is not None and measured <= found.tolerance)
+
+
+def _with_choices(found: Verification, logits: Tensor, choices: Tensor) -> Verification:
+    """How often another program prefers the same token, and the clearest choice that it does not share."""
+    known = logits.double().log_softmax(-1)
+    lost = known.amax(-1) - known.gather(-1, choices[:, None])[:, 0]
+    same = float((known.argmax(-1) == choices).double().mean())
+    return replace(found, same_choice=same, lost_margin=float(lost.max()))
 
 
 def _divergence(ours: Tensor, theirs: Tensor) -> float | None:
@@ -232,7 +257,7 @@ def by_transformers(
             "out": str(Path(place) / "logits.safetensors"),
         }
         save_file(reference.rows, plan["rows"])
-        failure = _run(plan, Path(place) / "plan.json")
+        failure = _run(reload.__file__, plan, Path(place) / "plan.json")
         if failure is not None:
             return failure
         found = load_file(plan["out"])
@@ -242,11 +267,19 @@ def by_transformers(
     return Reloaded(reference.ids, reference.loss(logits), logits, digest)
 
 
-def _run(plan: Mapping[str, Any], file: Path) -> str | None:
-    """Run reload.py; returns what went wrong, or None."""
+def run_fresh(program: str, plan: Mapping[str, Any]) -> dict[str, Any] | str:
+    """What a program writes as JSON to `out` of its plan; a text: what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="verify-export-") as place:
+        out = Path(place) / "out.json"
+        failure = _run(program, {**plan, "out": str(out)}, Path(place) / "plan.json")
+        return failure if failure is not None else dict(json.loads(out.read_text()))
+
+
+def _run(program: str, plan: Mapping[str, Any], file: Path) -> str | None:
+    """Run a file of Python with a plan; returns what went wrong, or None."""
     file.write_text(json.dumps(plan))
     done = subprocess.run(
-        [sys.executable, "-P", reload.__file__, str(file)],  # -P: nothing is imported from its own folder
+        [sys.executable, "-P", program, str(file)],  # -P: nothing is imported from its own folder
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         cwd=file.parent,
         stdin=subprocess.DEVNULL,

@@ -29,6 +29,7 @@ class Merge:
     """A merge of a folder's weights. Names in `updates`, `quantized` and `transposed` are those in its files."""
 
     tensors: Mapping[str, StoredTensor]
+    names: Mapping[str, str]  # in the files, by those of the parameters that are trained, or could be
     updates: Mapping[str, Callable[[Tensor], Tensor]]  # by the adapter
     quantized: frozenset[str]  # during training
     transposed: frozenset[str]  # stored [in, out]
@@ -152,8 +153,11 @@ def plan_merge(
         beside = tensors.keys() - {file for name, file in of_text.items() if name} - converted.names.keys()
     tensors = _with_whole(lm, tensors, of_text, trained_whole, pooled=task.has_classes)
     names = _names_in_files(lm, in_folder, tensors, stored, converted.parameters, sections.model.path)
+    in_text = {name: name if part is None else part.in_text(name) or "" for name in converted.names}
+    of_text = {**of_text, **{name: there for there, name in in_text.items()}}
     return Merge(
         tensors=tensors,
+        names={name: there for name, there in of_text.items() if name and there in tensors},
         updates={names[name]: update for name, update in changes.items()},
         quantized=frozenset(names[name] for name in quantized),
         transposed=frozenset(there for name, there in names.items() if _is_transposed(lm, name)),

@@ -45,6 +45,7 @@ class Loading:
     bitsandbytes: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig that quantise alike
     made_of: str = ""  # a sentence on what was put together
     quantized: str = ""  # a sentence on how far the quantised model is from the one before
+    commands: str = ""  # that load it, where no code of Python does
     own_classes: bool = False  # the adapter brings a config.json that names the classes
     needs_transformers_5: bool = False
 
@@ -88,7 +89,7 @@ def model_card(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapp
         f"# {subject}, tuned from {base}",
         f"Task: {run['task']['kind']}. Base: {base}.",
         "## Loading it",
-        f"```python\n{loading.code(model)}\n```",
+        f"```\n{loading.commands}\n```" if loading.commands else f"```python\n{loading.code(model)}\n```",
         *_serving(run, loading),
         "## Recipe",
         _table(("setting", "value"), _settings(run)),
@@ -111,8 +112,9 @@ def _front(run: Mapping[str, Any], loading: Loading) -> str:
     """YAML metadata for hubs; JSON strings are YAML."""
     model = run["model"]
     licence = {"license": "other", "license_name": "that-of-the-base", "license_link": model.get("licence_page")}
+    library = "peft" if loading.is_adapter else "transformers"
     named = {
-        "library_name": "peft" if loading.is_adapter else "transformers",
+        "library_name": "llama.cpp" if loading.commands else library,
         "pipeline_tag": _PIPELINES.get(loading.auto_class),
         **({"base_model": model["path"]} if _is_hub_id(model) else {}),
         **({"base_model_relation": "adapter" if loading.is_adapter else "finetune"} if _is_hub_id(model) else {}),

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 VOCABULARY = 1536
 PAD, END = "<|pad|>", "<|end|>"
 SPECIAL = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>")
-WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # each digit alone
+WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # of training, so that no merge joins digits
 LONGEST = 512
 WORDPIECE_VOCABULARY, WORDPIECE_WORDS = 1500, 1000
 ENDINGS = (2, 3, 4)  # characters
@@ -60,6 +60,7 @@ def train(texts: Iterable[str]) -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's, which other programs know
     return _as_json(tokenizer)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app import export
-from app.exports.export import MergedExport, QuantizedExport
+from app.exports.kinds import MergedExport, QuantizedExport
 from app.model.quantization import Bits4
 
 

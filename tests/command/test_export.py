@@ -129,7 +129,8 @@ def test_export_of_another_program_is_compared_by_tokens_and_loss(
     """A kind that another program reads is one entry: here one that writes no weights and gives the loss alone."""
     from app.config.finished_run import EXPORT_KINDS, ExportKind, export_config
     from app.evaluation.run import prepare_evaluation
-    from app.exports.export import EXPORTS, Export, make_export, prepare_export
+    from app.exports.export import EXPORTS, make_export, prepare_export
+    from app.exports.kinds import Export
     from app.exports.verify import Reference, Reloaded, verify
 
     given: list[Reference] = []
@@ -156,6 +157,7 @@ def test_export_of_another_program_is_compared_by_tokens_and_loss(
     assert report(tmp_path / "out")["passed"]
     good = export.reload(tmp_path, given[0])
     assert isinstance(good, Reloaded)
+    assert good.loss is not None
     for wrong, line in (
         (good._replace(loss=1.02 * good.loss), "FAILED: a fresh process differs by 2.5e-02"),
         (good._replace(loss=float("nan")), "FAILED: a fresh process differs by nan"),

@@ -25,7 +25,7 @@ def printed(name: str, switch: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("check", ["The settings are those of app.train: python -m app.train --help"]),
         ("generate", ["  model=", "  launch.threads=", "  max_new_tokens=      a whole number (default 256)\n"]),
         ("evaluate", ["  weights=         tuned, base, both (default tuned)", "As in app.train, "]),
-        ("export", ["  kind=         adapter, merged, quantized\n", "  to=           text\n"]),
+        ("export", ["  kind=         adapter, merged, quantized, gguf\n", "  to=           text\n"]),
         ("report", ["  runs=", "  to="]),
         ("convert", ["Reads YAML of Axolotl"]),
         ("reproduce", ["  tolerance=   a number (default 0.0)"]),

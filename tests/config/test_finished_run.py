@@ -171,13 +171,13 @@ def test_harness_with_dataset_keys_refused(run: Path, given: tuple[str, ...], me
 @pytest.mark.parametrize(
     ("adapter", "given", "message"),
     [
-        ("lora", "kind=whole", "kind=whole is none of adapter, merged, quantized."),
+        ("lora", "kind=whole", "kind=whole is none of adapter, merged, quantized, gguf."),
         ("lora", "dtype=int8", "dtype=int8 is none of bf16, fp16, fp32."),
         ("lora", "optimizer.lr=1", "optimizer.lr=1: optimizer.lr does not apply, because an export writes down"),
         ("none", "kind=adapter", "tuned a whole model and has no adapter. Give kind=merged: its weights in dtype=bf16"),
         ("lora", "dtype=fp16", "dtype=fp16 would change nothing: an adapter is exported as it is."),
         ("lora", "quant=int8", "quant=int8 would change nothing: an adapter is exported as it is."),
-        ("lora", "quant=gptq", "quant=gptq is none of nf4, fp4, int8. Exports in GPTQ and AWQ need gptqmodel, a GPU"),
+        ("lora", "quant=gptq", "bf16, f16, q8_0, q4_0. Exports in GPTQ and AWQ need gptqmodel, a GPU"),
         ("lora", "model.path=/models", "model.path=/models would not be read: the base of this run had random weights"),
     ],
 )  # fmt: skip

@@ -32,7 +32,7 @@ OTHERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "app.export": lambda words: export_config(words, lambda _: {}),
     "app.reproduce": lambda words: reproduce_config(words, lambda _: {}),
 }
-RUNS = ("mine", "other", "labels")  # that documents speak of
+RUNS = ("first", "mine", "other", "labels")  # that documents speak of
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from app.config.fields import CHOICES
 from app.config.finished_run import EXPORT_KINDS, ExportConfig, ExportKind, export_config
 from app.config.quantizations import QuantizationKind
 from app.export import export
-from app.exports.export import Export, MergedExport
+from app.exports.kinds import Export, MergedExport
 from app.exports.reload import logits
 from app.exports.verify import Reference, Reloaded
 from app.model.quantization import Quantizer, weight_of

@@ -1,0 +1,179 @@
+"""The merged model as a GGUF file: written tensor by tensor, read back, and compared in llama.cpp."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from app.config.tasks import task_of
+from app.errors import ConfigError
+from app.exports import llama_cpp
+from app.exports.gguf_model import OTHER_WAY, Described, Place, described
+from app.exports.gguf_vocabulary import Vocabulary, modelfile, vocabulary_of
+from app.exports.kinds import Export, MergedExport
+from app.exports.verify import Reference, Reloaded, Verification, run_fresh
+from app.model.generate import end_ids
+from app.model.load_run import load_tuned_tokenizer
+from app.tracking.model_card import Loading
+
+# nats that the mean loss in llama.cpp may differ by: its products and its cache are in 16 bits
+QUANTS = {"bf16": 0.02, "f16": 0.02, "q8_0": 0.05, "q4_0": 0.5}
+
+
+class GgufExport(MergedExport):
+    """The merged model as one GGUF file, with a Modelfile for Ollama."""
+
+    measure = "loss_difference"
+    merged_dtype = "fp32"
+    digests: dict[str, str]  # of the bytes of each tensor that was written
+
+    @property
+    def copied(self) -> dict[str, Path]:
+        return {name: file for name, file in super().copied.items() if name.startswith(("LICENSE", "NOTICE", "USE_"))}
+
+    @property
+    def name(self) -> str:
+        return f"model-{self.config.quant}.gguf"
+
+    @cached_property
+    def model(self) -> Described:
+        """The model, or why it is not written."""
+        base = self.evaluation.base
+        if not task_of(self.sections.task).writes_text:
+            raise ConfigError("kind=gguf is for models that write text. Give kind=merged.")
+        if base.stacks_of_experts:
+            raise ConfigError(
+                f"kind=gguf: {base.stacks_of_experts[0]} is a stack of experts, which is not written here. {OTHER_WAY}"
+            )
+        return described(base.on_meta().config, self.config.quant)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tuned_tokenizer(self.final, self.config.model.trust_remote_code)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return vocabulary_of(self.tokenizer, self._ends)
+
+    @property
+    def _ends(self) -> list[int]:
+        """Tokens that end an answer."""
+        folder, config = Path(self.sections.model.path), self.evaluation.base.on_meta().config
+        has_own = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(str(folder)) if has_own else GenerationConfig(eos_token_id=None)
+        return end_ids(SimpleNamespace(generation_config=generation, config=config), self.tokenizer)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files, up to names and padding."""
+        return (
+            sum(each.bytes for each in self._places())
+            + self.vocabulary.bytes
+            + sum(file.stat().st_size for file in self.copied.values())
+        )
+
+    def _places(self) -> Iterator[Place]:
+        """The tensors of the file, by those that are merged; a tied head is not among them."""
+        for name, stored in self.merge.names.items():
+            if not (name == "lm_head.weight" and self.model.numbers.tie_word_embeddings):
+                yield self.model.place(name, stored, tuple(self.merge.tensors[stored].shape))
+
+    def write(self, folder: Path) -> int:
+        Export.write(self, folder)
+        self.digests = write_gguf(
+            folder / self.name,
+            self.model,
+            self.vocabulary,
+            list(self._places()),
+            lambda name: self.merge.weight(name)[0],
+        )
+        (folder / "Modelfile").write_text(modelfile(self.name, self.tokenizer, self.vocabulary), encoding="utf-8")
+        return 0
+
+    def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
+        file, runtime = folder / self.name, self.evaluation.runtime
+        problem = read_back(file, self.digests)
+        if problem is not None:
+            return problem
+        if find_spec("xllamacpp") is None:
+            note = "the file has the bytes that were written; llama.cpp did not read it: pip install xllamacpp for that"
+            return Reloaded(reference.ids, None, None, note=note)
+        return by_llama_cpp(file, self.vocabulary, reference, runtime.threads if runtime.device.type == "cpu" else None)
+
+    def on_card(self, loading: Loading, verified: Verification) -> Loading:
+        lost = (
+            "" if verified.note else f" Its loss there is {verified.loss_after:.4f} (run: {verified.loss_before:.4f})."
+        )
+        said = f"A GGUF file in {self.config.quant}, for llama.cpp and programs that contain it.{lost}"
+        commands = f"llama-server -m {self.name}\nollama create mine -f Modelfile"
+        return replace(loading, commands=commands, quantized=said)
+
+    def tolerance(self, rounded: int) -> tuple[float, str]:  # noqa: ARG002
+        return QUANTS[self.config.quant], f"of {self.config.quant} in llama.cpp"
+
+
+def write_gguf(
+    file: Path, model: Described, vocabulary: Vocabulary, places: list[Place], read: Callable[[str], Tensor]
+) -> dict[str, str]:
+    """Write a file tensor by tensor; returns a hash of the bytes of each. `read` gives the fp32 source of a place."""
+    factors = model.rope_factors()
+    writer = model.writer(file)
+    vocabulary.add_to(writer, model.numbers.vocab_size)
+    if factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    for place in places:
+        writer.add_tensor_info(place.name, place.stored_shape, np.dtype(np.uint8), place.bytes, raw_dtype=place.type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    digests = {} if factors is None else {"rope_freqs.weight": sha256(factors).hexdigest()}
+    for place in places:
+        packed = model.packed(place, read(place.source))
+        digests[place.name] = sha256(packed).hexdigest()
+        writer.write_tensor_data(packed)
+    writer.close()
+    return digests
+
+
+def read_back(file: Path, digests: Mapping[str, str]) -> str | None:
+    """Whether a file has other tensors than those that were written."""
+    from gguf import GGUFReader
+
+    found = {each.name: sha256(each.data.tobytes()).hexdigest() for each in GGUFReader(str(file)).tensors}
+    other = sorted(name for name, _ in found.items() ^ digests.items())
+    return f"{other[0]} is not in the file as it was written" if other else None
+
+
+def by_llama_cpp(file: Path, vocabulary: Vocabulary, reference: Reference, threads: int | None) -> Reloaded | str:
+    """Rows, texts and conversations as llama.cpp reads them, in a fresh process."""
+    texts, chats = vocabulary.texts, vocabulary.chats
+    rows: list[dict[str, Any]] = [
+        {"ids": ids.tolist(), "at": reference.rows[f"at.{i}"].tolist(), "targets": targets.tolist()}
+        for i, (ids, targets) in enumerate(zip(reference.ids, reference.targets, strict=True))
+    ]
+    plan: dict[str, Any] = {"model": str(file), "threads": threads, "rows": rows}
+    plan |= {"plain": (vocabulary.ends or [0])[0], "number": len(vocabulary.tokens)}
+    plan |= {"texts": [text for text, _ in texts], "chats": [messages for messages, _ in chats]}
+    found = run_fresh(llama_cpp.__file__, plan)
+    if isinstance(found, str):
+        return found
+    other = [
+        f"it reads {theirs} where training read {ours}, in {given!r}"
+        for (given, ours), theirs in zip([*texts, *chats], found["texts"] + found["chats"], strict=True)
+        if ours != theirs
+    ]
+    losses = [-each for row in found["rows"] for each in row["logprobs"]]
+    choices = [torch.tensor(row["choices"]) for row in found["rows"]]
+    mean = sum(losses) / len(losses)
+    return Reloaded(reference.ids, mean, None, choices=choices, failure=other[0] if other else None)

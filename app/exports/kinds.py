@@ -1,0 +1,265 @@
+"""Kinds of export: what each copies and writes, how another program reads it, and how near that must come."""
+
+import json
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+from transformers import BitsAndBytesConfig
+
+from app.config.finished_run import ExportConfig
+from app.config.tasks import task_of
+from app.errors import ConfigError
+from app.evaluation.run import Evaluation
+from app.exports import reload
+from app.exports.folder import REPORT, write_json_unflushed
+from app.exports.verify import Reference, Reloaded, Verification, by_transformers
+from app.files import CHECKSUMS, read_json
+from app.model import nf4
+from app.model.build import DTYPES, ModelSections, base_path
+from app.model.load_base import read_weights
+from app.model.merge import EXPORTED, Merge, merged_config, plan_merge
+from app.model.merged_weights import fully_trained_weights, read_updates
+from app.model.quantization import backbone_linear_layers, weight_of
+from app.model.save import add_transformers_4_keys
+from app.tracking.model_card import CARD, Loading
+
+_ADAPTER = "adapter_config.json"
+_NOT_COPIED = {CHECKSUMS, CARD, REPORT}
+_OF_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "adapter_*")
+_WITH_WEIGHTS = (
+    "generation_config.json",
+    "*processor*_config.json",
+    "processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+# Relative difference of logits computed twice in fp32 by kernels that add in another order.
+_FP32_TOLERANCE = 1e-5
+# Half the distance of neighbouring numbers: the largest relative change of a weight by rounding.
+_ROUNDING_ERROR = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 0.0}
+
+
+@dataclass(eq=False)
+class Export(ABC):
+    """An export of one kind; asked for its size, before anything is written, it refuses what cannot be exported."""
+
+    measure: ClassVar[str] = "difference"  # of `Verification`, that is to be within the tolerance
+
+    config: ExportConfig
+    evaluation: Evaluation  # on the base that users of the export load
+    trained: Evaluation | None  # where training computed with another one
+
+    @property
+    def final(self) -> Path:
+        return self.config.folder / "final"
+
+    @property
+    def own_files(self) -> dict[str, Path]:
+        """Files of final/ with a checksum, except the card."""
+        names = read_json(self.final / CHECKSUMS).keys() - _NOT_COPIED
+        return {each.name: each for each in sorted(self.final.glob("*")) if each.name in names}
+
+    @cached_property
+    def sections(self) -> ModelSections:
+        return self.evaluation.sections(tuned=True)
+
+    @property
+    def config_folder(self) -> Path:
+        """Folder with config.json of a whole model; that of a classifier's adapter, with its classes, is final/."""
+        return self.final if (self.final / "config.json").is_file() else Path(self.sections.model.path)
+
+    @property
+    @abstractmethod
+    def copied(self) -> dict[str, Path]:
+        """Files that are exported as they are, by their names in the export."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.stat().st_size for file in self.copied.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """What it takes while it is written."""
+        return self.bytes
+
+    def write(self, folder: Path) -> int:
+        """Write all but card and report; returns the number of rounded matrices."""
+        for name, file in self.copied.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / name)
+        return 0
+
+    def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
+        """The rows of `reference` as another program computes them with `folder`; a text: why it does not."""
+        return by_transformers(folder, {}, reference, self.evaluation)
+
+    def on_card(self, loading: Loading, verified: Verification) -> Loading:  # noqa: ARG002
+        """What the model card says of how it is loaded."""
+        return loading
+
+    def tolerance(self, rounded: int) -> tuple[float, str]:
+        """The allowed relative difference, and the reason for it.
+
+        A rounded matrix changes its outputs by less than the rounding of a weight; independent errors add up as the
+        square root of their number.
+        """
+        base = DTYPES[self.evaluation.choices.precision].base
+        dtype = self.config.written("dtype") or next(name for name, dtype in EXPORTED.items() if dtype == base)
+        if not rounded or dtype == "fp32":
+            return _FP32_TOLERANCE, "fp32 arithmetic in another order"
+        return _FP32_TOLERANCE + _ROUNDING_ERROR[dtype] * rounded**0.5, f"{rounded} matrices rounded to {dtype}"
+
+
+class AdapterExport(Export):
+    """The adapter with all of final/, and the base where that exists nowhere else: one of random weights."""
+
+    @cached_property
+    def copied(self) -> dict[str, Path]:
+        base = [file for file in (self.config.folder / "base").glob("*") if file.is_file() and file.name != CHECKSUMS]
+        return self.own_files | {f"base/{file.name}": file for file in base}
+
+    def write(self, folder: Path) -> int:
+        """Beside the files, name the base; counts fp32 matrices of a head, which loading rounds to the base's dtype."""
+        super().write(folder)
+        adapter = json.loads((folder / _ADAPTER).read_text())
+        named = base_path(self.config.model, self.config.target / "base")
+        write_json_unflushed(folder / _ADAPTER, adapter | {"base_model_name_or_path": named})
+        return sum(len(each.shape) > 1 for each in fully_trained_weights(self.final).values())
+
+    def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
+        inside, sections = folder / "base", self.sections
+        unpacked = self.evaluation.base.unpacked_format
+        if unpacked is not None and sections.quantizer is not None:
+            return f"no other program packs its base, in {unpacked['quant_method']}, as {sections.quantizer.kind}"
+        bitsandbytes = sections.bitsandbytes_arguments(self.evaluation.base)
+        loading = {
+            "stacks": [] if bitsandbytes is None else self.evaluation.base.stacks_of_experts,
+            "unpacked": unpacked,
+            "config": str(folder) if task_of(sections.task).has_classes else None,
+            "base": str(inside if inside.is_dir() else sections.model.path),
+            "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
+            "bitsandbytes": bitsandbytes,
+        }
+        return by_transformers(folder, loading, reference, self.evaluation)
+
+
+class MergedExport(Export):
+    """Base and adapter as one model, or a fully tuned one, with tokenizer, licences and other files beside weights."""
+
+    merged_dtype: ClassVar[str | None] = None  # in place of the `dtype` that is asked for
+
+    @cached_property
+    def merge(self) -> Merge:
+        adapter = self.final if (self.final / _ADAPTER).is_file() else None
+        updates = {} if adapter is None else read_updates(adapter)
+        dtype = self.merged_dtype or self.config.dtype
+        return plan_merge(self.sections, updates, dtype, self.evaluation.runtime.device, adapter)
+
+    @cached_property
+    def copied(self) -> dict[str, Path]:
+        base = Path(self.sections.model.path)
+        patterns = (*_WITH_WEIGHTS, *(("*.py",) if self.config.model.trust_remote_code else ()))
+        beside = {file.name: file for pattern in patterns for file in base.glob(pattern)}
+        left_out = {"config.json", *(file.name for pattern in _OF_WEIGHTS for file in self.final.glob(pattern))}
+        return {name: file for name, file in (beside | self.own_files).items() if name not in left_out}
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes + self.merge.bytes
+
+    def write(self, folder: Path) -> int:
+        super().write(folder)
+        write_json_unflushed(folder / "config.json", merged_config(self.config_folder, self.config.dtype))
+        add_transformers_4_keys(folder, type(self.evaluation.base.on_meta().config))
+        return self.merge.write(folder, self.config.shard_gb * 1e9)
+
+
+class _Quant(NamedTuple):
+    """One kind of layers of bitsandbytes that transformers writes and reads."""
+
+    arguments: Mapping[str, Any]  # of BitsAndBytesConfig
+    bytes_per_weight: float  # with its scales; int8 has one a row
+    max_kl: float  # nats a position, ten times those of the small model and more
+    block: int = 1  # weights that share a scale, of which each row has whole ones
+
+
+_FOUR_BITS = 0.5 + 4 / nf4.BLOCK  # bytes a weight, with scales in fp32
+_QUANTS = {
+    "nf4": _Quant({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _FOUR_BITS, 0.5, nf4.BLOCK),
+    "fp4": _Quant({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, _FOUR_BITS, 1.0, nf4.BLOCK),
+    "int8": _Quant({"load_in_8bit": True}, 1, 0.05),
+}
+
+
+class QuantizedExport(MergedExport):
+    """The merged model with the linear layers of its backbone quantised by bitsandbytes, which transformers loads."""
+
+    measure = "kl"
+    digest: str  # of the model that was written
+
+    @property
+    def quant(self) -> _Quant:
+        return _QUANTS[self.config.quant]
+
+    @property
+    def bytes(self) -> int:
+        lm, of_a_weight = self.evaluation.base.on_meta(), EXPORTED[self.config.dtype].itemsize
+        weights = {name: weight_of(lm.get_submodule(name)) for name in backbone_linear_layers(lm)}
+        odd = [name for name, weight in weights.items() if weight.shape[1] % self.quant.block]
+        if odd:
+            raise ConfigError(
+                f"quant={self.config.quant}: {odd[0]} has {weights[odd[0]].shape[1]} inputs, not a multiple of "
+                f"{self.quant.block}. Give quant=int8, or kind=merged."
+            )
+        saved = sum(map(Tensor.numel, weights.values())) * (of_a_weight - self.quant.bytes_per_weight)
+        return super().bytes - int(saved)
+
+    @property
+    def disk_bytes(self) -> int:
+        return super().bytes + self.bytes
+
+    def write(self, folder: Path) -> int:
+        """Quantise the merged files, which vanish before others take their names."""
+        rounded = super().write(folder)
+        task, dtype = task_of(self.sections.task), EXPORTED[self.config.dtype]
+        outside = self.evaluation.base.linear_outside
+        arguments = {**self.quant.arguments, "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": outside}
+        lm = read_weights(
+            self.sections.model,
+            task,
+            folder,
+            dtype=dtype,
+            device_map={"": self.evaluation.runtime.device},
+            quantization_config=BitsAndBytesConfig(**arguments),
+        )
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        lm.save_pretrained(str(folder), max_shard_size=int(self.config.shard_gb * 1e9))
+        add_transformers_4_keys(folder, type(lm.config))
+        self.digest = reload.digest(lm)
+        return rounded
+
+    def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
+        found = by_transformers(folder, {"digest": True, "dtype": "auto"}, reference, self.evaluation)
+        if isinstance(found, Reloaded) and found.digest != self.digest:
+            return "its tensors are not those that were written"
+        return found
+
+    def on_card(self, loading: Loading, verified: Verification) -> Loading:
+        quantized = (
+            f"Quantised to {self.config.quant} by bitsandbytes, which loads it. KL from the model of the run: "
+            f"{verified.kl:.2g} nats, the mean of {verified.positions} positions of {verified.rows} rows "
+            f"({verified.rows_are.replace('_', ' ')})."
+        )
+        return replace(loading, quantized=quantized)
+
+    def tolerance(self, rounded: int) -> tuple[float, str]:  # noqa: ARG002
+        return self.quant.max_kl, f"of {self.config.quant}"

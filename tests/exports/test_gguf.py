@@ -1,0 +1,131 @@
+"""A GGUF file is what llama.cpp computes the same with, or its proof fails."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoTokenizer
+
+from app.assets import ROOT
+from app.config.finished_run import export_config
+from app.errors import AppError
+from app.evaluation.run import prepare_evaluation
+from app.exports import gguf, gguf_model
+from app.exports.export import make_export, prepare_export
+from app.exports.gguf_vocabulary import modelfile, vocabulary_of
+from tests.exports.small_gguf import KINDS, Small
+from tests.harness.runs import FinishedRuns
+
+pytest.importorskip("xllamacpp")
+
+
+@pytest.mark.parametrize("kind", gguf_model.KINDS)
+def test_kind_gives_llama_cpp_the_same_tokens_and_loss(tmp_path: Path, kind: str) -> None:
+    found = Small(kind, tmp_path).proof()
+    assert found.passed, found.lines()
+    assert found.same_choice == 1
+    assert KINDS.keys() == gguf_model.KINDS.keys()
+
+
+def spoilt(small: Small, trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trap of llama.cpp's format, put back."""
+    kind, words = gguf_model.KINDS[small.kind], small.vocabulary
+    match trap:
+        case "rows of q and k":
+            monkeypatch.setitem(gguf_model.KINDS, small.kind, kind._replace(pairs=False))
+        case "norms less one":
+            monkeypatch.setitem(gguf_model.KINDS, small.kind, kind._replace(norm_offset=0.0))
+        case "rope factors":
+            monkeypatch.setattr(gguf_model.Described, "rope_factors", lambda _: None)
+        case "another pre-tokenizer":
+            small.vocabulary = replace(words, pre="qwen2")
+        case "a blank before":
+            small.vocabulary = replace(words, space_prefix=not words.space_prefix)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trap", "why"),
+    [
+        ("llama", "rows of q and k", "gives up a token"),
+        ("llama", "another pre-tokenizer", "it reads ["),
+        ("gemma3_text", "norms less one", "gives up a token"),
+    ],
+)
+def test_proof_fails_with_a_trap_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, trap: str, why: str
+) -> None:
+    small = Small(kind, tmp_path)
+    spoilt(small, trap, monkeypatch)
+    found = small.proof()
+    assert not found.passed
+    assert why in str(found.failure), found
+
+
+@pytest.fixture
+def small_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(ROOT / "tiny")
+
+
+def test_blank_that_llama_cpp_does_not_put_is_in_the_template(small_tokenizer: Any) -> None:
+    """The tokens of conversations are compared as the vocabulary is made."""
+    found = vocabulary_of(small_tokenizer, [1])
+    assert found.pre == "gpt-2"
+    assert len(found.chats) == 6
+    assert "' ' ~ message['content']" in str(found.template)
+    small_tokenizer.chat_template = "{% for each in messages %}<|user|>{{ each.content }}{% endfor %}"
+    with pytest.raises(AppError, match="the chat template cannot be made to"):
+        vocabulary_of(small_tokenizer, [1])
+
+
+def test_modelfile_has_the_template_where_texts_stand_around_messages(small_tokenizer: Any) -> None:
+    words = vocabulary_of(small_tokenizer, [1])
+    written = modelfile("a.gguf", small_tokenizer, words)
+    assert written.startswith('FROM ./a.gguf\nTEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}<|system|> {{')
+    assert written.endswith('{{ end }}{{ end }}<|assistant|>"""\nPARAMETER stop "<|end|>"\n')
+    trims = str(words.template).replace("message['content']", "message['content'] | upper")
+    assert "# The chat template is more than texts" in modelfile(
+        "a.gguf", small_tokenizer, replace(words, template=trims)
+    )
+
+
+def test_tokenizers_and_models_that_are_not_proven_are_refused(small_tokenizer: Any) -> None:
+    other = AutoTokenizer.from_pretrained(ROOT / "wordpiece")
+    with pytest.raises(AppError, match="a tokenizer of WordPiece is not written here"):
+        vocabulary_of(other, [1])
+    split = pre_tokenizers.Split(Regex(r"\\w+|\\s+"), "isolated")
+    small_tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    with pytest.raises(AppError, match="splits or changes text in a way that is not among those known"):
+        vocabulary_of(small_tokenizer, [1])
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    for numbers, why in (
+        (transformers.GPT2Config(), "models of the kind gpt2 are not written here"),
+        (transformers.LlamaConfig(rope_parameters=yarn), "has rope_type=yarn, which is not written"),
+        (transformers.Gemma3TextConfig(query_pre_attn_scalar=300), "has query_pre_attn_scalar=300"),
+        (transformers.Qwen2Config(layer_types=["sliding_attention", "full_attention"] * 16), "has layer_types"),
+    ):
+        with pytest.raises(AppError, match=why):
+            gguf_model.described(numbers, "bf16")
+
+
+def test_export_without_llama_cpp_says_what_was_not_proven(
+    finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None if name == "xllamacpp" else find_spec(name))
+    config = export_config([f"run={finished('lora')}", f"to={tmp_path}/out", "kind=gguf"], lambda _: {})
+    evaluation = prepare_evaluation(config, config.folder, {}, tuned=True, say=lambda _: None)
+    found = make_export(prepare_export(config, evaluation), {}, lambda _: None)
+    assert found.lines().startswith("passed: the file has the bytes that were written; llama.cpp did not read it")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        *("model-bf16.gguf", "Modelfile", "README.md", "export.json")
+    }
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["quant"] == "bf16"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "llama-server -m model-bf16.gguf" in card
+    assert "vllm" not in card
