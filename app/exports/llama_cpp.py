@@ -59,7 +59,10 @@ class Model:
     def _forced(self, ids: list[int], token: int, likeliest: int) -> Any:
         """What is told of a token that must come, and of the likeliest; None for one that begins a character."""
         asked = {"prompt": ids, "n_predict": 1, "n_probs": likeliest, "temperature": 0, "cache_prompt": True}
-        told = self._server.handle_completions({**asked, "logit_bias": [[token, _FORCED]]})["choices"][0]["logprobs"]
+        answer = self._server.handle_completions({**asked, "logit_bias": [[token, _FORCED]]})
+        if "choices" not in answer:
+            raise RuntimeError(json.dumps(answer))
+        told = answer["choices"][0]["logprobs"]
         return None if told is None else told["content"][0]
 
 
