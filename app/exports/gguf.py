@@ -25,7 +25,7 @@ from app.model.generate import end_ids
 from app.model.load_run import load_tuned_tokenizer
 from app.tracking.model_card import Loading
 
-# nats that the mean loss in llama.cpp may differ by: its products and its cache are in 16 bits
+# nats that the mean loss in llama.cpp may differ by, relative to one above 1: it rounds activations as it does weights
 QUANTS = {"bf16": 0.02, "f16": 0.02, "q8_0": 0.05, "q4_0": 0.5}
 
 

@@ -42,7 +42,7 @@ class Verification:
     tolerance_of: str = "difference"  # or kl, or loss_difference
     difference: float | None = None  # all logits together, relative
     kl: float | None = None  # from the run's model to a quantised one, nats a position
-    loss_difference: float | None = None  # in another program that gives no logits, nats a position
+    loss_difference: float | None = None  # in a program that gives no logits: nats, relative to a loss above 1
     lost_margin: float | None = None  # the most, in nats, by which the run's model prefers a token that that does not
     largest_difference: float | None = None  # of one logit, relative to the largest
     same_choice: float | None = None  # share of the positions at which both prefer the same token
@@ -66,7 +66,7 @@ class Verification:
             return f"{verdict}: {self.note}"
         measured = getattr(self, self.tolerance_of)
         difference, loss = (math.nan if each is None else each for each in (measured, self.loss_after))
-        unit = {"kl": " nats a position (KL)", "loss_difference": " nats in its loss"}.get(self.tolerance_of, "")
+        unit = {"kl": " nats a position (KL)", "loss_difference": " in its loss"}.get(self.tolerance_of, "")
         lines = [
             f"{verdict}: a fresh process differs by {difference:.1e}{unit} (tolerance {self.tolerance:.1e}, "
             f"{self.tolerance_is})",
@@ -173,7 +173,8 @@ def verify(
         return replace(found, failure=failure)
     if reloaded.logits is None:
         difference = finite_or_none(abs(reloaded.loss / found.loss_before - 1))
-        found = replace(found, loss_difference=finite_or_none(abs(reloaded.loss - found.loss_before)))
+        nats = abs(reloaded.loss - found.loss_before) / max(1.0, found.loss_before)
+        found = replace(found, loss_difference=finite_or_none(nats))
         if reloaded.choices is not None:
             found = _with_choices(found, torch.cat(reference.logits), torch.cat(reloaded.choices))
     else:
