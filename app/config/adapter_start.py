@@ -1,5 +1,6 @@
 """Where an adapter goes on from: a run, a folder or the hub. What of its settings holds for the run that goes on."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -27,10 +28,10 @@ def start_folder(adapter: AdapterConfig) -> Path | None:
 
 def adapter_folder(start: str) -> Path:
     """The folder of an adapter, which need not exist, of a run, a folder or a hub id."""
-    given = Path(start).expanduser()
-    if not given.exists() and _HUB_ID.fullmatch(start):
+    given = Path(os.path.expanduser(start))  # noqa: PTH111 (os.path: no unknown user or long name is an error)
+    if not os.path.exists(given) and _HUB_ID.fullmatch(start):  # noqa: PTH110
         return _from_hub(start)[0] or given
-    return given / "final" if (given / "final").is_dir() else given
+    return given / "final" if os.path.isdir(given / "final") else given  # noqa: PTH112
 
 
 @cache
@@ -94,11 +95,11 @@ def _read(file: Path) -> dict[str, Any] | None:
 def check_start(run: RunConfig) -> Iterator[str]:
     """Problems with `adapter.start`; a run that is continued needs the folder no more."""
     adapter, folder = run.adapter, start_folder(run.adapter)
-    if folder is None or (run.resume is not None and not folder.is_dir()):
+    if folder is None or (run.resume is not None and not os.path.isdir(folder)):  # noqa: PTH112
         return
     given, found = f"adapter.start={adapter.start}", _read(folder / ADAPTER)
     if found is None or not (folder / ADAPTER_WEIGHTS).is_file():
-        is_local = Path(str(adapter.start)).expanduser().exists() or not _HUB_ID.fullmatch(str(adapter.start))
+        is_local = not _HUB_ID.fullmatch(str(adapter.start)) or os.path.exists(folder)  # noqa: PTH110
         why = "" if is_local else _from_hub(str(adapter.start))[1]
         yield (
             f"{given}: there is no {ADAPTER} with {ADAPTER_WEIGHTS}{why}. Give a run that trained an adapter, or the "

@@ -1,6 +1,6 @@
 """The shipped recipes over wanted and unwanted answers: trained with several seeds, and what each model then answers.
 
-    python -m scripts.bench.answers runs/answers      prints the table of docs/preferences.md
+    python -m scripts.bench.answers runs/answers [SEED...]      prints the table of docs/preferences.md
 
 A run that is there already is measured as it is.
 """
@@ -8,7 +8,7 @@ A run that is there already is measured as it is.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -32,25 +32,26 @@ def main() -> None:
     """Train, ask, print."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for seed in SEEDS:
+    seeds = [int(word) for word in sys.argv[2:]] or SEEDS
+    for seed in seeds:
         for number in range(len(COMMANDS)):
             measured(trained(folder, number, seed))
-    print("\n".join(table(folder)))
+    print("\n".join(table(folder, seeds)))
 
 
-def table(folder: Path) -> Iterator[str]:
+def table(folder: Path, seeds: Sequence[int]) -> Iterator[str]:
     """Means over the seeds; of right words also each seed's."""
     yield f"| command | {' | '.join(name.replace('_', ' ') for name in (*SHARES, *NUMBERS))} |"
     yield "|---" * (1 + len(SHARES) + len(NUMBERS)) + "|"
     for number, command in enumerate(COMMANDS):
-        found = [measured(trained(folder, number, seed)) for seed in SEEDS]
+        found = [measured(trained(folder, number, seed)) for seed in seeds]
         cells = [f"`{command.replace('FIRST', 'runs/styles')}`"]
         for name in (*SHARES, *NUMBERS):
             values = [each[name] for each in found if name in each]
             middle = mean(values) if values else 0.0
             cells.append("" if not values else f"{middle:.0%}" if name in SHARES else f"{middle:.2f}")
         each_seed = ", ".join(f"{100 * each['right word']:.0f}" for each in found)
-        yield " | ".join(["|", cells[0], f"{cells[1]} ({each_seed})", *cells[2:], "|"]).replace("| |", "|", 1)
+        yield f"| {' | '.join([cells[0], f'{cells[1]} ({each_seed})', *cells[2:]])} |"
 
 
 def trained(folder: Path, number: int, seed: int) -> Path:

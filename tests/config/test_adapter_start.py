@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from app.config.adapter_start import _from_hub, kept_settings, start_folder
+from app.config.adapter_start import _from_hub, check_start, kept_settings, start_folder
 from app.config.load import compose_run
 from app.config.schema import AdapterConfig
 from app.errors import ConfigError
@@ -45,6 +45,12 @@ def test_resumed_run_that_lost_its_start_keeps_what_it_began_with(tmp_path: Path
         typed = {"adapter.start": "gone", "resume": resume, "output_dir": str(tmp_path)}
         assert kept_settings(typed) == wanted
     assert kept_settings({"adapter.start": "gone", "output_dir": str(tmp_path)}) == {}
+
+
+@pytest.mark.parametrize("start", ["a" * 300, "a" * 300 + "/b", "~nobody-of-that-name/run"])
+def test_start_that_no_file_can_be_is_refused(start: str) -> None:
+    (problem,) = check_start(compose_run(["recipe=lora", f"adapter.start={start}"]))
+    assert "there is no adapter_config.json" in problem
 
 
 def test_start_may_be_an_adapter_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
