@@ -33,6 +33,7 @@ def row_of(name: str) -> str:
         return f"| `{name}` | {model.path} | {UNKNOWN} |" + " |" * len(RECIPES)
     words.append("model.weights=random")
     run = compose_run(words)
+    words += ["training.recompute=true"] if run.model.suggest.recompute == "auto" else []
     weights = sum(each.numel() for each in BaseModel(run.model, task_of(run.task)).on_meta().parameters())
     cells = (_plan([*words, *recipe.split()]) for recipe in RECIPES)
     return f"| `{name}` | {model.path} | {weights / 1e9:.2f} billion | {' | '.join(cells)} |"

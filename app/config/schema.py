@@ -27,7 +27,7 @@ class Suggest:
     tokens: int = number(at_least=8)  # tokens of a micro-batch with packing
     rows: int = number(at_least=1)  # rows of a micro-batch without packing
     length: int = number(at_least=2)  # largest number of tokens of a sample
-    recompute: bool | int = number(at_least=0)  # layers to recompute in backward
+    recompute: bool | int | str = number(at_least=0)  # layers to recompute in backward
 
 
 @dataclass(kw_only=True, slots=True)

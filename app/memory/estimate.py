@@ -68,6 +68,7 @@ class Estimate:
         self._meta_model = MetaModel(sections_of(run, choices), name)
         self._traces: dict[tuple[int, int], Numbers] = {}
         self.layers = self._meta_model.depth
+        self.has_equal_layers = self._meta_model.has_equal_layers
 
     def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
         """Plan of the whole model. All layers are traced if `exact`, or if they are few or differ."""
@@ -76,7 +77,7 @@ class Estimate:
         second = self._settings.run.training.offload  # the second layer has a phase of its own
         edges = _SHARDED_EDGE_LAYERS if self._settings.mesh_sizes else _EDGE_LAYERS
         base = min(plain, edges), min(recomputed, edges + second)
-        exact = exact or not self._meta_model.has_equal_layers or sum(base) + 1 >= self.layers
+        exact = exact or not self.has_equal_layers or sum(base) + 1 >= self.layers
         whole = plain, recomputed
         numbers = self._numbers(*whole) if exact else self._extrapolated(base, whole)
         return _plan(self._settings.shape, numbers, exact=exact, traced_layers=self.layers if exact else sum(base) + 1)

@@ -109,7 +109,7 @@ class Planner:
 
         if run.training.recompute != AUTO:
             return planned(recomputed_layers(run.training), exact=exact)
-        fewest = fewest_recomputed(estimate.layers, planned)
+        fewest = fewest_recomputed(estimate.layers, planned, alike=estimate.has_equal_layers)
         return replace(planned(fewest.recomputed, exact=True) if exact else fewest, chosen=True)
 
     def _fastest_bins(self, run: RunConfig) -> Planned:
@@ -119,8 +119,9 @@ class Planner:
         return fastest_bins(sizes, lambda tokens: self._fewest_recomputed(with_bins(run, tokens)), first=on_cpu)
 
 
-def fewest_recomputed(layers: int, at: Callable[[int], Planned]) -> Planned:
-    """Plan with as few recomputed layers as fit; with all of them if nothing fits.
+def fewest_recomputed(layers: int, at: Callable[[int], Planned], *, alike: bool = True) -> Planned:
+    """Plan with as few recomputed layers as fit; with all of them if nothing fits, or if layers that are not `alike`,
+    of which each plan traces all, do not fit without.
 
     Each recomputed layer between the first and the last saves memory, so binary search applies. The last layer is
     recomputed at the start of backward and saves little: where all layers do not fit, all but one may.
@@ -130,6 +131,8 @@ def fewest_recomputed(layers: int, at: Callable[[int], Planned]) -> Planned:
         return best
     low, high, is_hopeless = 0, layers, best.verdict.is_hopeless
     best = at(high)
+    if not alike:
+        return best
     if not best.verdict.fits and high > 1 and not is_hopeless:
         one_less = at(high - 1)
         high, best = (high - 1, one_less) if one_less.verdict.fits else (high, best)

@@ -71,6 +71,14 @@ def recompute(lm: nn.Module, wanted: bool | int, host: HostOffload | None = None
     return len(chosen)
 
 
+def recompute_rest(lm: nn.Module, already: int) -> int:
+    """Recompute the layers after the first `already` too; returns how many these are."""
+    rest, draws = repeated_layers(lm)[already:], draws_random_numbers(lm)
+    for layer in rest:
+        layer.forward = _recomputed(layer.forward, nullcontext, draws=draws)
+    return len(rest)
+
+
 def draws_random_numbers(lm: nn.Module) -> bool:
     """Whether a pass of `lm` may draw random numbers, as its modules and its configuration say."""
     dropouts = (module for module in lm.modules() if "dropout" in type(module).__name__.lower())

@@ -1,7 +1,7 @@
 """The rehearsal before the first step of a start: a step and an evaluation with the largest micro-batch.
 
-What does not fit is found here and not in step 3,000, in the first evaluation or after a resume. Only the split depth
-of micro-batches may change: weights, optimizer states and random numbers of the run stay as they are.
+What does not fit is found here and not in step 3,000, in the first evaluation or after a resume. Only recomputed layers
+and the split depth of micro-batches may change: weights, optimizer states and random numbers stay as they are.
 """
 
 import time
@@ -23,6 +23,7 @@ class Rehearsal:
     tokens: int  # of the micro-batch
     depth: int  # how often micro-batches are halved from now on
     deepened: bool  # whether that is more than before
+    recomputed_more: int  # layers that training.recompute=auto had not planned
     evaluated: bool
     peak_bytes: int  # so far, as the device or the system counts it
     seconds: float
@@ -45,12 +46,14 @@ def rehearse(
             stepper.allocate_states()
         stepper.try_out(batches)
         evaluated = try_evaluation()
+        stepper.recompute_rest = None
         if is_fresh:  # those that a checkpoint has brought stay
             stepper.drop_states()
     return Rehearsal(
         tokens=largest.ids.numel(),
         depth=stepper.split_depth,
         deepened=stepper.split_depth > depth,
+        recomputed_more=stepper.recomputed_more,
         evaluated=evaluated,
         peak_bytes=int(runtime.host_group.max(runtime.peak_memory_bytes())),
         seconds=time.perf_counter() - begun,

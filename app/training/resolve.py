@@ -22,7 +22,7 @@ from app.model.build import ModelCounts, ModelSections, count_weights
 from app.model.compile import require_compilable, require_compilable_attention
 from app.optim.lr_schedule import learning_rate
 from app.training import memory_in_use
-from app.training.auto_settings import BINS_CHOICE, LAYERS_CHOICE, PARALLEL_CHOICE, AutoPlanner, AutoSettings
+from app.training.auto_settings import AUTO, BINS_CHOICE, LAYERS_CHOICE, PARALLEL_CHOICE, AutoPlanner, AutoSettings
 from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.choices import Choices, choose, sections_of
 from app.training.identity import base_hash, compared_settings, start_hash
@@ -42,6 +42,7 @@ class ResolvedRun(Prepared):
     runtime: Runtime
     loader: Loader
     counts: ModelCounts
+    layers_are_auto: bool  # whether the number of recomputed layers was planned
     also: TokenRows | None = None  # of `eval.also`
 
     @property
@@ -150,6 +151,7 @@ def _settle(
         runtime=runtime,
         loader=loader,
         counts=counts,
+        layers_are_auto=config.training.recompute == AUTO,
     )
 
 

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
+from app.model.activation_checkpointing import recompute_rest
 from app.model.build import base_path, build_training_model
 from app.oom_retry import RetryOnRestart, explain_out_of_memory
 from app.pages.render import write_page
@@ -78,8 +80,8 @@ def train_in(
         _opened(folder, resolved, console, progress.step if resolved.checkpoint else -1) as recorder,
         _split_depth_noted(checkpoints),
     ):
-        notes = [*model.remarks(), *resumed_split_note(progress.depth)]
-        recorder.message(align([*run_table(resolved), *forecast.rows(), *(("note", note) for note in notes)]))
+        notes = (("note", note) for note in (*model.remarks(), *resumed_split_note(progress.depth)))
+        recorder.message(align([*run_table(resolved), *forecast.rows(), *notes]))
         recorder.add_facts(proofs=[asdict(check) for check in checks], device_used_bytes=in_use)
         keep_reference(resolved, folder.reference)
         keep_start(drawn, resolved, folder.start)
@@ -114,8 +116,11 @@ def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
 
 
 def _prepare_first_step(resolved: ResolvedRun, parts: Parts, progress: Progress) -> None:
-    """Rehearse where that is due."""
+    """Rehearse where that is due; of layers that `auto` chose, more may be recomputed then."""
     if is_due(resolved.config.training, parts.runtime.device) and progress.step < resolved.steps.steps:
+        count = resolved.config.training.recompute
+        if resolved.layers_are_auto and count is not True:
+            parts.stepper.recompute_rest = partial(recompute_rest, parts.stepper.model.network, int(count))
         rehearsed = rehearse(parts.stepper, parts.runtime, *resolved.largest_micro_batch(), parts.try_evaluation)
         progress.depth = rehearsed.depth
         parts.recorder.message(rehearsal_message(rehearsed))

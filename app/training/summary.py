@@ -189,6 +189,8 @@ def rehearsal_message(rehearsal: Rehearsal) -> str:
         )
     else:
         fits = f"fits in {parts}, as before" if rehearsal.depth else "fits"
+    if more := rehearsal.recomputed_more:
+        fits = f"{fits}, with {more} more layer{'s' * (more != 1)} recomputed than planned"
     return (
         f"rehearsed {what} with the largest micro-batch, {rehearsal.tokens:,} tokens ({rehearsal.seconds:.1f} s, "
         f"{format_bytes(rehearsal.peak_bytes)} at most): it {fits}"

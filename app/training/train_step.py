@@ -59,6 +59,9 @@ class Stepper:
         self._reduction = in_backward(self._parameters, optimizer) or reduction or GradientReduction(self._parameters)
         self.skipping = self._reduction.skipping
         self.split_depth = 0  # how often micro-batches are halved since one ran out of memory
+        # recomputes further layers, if any, and says how many: tried once, before micro-batches are halved
+        self.recompute_rest: Callable[[], int] | None = None
+        self.recomputed_more = 0
         # called at the beginning of each forward pass, backward pass and update
         self.on_phase: Callable[[str], None] | None = None
 
@@ -155,7 +158,11 @@ class Stepper:
         return int(self._runtime.host_group.max(own))
 
     def _deepen(self, batches: Sequence[Batch]) -> None:
-        """Split one level deeper. With DDP the other ranks take over the depth in the next step."""
+        """Recompute more layers, then split one level deeper, which with DDP the other ranks do in the next step."""
+        if self.recompute_rest is not None and self._reduction.can_repeat:
+            self.recomputed_more, self.recompute_rest = self.recompute_rest(), None
+            if self.recomputed_more:
+                return
         if not any(halve(part) for batch in batches for part in split_batch(batch, self.split_depth)):
             longest = max(max(batch.lengths, default=0) for batch in batches)
             raise out_of_memory_error(f"a document of {longest} tokens by itself", self._kept())

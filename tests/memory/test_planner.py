@@ -75,6 +75,17 @@ def test_fewest_recomputed_of_hopeless_plan_stops_early(persistent: int, expecte
     assert (found.recomputed, found.verdict.fits, asked) == (32, False, expected)
 
 
+def test_layers_that_differ_are_planned_at_most_twice() -> None:
+    asked: list[int] = []
+
+    def at(count: int) -> Planned:
+        asked.append(count)
+        return handmade(count, 0 if count >= 5 else 2, 1)
+
+    found = fewest_recomputed(32, at, alike=False)
+    assert (found.recomputed, found.verdict.fits, asked) == (32, True, [0, 32])
+
+
 def plan_with_bins(tokens: int, memory: float) -> Planned:
     """Handmade plan that peaks in the head or in backward, growing with tokens and stored layers."""
 

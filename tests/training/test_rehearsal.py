@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from app.errors import EnvironmentProblem
+from app.model.activation_checkpointing import recompute_rest
 from app.model.training_model import TrainingModel
 from app.signals import StopRequest
 from app.training.rehearsal import Rehearsal, is_due, rehearse
@@ -101,6 +102,33 @@ def test_rehearsal_out_of_memory_splits_before_step_one(where: str, make_loop: M
     told = rehearsal_message(found)
     assert "rehearsed a step and an evaluation" in told
     assert "fits only in parts: from the first step on micro-batches are split by documents" in told
+
+
+def test_rehearsal_recomputes_more_layers_before_it_splits(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    loop, _ = make_loop(small_run("recipe=lora", "training.recompute=1", "eval.every=0", "checkpoint.every=0"), STEPS)
+    stepper, own = loop.parts.stepper, cast("Any", LlamaAttention.__call__)
+    more: list[int] = []
+
+    def recompute_more() -> int:
+        more.append(recompute_rest(stepper.model.network, 1))
+        return more[0]
+
+    def limited(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not more:
+            raise torch.OutOfMemoryError
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "__call__", limited)  # a module of a run may have a forward of its own
+    stepper.recompute_rest = recompute_more
+    found = rehearsed(loop)
+    assert (found.depth, found.deepened, found.recomputed_more) == (0, False, 1)
+    assert rehearsal_message(found).endswith("it fits, with 1 more layer recomputed than planned")
+    assert loop.fit(StopRequest())
+    assert stepper.split_depth == 0
 
 
 def test_rehearsal_finds_evaluation_that_does_not_fit(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
