@@ -13,7 +13,7 @@ class Epochs(str):
 
 
 class Tokens(str):
-    """The word `all`."""
+    """The word `all` or `new`."""
 
 
 class Balanced(str):

@@ -100,6 +100,17 @@ def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
         yield f"{' and '.join(wants)} needs evaluations during the run. Set eval.every=100."
 
 
+def _new_tokens_are_trained(run: RunConfig) -> Iterator[str]:
+    texts, trained = run.model.add_tokens, run.adapter.train_tokens
+    given = f"model.add_tokens=[{', '.join(texts)}]"
+    if any(not text.strip() for text in texts) or len(set(texts)) < len(texts):
+        yield f"{given}: give each text once, and none that is empty."
+    elif texts and run.adapter.kind != "none" and not trained:
+        yield f"{given}: an adapter leaves their rows as they are. Set adapter.train_tokens=new, or recipe=full."
+    elif trained == "new" and not texts:
+        yield "adapter.train_tokens=new without new tokens. Give model.add_tokens=[...], or the ids of tokens."
+
+
 def _also_is_beside_held_out_rows(run: RunConfig) -> Iterator[str]:
     if run.eval.also is None:
         return
@@ -353,6 +364,7 @@ RULES: tuple[Rule, ...] = (
     _reference_has_no_noise,
     _best_needs_eval_rows,
     _also_is_beside_held_out_rows,
+    _new_tokens_are_trained,
     _adapter_is_whole,
     _offload_needs_recomputed_layers,
     _quantization_suits_what_is_trained,

@@ -210,7 +210,7 @@ _TYPES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]
     Balanced: ((str,), {"balanced": "balanced"}.__getitem__, ("balanced",)),
     # not numbers with a point or an exponent: `12e4567`, a revision, would silently become `inf`
     str: ((int, str), str, ("text (in quotes, where it looks like something else)",)),
-    Tokens: ((str,), {"all": "all"}.__getitem__, ("all",)),
+    Tokens: ((str,), {"all": "all", "new": "new"}.__getitem__, ("all", "new")),
     list[int]: ((list, tuple), lambda value: [_read(each, int) for each in value], ("a list like [3, 17]",)),
     list[str]: ((list, tuple), lambda value: [_read(each, str) for each in value], ("a list like [a, b]",)),
     list[float]: (

@@ -25,7 +25,7 @@ from app.training.auto_settings import (
     with_parallel,
 )
 from app.training.choices import Choices, recomputed_layers
-from app.training.preparation import within_positions
+from app.training.preparation import with_planned_rows, within_positions
 
 # Fixed cost of a micro-batch in tokens of compute: kernel launches, reads of weights, partly filled tiles. Assumed; its
 # only effect is that larger bins are faster.
@@ -66,7 +66,7 @@ class Planner:
     def at(self, run: RunConfig, *, exact: bool = False) -> Planned:
         """Plan the largest micro-batch that the settings allow and resolve `auto`; `exact` traces every layer."""
         base = BaseModel(run.model, task_of(run.task))
-        run = replace(run, dataset=within_positions(run.dataset, base, lambda _: None))
+        run = with_planned_rows(replace(run, dataset=within_positions(run.dataset, base, lambda _: None)))
         if run.parallel.kind == AUTO and self.processes > 1:
             return self._parallel(run, exact=exact)
         if has_auto_bins(run):

@@ -139,11 +139,20 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         stored = (folder / _TEMPLATE).read_text()
     elif isinstance(stored, list):
         stored = {each["name"]: each["template"] for each in stored}
+    _write_added_tokens(tokenizer, folder / "tokenizer.json")
     if tokenizer.chat_template != stored:
         (folder / _TEMPLATE).write_text(tokenizer.chat_template)
         changes["chat_template"] = tokenizer.chat_template  # tools that do not read the file
     if changes:
         (folder / _TOKENIZER_CONFIG).write_text(json.dumps(own | changes, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_added_tokens(tokenizer: Any, file: Path) -> None:
+    """Put tokens that the run added into tokenizer.json, where they are not there."""
+    content = json.loads(file.read_text()) if file.is_file() else None
+    added = json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"]
+    if content is not None and [each["id"] for each in content["added_tokens"]] != [each["id"] for each in added]:
+        file.write_text(json.dumps({**content, "added_tokens": added}, ensure_ascii=False))
 
 
 def add_transformers_4_keys(folder: Path, config_class: Any) -> None:

@@ -39,6 +39,7 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool, shipped: str = 
             f"model.tokenizer={path}: this tokenizer has no fast form (tokenizer.json), so labels cannot be "
             "placed. Convert it, or give model.tokenizer=DIR."
         )
+    _add_tokens(config, path, tokenizer)
     if template is not None:
         tokenizer.chat_template = template
     if needs_template and not tokenizer.chat_template:
@@ -50,6 +51,22 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool, shipped: str = 
         _try_template(config, tokenizer)
         tokenizer.chat_template = _with_options(config, tokenizer.chat_template)
     return tokenizer
+
+
+def _add_tokens(config: ModelConfig, path: str, tokenizer: Any) -> None:
+    """Make each text of `model.add_tokens` one token, of the ids after the last."""
+    known = tokenizer.get_vocab()
+    refuse(
+        f"model.add_tokens: {text!r} is a token of the tokenizer of {path} already. Leave it out."
+        for text in config.add_tokens
+        if text in known
+    )
+    tokenizer.add_tokens(list(config.add_tokens))
+
+
+def new_ids(config: ModelConfig, tokenizer: Any) -> list[int]:
+    """The ids of the tokens of `model.add_tokens`."""
+    return [int(tokenizer.convert_tokens_to_ids(text)) for text in config.add_tokens]
 
 
 def _try_template(config: ModelConfig, tokenizer: Any) -> None:

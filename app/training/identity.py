@@ -29,6 +29,7 @@ ROLES = {
     "model.revision": SETTLED,  # the same
     "model.weights": COMPARED,
     "model.tokenizer": SETTLED,  # by the tokens, as all that they are made of
+    "model.add_tokens": SETTLED,
     "model.chat_template": SETTLED,
     "model.template_options": SETTLED,
     "model.norm": COMPARED,

@@ -13,7 +13,7 @@ from app.config.dataset import formats_for, has_chats, paths_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.problems import PROBLEMS
 from app.config.rules import problems_of
-from app.config.schema import RunConfig, TaskConfig, TrainingConfig
+from app.config.schema import AdapterConfig, RunConfig, TaskConfig, TrainingConfig
 from app.config.tasks import Task, labelling_of, task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.detect_format import detect_formats
@@ -25,7 +25,8 @@ from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, refuse
 from app.model.source import positions_text
 from app.model.structure import BaseModel
-from app.model.tokenizer import load_tokenizer
+from app.model.tokenizer import load_tokenizer, new_ids
+from app.safe_text import many
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,10 @@ def prepare_run(
         weights, problems = _class_weights(task, data)
         report(problems)
         task = replace(task, class_weights=weights)
+    adapter = _with_new_rows(run, base, tokenizer)
     objective = build_objective(task, tokenizer, run.seed, bidirectional=base.is_bidirectional)
     report(_unknown_ids(run, base, data.train, data.eval))
-    adapter, part = run.adapter, None if run.adapter.start is None else base.text_part
+    part = None if run.adapter.start is None else base.text_part
     if part is not None:  # the adapter that it goes on from has the names of the whole
         adapter = replace(adapter, targets=[part.in_text(name) or name for name in adapter.targets])
     return Prepared(replace(run, dataset=dataset, task=task, adapter=adapter), base, tokenizer, data, objective)
@@ -147,6 +149,27 @@ def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, li
             f"task.class_weights=balanced: {fault}, so it has no weight. Leave it out of task.labels and of the rows, "
             "or give the weights as numbers."
         ]
+
+
+def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any) -> AdapterConfig:
+    """The adapter, with the ids of new tokens for `train_tokens=new`; tokens without a row are refused."""
+    ids = new_ids(run.model, tokenizer)
+    rows = base.vocabulary(max(ids)) if ids else 0
+    if ids and max(ids) >= rows:
+        first = min(ids)
+        raise ConfigError(
+            f"model.add_tokens: the first new token has the id {first}, and the model has rows for ids up to "
+            f"{rows - 1}: {max(0, rows - first)} unused ones for {many(len(ids), 'token')}. Resize the base first, as "
+            "docs/recipes.md (new tokens) shows, and give its folder as model.path."
+        )
+    return replace(run.adapter, train_tokens=ids) if run.adapter.train_tokens == "new" else run.adapter
+
+
+def with_planned_rows(run: RunConfig) -> RunConfig:
+    """The run with as many trained rows as it has new tokens, for a plan, which needs no tokenizer."""
+    if run.adapter.train_tokens != "new":
+        return run
+    return replace(run, adapter=replace(run.adapter, train_tokens=[*range(len(run.model.add_tokens))]))
 
 
 def _class_problems(dataset: DatasetConfig, classes: Sequence[str], task: Task, least: int) -> Iterator[str]:
