@@ -13,6 +13,7 @@ from torch import Tensor
 from app.model.lora import save_as_update
 from app.model.safetensors_files import widest_first, write_weights
 from app.model.text_part import TextPart, rename_adapter
+from app.model.tokenizer import NEW_TOKENS
 from app.model.training_model import TrainingModel
 
 MAX_FILE_BYTES = 50 * 10**9  # as transformers divides them
@@ -139,7 +140,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         stored = (folder / _TEMPLATE).read_text()
     elif isinstance(stored, list):
         stored = {each["name"]: each["template"] for each in stored}
-    _write_added_tokens(tokenizer, folder / "tokenizer.json")
+    if getattr(tokenizer, NEW_TOKENS, None):
+        _write_added_tokens(tokenizer, folder / "tokenizer.json")
     if tokenizer.chat_template != stored:
         (folder / _TEMPLATE).write_text(tokenizer.chat_template)
         changes["chat_template"] = tokenizer.chat_template  # tools that do not read the file
@@ -148,11 +150,9 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _write_added_tokens(tokenizer: Any, file: Path) -> None:
-    """Put tokens that the run added into tokenizer.json, where they are not there."""
-    content = json.loads(file.read_text()) if file.is_file() else None
-    added = json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"]
-    if content is not None and [each["id"] for each in content["added_tokens"]] != [each["id"] for each in added]:
-        file.write_text(json.dumps({**content, "added_tokens": added}, ensure_ascii=False))
+    """Put the tokens that the run added into tokenizer.json; the rest stays as it was."""
+    content, added = json.loads(file.read_text()), json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"]
+    file.write_text(json.dumps({**content, "added_tokens": added}, ensure_ascii=False))
 
 
 def add_transformers_4_keys(folder: Path, config_class: Any) -> None:

@@ -14,6 +14,8 @@ from app.config.tasks import TASKS
 from app.errors import ConfigError, EnvironmentProblem, gist, refuse
 from app.model.source import REMOTE_CODE, fetch_folder
 
+NEW_TOKENS = "new_tokens_of_run"  # attribute of a tokenizer that has more than its files
+
 
 def load_tokenizer(config: ModelConfig, *, needs_template: bool, shipped: str = TASKS["causal"].tokenizer) -> Any:
     """A fast tokenizer with the run's chat template. Random weights without a tokenizer use the `shipped` one."""
@@ -62,6 +64,7 @@ def _add_tokens(config: ModelConfig, path: str, tokenizer: Any) -> None:
         if text in known
     )
     tokenizer.add_tokens(list(config.add_tokens))
+    setattr(tokenizer, NEW_TOKENS, list(config.add_tokens))
 
 
 def new_ids(config: ModelConfig, tokenizer: Any) -> list[int]:
