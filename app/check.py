@@ -8,6 +8,7 @@ python -m app.check memory sweep=single_gpu hardware=rtx3090                    
 python -m app.check                                                              data and memory
 python -m app.check cluster launch.num_processes=2 output_dir=runs/look          what its processes find of each other
 python -m app.check quantization model=llama      how far its weights are from themselves in int8, fp8, NF4, FP4 ...
+python -m app.check models                     which kinds of model are trained, and how; model.path=DIR: that folder
 """
 
 import os
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.config.commands import CheckConfig, check_config, run_command
 from app.config.overrides import key_of
@@ -27,6 +28,9 @@ from app.distributed.launch import launch, processes_to_start
 from app.errors import AppError, ConfigError
 from app.files import report_write_errors, write_json, write_text
 from app.tracking.console import Console, open_console
+
+if TYPE_CHECKING:
+    from app.config.model_kinds import ModelKinds
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -47,7 +51,7 @@ def check(config: CheckConfig, console: Console) -> int:
         _write(config.folder, found, console)
     stops = [problem for each in found.values() for problem in each["stops"]]
     if stops:
-        text = ConfigError(stops).report() + "\na run with these settings stops at these rows"
+        text = ConfigError(stops).report() + "\na run with these settings stops at these rows" * ("data" in found)
         if world().is_joined:  # the launcher prints failures for all processes
             report_failure(0, STOPS, text)
         else:
@@ -175,6 +179,39 @@ def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
     return facts
 
 
+def _models(config: CheckConfig, _console: Console) -> dict[str, Any]:
+    """Show what the table knows of each kind, or how the model of the command line would be trained."""
+    from app.config.model_kinds import model_kinds
+    from app.pages.check_report import show_check
+    from app.pages.check_summary import models_sections
+
+    if config.names_model:
+        kinds, stops = _verdict(config.run)
+        facts = {**kinds.facts(config.run.task.kind), "stops": stops}
+    else:
+        facts = {**model_kinds().facts("causal"), "stops": []}
+    show_check(models_sections(facts))
+    return facts
+
+
+def _verdict(run: RunConfig) -> tuple["ModelKinds", list[str]]:
+    """A table of the run's model alone, and what refuses it."""
+    import transformers
+
+    from app.config.model_kinds import REFUSED, ModelKinds, Tier
+    from app.config.tasks import task_of
+    from app.model.structure import BaseModel
+
+    base = BaseModel(run.model, task_of(run.task))
+    tier, stops = base.tier, list[str]()
+    try:
+        base.on_meta()
+    except ConfigError as refusal:
+        stops = list(refusal.problems)
+        tier = tier if not tier.accepted else Tier(REFUSED, "; ".join(stops))
+    return ModelKinds(transformers.__version__, {run.task.kind: {base.numbers.model_type: tier}}), stops
+
+
 def _in_processes(config: CheckConfig, arguments: Sequence[str]) -> int:
     """Launch the cluster check in the processes that a run would have."""
     count = processes_to_start(config.run.launch)
@@ -220,7 +257,7 @@ def _check_parts(config: CheckConfig) -> None:
 
     run = config.run
     problems = [*sources.check(run.dataset), *tokenizer.check(run.model)] if "data" in config.checks else []
-    if {"memory", "quantization"} & set(config.checks):
+    if {"memory", "quantization", "models"} & set(config.checks):
         problems += source.check(run.model)
     if problems:
         raise ConfigError(problems)
@@ -242,7 +279,7 @@ def main() -> None:
     run_command(_command, lambda: usage, fail_as_one_of_several)
 
 
-_CHECKS = {"data": _data, "memory": _memory, "cluster": _cluster, "quantization": _quantization}
+_CHECKS = {"data": _data, "memory": _memory, "cluster": _cluster, "quantization": _quantization, "models": _models}
 
 if __name__ == "__main__":
     main()

@@ -249,7 +249,7 @@ def _report_problems(config: ReportConfig) -> Iterator[str]:
 
 # ---- app.check
 
-CHECKS = ("data", "memory", "cluster", "quantization")
+CHECKS = ("data", "memory", "cluster", "quantization", "models")
 _DEFAULT_CHECKS = ("data", "memory")
 
 
@@ -275,6 +275,11 @@ class CheckConfig:
     hardware: HardwareConfig | None = None
     exact: bool = False
     answers: AnswersConfig | None = None
+
+    @property
+    def names_model(self) -> bool:
+        """Whether the command line says which model is meant."""
+        return any(key_of(text) == "model" or key_of(text).startswith("model.") for text in self.overrides)
 
 
 @dataclass(kw_only=True, slots=True)

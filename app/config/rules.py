@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from app.config.adapters import ADAPTER_KINDS
+from app.config.compile_rules import COMPILE_RULES
 from app.config.data_rules import DATA_RULES
 from app.config.dataset import has_held_out_rows
+from app.config.model_kinds import OWN
 from app.config.preferences import PREFERENCE_KINDS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
@@ -55,6 +57,14 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
             f"batching.tokens=auto: a step has model.suggest.tokens={run.model.suggest.tokens} times "
             f"batching.accumulation={batching.accumulation} tokens, too few for a row of dataset.max_length={longest}. "
             f"Set batching.accumulation={-(-longest // run.model.suggest.tokens)} or dataset.max_length={whole}."
+        )
+
+
+def _own_attention_is_of_padded_rows(run: RunConfig) -> Iterator[str]:
+    if run.attention.kind == OWN and run.batching.packing is True:
+        yield (
+            "attention=own is the model's own, which does not keep the documents of a row apart "
+            "(batching.packing=true). Set batching.packing=auto, or attention=auto."
         )
 
 
@@ -323,42 +333,12 @@ def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _compiled_layers_have_one_shape(run: RunConfig) -> Iterator[str]:
-    if run.compile.kind != "none" and not run.batching.packing:
-        yield (
-            "compile=blocks makes one graph for one shape, and padded rows have many (batching.packing=false). "
-            "Set batching.packing=true, or compile=none."
-        )
-
-
-def _compile_options_suit_each_other(run: RunConfig) -> Iterator[str]:
-    backend, mode, graphs = run.compile.backend, run.compile.mode, run.compile.graphs
-    if mode != "default" and backend != "inductor":
-        yield (
-            f"compile.mode={mode} is of inductor, and compile.backend={backend} does not read it. "
-            "Set compile.backend=inductor, or compile.mode=default."
-        )
-    if graphs and backend in {"aot_eager", "eager"}:
-        yield (
-            f"compile.graphs=true records kernels, which compile.backend={backend} leaves to torch one by one. "
-            "Set compile.backend=inductor or cudagraphs, or compile.graphs=false."
-        )
-    if not graphs and backend == "cudagraphs":
-        yield (
-            "compile.backend=cudagraphs records CUDA graphs, as compile.graphs=true asks for. "
-            "Set compile.graphs=true, or compile.backend=inductor."
-        )
-    if not graphs and mode in {"reduce-overhead", "max-autotune"}:
-        yield (
-            f"compile.mode={mode} records CUDA graphs, as compile.graphs=true asks for. "
-            "Set compile.graphs=true, or compile.mode=default or max-autotune-no-cudagraphs."
-        )
-
-
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
+    *COMPILE_RULES,
     _rows_fit_the_model,
     _rows_fit_their_bins,
+    _own_attention_is_of_padded_rows,
     _answers_have_their_loss,
     _pairs_fit_their_bins,
     _reference_has_no_noise,
@@ -379,6 +359,4 @@ RULES: tuple[Rule, ...] = (
     _random_weights_are_of_numbers,
     _warmup_has_one_length,
     _resume_needs_its_folder,
-    _compiled_layers_have_one_shape,
-    _compile_options_suit_each_other,
 )

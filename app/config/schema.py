@@ -84,7 +84,8 @@ class PreferenceConfig:
 class BatchingConfig:
     """How rows become micro-batches and micro-batches become optimizer steps."""
 
-    packing: bool = MISSING  # pack rows into bins, in which each row attends to itself only; false pads rows
+    # pack rows into bins, in which each row attends to itself only; false pads rows; auto: where that is proven
+    packing: bool | str = MISSING
     tokens: int | str = number(at_least=8)  # tokens of a micro-batch with packing; auto: as many as fit into memory
     rows: int = number(at_least=1)  # rows of a micro-batch without packing
     # micro-batches of an optimizer step, on each process: the more, the larger the step and the fewer of them

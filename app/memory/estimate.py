@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from app.batch import Batch
+from app.config.model_kinds import OWN
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.distributed.environment import world
 from app.distributed.fsdp import MeshSizes
 from app.distributed.process_group import mesh_sizes_of
@@ -20,6 +22,7 @@ from app.memory.phases import MEMORY_KINDS, PHASES
 from app.memory.shape import Shape
 from app.memory.trace import Numbers, TraceSettings, trace
 from app.model.attention import register, register_kernel
+from app.model.structure import BaseModel
 from app.training.choices import Choices, choose_precision, recomputed_layers, sections_of
 from app.training.memory import Predicted
 
@@ -62,8 +65,9 @@ class Estimate:
         """`device`: gpu or cpu. `steps_only` plans no evaluation. `mesh_sizes` is None for an unsharded model."""
         evaluated = None if steps_only else shape.of_evaluation(run)
         on_gpu = device == "gpu"
-        kernel = partial(cuda_ops.attention, choices.attention)
-        name = register_kernel(kernel, cuda_ops.ATTENTION) if on_gpu else register(choices.attention)
+        name = register(choices.attention)
+        if on_gpu and choices.attention != OWN:
+            name = register_kernel(partial(cuda_ops.attention, choices.attention), cuda_ops.ATTENTION)
         self._settings = TraceSettings(run, shape, evaluated, on_gpu, mesh_sizes)
         self._meta_model = MetaModel(sections_of(run, choices), name)
         self._traces: dict[tuple[int, int], Numbers] = {}
@@ -144,6 +148,8 @@ def plan_memory(
 def planned_choices(run: RunConfig, device: str) -> Choices:
     """Precision and attention backend of a planned run; a GPU is assumed to support bf16 and to lack flash-attn."""
     precision, attention = run.precision.kind, run.attention.kind
+    if attention == OWN or BaseModel(run.model, task_of(run.task)).tier.name == OWN:
+        return Choices("bf16" if (precision, device) == ("auto", "gpu") else choose_precision(run.precision), OWN)
     if device == "gpu":
         return Choices("bf16" if precision == "auto" else precision, "varlen" if attention == "auto" else attention)
     return Choices(choose_precision(run.precision), "sdpa")

@@ -22,6 +22,7 @@ from app.training.auto_settings import (
     step_tokens,
     suggested_bin,
     with_bins,
+    with_packing,
     with_parallel,
 )
 from app.training.choices import Choices, recomputed_layers
@@ -66,7 +67,8 @@ class Planner:
     def at(self, run: RunConfig, *, exact: bool = False) -> Planned:
         """Plan the largest micro-batch that the settings allow and resolve `auto`; `exact` traces every layer."""
         base = BaseModel(run.model, task_of(run.task))
-        run = with_planned_rows(replace(run, dataset=within_positions(run.dataset, base, lambda _: None)))
+        run = with_packing(replace(run, dataset=within_positions(run.dataset, base, lambda _: None)), base)
+        run = with_planned_rows(run)
         if run.parallel.kind == AUTO and self.processes > 1:
             return self._parallel(run, exact=exact)
         if has_auto_bins(run):

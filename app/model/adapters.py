@@ -26,7 +26,7 @@ PREFIX = "base_model.model."  # of PEFT, before the names of the base
 CHECKED_STEPS = 2  # in which a gradient must reach every adapted layer
 # what runs write into adapter_config.json besides PEFT's defaults: of any method, and free to be anything
 _FREE_KEYS = ("task_type", "peft_version", "base_model_name_or_path", "inference_mode", "auto_mapping", "revision")
-_ROUTERS = frozenset({"gate", "shared_expert_gate", "router"})
+_ROUTERS = frozenset({"gate", "shared_expert_gate", "router", "indexer"})
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
@@ -242,6 +242,7 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
         for name, module in lm.named_modules()
         if in_backbone(lm, name)  # the others are the head
         and (isinstance(module, nn.Linear) or is_conv1d(module))
+        and not hasattr(module, "n_groups")  # a product by groups is none of one matrix
         and name.rpartition(".")[2] not in unusable
         and name not in unseen
     ]

@@ -252,7 +252,10 @@ def drawn_parameters(lm: Any, name: str, device: torch.device, rebuilt: Callable
         for at, each in enumerate(around):
             next(outer for outer in around[at:] if hasattr(outer, "_init_weights"))._init_weights(each)
         forgotten = [last for last, each in drawn.items() if bool(each.isnan().any())]
-        if forgotten:
+        if forgotten and is_conv1d(module):  # its constructor draws only after it has registered the weight
+            nn.init.normal_(drawn["weight"], std=0.02)
+            nn.init.zeros_(drawn["bias"])
+        elif forgotten:
             constructed = _constructed(rebuilt, name, type(module))
             drawn |= {last: constructed[last].to(device, on_meta[last].dtype) for last in forgotten}
     finally:

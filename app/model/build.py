@@ -28,7 +28,6 @@ from app.model.activation_checkpointing import HostOffload, recompute, repeated_
 from app.model.adapters import adapter_of, add_adapter, trained_copies
 from app.model.attention import register
 from app.model.base_weights import Base, LoadOptions, SourceTensor, put_whole
-from app.model.checks import compare_loss_head
 from app.model.chunked_loss import linear_head
 from app.model.comparison import Comparison
 from app.model.compile import compile_blocks
@@ -39,6 +38,7 @@ from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
 from app.model.layer_norm import set_norms
 from app.model.load_base import open_base, quiet_transformers
+from app.model.loss_comparison import compare_loss_head
 from app.model.quantization import Quantizer, quantizer_of
 from app.model.recurrent import missing_kernels, recurrent_mixers
 from app.model.source import local_place

@@ -9,7 +9,7 @@ import contextlib
 import math
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.batch import IGNORE, Batch, PackedSequences
+from app.batch import Batch, PackedSequences
 from app.errors import EnvironmentProblem
 from app.model.activation_checkpointing import repeated_layers
 from app.model.adapters import trained_copies
-from app.model.attention import NAME, own_attention, plain_packed, register_kernel
-from app.model.chunked_loss import LinearHead, token_loss_sum
-from app.model.comparison import Comparison, attempt, max_difference, max_or_nan
-from app.model.head import head_parameters
-from app.model.kernels import autocast_dtype, uses_kernels
+from app.model.attention import NAME, OWN, own_attention, plain_packed, register_kernel
+from app.model.comparison import Comparison, max_or_nan
 from app.model.recurrent import recurrent_mixers
 from app.model.training_model import TrainingModel
 
@@ -40,14 +37,6 @@ _PACKING_FACTOR = 3  # elsewhere, times what the model's own kernels differ by
 _HEAD_TOKENS = 64
 _HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
 
-_LOSS_ROWS = 48
-_LOSS_CHUNK = 20  # rows, so that sums over chunks are compared too
-_LARGE_LOGIT = 30.0  # at which soft-capping shows
-_LOSS_FP32 = 1e-5
-_LOSS_ROUNDINGS = 8  # of the dtype of the arithmetic
-_TF32_EPS = 2.0**-10
-_LOSS = "loss and gradients of a linear head against those of the model's own"
-
 
 @torch.no_grad()
 def check_head(model: TrainingModel, batch: Batch) -> Comparison:
@@ -59,7 +48,7 @@ def check_head(model: TrainingModel, batch: Batch) -> Comparison:
         if model.pooled:
             own, ours = _pooled_logits(model, batch)
         else:
-            lm, arguments = model.language_model, _first_tokens(model, batch, _HEAD_TOKENS)
+            lm, arguments = model.language_model, first_tokens(model, batch, _HEAD_TOKENS)
             own, ours = lm(**arguments).logits[0].float(), model.head(lm.base_model(**arguments)[0][0]).float()
     model.train(mode)
     error = float((own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny))
@@ -76,9 +65,12 @@ def check_head(model: TrainingModel, batch: Batch) -> Comparison:
     )
 
 
-def _first_tokens(model: TrainingModel, batch: Batch, count: int) -> dict[str, Any]:
-    positions = batch.positions[:1, :count] + model.first_position
-    return {"input_ids": batch.ids[:1, :count], "position_ids": positions, "use_cache": False}
+def first_tokens(model: TrainingModel, batch: Batch, count: int) -> dict[str, Any]:
+    """Arguments of a pass over the beginning of the first row."""
+    given = {"input_ids": batch.ids[:1, :count], "use_cache": False}
+    if model.attention == OWN:  # which counts positions by itself
+        return given
+    return {**given, "position_ids": batch.positions[:1, :count] + model.first_position}
 
 
 def _pooled_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -96,53 +88,6 @@ def _pooled_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = lm.base_model(**given)[0]
         ours.append(model.head(hidden[0, at - start][None])[0])  # alone: several would be rounded otherwise
     return torch.stack(own).float(), torch.stack(ours).float()
-
-
-def compare_loss_head(model: TrainingModel, head: LinearHead, batch: Batch) -> Comparison:
-    """Compare loss and gradients of a linear head with those of the model's own."""
-    mode, weighted = model.training, batch.weights is not None
-    model.eval()
-    with torch.no_grad(), model.autocast(batch.ids.device):
-        rows: Tensor = model.language_model.base_model(**_first_tokens(model, batch, _LOSS_ROWS))[0][0]
-    model.train(mode)
-    faults = Exception if uses_kernels(rows.device) else ()  # any error of a kernel's compiler
-    return attempt(lambda: _compare_losses(model, head, rows, weighted=weighted), faults)
-
-
-def _compare_losses(model: TrainingModel, head: LinearHead, rows: Tensor, *, weighted: bool) -> Comparison:
-    with model.autocast(rows.device):
-        with torch.no_grad():
-            largest = model.head(rows).float().abs().max().clamp_min(1e-6)
-        difference = max_or_nan(
-            _loss_difference(model, head, given.to(rows.dtype), weighted=weighted)
-            for given in (rows, rows.float() * (_LARGE_LOGIT / largest))
-        )
-        dtype = autocast_dtype(rows)
-    if dtype != torch.float32:
-        allowed = _LOSS_ROUNDINGS * torch.finfo(dtype).eps
-    elif rows.is_cuda and torch.get_float32_matmul_precision() != "highest":
-        allowed = _LOSS_ROUNDINGS * _TF32_EPS
-    else:
-        allowed = _LOSS_FP32
-    return Comparison(_LOSS, difference, allowed)
-
-
-def _loss_difference(model: TrainingModel, head: LinearHead, rows: Tensor, *, weighted: bool) -> float:
-    at = torch.arange(len(rows), device=rows.device)
-    targets = (at * 7919) % head.layer.out_features
-    targets[3::11] = IGNORE
-    weights = 1 + torch.sin(at.float()) / 2 if weighted else None
-    trained = head_parameters(model.language_model)
-
-    def outcome(loss_sum: Any) -> list[Tensor]:
-        leaf = rows.detach().requires_grad_()
-        with torch.enable_grad():
-            loss = loss_sum(leaf)
-        return [loss.detach(), *torch.autograd.grad(loss, [leaf, *trained])]
-
-    ours = outcome(lambda given: replace(head, chunk=_LOSS_CHUNK).loss_sum(given, targets, weights))
-    own = outcome(lambda given: token_loss_sum(model.head, given, targets, trained, _LOSS_CHUNK, weights))
-    return max_difference(ours, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +137,7 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
         }
         wrong = next((what for what, each in compared.items() if not each.passed), None)
         by_attention = False
-        if wrong is not None:
+        if wrong is not None and model.attention != OWN:
             with _attention(model, register_kernel(plain_packed, f"{NAME}_plain")):
                 plain = _differences(together(), separate)
             by_attention = all(plain[each] <= allowed[each] for each in plain)
@@ -202,6 +147,30 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
             _refusal(model, wrong, compared[wrong], is_packed=is_packed, by_attention=by_attention)
         )
     return list(compared.values())
+
+
+def check_causal(model: TrainingModel, batch: Batch) -> list[Comparison]:
+    """Refuse a model whose own attention lets tokens see those that they must predict; ours never does."""
+    if model.attention != OWN or model.pooled or batch.documents is not None:
+        return []
+    lm, mode = model.language_model, model.training
+    ids = max(_documents_of(batch), key=len)[None]
+    half = ids.shape[1] // 2
+    model.eval()
+    with model.autocast(ids.device), torch.enable_grad(), _embeddings_as_leaf(lm.get_input_embeddings(), 0) as leaves:
+        states = lm.base_model(input_ids=ids, use_cache=False)[0][0, :half].float()
+        weights = torch.cos(torch.arange(states.numel(), device=ids.device).view_as(states))
+        (gradient, *_) = torch.autograd.grad((states * weights).sum(), leaves)
+    model.train(mode)
+    gradient = gradient.flatten(0, -2)  # rows of tokens, whichever axis is first
+    later = float(gradient[half:].abs().max() / gradient.abs().max())
+    found = Comparison("what tokens after a state change of it, against nothing", later, 0.0)
+    return [
+        found.or_refuse(
+            f"model.path: in this model of kind {lm.config.model_type} tokens see those after them, which they are to "
+            "predict, so it would learn to copy. Choose another model."
+        )
+    ]
 
 
 def _refusal(model: TrainingModel, what: str, found: Comparison, *, is_packed: bool, by_attention: bool) -> str:
@@ -233,8 +202,8 @@ def _packed(model: TrainingModel, documents: Sequence[Tensor], limits: PackedSeq
     lengths, device = [len(d) for d in documents], documents[0].device
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     packed = PackedSequences.from_lengths(lengths, limits.max_seqlen, len(limits.cu_seqlens) - 1)
-    ids, places = torch.cat(list(documents))[None], positions[None] + model.first_position
-    return _outcome(model, [_pass(model, ids, position_ids=places, documents=packed.to(device))])
+    places = model.places(positions[None], packed.to(device), None)
+    return _outcome(model, [_pass(model, torch.cat(list(documents))[None], **places)])
 
 
 def _padded(model: TrainingModel, documents: Sequence[Tensor], isolated: PackedSequences | None) -> _Outcome:
@@ -244,9 +213,9 @@ def _padded(model: TrainingModel, documents: Sequence[Tensor], isolated: PackedS
     if isolated is not None:
         parts = [part for n in lengths for part in (n, width - n) if part]
         isolated = PackedSequences.from_lengths(parts).to(ids.device)
-    places = torch.arange(width, device=ids.device).expand_as(ids) + model.first_position
+    places = model.places(torch.arange(width, device=ids.device).expand_as(ids), isolated, lengths)
     tokens = torch.cat([torch.arange(n, device=ids.device) + row * width for row, n in enumerate(lengths)])
-    return _outcome(model, [_pass(model, ids, tokens=tokens, position_ids=places, documents=isolated)])
+    return _outcome(model, [_pass(model, ids, tokens=tokens, **places)])
 
 
 def _separate(model: TrainingModel, documents: Sequence[Tensor], attention: str, noise: float = 0.0) -> _Outcome:
@@ -259,11 +228,12 @@ def _separate(model: TrainingModel, documents: Sequence[Tensor], attention: str,
 @contextlib.contextmanager
 def _attention(model: TrainingModel, name: str) -> Iterator[None]:
     lm: Any = model.language_model
+    of_training = lm.config._attn_implementation
     lm.set_attn_implementation(name)
     try:
         yield
     finally:
-        lm.set_attn_implementation(NAME)
+        lm.set_attn_implementation(of_training)
 
 
 def _pass(

@@ -12,15 +12,17 @@ import torch
 import transformers
 
 from app.config.did_you_mean import did_you_mean
+from app.config.model_kinds import OWN, Tier
 from app.config.problems import PROBLEMS
 from app.config.schema import ModelConfig
 from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist, refuse
+from app.model.attention import own_attention
 from app.model.conversion import BITSANDBYTES, stored_format
 from app.model.experts import stacks_of
 from app.model.quantization import backbone_linear_layers, is_linear, other_linear_layers
 from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, read_config, require_weights
-from app.model.supported_models import require_kind, require_structure
+from app.model.supported_models import require_kind, require_structure, tier_of
 from app.model.text_part import TextPart, leave_out_towers, text_numbers, whole_class
 from app.model.training_model import first_position
 
@@ -61,8 +63,12 @@ class BaseModel:
         return self._on_meta[attention, dtype]
 
     def longest_row(self, wanted: int) -> int:
-        """`wanted` tokens, or as many as there are positions for without those that the model leaves unused."""
+        """`wanted` tokens, or as many as there are positions for without those that the model leaves unused. Chunked
+        attention is full attention in documents of one chunk.
+        """
         stored = self.stored.get("text_config") or self.stored
+        chunked = "chunked_attention" in (getattr(self.numbers, "layer_types", None) or ())
+        wanted = min(wanted, self.numbers.attention_chunk_size) if chunked else wanted
         positions = stored.get("max_position_embeddings") or stored.get("n_positions")
         if not isinstance(positions, int):
             return wanted
@@ -116,7 +122,13 @@ class BaseModel:
         """Whether tokens attend to those after them; the model decides where the task takes either."""
         if self.task.sees != "either":
             return self.task.sees == "both"
-        return not any(getattr(module, "is_causal", False) for module in self.on_meta().modules())
+        told = [module.is_causal for module in self.on_meta().modules() if hasattr(module, "is_causal")]
+        return not any(told) if told else type(self.numbers) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+    @cached_property
+    def tier(self) -> Tier:
+        """How it is trained, as far as its configuration tells."""
+        return tier_of(self.config, self.task, self.numbers)
 
 
 def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
@@ -219,11 +231,16 @@ def build(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, att
     # of each fast kernel that is not installed, on its first use: one line of `model.build` names all of them
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     whole, given = whole_class(numbers, task), {"dtype": dtype, "attn_implementation": attention}
+    given |= {"attn_implementation": "eager"} if attention == OWN else {}
     if whole is None:
         lm = model_class(task).from_config(numbers, trust_remote_code=config.trust_remote_code, **given)
     else:
         lm = whole._from_config(numbers, **given)
         leave_out_towers(lm)
+    if attention == OWN:
+        lm.set_attn_implementation(own_attention(lm))
+    if lm.base_model is lm and hasattr(lm, "model"):  # where the class names that of the whole that it is a part of
+        lm.base_model_prefix = "model"
     require_structure(config, task, lm)
     in_fp32 = re.compile("|".join(lm._get_dtype_plan(dtype)) or "(?!)")  # whatever the dtype of the others is
     for name, each in lm.state_dict(keep_vars=True).items():

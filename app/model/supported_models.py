@@ -1,8 +1,10 @@
-"""Kinds of model that can be trained correctly; others are refused by name, before weights are fetched.
+"""Kinds of model that can be trained correctly, and how; others are refused by name, before weights are fetched.
 
 Our attention replaces the model's own through transformers' interface, and no mask is built for it. A kind that does
 not call the interface would ignore it. A kind whose layers need another mask would call it and still be wrong. Both
-would train without an error. Layers that carry a state from token to token are laid aside (`model.recurrent`).
+would train without an error. So a table says what was proven for a kind (`config.model_kinds`), and the checks before
+the first step prove it for the model at hand; a kind that the table does not know is tried in the best way.
+Layers that carry a state from token to token are laid aside (`model.recurrent`).
 """
 
 import sys
@@ -12,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 
+from app.config.model_kinds import OWN, PACKED, REFUSED, Tier, model_kinds
 from app.config.schema import ModelConfig
 from app.config.tasks import TASKS, Task
 from app.errors import ConfigError
@@ -28,25 +31,50 @@ _HEAD_FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, Runti
 
 def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
     """Check the configuration; code that a model brings along is checked once the model is built."""
-    reason = _reason(task, numbers, own_code=config.trust_remote_code and hasattr(numbers, "auto_map"))
+    tier = tier_of(config, task, numbers)
+    if not tier.accepted:
+        _refuse(config, task, numbers, tier.reason)
+
+
+def tier_of(config: ModelConfig, task: Task, numbers: Any) -> Tier:
+    """How the task trains a model of this configuration, as far as that tells."""
+    own_code = config.trust_remote_code and hasattr(numbers, "auto_map")
+    proven = None if own_code else _proven(task, numbers.model_type)
+    if proven is not None and not proven.accepted and proven.compared:
+        return proven
+    reason = _reason(task, numbers, own_code=own_code)
     if reason is not None:
-        _refuse(config, task, numbers, reason)
+        return Tier(REFUSED, reason)
+    types = set(getattr(numbers.get_text_config(decoder=True), "layer_types", None) or ())
+    strange = types - _LAYERS - set(proven.layers if proven else ())
+    if strange:
+        return Tier(REFUSED, f"it has layers of {', '.join(sorted(strange))}")
+    if proven is not None and proven.compared:
+        return proven
+    known = whole_class(numbers, task) or getattr(transformers, task.mapping).get(type(numbers), None)
+    if own_code or types & _RECURRENT or any(map(_calls_interface, known if isinstance(known, tuple) else (known,))):
+        return Tier(PACKED)
+    return Tier(OWN, _OWN_ATTENTION)
 
 
-def _reason(task: Task, numbers: Any, *, own_code: bool = False) -> str | None:
-    """Why the task cannot train a model of this configuration, None where nothing tells."""
+def _proven(task: Task, kind: str) -> Tier | None:
+    """What the table has for a kind in the sections of the task's class."""
+    known = model_kinds().tasks
+    sections = [
+        each for name, each in known.items() if (TASKS.get(name) or TASKS["causal"]).auto_class == task.auto_class
+    ]
+    return next((tiers[kind] for tiers in sections if kind in tiers), None)
+
+
+def _reason(task: Task, numbers: Any, *, own_code: bool) -> str | None:
+    """Why no model of this configuration is one for the task, None where nothing tells."""
     whole = _whole_class(task, numbers)
     if isinstance(whole, str):
         return whole
     known = whole or getattr(transformers, task.mapping).get(type(numbers), None)
-    types = set(getattr(numbers.get_text_config(decoder=True), "layer_types", None) or ())
     if known is None and not own_code:
         return f"it is not {task.description}"
-    if types - _LAYERS:
-        return f"it has layers of {', '.join(sorted(types - _LAYERS))}"
-    if own_code or types & _RECURRENT or any(map(_calls_interface, known if isinstance(known, tuple) else (known,))):
-        return None
-    return _OWN_ATTENTION
+    return None
 
 
 def _whole_class(task: Task, numbers: Any) -> Any:
@@ -69,7 +97,7 @@ def _calls_interface(known: Any) -> bool:
 def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
     """Check the model once it is built, on meta or with its weights."""
     refuse = partial(_refuse, config, task, lm.config)
-    if not (_calls_interface(type(lm)) or recurrent_mixers(lm)):
+    if tier_of(config, task, lm.config).name != OWN and not (_calls_interface(type(lm)) or recurrent_mixers(lm)):
         refuse(_OWN_ATTENTION)
     if lm.base_model is lm:
         refuse("its backbone cannot be told from its head")
@@ -92,7 +120,9 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
 def _refuse(config: ModelConfig, task: Task, numbers: Any, reason: str, fault: Exception | None = None) -> NoReturn:
     given = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
     others = [
-        name for name, other in TASKS.items() if other.auto_class != task.auto_class and _reason(other, numbers) is None
+        name
+        for name, other in TASKS.items()
+        if other.auto_class != task.auto_class and tier_of(config, other, numbers).accepted
     ]
     other_task = f"; or try task={others[0]}, which has a class for this kind" if others else ""
     raise ConfigError(

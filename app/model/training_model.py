@@ -1,17 +1,18 @@
 """The module that is trained: its forward takes a Batch and returns the loss sum and the number of labels."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from app.batch import Batch
+from app.batch import Batch, PackedSequences
 from app.config.schema import PreferenceConfig, TaskConfig
 from app.config.tasks import task_of
 from app.model.activation_checkpointing import repeated_layers
+from app.model.attention import OWN
 from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
 from app.model.compile import CompiledLayers
 from app.model.fusion import Fused
@@ -142,13 +143,25 @@ class TrainingModel(nn.Module):
         self._lengths = batch.lengths
         hidden = self.language_model.base_model(
             input_ids=batch.ids,
-            position_ids=batch.positions + self.first_position,
             use_cache=False,
-            documents=batch.documents,
+            **self.places(batch.positions, batch.documents, batch.lengths),
             **self.segment_arguments(batch.token_type_ids),
         )[0]
         rows: Tensor = hidden.flatten(0, 1).index_select(0, batch.label_rows)
         return rows
+
+    def places(
+        self, positions: Tensor, documents: PackedSequences | None, lengths: Sequence[int] | None
+    ) -> dict[str, Any]:
+        """Arguments of the backbone that say where documents are; a model's own attention counts from each row's start,
+        and is given a mask where tokens would see the padding.
+        """
+        if self.attention != OWN:
+            return {"position_ids": positions + self.first_position, "documents": documents}
+        if documents is None or lengths is None:
+            return {}
+        ends = torch.tensor(lengths, device=positions.device)[:, None]
+        return {"attention_mask": (torch.arange(positions.shape[1], device=positions.device) < ends).long()}
 
     def segment_arguments(self, segments: Tensor | None) -> dict[str, Tensor]:
         """The argument for a backbone that takes segments."""

@@ -14,6 +14,7 @@ from app.pages.check_summary import (
     counted_processes,
     data_sections,
     memory_sections,
+    models_sections,
     quantization_sections,
 )
 from app.pages.ladder_table import planned_tables
@@ -31,8 +32,8 @@ Rows = Iterator[tuple[str, Text]]
 
 def check_page(found: Mapping[str, Any]) -> str:
     """The page for check.json, which has a section for each check."""
-    names = ("data", "memory", "cluster", "quantization", "ladder")
-    data, memory, cluster, quantization, ladder = map(found.get, names)
+    names = ("data", "memory", "cluster", "quantization", "models", "ladder")
+    data, memory, cluster, quantization, models, ladder = map(found.get, names)
     stops = [problem for facts in found.values() for problem in facts["stops"]]
     badges = [("a run would stop", "bad") if stops else ("nothing stops a run", "good")]
     sections = data_sections(data) if data else []
@@ -44,8 +45,11 @@ def check_page(found: Mapping[str, Any]) -> str:
         sections += cluster_sections(cluster)
     if quantization:
         sections += quantization_sections(quantization)
+    if models:
+        sections += models_sections(models)
     name = data["source"] if data else memory["subject"] if memory else ""
     name = name or (quantization["model"] if quantization else "")
+    name = name or (f"models of transformers {models['transformers']}" if models else "")
     name = name or (ladder["sweep"] if ladder else counted_processes(cluster or {}))
     if data:  # the folders stand below
         name = " + ".join(PurePath(each).name for each in name.split(" + "))

@@ -144,6 +144,28 @@ def quantization_sections(facts: Facts) -> list[Section]:
     return [Section(title, [("weights", of)], bars), Section("Layers with the largest outliers", outliers)]
 
 
+def models_sections(facts: Facts) -> list[Section]:
+    """Sections for `models` of check.json: counts by task, then each kind that is not packed."""
+    words = {
+        "packed": "packed",
+        "padded": "padded",
+        "own": "padded with their own attention",
+        "refused": "not trainable",
+    }
+    counts = [
+        (task, f"{', '.join(f'{each[tier]} {text}' for tier, text in words.items())}, of {many(each['total'], 'kind')}")
+        for task, each in facts["by_task"].items()
+    ]
+    others = [each for each in facts["kinds"] if each["tier"] != "packed" or len(facts["kinds"]) == 1]
+    of_whole = {each["kind"]: f"its text part, {each['text_of']}: " for each in others if each["text_of"]}
+    rows = [
+        (each["kind"], f"{each['task']}, {each['tier']}: {of_whole.get(each['kind'], '')}{each['reason']}".strip(": "))
+        for each in others
+    ]
+    of = f"Kinds of transformers {facts['transformers']}"
+    return [Section(of, counts), Section("Not packed, and why" if len(rows) != 1 else "This model", rows)]
+
+
 def counted_processes(facts: Facts) -> str:
     """Processes, machines and backend of a cluster check."""
     machines = many(facts["machines"], "machine")

@@ -50,7 +50,7 @@ _COUNTS = {
 _SHORT = "{:.3g}".format
 _TILES = ("exact_match", "accuracy", "mae", "pearson", "eval_loss")
 _HASHES = {"train": "rows to train on", "eval": "rows held out", "tokenizer": "tokenizer", "base": "base"}
-_CHOICES = {"recompute": "recompute of layers", "tokens": "tokens of a micro-batch"}
+_CHOICES = {"recompute": "recompute of layers", "tokens": "tokens of a micro-batch", "padded_because": "padded because"}
 _PROCESS_MEMORY = (
     "These are the tensors of the training. The process takes more, as its peak above shows: Python, torch and other "
     "libraries."

@@ -1,5 +1,6 @@
-"""`batching.tokens`, `training.recompute` and `parallel` where they are auto: bins, recomputed layers, ddp or fsdp.
+"""What is auto: `batching.packing`, `batching.tokens`, `training.recompute` and `parallel`.
 
+batching.packing=auto packs where that is proven for the kind of model, or it is not known; else rows are padded.
 batching.tokens=auto leaves a step what it would be without it: `model.suggest.tokens * batching.accumulation` tokens on
 each process. They are divided into 1, 2, 4, ... micro-batches of a bin each, the larger the faster.
 What fits is found by functions of the memory plan that the command passes in.
@@ -10,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from app.batch import Batch
+from app.config.model_kinds import OWN, PACKED, PADDED
+from app.config.rules import problems_of
 from app.config.schema import RunConfig, TrainingConfig
 from app.config.validate import convert
 from app.distributed.process_group import HostGroup
@@ -97,6 +100,36 @@ class AutoSettings:
             self.log(remark)
         first: Answer = self.host_group.all_gather_object(answer)[0]
         return first
+
+
+def with_packing(run: RunConfig, base: BaseModel, say: Callable[[str], None] = lambda _note: None) -> RunConfig:
+    """Settle `batching.packing` by what is proven for the kind of model, before rows are laid out."""
+    tier, given, attention = base.tier, run.batching.packing, run.attention.kind
+    kind = f"a model of kind {base.numbers.model_type}"
+    if tier.name in {PADDED, OWN} and given is True:
+        raise ConfigError(
+            f"batching.packing=true: {kind} is trained in padded rows ({tier.reason}). Set batching.packing=auto."
+        )
+    if tier.name == OWN and attention not in {AUTO, OWN} and given == AUTO:
+        raise ConfigError(f"attention={attention}: {kind} is trained with its own ({tier.reason}). Set attention=auto.")
+    if given != AUTO:
+        return run
+    packing = tier.name not in {PADDED, OWN} and attention != OWN  # what is refused is refused with the model
+    settled = replace(run, batching=replace(run.batching, packing=packing))
+    if packing:
+        return settled
+    note = f"padded rows, because {_why_padded(base)}"
+    problems = [f"{problem} ({note})" for problem in problems_of(settled)]
+    if problems:
+        raise ConfigError(problems)
+    say(f"note    batching: {note}")
+    return settled
+
+
+def _why_padded(base: BaseModel) -> str:
+    if base.tier.name == PACKED:
+        return "attention=own keeps no documents apart in one row"
+    return f"documents of kind {base.numbers.model_type} cannot be kept apart in one row ({base.tier.reason})"
 
 
 def with_parallel(run: RunConfig, kind: str) -> RunConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from app.config.model_kinds import OWN
 from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig, TrainingConfig
 from app.distributed.process_group import default_device
 from app.errors import refuse
@@ -36,8 +37,10 @@ def choose(run: RunConfig, base: BaseModel, stored: Mapping[str, str]) -> Choice
         precision = PrecisionConfig(kind=stored["precision"])
     if stored and attention.kind == "auto":
         attention = AttentionConfig(kind=stored["attention"])
+    if base.tier.name == OWN:
+        attention = AttentionConfig(kind=OWN)
     name = choose_precision(precision)
-    packed = run.batching.packing or base.is_bidirectional
+    packed = bool(run.batching.packing) or base.is_bidirectional
 
     def needs() -> Needs:
         return needs_of(base.on_meta(), DTYPES[name].compute, packed=packed)

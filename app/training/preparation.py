@@ -27,6 +27,7 @@ from app.model.source import positions_text
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer, new_ids
 from app.safe_text import many
+from app.training.auto_settings import with_packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,9 @@ def prepare_run(
     with all of them; a check collects instead.
     """
     base = base or BaseModel(run.model, task_of(run.task))
-    dataset, notes = detect_formats(within_positions(run.dataset, base, say), formats_for(run.task.kind))
+    dataset = within_positions(run.dataset, base, say)
+    run = with_packing(run, base, say)
+    dataset, notes = detect_formats(dataset, formats_for(run.task.kind))
     problems = problems_of(replace(run, dataset=dataset)) if notes else []
     if problems:
         raise ConfigError([*problems[:-1], f"{problems[-1]} ({'; '.join(notes)})"])

@@ -17,7 +17,7 @@ from app.files import DISK_ERRORS, atomic_folder, fsync_all, report_write_errors
 from app.model import fp8_linear
 from app.model.adapters import adapter_of, lr_factor
 from app.model.build import choose_loss_head, random_base
-from app.model.checks import check_head, check_packing
+from app.model.checks import check_causal, check_head, check_packing
 from app.model.comparison import Comparison, max_difference
 from app.model.compile import verify_compiled
 from app.model.save import save_base
@@ -54,7 +54,7 @@ def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
     rounding = fp8_linear.compare_products(model.network, gathered)
     with fp8_linear.without_row_rounding(model.network), _uncompiled(model):
         head = [check_head(model, batch), *choose_loss_head(model, batch)]
-        comparisons = [*head, *check_packing(model, batch), *fused, *rounding]
+        comparisons = [*head, *check_causal(model, batch), *check_packing(model, batch), *fused, *rounding]
     layers = model.compiled_layers
     if layers is not None:
         compiled = verify_compiled(model, model.trained(), layers, batch, model.compute)

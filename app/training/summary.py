@@ -86,7 +86,7 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
     """Choices, counts and hashes of a run."""
     run, runtime, loader = resolved.config, resolved.runtime, resolved.loader
     others, batching = memory_in_use.taken_by_others(), run.batching
-    bin_tokens = batching.bin_tokens if batching.packing else None
+    bin_tokens, why_padded = batching.bin_tokens if batching.packing else None, resolved.base.tier.reason
     return {
         "seed": run.seed,
         **({"varied_from": run.varied_from} if run.varied_from else {}),
@@ -94,6 +94,7 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
             **asdict(resolved.choices),
             "recompute": run.training.recompute,
             "tokens": batching.tokens if batching.packing else None,
+            **({} if batching.packing or not why_padded else {"padded_because": why_padded}),
             "format": formats_of(run.dataset),
             "device": runtime.device.type,
             "threads": runtime.threads,

@@ -196,3 +196,30 @@ def test_check_of_a_ladder_refused(zygote: Zygote, tmp_path: Path, words: str, m
     code, _, wrong = look(zygote, tmp_path, *words.split())
     assert code == 2
     assert wrong.startswith(f"error: {message}")
+
+
+def test_check_models_lists_every_kind_without_torch(zygote: Zygote, tmp_path: Path) -> None:
+    code, said, wrong = look(zygote, tmp_path, "models", "output_dir=look")
+    assert (code, wrong) == (0, "")
+    facts = json.loads((tmp_path / "look" / "check.json").read_text())["models"]
+    assert facts["total"] == facts["by_task"]["causal"]["total"] == 189
+    assert facts["accepted"] == sum(e["tier"] != "refused" for e in facts["kinds"] if e["task"] == "causal")
+    assert facts["accepted"] == facts["total"] - facts["by_task"]["causal"]["refused"]
+    tiers = {each["kind"]: each["tier"] for each in facts["kinds"] if each["task"] == "causal"}
+    chosen = ("llama", "qwen3_5_text", "nemotron", "bloom", "t5")
+    assert [tiers.get(kind) for kind in chosen] == ["packed", "packed", "padded", "own", None]
+    assert all(each["reason"] for each in facts["kinds"] if each["tier"] != "packed")
+    assert f"{facts['by_task']['causal']['packed']} packed" in said
+
+
+def test_check_models_of_a_folder_is_its_verdict(zygote: Zygote, tmp_path: Path) -> None:
+    for kind, code in (("gpt2", 0), ("t5", 2)):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind, "n_layer": 1, "num_layers": 1}))
+        (tmp_path / kind / "model.safetensors").write_bytes(b"not read")
+        found, said, wrong = look(zygote, tmp_path, "models", f"model.path={tmp_path / kind}", f"output_dir=of_{kind}")
+        assert found == code
+        assert kind in said
+        assert wrong.startswith("error: model.path=") == bool(code)
+        facts = json.loads((tmp_path / f"of_{kind}" / "check.json").read_text())["models"]
+        assert [facts["total"], facts["accepted"]] == [1, 1 if code == 0 else 0]

@@ -101,6 +101,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "batching.tokens=auto divides a step into micro-batches, and optimizer.in_backward=true has one"),
     ({"batching.tokens": "auto", "dataset.max_length": 300},
      "too few for a row of dataset.max_length=300. Set batching.accumulation=2 or dataset.max_length=256."),
+    ({"attention.kind": "own", "batching.packing": True},
+     "attention=own is the model's own, which does not keep the documents of a row apart (batching.packing=true)"),
     ({"compile.kind": "blocks", "batching.packing": False},
      "compile=blocks makes one graph for one shape, and padded rows have many (batching.packing=false)"),
     ({"compile.graphs": True}, "not with compile=none. Set compile=blocks, or compile.graphs=false."),

@@ -19,7 +19,7 @@ from app.data.objectives import MOST_LABELS, OBJECTIVES
 from app.data.overflow import POLICIES
 from app.exports.export import EXPORTS
 from app.model.adapters import ADAPTERS
-from app.model.attention import BACKENDS
+from app.model.attention import BACKENDS, OWN
 from app.model.build import DTYPES
 from app.model.losses import LOSSES
 from app.model.preference import LABEL_PREFERENCES, PREFERENCES
@@ -38,7 +38,7 @@ from app.training.samples import ANSWERS
         ("adapter", ADAPTERS),
         ("adapter", ADAPTER_KINDS),
         ("tracker", TRACKERS),
-        ("attention", (*BACKENDS, "auto")),
+        ("attention", (*BACKENDS, OWN, "auto")),
         ("precision", (*DTYPES, "auto")),
         ("quantization", QUANTIZATIONS),
         ("quantization", QUANTIZATION_KINDS),

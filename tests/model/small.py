@@ -295,7 +295,7 @@ def sections(model: ModelConfig, adapter: AdapterConfig, precision: str = "fp32"
         task=given.get("task") or TaskConfig(kind="masked" if _is_encoder(model) else "causal"),
         adapter=adapter,
         quantization=given.get("quantization") or QuantizationConfig(kind="none"),
-        attention="sdpa",
+        attention=given.get("attention", "sdpa"),
         precision=precision,
         recompute=given.get("recompute", False),
         freeze=given.get("freeze", ()),

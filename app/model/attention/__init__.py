@@ -1,5 +1,6 @@
 """Attention as one function of ours that every supported transformers model calls, over a table of backends."""
 
+from app.config.model_kinds import OWN
 from app.model.attention.registry import BACKENDS, NAME, Backend, own_attention, register, register_kernel, select
 from app.model.attention.requirements import Kernel, Needs, Rules, dropouts_of, needs_of
 from app.model.attention.sdpa import own_heads, plain, plain_packed, sdpa, shares_heads
@@ -7,6 +8,7 @@ from app.model.attention.sdpa import own_heads, plain, plain_packed, sdpa, share
 __all__ = [
     "BACKENDS",
     "NAME",
+    "OWN",
     "Backend",
     "Kernel",
     "Needs",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import PackedSequences
+from app.config.model_kinds import OWN
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
 from app.model.attention.requirements import Kernel, Needs, Rules, cannot, refusals
@@ -24,7 +25,12 @@ NAME = "packed"
 
 
 def register(backend: str, compiled_on: torch.device | None = None) -> str:
-    """Register `backend` and return the name to load models with; `compiled_on`: the device of compiled layers."""
+    """Register `backend` and return the name to load models with; `compiled_on`: the device of compiled layers.
+
+    The model's own attention is no backend: it is not replaced.
+    """
+    if backend == OWN:
+        return OWN
     chosen = BACKENDS[backend]
     if compiled_on is None or chosen.compiled is None:
         return register_kernel(chosen.run, NAME)
@@ -104,7 +110,7 @@ def select(config: AttentionConfig, device: torch.device, needs: Callable[[], Ne
     """The name of this run's backend. `needs` builds a model on meta, so it is called only where it matters."""
     if config.kind == "auto":
         return next(name for name in BACKENDS if _problem(name, device, needs) is None)
-    problem = _problem(config.kind, device, needs)
+    problem = None if config.kind == OWN else _problem(config.kind, device, needs)
     if problem is not None:
         raise ConfigError(problem)
     return config.kind

@@ -1,0 +1,310 @@
+"""python -m scripts.make_kinds [SECTION ...]: tries every kind of transformers as a tiny model, writes table and page.
+
+Each is built from scripts/tiny_kinds.yaml with an adapter, and documents of three lengths go through it: in one row, in
+padded rows, in padded rows with the model's own attention. The first of these that gives the loss, and the gradient of
+every weight, of each document alone through the model's own plain attention is its tier.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+import transformers
+from torch import Tensor
+
+from app.assets import ROOT
+from app.batch import Batch
+from app.config.model_kinds import OWN, PACKED, PADDED, REFUSED, Tier, model_kinds
+from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, TaskConfig
+from app.config.tasks import TASKS, Task, task_of
+from app.data.collate import BinShape, collate_packed, collate_padded
+from app.data.objectives import LabelledTokens, label_next_tokens
+from app.errors import AppError, gist
+from app.model.build import ModelSections, build_training_model
+from app.model.checks import check_causal, check_head, check_packing
+from app.model.structure import BaseModel
+from app.model.supported_models import tier_of
+from app.model.training_model import TrainingModel
+from scripts.tiny_kinds import architecture, tables
+
+TABLE = ROOT / "model_kinds.json"
+WHOLES = "image_text"  # which task=causal trains on text
+SECTIONS = ("causal", WHOLES, "masked", "classification")
+_LENGTHS = (21, 64, 13, 90, 40)  # more than the windows of 8 and than an index chooses
+_ALLOWED = 1e-4  # of the norm of all gradients, in float32
+_MODES = {PACKED: "sdpa", PADDED: "sdpa", OWN: OWN}
+
+
+def kinds_of(section: str) -> list[str]:
+    """The kinds that transformers has a class for; of `image_text`, those that are no causal language models."""
+    from transformers.models.auto import modeling_auto
+
+    if section != WHOLES:
+        return list(getattr(modeling_auto, f"{TASKS[section].mapping}_NAMES"))
+    return [kind for kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if kind not in kinds_of("causal")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    reason: str
+    of_numbers: bool  # else of what the model is
+    of_code: bool = False  # the tiny numbers may be at fault
+
+
+def proven_tier(task: Task, kind: str) -> Tier:
+    """The best tier of a kind for which a tiny model gives the right numbers."""
+    try:
+        config = ModelConfig(path="asset:tiny", weights="random", architecture=architecture(kind))
+        numbers = BaseModel(config, task).numbers
+    except Exception as fault:  # noqa: BLE001  of the configuration of any kind
+        return Tier(REFUSED, f"no small model of it could be built: {_in_words(fault)}", compared=False)
+    if numbers.model_type != kind:  # the text part of the whole
+        return replace(proven_tier(task, numbers.model_type), text_of=numbers.model_type)
+    types = tuple(sorted(set(getattr(numbers.get_text_config(decoder=True), "layer_types", None) or ())))
+    with _assumed(task, kind, Tier(PACKED, layers=types)):
+        if not (assumed := tier_of(config, task, numbers)).accepted:
+            return Tier(REFUSED, assumed.reason, compared=False)
+    with _assumed(task, kind, None):
+        unknown = tier_of(config, task, numbers)
+    reasons = [unknown.reason] if unknown.name == OWN else []
+    for name in (OWN,) if reasons else (PACKED, PADDED, OWN):
+        with _assumed(task, kind, Tier(name, layers=types)):
+            failure = _failure(config, task, name)
+        if failure is None:
+            reason = next(iter(reasons), "")
+            return Tier(name, reason, layers=() if unknown.accepted else types)
+        if not failure.of_numbers:
+            return Tier(REFUSED, failure.reason, compared=False)
+        reasons.append(failure.reason)
+    tiny_is_at_fault = failure is not None and failure.of_code
+    return Tier(REFUSED, reasons[-1] if unknown.accepted else unknown.reason, compared=not tiny_is_at_fault)
+
+
+@contextlib.contextmanager
+def _assumed(task: Task, kind: str, tier: Tier | None) -> Iterator[None]:
+    """Context in which the program takes a kind for one of `tier`, or does not know it."""
+    known, section = model_kinds().tasks, task.name
+    if task.name == "causal" and kind in known.get(WHOLES, {}):
+        section = WHOLES
+    before = known.get(section, {})
+    others = {each: kept for each, kept in before.items() if each != kind}
+    known[section] = others if tier is None else {**others, kind: tier}
+    try:
+        yield
+    finally:
+        known[section] = before
+
+
+def _failure(config: ModelConfig, task: Task, tier: str) -> _Failure | None:
+    """Why the kind is not of `tier`, None where it is."""
+    labels = TaskConfig(kind=task.name, labels=["north", "east", "south"] if task.pooled else [])
+    base = BaseModel(config, task_of(labels))
+    sections = ModelSections(
+        model=config,
+        task=labels,
+        adapter=AdapterConfig(kind="lora", r=4, alpha=8.0, targets=["all-linear"]),
+        quantization=QuantizationConfig(kind="none"),
+        attention=_MODES[tier],
+        precision="fp32",
+        recompute=False,
+    )
+    try:
+        model = build_training_model(sections, torch.device("cpu"), seed=0, base_path="base").eval()
+        _change_all(model)
+        batch = _batch(task, base.is_bidirectional, packed=tier == PACKED)
+        check_head(model, batch)
+        check_causal(model, batch)
+        check_packing(model, batch)
+        difference = _difference(model, batch)
+    except AppError as refusal:
+        words = str(refusal)
+        inside = words.partition("cannot be trained here (")[2].partition("). Choose")[0]
+        return _Failure(inside or _short(words), of_numbers=not inside)
+    except Exception as fault:  # noqa: BLE001  of any kind's code
+        return _Failure(f"a small model of it fails: {_in_words(fault)}", of_numbers=True, of_code=True)
+    if difference <= _ALLOWED:
+        return None
+    return _Failure("gradients of weights are others", of_numbers=True)
+
+
+def _in_words(fault: Exception) -> str:
+    return f"{type(fault).__name__}, {gist(fault)[:120]}"
+
+
+def _short(words: str) -> str:
+    """The cause alone, of a check's message, without its numbers."""
+    cause = re.sub(r" \(relative difference [^)]*\)", "", words.partition(": ")[2].partition(", so ")[0])
+    return re.sub(r"^(in this|an?) model of kind \S+ ", lambda found: "" if found[1] == "in this" else "it ", cause)
+
+
+def _change_all(model: TrainingModel) -> None:
+    """Numbers at which a wrong layer shows, where biases, norms and adapters begin at zero and one; all are trained."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.requires_grad_(True)
+
+
+def _batch(task: Task, bidirectional: bool, *, packed: bool) -> Batch:
+    random = np.random.default_rng(0)
+    documents = [random.integers(3, 90, n).astype(np.int32) for n in _LENGTHS]
+    labelled = [_labelled(task, ids, number, bidirectional) for number, ids in enumerate(documents)]
+    if packed:
+        return collate_packed(labelled, 0, BinShape(sum(_LENGTHS) + 8, max(_LENGTHS), len(_LENGTHS) + 1))
+    return collate_padded(labelled, 0, isolate=bidirectional)
+
+
+def _labelled(task: Task, ids: Any, number: int, bidirectional: bool) -> LabelledTokens:
+    if task.pooled:
+        at = 0 if bidirectional else len(ids) - 1
+        return LabelledTokens(ids, np.array([at]), np.array([number % 3]))
+    if task.name == "masked":
+        places = np.arange(0, len(ids), 3)
+        return LabelledTokens(ids, places, ids[places][::-1].copy())
+    return label_next_tokens(ids, np.arange(len(ids)) > 0)
+
+
+def _difference(model: TrainingModel, batch: Batch) -> float:
+    """The gradients of all weights against those of each document alone; 1 where a weight has none."""
+    model(batch)[0].backward()
+    found = _gradients(model)
+    lm: Any = model.language_model
+    lm.set_attn_implementation("eager")
+    labels = list(zip(batch.label_rows.tolist(), batch.targets.tolist(), strict=True))
+    for start, length in zip(batch.starts, batch.lengths, strict=False):
+        here = [(row - start, target) for row, target in labels if start <= row < start + length and target >= 0]
+        if here:
+            _loss_alone(model, batch.ids.flatten()[start : start + length], here).backward()
+    expected = _gradients(model)
+    if any(expected[name].any() and not found[name].any() for name in expected):
+        return 1.0
+    apart = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    size = sum(float(each.double().square().sum()) for each in expected.values())
+    return float((apart / size) ** 0.5)
+
+
+def _loss_alone(model: TrainingModel, ids: Tensor, labels: Sequence[tuple[int, int]]) -> Tensor:
+    logits = model.language_model(input_ids=ids[None], use_cache=False).logits[0]
+    targets = torch.tensor([target for _, target in labels])
+    return F.cross_entropy(logits[None] if model.pooled else logits[[at for at, _ in labels]], targets, reduction="sum")
+
+
+def _gradients(model: TrainingModel) -> dict[str, Tensor]:
+    """And zero them."""
+    found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def table(sections: Sequence[str] = SECTIONS, say: Any = print) -> dict[str, dict[str, Tier]]:
+    """The tier of every kind, by task."""
+    found: dict[str, dict[str, Tier]] = {}
+    for section in sections:
+        for kind in kinds_of(section):
+            begun = time.perf_counter()
+            tier = found.setdefault(section, {})[kind] = tier_in(section, kind)
+            say(f"{section} {kind} {tier.name} {tier.reason} ({time.perf_counter() - begun:.1f} s)", flush=True)
+    return found
+
+
+def tier_in(section: str, kind: str) -> Tier:
+    """The tier of a kind in a section of the table: told in tiny_kinds.yaml, or proven."""
+    task = TASKS["causal" if section == WHOLES else section]
+    told = tables()["reasons"].get(kind) if task.writes_text else None
+    return proven_tier(task, kind) if told is None else Tier(REFUSED, told)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Context without warnings, which say nothing about tiny numbers."""
+    level = transformers.logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            transformers.logging.set_verbosity(level)
+            logging.disable(logging.NOTSET)
+
+
+def write(found: dict[str, dict[str, Tier]]) -> None:
+    """Write the table; tasks that were not tried anew keep their entries."""
+    model_kinds.cache_clear()  # others may have written since
+    tasks = {**model_kinds().tasks, **found}
+    entries = {
+        task: {kind: _entry(tasks[task][kind]) for kind in sorted(tasks[task])} for task in SECTIONS if task in tasks
+    }
+    lines = [f"  {json.dumps(task)}: {{\n{_lines(kinds)}\n  }}" for task, kinds in entries.items()]
+    text = f'{{"transformers": "{transformers.__version__}", "tasks": {{\n' + ",\n".join(lines) + "\n}}\n"
+    TABLE.write_text(text, encoding="utf-8")
+
+
+def _lines(kinds: dict[str, dict[str, Any]]) -> str:
+    return ",\n".join(f"    {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in kinds.items())
+
+
+def _entry(tier: Tier) -> dict[str, Any]:
+    default = asdict(Tier(tier.name))
+    return {key: value for key, value in asdict(tier).items() if key == "name" or value != default[key]}
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+_MARKS = ("<!-- made by python -m scripts.make_kinds -->", "<!-- end of kinds -->")
+
+
+def page() -> str:
+    """The page of models with the table that ships between its marks."""
+    begin, end = _MARKS
+    before, _, rest = PAGE.read_text("utf-8").partition(begin)
+    return "\n".join([f"{before}{begin}\n", *_kinds_as_text(), f"\n{end}{rest.partition(end)[2]}"])
+
+
+def _kinds_as_text() -> Iterator[str]:
+    counts = model_kinds().facts("causal")["by_task"]
+    yield f"Kinds of transformers {model_kinds().transformers}:\n"
+    yield "| table | kinds | trained | packed | padded | padded, own attention |"
+    yield f"|{'---|' * 6}"
+    for section, count in counts.items():
+        numbers = (count[name] for name in ("total", "accepted", PACKED, PADDED, OWN))
+        yield f"| {section} | {' | '.join(map(str, numbers))} |"
+    for section, tiers in model_kinds().tasks.items():
+        packed = [kind for kind, tier in tiers.items() if tier.name == PACKED]
+        yield f"\n**{section}, packed**\n"
+        yield textwrap.fill(", ".join(packed) or "none", 116, break_on_hyphens=False)
+        by_reason: dict[tuple[str, str], list[str]] = {}
+        for kind, tier in tiers.items():
+            if tier.name != PACKED:
+                by_reason.setdefault((tier.name, tier.reason.replace("|", "/")), []).append(kind)
+        yield f"\n**{section}, others**\n\n| how | why not better | kinds |\n|---|---|---|"
+        for (name, reason), kinds in sorted(by_reason.items()):
+            yield f"| {_HOW[name]} | {reason} | {', '.join(kinds)} |"
+
+
+_HOW = {PADDED: "padded", OWN: "padded, own attention", REFUSED: "refused"}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1:] != ["page"]:
+        with quiet():
+            write(table(sys.argv[1:] or SECTIONS))
+        model_kinds.cache_clear()
+    PAGE.write_text(page(), encoding="utf-8")
