@@ -5,6 +5,7 @@ python -m app.export run=runs/mine kind=merged to=exports/mine       base and ad
 python -m app.export run=runs/a kind=merged to=exports/ab adapters="[runs/a:0.7,runs/b:0.3]"      several as one
 python -m app.export run=runs/mine kind=quantized quant=nf4 to=exports/mine      the same in 4 bits
 python -m app.export run=runs/mine kind=gguf quant=q8_0 to=exports/mine      for llama.cpp and Ollama
+python -m app.export run=runs/mine kind=adapter to=exports/mine push=me/mine      and a repository of the hub
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from app.config.finished_run import EXPORT_ALLOWED, EXPORT_KINDS, ExportConfig, 
 from app.config.help import command_help
 from app.errors import ConfigError
 from app.exports.folder import REPORT, require_target
+from app.exports.hub import repository
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align, format_bytes
 from app.tracking.manifest import program_here, read_manifest
@@ -34,6 +36,16 @@ def export(config: ExportConfig, console: Console) -> int:
     """From a checked config to a verified folder; returns the exit code."""
     require_target(config.to, config.target)
     _check_parts(config)
+    target = None if config.push is None else repository(config.push, private=config.private)
+    code = _export(config, console)
+    if target is not None and code == 0:
+        message = f"Export of a run, kind={config.kind}, verified"
+        console.say(f"pushed  {target.push(config.target, message)}{', private' if config.private else ''}")
+    return code
+
+
+def _export(config: ExportConfig, console: Console) -> int:
+    """Export the run, or what takes its place: a checkpoint, or a sum of adapters."""
     from app.training.stand_in import at_checkpoint, combined
 
     run = as_run(config)

@@ -232,7 +232,7 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
 
 EXPORT_ALLOWED = (
     *("run", "kept_checkpoint", "adapters", "combine", "rank", "to", "kind", "dtype", "quant", "shard_gb"),
-    *("cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
+    *("push", "private", "cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
 _EXPORT_WHY_NOT = {"": "because an export writes down what the run made; only its files may lie elsewhere"}
@@ -273,6 +273,8 @@ class ExportConfig(_FinishedRun):
     dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # with kind=quantized of what is not quantised
     quant: str = choice("auto", *_QUANTS, default="auto")  # auto: nf4 with kind=quantized, bf16 with kind=gguf
     shard_gb: float = number(5.0, above=0)
+    push: str | None = None  # USER/NAME: a repository of the hub, which gets the verified export
+    private: bool = True  # the repository of `push`, where that is new
     adapters: list[str] = field(default_factory=list)  # RUN:FACTOR or FOLDER:FACTOR, whose updates are summed
     combine: str = choice("auto", "cat", "svd", "linear", default="auto")  # auto: svd with rank=, else cat
     rank: int | None = number(None, at_least=1)  # of the sum by svd
@@ -330,6 +332,8 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
             yield f"{key}={changes[key]} would change nothing: {reason}. Leave it out, or give kind={other}."
     if config.quant != "auto" and kind.quants and config.quant not in kind.quants:
         yield f"quant={config.quant}: kind={config.kind} writes {', '.join(kind.quants)}. Give one of these."
+    if "private" in changes and config.push is None:
+        yield f"private={changes['private']} says who sees a repository, and there is none. Give push=USER/NAME."
     yield from _unread_model_path(config, changes, needs_base=False)
     yield from checkpoint_problems(config.kept_checkpoint)
     yield from _combination_problems(config)

@@ -1,0 +1,91 @@
+"""A verified export as a repository of a hub: what can be refused is refused before the export begins."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.errors import ConfigError, EnvironmentProblem, gist
+from app.exports.folder import REPORT
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_OWN_BY_HUB = {".gitattributes"}
+_WRITERS = ("admin", "write", "contributor")
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """The repository of `push=`, to which the user of the token in the environment may write."""
+
+    name: str
+    private: bool
+    api: Any
+
+    def push(self, folder: Path, message: str) -> str:
+        """Make it hold what the folder holds; returns its address. What the hub has already is not sent again."""
+        with _answered(self.name, f"The export is in {folder}, proven. To send it: hf upload {self.name} {folder}"):
+            where = self.api.create_repo(self.name, private=self.private, exist_ok=True)
+            self.api.upload_folder(repo_id=self.name, folder_path=folder, commit_message=message, delete_patterns=["*"])
+        return str(where)
+
+
+class _answered:  # noqa: N801
+    """Within it, what the hub or the network refuses is a message with a remedy."""
+
+    def __init__(self, name: str, remedy: str) -> None:
+        self._name, self._remedy = name, remedy
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: Any, fault: BaseException | None, _trace: Any) -> None:
+        from httpx import HTTPError
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+        if isinstance(fault, OfflineModeIsEnabled | HfHubHTTPError | HTTPError | ConnectionError):
+            raise EnvironmentProblem(f"push={self._name}: {gist(fault)}. {self._remedy}.") from fault
+
+
+def repository(name: str, *, private: bool) -> Repository:
+    """The repository, or a refusal: no name, no token, no right to write, or one that was not made by an export."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"push={name}: this is no name of a repository. Give push=USER/NAME.")
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise ConfigError(f"push={name}: there is no token for the hub. Set HF_TOKEN, or log in: hf auth login.")
+    api = HfApi()
+    with _answered(name, "Set a token that may write (HF_TOKEN, or hf auth login), or leave push out"):
+        user, known = api.whoami(), _files(api, name)
+    for problem in _problems(name, user, known):
+        raise ConfigError(problem)
+    return Repository(name, private, api)
+
+
+def _files(api: Any, name: str) -> list[str]:
+    """The files of a repository that may not exist yet."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return [each for each in api.list_repo_files(name) if each not in _OWN_BY_HUB]
+    except RepositoryNotFoundError:
+        return []
+
+
+def _problems(name: str, user: dict[str, Any], files: list[str]) -> Iterator[str]:
+    place = name.partition("/")[0]
+    role = user.get("auth", {}).get("accessToken", {}).get("role")
+    if role == "read":
+        yield f"push={name}: the token may only read. Give one that may write: HF_TOKEN, or hf auth login."
+    orgs = {each["name"]: each.get("roleInOrg") for each in user.get("orgs", [])}
+    if place != user["name"] and orgs.get(place) not in _WRITERS:
+        yield (
+            f"push={name}: {user['name']}, whose token this is, may not write to {place}. "
+            f"Give push={user['name']}/NAME."
+        )
+    if files and REPORT not in files:
+        yield (
+            f"push={name}: this repository was not made by app.export (it has {', '.join(sorted(files)[:3])}). Give "
+            "another name: an export takes the place of all files."
+        )

@@ -1,0 +1,90 @@
+"""A verified export becomes a repository of the hub, here one that serves on this machine."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.errors import AppError
+from app.exports.hub import repository
+from tests.conftest import RunApp
+from tests.exports.fake_hub import FakeHub
+from tests.harness.runs import FinishedRuns
+
+TOKEN = "hf_" + "a1B2c3D4" * 4
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """This process speaks to it."""
+    from huggingface_hub import constants
+
+    served = FakeHub()
+    for name, value in (("ENDPOINT", served.address), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield served
+    served.close()
+
+
+def test_pushed_repository_is_private_and_holds_the_export(
+    hub: FakeHub, finished: FinishedRuns, tmp_path: Path, run_app: RunApp
+) -> None:
+    env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    out = tmp_path / "out"
+    words = (f"run={finished('lora')}", "kind=adapter", f"to={out}", "push=me/mine")
+    ended = run_app(*words, module="app.export", env=env, code=0)
+    assert f"pushed  {hub.address}/me/mine, private" in ended.stdout
+    assert hub.private == {"me/mine": True}
+    sent = {name: content for name, content in hub.files.items() if name != ".gitattributes"}
+    assert sent == {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    assert json.loads(sent["export.json"])["passed"]
+    assert TOKEN in hub.tokens
+    written = [file.read_bytes() for file in out.rglob("*") if file.is_file()]
+    assert not [each for each in (*written, ended.stdout.encode(), ended.stderr.encode()) if TOKEN.encode() in each]
+
+    # again, with other files: those of before go, and what the hub has is not sent
+    before = len(hub.stored)
+    (out / "README.md").write_text("---\nlicense: mit\n---\n")
+    (out / "adapter_config.json").unlink()
+    repository("me/mine", private=True).push(out, "again")
+    assert hub.files["README.md"].startswith(b"---\nlicense: mit")
+    assert "adapter_config.json" not in hub.files
+    assert len(hub.stored) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("mine", {}, "push=mine: this is no name of a repository. Give push=USER/NAME."),
+        ("me/mine", {"role": "read"}, "push=me/mine: the token may only read."),
+        ("other/mine", {}, "may not write to other. Give push=me/NAME."),
+        ("team/mine", {"orgs": {"team": "read"}}, "may not write to team."),
+        ("me/mine", {"files": {"model.bin": b""}}, "was not made by app.export (it has model.bin). Give another name"),
+        ("me/mine", {"known": False}, "push=me/mine: "),
+    ],
+)
+def test_push_that_cannot_be_is_refused_before_the_export(
+    hub: FakeHub, name: str, change: dict[str, object], why: str
+) -> None:
+    for key, value in change.items():
+        setattr(hub, key, value)
+    with pytest.raises(AppError) as refusal:
+        repository(name, private=True)
+    assert why in refusal.value.report()
+    assert TOKEN not in refusal.value.report()
+    assert hub.private == {}
+
+
+def test_push_of_a_team_that_may_write_is_taken(hub: FakeHub) -> None:
+    hub.orgs = {"team": "write"}
+    assert repository("team/mine", private=False).name == "team/mine"
+
+
+def test_push_without_a_token_is_refused_first(finished: FinishedRuns, tmp_path: Path, run_app: RunApp) -> None:
+    env = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    words = (f"run={finished('lora')}", "kind=adapter", f"to={tmp_path}/out", "push=me/mine")
+    ended = run_app(*words, module="app.export", env=env, code=2)
+    assert "push=me/mine: there is no token for the hub. Set HF_TOKEN, or log in: hf auth login." in ended.stderr
+    assert not (tmp_path / "out").exists()
