@@ -134,7 +134,7 @@ def candidates(run: RunConfig) -> list[Candidate]:
 
 
 def _layers(run: RunConfig) -> Iterator[Candidate]:
-    if run.training.recompute is not True:
+    if run.training.recompute is not True and run.training.recompute != "auto":  # which takes all where none fits
         why = "what layers compute is computed again in backward: more arithmetic"
         yield Candidate(("training.recompute=true",), SPEED, why)
     elif not run.training.offload:

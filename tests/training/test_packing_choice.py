@@ -58,7 +58,7 @@ def test_packing_auto_goes_with_the_attention_that_is_typed() -> None:
         (
             "nemotron",
             ("batching.packing=true",),
-            r"^batching.packing=true: a model of kind nemotron .* packing=auto\.$",
+            r"^batching.packing=true: a model of kind nemotron .* batching\.packing=auto\.$",
         ),
         ("bloom", ("attention=sdpa",), r"^attention=sdpa: a model of kind bloom .* Set attention=auto\.$"),
         ("nemotron", ("batching.tokens=auto",), r"padded rows have no bins.* kind nemotron cannot be kept apart"),

@@ -9,7 +9,7 @@ from tests.harness.runs import Zygote
 
 
 def test_check_memory_of_80_layers_traces_three(zygote: Zygote, tmp_path: Path) -> None:
-    words = ("model=llama_70b", "recipe=qlora", "hardware=h100")
+    words = ("model=llama_70b", "recipe=qlora", "hardware=h100", "training.recompute=true")
     code, _, wrong = look(zygote, tmp_path, "memory", *words, "output_dir=look")
     assert code == 0, wrong
     assert memory_in(tmp_path / "look")["traced_layers"] == 3
