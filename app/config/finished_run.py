@@ -275,7 +275,7 @@ class ExportConfig(_FinishedRun):
     shard_gb: float = number(5.0, above=0)
     push: str | None = None  # USER/NAME: a repository of the hub, which gets the verified export
     private: bool = True  # the repository of `push`, where that is new
-    adapters: list[str] = field(default_factory=list)  # RUN:FACTOR or FOLDER:FACTOR, whose updates are summed
+    adapters: list[str] = field(default_factory=list)  # RUN:FACTOR or FOLDER:FACTOR: adapters to sum
     combine: str = choice("auto", "cat", "svd", "linear", default="auto")  # auto: svd with rank=, else cat
     rank: int | None = number(None, at_least=1)  # of the sum by svd
 

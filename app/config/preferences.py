@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PreferenceKind:
-    """The task whose rows a loss reads, and whether its rewards are relative to the model as it was before step 1."""
+    """The task that reads the rows of a loss, and whether rewards are relative to the model before step 1."""
 
     task: str = "preference"
     has_reference: bool = True

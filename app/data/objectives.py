@@ -31,7 +31,7 @@ class LabelledTokens:
     weights: NDArray[np.float32] | None = None  # how much each target counts; None: 1
     second_start: int = -1  # where the second text of a pair begins, for models with token types
     values: tuple[float, ...] = ()  # what a loss over documents reads of it: its reference log-probability, its label
-    mean_of: "LabelledTokens | None" = None  # another document, of whose like such a loss reads the mean over the step
+    mean_of: "LabelledTokens | None" = None  # a second document; the loss reads their mean over the step
 
 
 class Objective(Protocol):
@@ -225,7 +225,7 @@ Compared = Comparisons | LabelledAnswers  # objectives whose loss may have a ref
 
 
 def compared_rows(objective: Compared, rows: TokenRows) -> tuple[TokenRows, ...]:
-    """All rows whose documents need a reference."""
+    """All rows that need a score of the reference model."""
     return (rows, MismatchedRows(rows)) if isinstance(objective, LabelledAnswers) else (rows,)
 
 

@@ -150,7 +150,7 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
 
 
 def check_causal(model: TrainingModel, batch: Batch) -> list[Comparison]:
-    """Refuse a model whose own attention lets tokens see those that they must predict; ours never does."""
+    """Refuse own attention that lets tokens see those that they must predict; ours never does."""
     if model.attention != OWN or model.pooled or batch.documents is not None:
         return []
     lm, mode = model.language_model, model.training

@@ -22,7 +22,7 @@ _ENTITIES = 3  # true, predicted, both
 
 
 def count_tags(run: RunConfig) -> Counts:
-    """Counts of a run whose tags are names of entities or, without F1 of these, any others."""
+    """Counts of tags; the F1 of entities only where tags are names of entities (B-, I-)."""
     names = run.task.labels
     ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(names)
     entities = are_entities(names)
