@@ -155,7 +155,7 @@ class Zygote:
     def finish(self, folder: Path, *arguments: str, module: str = "app.train", **env: Any) -> Ended:
         """To an end without any complaint."""
         ended = self.run(folder, *arguments, module=module, **env)
-        assert (ended.code, ended.stderr) == (0, "")
+        assert (ended.code, ended.stderr) == (0, ""), ended.stdout + ended.stderr
         return ended
 
     def refused(self, folder: Path, *arguments: str, message: str, module: str = "app.train", **env: Any) -> Ended:
@@ -192,7 +192,8 @@ class Zygote:
         self, folder: Path, count: int, *arguments: str, module: str = "app.train", **env: Any
     ) -> list[Ended]:
         together = self.run_together(folder, count, *arguments, module=module, **env)
-        assert [(ended.code, ended.stderr) for ended in together] == [(0, "")] * count
+        complaints = [(ended.code, ended.stderr) for ended in together]
+        assert complaints == [(0, "")] * count, complaints
         return together
 
     def close(self) -> None:

@@ -33,8 +33,8 @@ def test_answers_compared_by_two_processes_give_the_losses_of_one(
     """Their reference too is scored by both; rewards are small differences from it."""
     command = (*SMALL, *PLAIN, f"recipe={recipe}", f"batching.packing={packing}", "training.max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
-    zygote.finish(tmp_path, *command, with_rate(1), f"output_dir={one}", f"cache_dir={one}")
-    shared = (f"parallel={parallel}", f"output_dir={two}", f"cache_dir={two}")
+    zygote.finish(tmp_path, *command, with_rate(1), f"output_dir={one}", f"cache_dir={tmp_path / 'cache-one'}")
+    shared = (f"parallel={parallel}", f"output_dir={two}", f"cache_dir={tmp_path / 'cache-two'}")
     zygote.finish_together(tmp_path, 2, *command, with_rate(2), *shared)
     for mine, theirs in zip(metrics(one), metrics(two), strict=True):
         assert mine.keys() == theirs.keys()

@@ -134,7 +134,7 @@ REFUSED = {
     ("adapter.train_whole=[lmhead]",): r"adapter\.train_whole: lmhead is no module of this model",
     ("adapter.train_whole=[mlp]",): r"adapter\.train_whole: mlp has the adapted layer model\.layers\.0\.mlp",
     ("adapter.train_tokens=[99999]",): r"adapter\.train_tokens: 99999 is the id of no token",
-    ("adapter.train_tokens=some",): r"adapter\.train_tokens=some: expected a list like \[3, 17\] or all",
+    ("adapter.train_tokens=some",): r"adapter\.train_tokens=some: expected a list like \[3, 17\], all or new",
 }
 
 
