@@ -1,0 +1,125 @@
+"""python -m scripts.make_pictures [FOLDER]: makes docs/pictures/ of README.md from real runs, with headless Chromium.
+
+What FOLDER has from an earlier call (output of the commands, the run) is used again. Times and paths are taken out.
+"""
+
+import hashlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
+REPO = Path(__file__).resolve().parents[1]
+PICTURES = REPO / "docs" / "pictures"
+SHOWN = PICTURES / "terminal.txt"  # the text of the picture
+MADE_OF = PICTURES / "made_of.sha256"
+_WIDTH, _REPORT_SIZE = 100, "1200,1262"
+# a command, and which lines are shown of its output
+_COMMANDS = {
+    "train recipe=qlora model=llama optimizer.lrr=3e-4 dataset.max_len=1024 lora_alpha=16": ".+",
+    "check memory model=llama hardware=rtx3090 training.recompute=false": (
+        r"(memory|peak|needs) .+| +(frozen|saved act).+|(knobs| +training.recompute=true| +recipe=qlora).*\n.+"
+    ),
+    "train output_dir=runs/first": r"(model|steps|done) .+|held out .+(\n.+){4}",
+}
+_COLOURS = {
+    r"^\$ .*": "bold",
+    r"^error:": "bold red",
+    r"does not fit": "bold red",
+    r"\(enough\)": "bold green",
+    r"^done": "bold green",
+}
+_KINDS = {"Programming Language :: Python :: 3.": "Python", "Operating System :: ": "system"}  # of classifiers
+# of the page: begin, host and path; the tiles of time and speed
+_HIDDEN = "<style>.top + p + p, .tile:nth-child(4), .tile:nth-child(5) { display: none }</style>"
+_BADGE = """\
+<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" font-family="sans-serif" font-size="11">
+<rect width="{width}" height="20" rx="4" fill="#166534"/><rect width="{left}" height="20" rx="4" fill="#444c56"/>
+<g fill="#fff" text-anchor="middle"><text x="{x}" y="14">{name}</text><text x="{y}" y="14">{value}</text></g></svg>
+"""
+_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=5000", f"--window-size={_REPORT_SIZE}"),
+)
+
+
+def made_of() -> str:
+    """A hash of what the pictures show: templates and style of the page, the text of the terminal."""
+    templates = sorted((REPO / "app" / "pages" / "templates").glob("*"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in [*templates, SHOWN])).hexdigest()
+
+
+def badges() -> dict[str, str]:
+    """Pictures of what pyproject.toml says, by their files."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
+    after = {kind: [each.rpartition(" :: ")[2] for each in project["classifiers"] if kind in each] for kind in _KINDS}
+    (torch,) = (each.partition(">=")[2] for each in project["dependencies"] if each.startswith("torch>"))
+    said = {name: ", ".join(after[kind]) for kind, name in _KINDS.items()}
+    said |= {"PyTorch": f"{torch} or newer", "licence": project["license"]}
+    return {f"{name.lower()}.svg": _badge(name, value) for name, value in said.items()}
+
+
+def _badge(name: str, value: str) -> str:
+    left, right = (7 * len(text) + 14 for text in (name, value))
+    return _BADGE.format(width=left + right, left=left, x=left / 2, y=left + right / 2, name=name, value=value)
+
+
+def main() -> None:
+    """Make both pictures, and write down what they are made of."""
+    folder = Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp()).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    PICTURES.mkdir(exist_ok=True)
+    parts = [
+        _shown(words, _output(folder / f"{n}.txt", words), kept) for n, (words, kept) in enumerate(_COMMANDS.items())
+    ]
+    SHOWN.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (PICTURES / "terminal.svg").write_text(_terminal(SHOWN.read_text("utf-8")), encoding="utf-8")
+    for name, badge in badges().items():
+        (PICTURES / name).write_text(badge, encoding="utf-8")
+    page = folder / "report.html"
+    page.write_text((folder / "runs" / "first" / "report.html").read_text("utf-8") + _HIDDEN, encoding="utf-8")
+    shot = f"--screenshot={PICTURES / 'report.png'}"
+    subprocess.run(["chromium", *_FLAGS, shot, page.as_uri()], check=True, stderr=subprocess.DEVNULL)
+    MADE_OF.write_text(f"{made_of()}\n")
+
+
+def _output(file: Path, words: str) -> str:
+    """What a command prints, in the folder of `file`, which keeps it."""
+    if not file.exists():
+        command = [sys.executable, "-c", "from app.main import main; main()", *words.split()]
+        env = {**os.environ, "PYTHONPATH": str(REPO)}
+        ended = subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True, check=False)
+        file.write_text(ended.stdout or ended.stderr, encoding="utf-8")
+    return file.read_text("utf-8")
+
+
+def _shown(words: str, output: str, kept: str) -> str:
+    """A command and the lines that are kept, cut at the width, without seconds."""
+    lines = [line for found in re.finditer(f"^(?:{kept})$", output, re.MULTILINE) for line in found[0].splitlines()]
+    short = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines]
+    return "\n".join([f"$ finetune {words}", *short])
+
+
+def _terminal(text: str) -> str:
+    """The text as rich draws a terminal, without fonts of the web."""
+    console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    for line in text.splitlines():
+        styled = Text(line)
+        for pattern, style in _COLOURS.items():
+            styled.highlight_regex(pattern, style)
+        console.print(styled, soft_wrap=True)
+    template = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title="finetune", code_format=template, unique_id="terminal")
+
+
+if __name__ == "__main__":
+    main()
