@@ -78,6 +78,8 @@ def _export_from(config: ExportConfig, origin: Path, console: Console) -> int:
     verification = make_export(planned, _facts(planned, origin), console.say)
     console.say(align([("proof", verification.lines())], width=8))
     if verification.passed:
+        for program, text in planned.remarks():
+            console.say(align([(program, text)], width=8))
         console.say(f"done    {config.to}")
         return 0
     console.say(f"failed  the weights were removed; {config.target / REPORT} has the numbers")

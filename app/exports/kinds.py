@@ -19,6 +19,7 @@ from app.evaluation.run import Evaluation
 from app.exports import reload
 from app.exports.folder import REPORT, write_json_unflushed
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers
+from app.exports.vllm import in_vllm
 from app.files import CHECKSUMS, read_json
 from app.model import nf4
 from app.model.build import DTYPES, ModelSections, base_path
@@ -105,6 +106,10 @@ class Export(ABC):
         """What the model card says of how it is loaded."""
         return loading
 
+    def remarks(self) -> list[tuple[str, str]]:
+        """What other programs make of it, by their names."""
+        return []
+
     def tolerance(self, rounded: int) -> tuple[float, str]:
         """The allowed relative difference, and the reason for it.
 
@@ -133,6 +138,9 @@ class AdapterExport(Export):
         named = base_path(self.config.model, self.config.target / "base")
         write_json_unflushed(folder / _ADAPTER, adapter | {"base_model_name_or_path": named})
         return sum(len(each.shape) > 1 for each in fully_trained_weights(self.final).values())
+
+    def remarks(self) -> list[tuple[str, str]]:
+        return [("vllm", in_vllm(read_json(self.final / _ADAPTER)))] if task_of(self.sections.task).writes_text else []
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
         inside, sections = folder / "base", self.sections

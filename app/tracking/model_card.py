@@ -28,7 +28,7 @@ _SETTINGS = {
 _OF_SPLIT = ("source", "rows_read", "samples", "tokens", "trained_tokens", "dropped", "truncated", "bad_rows")
 _PIPELINES = {task.auto_class: task.pipeline for task in TASKS.values()}
 _DOUBLED = ("pissa", "olora")  # inits whose adapter is saved with twice the rank
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank takes
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank takes
 # the folders of a path that begins at the root, at home or in the current folder
 _FOLDERS = re.compile(r"(?<![^=,\[{:'\"\s(])(?:~|\.\.?)?/(?!/)(?:[^,\[\]{}'\"=]*/)?")
 
@@ -152,7 +152,7 @@ def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
     elif loading.auto_class == "AutoModelForCausalLM":
         base = loading.base_place or (_base_name(run["model"]) if _is_hub_id(run["model"]) else "BASE_FOLDER")
         own = run["adapter"].get("r", 0) * (2 if str(run["adapter"].get("init")).startswith(_DOUBLED) else 1)
-        rank = next((rank for rank in _VLLM_RANKS if rank >= own), _VLLM_RANKS[-1])
+        rank = next((rank for rank in VLLM_RANKS if rank >= own), VLLM_RANKS[-1])
         adapter = f" --enable-lora --max-lora-rank {rank} --lora-modules tuned=."
         command = f"vllm serve {shlex.quote(base)}{adapter}" if loading.is_adapter else "vllm serve ."
         yield f"In vLLM:\n\n```\n{command}\n```"
