@@ -106,6 +106,9 @@ def check_start(run: RunConfig) -> Iterator[str]:
             "folder or hub id of an adapter."
         )
         return
+    if found.get("peft_type") != "LORA":
+        yield f"{given}: it is of {found.get('peft_type')}, and runs go on from LoRA alone. Give another one."
+        return
     other = [
         f"adapter.{key}={format_value(found[name])}"
         for key, name in (KEPT | {each: each for each in ("rank_pattern", "alpha_pattern")}).items()

@@ -1,10 +1,14 @@
 """Kinds of adapter, as facts and rules that messages, pages and memory suggestions share."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from app.config.did_you_mean import did_you_mean
+from app.config.peft_methods import METHODS, REFUSED
 from app.config.schema import AdapterConfig, RunConfig
+from app.config.validate import format_value
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LAYER_NAME = re.compile(r"[\w.-]+")  # a name or its end, which is no endless regular expression
@@ -17,6 +21,17 @@ _OTHER_INITS = {
     "loftq": "writes a base of its own beside the adapter",
     "mica": "trains A alone",
 }
+
+# settings of PEFT's methods that have keys here, or that would train or load something beside the method
+RESERVED_FIELDS = frozenset(
+    {"task_type", "peft_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"}
+    | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"}
+    | {"fan_in_fan_out"}
+)
+
+INDIVISIBLE = (
+    "adapter.method={} has tensors that layers share, which FSDP cannot divide. Set parallel=ddp, or adapter=lora."
+)
 
 
 class AdapterKind(NamedTuple):
@@ -105,7 +120,52 @@ def _init_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a name, or several: no path, and no endless regular expression."""
+    if isinstance(value, dict):
+        return all(is_plain(name) and is_plain(each) for name, each in value.items())
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    if isinstance(value, str):
+        return LAYER_NAME.fullmatch(value) is not None
+    return value is None or (isinstance(value, bool | int | float) and math.isfinite(value))
+
+
+def _of_peft(run: RunConfig) -> Iterator[str]:
+    adapter, name = run.adapter, run.adapter.method.upper()
+    given, bits = f"adapter.method={adapter.method}", run.quantization.kind
+    if name in REFUSED:
+        yield f"{given} {REFUSED[name]}."
+    elif name not in METHODS:
+        yield f"{given} is no method of PEFT that is offered.{did_you_mean(name, METHODS)}"
+    elif bits != "none" and not (METHODS[name].quantized and bits in {"nf4", "fp4"}):
+        wanted = "quantization=nf4" if METHODS[name].quantized else "adapter=lora"
+        yield f"{given} cannot read a base packed by quantization.kind={bits}. Set quantization=none, or {wanted}."
+    elif run.parallel.divides and not METHODS[name].divisible:
+        yield INDIVISIBLE.format(adapter.method)
+    for key, value in adapter.fields.items():
+        if not is_plain(value):
+            yield (
+                f"adapter.fields={{{key}: {format_value(value)}}}: a setting is a number, true, false, a name, or a "
+                "list or mapping of these. Give one of them."
+            )
+        elif "dropout" in key and value and run.preference.has_reference:
+            yield (
+                f"adapter.fields={{{key}: {format_value(value)}}} with preference={run.preference.kind}: the reference "
+                "is without it, so rewards would be noise from the first step on. Leave it out."
+            )
+
+
 ADAPTER_KINDS = {
     "none": AdapterKind("full fine-tuning", lambda _adapter: iter(()), has_rank=False),
     "lora": AdapterKind("LoRA", _low_rank, has_rank=True, not_in_vllm=_not_in_vllm),
+    "peft": AdapterKind(
+        "PEFT", _of_peft, has_rank=False, not_in_vllm=lambda adapter: str(adapter.get("method")).upper()
+    ),
 }
+
+
+def name_of(adapter: Mapping[str, Any]) -> str:
+    """The name in papers of the adapter of a run's settings, which an older one wrote in part."""
+    kind = str(adapter.get("kind", "none"))
+    return str(adapter.get("method")).upper() if kind == "peft" else ADAPTER_KINDS.get(kind, ADAPTER_KINDS["lora"]).name

@@ -103,6 +103,8 @@ class AdapterConfig:
     """The adapter on a frozen base; `none` trains the whole model."""
 
     kind: str = MISSING  # kind of adapter
+    method: str = ""  # another method of PEFT, by its name there, in any case
+    fields: dict[str, Any] = field(default_factory=dict)  # settings of that method, by PEFT's names
     r: int = number(0, at_least=0)  # rank
     alpha: float = number(0.0, at_least=0)  # scale of the update, divided by the rank
     dropout: float = number(0.0, at_least=0, below=1)  # dropout before the adapter
@@ -117,7 +119,7 @@ class AdapterConfig:
     train_tokens: Any = field(default_factory=list, metadata={TYPE: list[int] | Tokens})
     lr_ratio: float = number(1.0, above=0)  # learning rate of B over that of A, which is optimizer.lr (LoRA+)
     start: str | None = None  # run, folder or hub id of the adapter that this one goes on from; null: a new one
-    targets: list[str] = field(default_factory=list)  # all-linear, or names of layers; the head is never adapted
+    targets: list[str] = field(default_factory=list)  # all-linear, or names of layers; empty: PEFT's for the kind
     fused: bool = False  # hand-written passes, where they are checked to equal PEFT's
     experts: bool = False  # adapt the stacked experts of a mixture too; adapter.dropout is 0
 

@@ -12,6 +12,7 @@ from app.config.did_you_mean import setting_of
 from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.overrides import split_arguments
+from app.config.peft_methods import METHODS
 from app.config.schema import RunConfig
 from app.config.settings_file import TYPED_ALONE, as_override, flat
 from app.config.validate import format_value, is_key
@@ -120,6 +121,8 @@ def _choose_recipe(found: Conversion) -> None:
         recipe_words = {"quantization": "nf4"} if recipe == "qlora" else {"adapter": "none"} if recipe == "full" else {}
     else:
         recipe_words = {"recipe": recipe}
+    if str(given).upper() in METHODS:
+        recipe_words |= {"adapter": "peft", "adapter__method": str(given).upper()}
     found.carry(name if name in settings else f"{name} (not given)", **recipe_words)
     if recipe == "full":
         for key in [key for key in found.words if key.startswith("adapter.")]:

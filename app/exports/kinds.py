@@ -167,7 +167,7 @@ class MergedExport(Export):
     @cached_property
     def merge(self) -> Merge:
         adapter = self.final if (self.final / _ADAPTER).is_file() else None
-        updates = {} if adapter is None else read_updates(adapter)
+        updates = {} if adapter is None else read_updates(adapter, self.evaluation.base.on_meta())
         dtype = self.merged_dtype or self.config.dtype
         return plan_merge(self.sections, updates, dtype, self.evaluation.runtime.device, adapter)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from app.config.adapters import ADAPTER_KINDS
+from app.config.adapters import ADAPTER_KINDS, name_of
 from app.config.commands import AnswersConfig
 from app.config.hardware import HardwareConfig
 from app.config.quantizations import QUANTIZATION_KINDS
@@ -83,7 +83,7 @@ def planned_parts(
 def _describe_run(run: RunConfig) -> str:
     adapter, bits = run.adapter, run.quantization.kind
     kind = ADAPTER_KINDS[adapter.kind]
-    how = f"{adapter.kind} of rank {adapter.r}" if kind.has_rank else kind.name
+    how = f"{adapter.kind} of rank {adapter.r}" if kind.has_rank else name_of(asdict(adapter))
     on = "" if bits == "none" else f" {'with' if QUANTIZATION_KINDS[bits].trains else 'on'} {bits}"
     return f"{run.model.path}: {how}{on}, {run.optimizer.kind}"
 

@@ -21,7 +21,8 @@ class FakeTensorFallbacks(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else 1
+            # a condition on a tensor [1] is `torch.rand(1) > p`: PEFT leaves out a layer's adapter with probability p
+            return args[0].ndim > 0 if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped_product(func, args, kwargs)
         if func._overloadpacket._qualified_op_name in _OPTIMIZER_KERNELS:

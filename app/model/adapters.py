@@ -18,6 +18,7 @@ from app.model.adapter_method import AdapterMethod
 from app.model.experts import expert_wrappers, other_stacks, shown_to_peft, stack_layers, stacks_of
 from app.model.head import head_modules, in_backbone
 from app.model.lora import Lora
+from app.model.peft_adapter import PeftAdapter, is_norm
 from app.model.quantization import is_conv1d
 from app.model.recurrent import layers_read_past
 
@@ -30,7 +31,7 @@ _ROUTERS = frozenset({"gate", "shared_expert_gate", "router", "indexer"})
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
-ADAPTERS: dict[str, type[AdapterMethod] | None] = {"none": None, "lora": Lora}
+ADAPTERS: dict[str, type[AdapterMethod] | None] = {"none": None, "lora": Lora, "peft": PeftAdapter}
 
 
 def adapter_of(config: AdapterConfig) -> AdapterMethod | None:
@@ -45,12 +46,11 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
     if method is None:
         result: nn.Module = lm
         return result
-    layers = _of_numbers(config.layers, layers_to_adapt(config.targets, lm))
+    layers = _of_numbers(config.layers, _named_layers(method, lm))
     rows = rows_to_train(config, lm)
     whole = sorted({*(head_modules(lm) if task.has_classes else []), *modules_to_train(config, lm, layers)})
     experts = expert_wrappers(lm) if config.experts else []
-    expected = {layer + end for layer in [*layers, *experts] for end in method.trained}
-    expected |= {f"{name}.token_adapter.trainable_tokens_delta.default" for name in rows}
+    expected = {f"{name}.token_adapter.trainable_tokens_delta.default" for name in rows}
     expected |= {
         f"{name}.modules_to_save.default.{weight}"
         for name in whole
@@ -64,11 +64,12 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
         **({"trainable_token_indices": rows} if rows else {}),
         **({"ensure_weight_tying": True} if whole and _embedding(lm) in whole and _is_tied(lm) else {}),
     }
-    with quiet_peft(), shown_to_peft(lm):
+    with quiet_peft(), shown_to_peft(lm), method.refusing():
         from peft import get_peft_model
 
         network: nn.Module = get_peft_model(lm, method.peft_config(lm, layers, shared))
     trained = {name.removeprefix(PREFIX): each for name, each in network.named_parameters() if each.requires_grad}
+    expected |= method.trained_of([*layers, *experts], trained)
     assert trained.keys() == expected, (
         f"trained but not meant: {trained.keys() - expected}; meant but not trained: {expected - trained.keys()}"
     )
@@ -85,6 +86,15 @@ def _short(names: list[str], lm: Any, matches: Callable[[str, str], bool]) -> li
     short = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name, _ in lm.named_modules() if any(matches(name, end) for end in short)}
     return short if meant <= set(names) else names
+
+
+def _named_layers(method: AdapterMethod, lm: Any) -> list[str]:
+    """The layers of `adapter.targets`; where it is empty, the usual ones of the method that this model has, or all."""
+    of_norms, targets = method.of_norms, method.config.targets
+    if targets:
+        return layers_to_adapt(targets, lm, of_norms=of_norms)
+    every, usual = layers_to_adapt([ALL_LINEAR], lm, of_norms=of_norms), method.usual_targets(lm)
+    return [name for name in every if name.rpartition(".")[2] in usual] or every
 
 
 def _of_numbers(numbers: list[int], names: list[str]) -> list[str]:
@@ -155,23 +165,18 @@ def layers_without_gradient(config: AdapterConfig, gradients: Mapping[str, Tenso
     """List adapted layers without a gradient of what must move in `step`, from gradients by names of parameters."""
     method = adapter_of(config)
     part = None if method is None else method.moves_in.get(step)
-    return [
-        name.removeprefix(PREFIX).partition(part)[0]
-        for name, gradient in gradients.items()
-        if part is not None and part in name and (gradient is None or not gradient.any())
-    ]
+    moves: dict[str, bool] = {}
+    for name, gradient in gradients.items():
+        if part is not None and part in name:
+            layer = name.removeprefix(PREFIX).partition(part)[0]
+            moves[layer] = moves.get(layer, False) or (gradient is not None and bool(gradient.any()))
+    return [layer for layer, has_moved in moves.items() if not has_moved]
 
 
 def lr_factor(config: AdapterConfig) -> Callable[[str], float]:
     """Learning rates of trained parameters, by name, as multiples of that of the run."""
     method = adapter_of(config)
     return (lambda _name: 1.0) if method is None else method.lr_factor
-
-
-def method_in(config: Mapping[str, Any]) -> type[AdapterMethod]:
-    """The method of an adapter_config.json; LoRA for an unknown one, so that the file is refused by its keys."""
-    methods = (each for each in ADAPTERS.values() if each is not None)
-    return next((each for each in methods if each.peft_type == config.get("peft_type")), Lora)
 
 
 def read_adapter_config(final: Path) -> dict[str, Any]:
@@ -184,13 +189,16 @@ def read_adapter_config(final: Path) -> dict[str, Any]:
         raise CheckpointError(f"{final} is no adapter: {ADAPTER} has no keys, or {ADAPTER_WEIGHTS} is missing.")
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    method = method_in(config)
-    defaults = PEFT_TYPE_TO_CONFIG_MAPPING[method.peft_type]().to_dict()
+    given = str(config.get("peft_type"))
+    asked = [(given, method.keys_of(given)) for method in ADAPTERS.values() if method is not None]
+    # LoRA for an unknown one, so that the file is refused by its keys
+    peft_type, written = next((each for each in asked if each[1] is not None), (Lora.peft_type, Lora.written))
+    defaults = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type]().to_dict()
     needed: dict[str, Callable[[Any], bool]] = {
-        "peft_type": lambda value: value == method.peft_type,
+        "peft_type": lambda value: value == peft_type,
         "target_modules": lambda value: _are_names(value) and bool(value),
         **dict.fromkeys(("modules_to_save", "target_parameters"), lambda value: value is None or _are_names(value)),
-        **method.written,
+        **(written or {}),
     }
     valid = {**dict.fromkeys(_FREE_KEYS, lambda value: isinstance(value, str | bool | dict | None)), **needed}
     odd = [
@@ -212,6 +220,11 @@ def quiet_peft() -> Iterator[None]:
     """Silence PEFT's use of a name that transformers has since changed, and a warning of what its own saving cannot."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        for text in (
+            "Unsupported layer type",
+            "Detected that the base layer has no bias",
+        ):  # norms; BEFT, which adds one
+            warnings.filterwarnings("ignore", message=text)
         warnings.filterwarnings("ignore", message="Using Rank-Stabilized LoRA with rank_pattern")
         yield
 
@@ -227,7 +240,7 @@ def trained_copies(network: nn.Module) -> dict[nn.Module, nn.Module]:
     return found
 
 
-def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
+def layers_to_adapt(targets: list[str], lm: Any, *, of_norms: bool = False) -> list[str]:
     """The full names of the layers that `targets` mean; each target must match, and the head never does.
 
     In a mixture of experts all-linear means attention: experts are stacked in 3D parameters, routers choose experts,
@@ -241,7 +254,7 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
         name
         for name, module in lm.named_modules()
         if in_backbone(lm, name)  # the others are the head
-        and (isinstance(module, nn.Linear) or is_conv1d(module))
+        and (is_norm(module) if of_norms else isinstance(module, nn.Linear) or is_conv1d(module))
         and not hasattr(module, "n_groups")  # a product by groups is none of one matrix
         and name.rpartition(".")[2] not in unusable
         and name not in unseen
@@ -255,9 +268,10 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
             matched = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not matched:
             known = sorted({name.rpartition(".")[2] for name in linear})
+            what, every = ("norm", "") if of_norms else ("linear layer", f"; or {ALL_LINEAR}")
             problems.append(
-                f"adapter.targets: {target} matches no linear layer of this model ({', '.join(known)}; "
-                f"or {ALL_LINEAR}).{did_you_mean(target, known)}"
+                f"adapter.targets: {target} matches no {what} of this model ({', '.join(known)}{every})."
+                f"{did_you_mean(target, known)}"
             )
         chosen.update(matched)
     if problems:

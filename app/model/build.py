@@ -142,6 +142,8 @@ def build_training_model(
         left = [name for name, each in network.named_parameters() if each.is_meta]
         assert not left, f"not filled: {left[:3]}"
 
+    if sharding is not None and method is not None:
+        method.require_divisible()
     host = HostOffload() if sections.offload else None
     if on_meta:
         training_model = assemble(network, sections, device, host, sharding, fill)
@@ -284,6 +286,11 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
         raise ConfigError(
             f"adapter.kind=none: of a model of kind {lm.config.model_type} only the text part is read, by the class of "
             "the whole, which could not be saved without its other towers. Set recipe=lora."
+        )
+    if sections.adapter.kind == "peft" and whole_class(lm.config, task) is not None:
+        raise ConfigError(
+            f"adapter.kind=peft: of a model of kind {lm.config.model_type} only the text part is read, and adapters "
+            "get the names of the whole with LoRA alone. Set adapter=lora."
         )
     require_layers(lm, sections.recompute)
     set_norms(lm, sections.model, DTYPES[sections.precision].compute)

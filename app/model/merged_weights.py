@@ -10,28 +10,35 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from app.config.adapters import ADAPTER_WEIGHTS
+from app.config.peft_methods import METHODS
 from app.errors import CheckpointError
 from app.model.adapters import PREFIX, quiet_peft, read_adapter_config
+from app.model.quantization import is_conv1d
 from app.model.safetensors_files import StoredTensor, tensors_of_file
 
 _ROWS = ".token_adapter.trainable_tokens_delta"  # ends the names of trained rows of an embedding or a head
 
 
-def read_updates(final: Path) -> dict[str, Callable[[Tensor], Tensor]]:
+def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Tensor]]:
     """What makes of each adapted layer's weight [out, in] the one with its adapter, by full names of the layers.
 
-    Refuses adapters with anything that cannot be merged so.
+    Refuses adapters with anything that cannot be merged so. `lm`: the structure of the base, for the shapes of all
+    layers where they share tensors of the adapter.
     """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     config = read_adapter_config(final)
+    _require_mergeable(config)
     mark = f".{PEFT_TYPE_TO_TUNER_MAPPING[config['peft_type']].prefix}"  # before the names of a method's own tensors
     parts: dict[str, dict[str, Tensor]] = {}
+    shared: dict[str, Tensor] = {}
     updates: dict[str, Callable[[Tensor], Tensor]] = {}
     for full, tensor in load_file(str(final / ADAPTER_WEIGHTS)).items():
         name = full.removeprefix(PREFIX)
         layer, is_own, _ = name.partition(mark)
-        if is_own:
+        if name == full:
+            shared[full] = tensor
+        elif is_own:
             parts.setdefault(layer, {})[full] = tensor
         elif name.endswith(_ROWS):
             layer = name.removesuffix(_ROWS)
@@ -41,7 +48,36 @@ def read_updates(final: Path) -> dict[str, Callable[[Tensor], Tensor]]:
                 f"kind=merged: the adapter in {final} has the tensor {full}, which is not merged here yet. "
                 "kind=adapter exports it as it is."
             )
+    if shared:
+        weights = {layer: _without_memory(lm.get_submodule(layer)) for layer in parts}
+        whole = {name: each for own in (shared, *parts.values()) for name, each in own.items()}
+        network = _attached(weights, config, whole)
+        return updates | {layer: partial(_merged_in, network.get_submodule(f"{PREFIX}{layer}")) for layer in parts}
     return updates | {layer: partial(_merged, layer=layer, config=config, parts=own) for layer, own in parts.items()}
+
+
+def _require_mergeable(config: Mapping[str, Any]) -> None:
+    known = METHODS.get(config["peft_type"])
+    if known is not None and not known.merges:
+        raise CheckpointError(
+            f"kind=merged: {config['peft_type']} cannot be merged into one weight after the other. Give kind=adapter."
+        )
+
+
+def _without_memory(module: nn.Module) -> Tensor:
+    """Zeros of the shape [out, in] of a layer's weight."""
+    shape: Any = module.weight.shape
+    return torch.zeros(1).expand(shape[::-1] if is_conv1d(module) else shape)
+
+
+def _merged_in(module: Any, weight: Tensor) -> Tensor:
+    """The weight of a layer that shares tensors with others, in fp32: PEFT merges this one alone."""
+    layer, without = module.get_base_layer(), module.get_base_layer().weight
+    layer.weight = nn.Parameter(weight.to("cpu", torch.float32, copy=True), requires_grad=False)
+    module.merge()
+    merged: Tensor = layer.weight.detach()
+    layer.weight, module.merged_adapters = without, []
+    return merged
 
 
 def _merged(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
@@ -61,17 +97,35 @@ def _merged_stack(stack: Tensor, layer: str, config: Mapping[str, Any], parts: M
 
 def _merged_by_peft(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
     """The weight [out, in] of a layer with its adapter, in fp32: PEFT merges a model of this layer alone."""
+    patterns = {  # PEFT warns of names of other layers
+        key: {name: each for name, each in config[key].items() if f".{layer}".endswith(f".{name}")}
+        for key in ("rank_pattern", "alpha_pattern")
+        if config.get(key)
+    }
+    with quiet_peft():
+        network = _attached({layer: weight.to(torch.float32, copy=True)}, {**config, **patterns}, parts)
+        result: Tensor = network.merge_and_unload().get_submodule(layer).weight.detach()
+    return result
+
+
+def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Any:
+    """PEFT's model of some layers alone, by their weights, with their adapter."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model, set_peft_model_state_dict
 
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)  # merged in place
-    lm, module = nn.Module(), nn.Module()
-    *path, last = layer.split(".")
-    module = lm
-    for part in path:
-        module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    module.add_module(last, linear)
+    lm = nn.Module()
+    for layer, weight in weights.items():
+        with torch.device("meta"):
+            rows, columns = len(weight), weight.shape[-1]
+            is_norm = weight.ndim == 1
+            module = nn.LayerNorm(rows, bias=False) if is_norm else nn.Linear(columns, rows, bias=False)
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        place, _, last = layer.rpartition(".")
+        inside = lm
+        for part in place.split(".") if place else ():
+            if not hasattr(inside, part):
+                inside.add_module(part, nn.Module())
+            inside = inside.get_submodule(part)
+        inside.add_module(last, module)
     own: dict[str, Any] = {
         "task_type": None,
         "modules_to_save": None,
@@ -80,17 +134,14 @@ def _merged_by_peft(weight: Tensor, layer: str, config: Mapping[str, Any], parts
         "ensure_weight_tying": False,
     }
     own |= {"fan_in_fan_out": False, "inference_mode": False, "base_model_name_or_path": None}
-    for key in {"rank_pattern", "alpha_pattern"} & config.keys():  # PEFT warns of names of other layers
-        own[key] = {name: each for name, each in config[key].items() if f".{layer}".endswith(f".{name}")}
     settings = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]].from_peft_type(
         **{key: own.get(key, value) for key, value in config.items()}
     )
     with quiet_peft():
-        network: Any = get_peft_model(lm, settings)
+        network = get_peft_model(lm, settings)
         found = set_peft_model_state_dict(network, dict(parts))
-        assert not found.unexpected_keys, found.unexpected_keys
-        result: Tensor = network.merge_and_unload().get_submodule(layer).weight.detach()
-    return result
+    assert not found.unexpected_keys, found.unexpected_keys
+    return network
 
 
 def _with_rows(weight: Tensor, rows: Tensor, ids: list[int]) -> Tensor:

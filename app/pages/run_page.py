@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from app.config.adapters import ADAPTER_KINDS
+from app.config.adapters import ADAPTER_KINDS, name_of
 from app.config.metrics import METRICS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.pages.answers import answers_before_and_after
@@ -125,7 +125,7 @@ def _tuning(run: SavedRun) -> str:
     kind = ADAPTER_KINDS.get(str(adapter.get("kind", "none")), ADAPTER_KINDS["lora"])
     base = _setting(run, "quantization", "kind")
     known = QUANTIZATION_KINDS.get(base or "none")
-    how = f"{kind.name} on an {base} base" if known is None else known.tuning.format(kind.name)
+    how = f"{name_of(adapter)} on an {base} base" if known is None else known.tuning.format(name_of(adapter))
     how += f", rank {adapter.get('r')}" if kind.has_rank else ""
     drawn = " with random weights" if model.get("weights") == "random" else ""
     return f"{how} · {_named(model.get('path'))}{drawn}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from app.config.adapters import ADAPTER_KINDS
+from app.config.adapters import ADAPTER_KINDS, name_of
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.tasks import TASKS
 from app.safe_text import safe_text
@@ -82,7 +82,7 @@ class Loading:
 def model_card(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapping[str, Any], loading: Loading) -> str:
     """The card of a run, from its settings and files; secrets are masked and Markdown in values is escaped."""
     model, licence = run["model"], run["model"].get("licence_page")
-    subject = f"{ADAPTER_KINDS[run['adapter']['kind']].name} adapter" if loading.is_adapter else "Model"
+    subject = f"{name_of(run['adapter'])} adapter" if loading.is_adapter else "Model"
     base = _cell("random weights" if model["weights"] == "random" else _base_name(model))
     parts = [
         _front(run, loading),

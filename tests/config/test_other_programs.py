@@ -22,7 +22,10 @@ TOLD = [
     ("training.learning_rate=2e-4", "training.learning_rate is not a key. Did you mean optimizer.lr=2e-4?"),
     ("--load_in_4bit", "--load_in_4bit: there is no such switch. Did you mean recipe=qlora?"),
     ("+load_in_4bit=True", "load_in_4bit is not a key. Did you mean recipe=qlora?"),
-    ("adapter=qlora", "adapter=qlora: there is no such adapter. Did you mean recipe=qlora? Choose one of lora, none."),
+    (
+        "adapter=qlora",
+        "adapter=qlora: there is no such adapter. Did you mean recipe=qlora? Choose one of lora, none, peft.",
+    ),
     ("lora_r=16", "Did you mean adapter.r=16?"),
     ("gradient_accumulation_steps=4", "Did you mean batching.accumulation=4?"),
     ("num_epochs=3", "Did you mean training.epochs=3?"),

@@ -77,7 +77,7 @@ def merged(folder: Path, target: Path) -> torch.Tensor:
     model = ModelConfig(path=str(folder / "base"), weights="pretrained", architecture={})
     target.mkdir()
     (target / "config.json").write_text(json.dumps(merged_config(folder / "base", "fp32")))
-    updates = read_updates(final)
+    updates = read_updates(final, AutoModelForCausalLM.from_pretrained(folder / "base"))
     plan_merge(sections(model, parts.adapter), updates, "fp32", torch.device("cpu"), final).write(target, 1e9)
     return logits(AutoModelForCausalLM.from_pretrained(target))
 

@@ -1,0 +1,113 @@
+"""Every method of PEFT: it trains, loads in plain PEFT with the same logits and merges; or a sentence refuses it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftType
+
+from app.config.peft_methods import METHODS, REFUSED
+from app.config.schema import AdapterConfig, QuantizationConfig
+from app.errors import AppError
+from app.model.build import build_training_model
+from tests.full.model.test_adapter_methods import in_peft, logits, merged, models, run, weights
+from tests.harness.runs import losses, result
+from tests.model.small import batch_of, distance, documents_of, model_config, sections, wide_numbers
+
+__all__ = ("models",)
+
+RATE = "optimizer.lr=1e-2"
+# what the sizes of the small model need, and PEFT's defaults do not suit
+FIELDS = {
+    "C3A": {"block_size": 16},
+    "ROAD": {"group_size": 16},
+    "TINYLORA": {"u": 4},
+    "VBLORA": {"num_vectors": 16, "vector_length": 16},
+    "WAVEFT": {"n_frequency": 64},
+}
+SHORT = ("training.max_steps=3", "checkpoint.every=0", "eval.every=0", "eval.samples=0", "dataset.max_rows=40")
+
+
+def words(method: str) -> tuple[str, ...]:
+    fields = ", ".join(f"{key}: {value}" for key, value in FIELDS.get(method, {}).items())
+    return ("recipe=lora", "adapter=peft", f"adapter.method={method.lower()}", f"adapter.fields={{{fields}}}", RATE)
+
+
+def test_every_method_of_peft_is_offered_or_refused() -> None:
+    assert {each.value for each in PeftType} == METHODS.keys() | REFUSED.keys()
+    assert not METHODS.keys() & REFUSED.keys()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method_trains_loads_and_merges(tmp_path: Path, models: list[Any], method: str) -> None:
+    targets = () if METHODS[method].of_norms else ("adapter.targets=[q_proj,v_proj,down_proj]",)
+    whole = run(tmp_path / "whole", *words(method), *SHORT, *targets)
+    counted = result(whole)
+    assert abs(counted["memory_predicted_bytes"] - counted["memory_measured_bytes"]) <= 64 << 10
+    ours = logits(models[0].language_model)
+    base, tuned = in_peft(whole)
+    assert distance(ours, base) > 2e-3
+    assert distance(tuned, ours) <= 5e-6
+    if METHODS[method].merges:
+        assert distance(merged(whole, tmp_path / "merged"), ours) <= 2e-5
+    else:
+        with pytest.raises(AppError, match=f"^kind=merged: {method} cannot be merged"):
+            merged(whole, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("method", ["LOKR", "VERA", "LN_TUNING"])
+def test_method_resumes_to_the_same_bits(tmp_path: Path, models: list[Any], method: str) -> None:
+    whole = run(tmp_path / "whole", *words(method))
+    run(tmp_path / "parts", *words(method), "training.stop_after=2")
+    parts = run(tmp_path / "parts", *words(method), "resume=auto")
+    assert losses(whole)[-1] < losses(whole)[0]
+    assert all(torch.equal(each, weights(parts)[name]) for name, each in weights(whole).items())
+
+
+@pytest.mark.parametrize("method", [name for name, each in METHODS.items() if each.quantized])
+def test_method_on_packed_base_gets_gradients_and_leaves_bytes(method: str) -> None:
+    adapter = AdapterConfig(kind="peft", method=method, fields=FIELDS.get(method, {}))
+    model_of = model_config(architecture=wide_numbers("llama"))
+    parts = sections(model_of, adapter, "bf16", quantization=QuantizationConfig(kind="nf4"))
+    model = build_training_model(parts, torch.device("cpu"), 0, "base")
+    model(batch_of(documents_of((9, 4))))[0].backward()
+    moved = [name for name, each in model.trained().items() if each.grad is not None and each.grad.any()]
+    assert moved
+    assert {each.dtype for each in model.trained().values()} == {torch.float32}
+
+
+WRONG = {
+    ("adapter.method=lora",): r"^adapter\.method=lora is adapter=lora",
+    ("adapter.method=loah",): r"^adapter\.method=loah is no method of PEFT that is offered\. Did you mean LOHA\?",
+    ("adapter.method=P_TUNING",): r"^adapter\.method=P_TUNING trains vectors before the prompt.* Set adapter=lora\.$",
+    (
+        "adapter.method=hra",
+        "quantization=nf4",
+    ): r"^adapter\.method=hra cannot read a base packed by quantization\.kind=nf4",
+    ("adapter.method=oft", "quantization=int8"): r"Set quantization=none, or quantization=nf4\.$",
+    ("adapter.method=vera", "parallel=fsdp"): r"^adapter\.method=vera has tensors that layers share",
+    (
+        "adapter.method=oft",
+        "adapter.fields={bloc_size: 8}",
+    ): r"^adapter\.fields: bloc_size is no setting of OFT.*mean oft_bl",
+    (
+        "adapter.method=oft",
+        "adapter.fields={target_modules: 8}",
+    ): r"^adapter\.fields: target_modules is no setting of OFT",
+    (
+        "adapter.method=oft",
+        "adapter.fields={eps: '(a+)+'}",
+    ): r"^adapter\.fields=\{eps: \(a\+\)\+\}: a setting is a number",
+    ("adapter.method=c3a",): r"^adapter\.method=C3A: PEFT cannot adapt this model so \(The block size should be",
+    ("adapter.method=oft", "adapter.targets=[qproj]"): r"^adapter\.targets: qproj matches no linear layer",
+    ("adapter.method=ln_tuning", "adapter.targets=[q_proj]"): r"^adapter\.targets: q_proj matches no norm",
+    ("adapter.r=8",): r"^adapter\.r=8: adapter=peft does not read it",
+    ("adapter.start=runs/other",): r"^adapter\.start=runs/other: adapter=peft does not read it",
+}
+
+
+@pytest.mark.parametrize("given", WRONG, ids=" ".join)
+def test_what_cannot_work_is_refused_in_a_sentence(tmp_path: Path, given: tuple[str, ...]) -> None:
+    with pytest.raises(AppError, match=WRONG[given]):
+        run(tmp_path / "run", "recipe=lora", "adapter=peft", *given)
