@@ -21,7 +21,7 @@ def readers_of(key: str) -> Collection[str]:
     if section not in _SECTIONS or not leaf:
         return ()
     keys = _keys_by_kind(groups.CONF / section)
-    readers = [kind for kind, own in keys.items() if leaf in own]
+    readers = [kind for kind, own in keys.items() if leaf.partition(".")[0] in own]
     return readers if len(readers) < len(keys) else ()
 
 

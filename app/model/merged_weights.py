@@ -28,7 +28,11 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     config = read_adapter_config(final)
-    _require_mergeable(config)
+    known = METHODS.get(config["peft_type"])
+    if known is not None and not known.merges:
+        raise CheckpointError(
+            f"kind=merged: {config['peft_type']} cannot be merged into one weight after the other. Give kind=adapter."
+        )
     mark = f".{PEFT_TYPE_TO_TUNER_MAPPING[config['peft_type']].prefix}"  # before the names of a method's own tensors
     parts: dict[str, dict[str, Tensor]] = {}
     shared: dict[str, Tensor] = {}
@@ -38,7 +42,7 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
         layer, is_own, _ = name.partition(mark)
         if name == full:
             shared[full] = tensor
-        elif is_own:
+        elif is_own and not (known is not None and known.of_norms and name.endswith(".bias")):
             parts.setdefault(layer, {})[full] = tensor
         elif name.endswith(_ROWS):
             layer = name.removesuffix(_ROWS)
@@ -54,14 +58,6 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
         network = _attached(weights, config, whole)
         return updates | {layer: partial(_merged_in, network.get_submodule(f"{PREFIX}{layer}")) for layer in parts}
     return updates | {layer: partial(_merged, layer=layer, config=config, parts=own) for layer, own in parts.items()}
-
-
-def _require_mergeable(config: Mapping[str, Any]) -> None:
-    known = METHODS.get(config["peft_type"])
-    if known is not None and not known.merges:
-        raise CheckpointError(
-            f"kind=merged: {config['peft_type']} cannot be merged into one weight after the other. Give kind=adapter."
-        )
 
 
 def _without_memory(module: nn.Module) -> Tensor:

@@ -49,8 +49,16 @@ class PeftAdapter(AdapterMethod):
         """In the second step, as what begins at zero keeps gradients from other tensors of its layer in the first."""
         return {2: self._mark}
 
-    def trained_of(self, layers: Iterable[str], names: Iterable[str]) -> set[str]:  # noqa: ARG002
-        return {name for name in names if self._mark in f".{name}"}
+    def trained_of(self, layers: Iterable[str], names: Iterable[str]) -> set[str]:
+        """Refuse layers that PEFT passes over without a word."""
+        found = {name for name in names if self._mark in f".{name}"}
+        left = set(layers) - {name.partition(self._mark)[0] for name in found}
+        if left and METHODS[self.name].divisible:
+            raise ConfigError(
+                f"adapter.method={self.name}: PEFT leaves layers such as {min(left)} as they are. Name others in "
+                "adapter.targets, or set adapter=lora."
+            )
+        return found
 
     def usual_targets(self, lm: Any) -> Collection[str]:
         return self._in_peft("TARGET", lm)
