@@ -43,13 +43,12 @@ METHODS = {
     "TINYLORA": PeftMethod(quantized=False, divisible=False, merges=False),
     "VBLORA": PeftMethod(divisible=False),
     "VERA": PeftMethod(divisible=False),
-    "WAVEFT": _PLAIN,
 }
 
 _OF_PROMPTS = "trains vectors before the prompt, which packed documents have no place for. Set adapter=lora"
 _TOO_LATE = (
-    "computes with numbers of the base as it is attached, so neither its size nor the memory of the run is known "
-    "before weights are read. Set adapter.method={}, or adapter=lora"
+    "cannot be attached to a model without weights, so the memory of the run is not known before they are read. "
+    "Set adapter.method={}, or adapter=lora"
 )
 REFUSED = {
     **dict.fromkeys(("CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), _OF_PROMPTS),
@@ -64,5 +63,6 @@ REFUSED = {
     "SHIRA": _TOO_LATE.format("SUPERTUNING"),
     "TRAINABLE_TOKENS": "is adapter.train_tokens. Set adapter=lora adapter.train_tokens=[IDS]",
     "UNILORA": _TOO_LATE.format("VBLORA"),
+    "WAVEFT": _TOO_LATE.format("FOURIERFT"),
     "XLORA": "mixes adapters that are trained already. app.export adapters=[...] sums such",
 }

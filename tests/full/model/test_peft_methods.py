@@ -24,7 +24,6 @@ FIELDS = {
     "ROAD": {"group_size": 16},
     "TINYLORA": {"u": 4},
     "VBLORA": {"num_vectors": 16, "vector_length": 16},
-    "WAVEFT": {"n_frequency": 64},
 }
 SHORT = ("training.max_steps=3", "eval.every=0", "eval.samples=0", "dataset.max_rows=40")
 
