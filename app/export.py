@@ -5,6 +5,7 @@ python -m app.export run=runs/mine kind=merged to=exports/mine       base and ad
 python -m app.export run=runs/a kind=merged to=exports/ab adapters="[runs/a:0.7,runs/b:0.3]"      several as one
 python -m app.export run=runs/mine kind=quantized quant=nf4 to=exports/mine      the same in 4 bits
 python -m app.export run=runs/mine kind=gguf quant=q8_0 to=exports/mine      for llama.cpp and Ollama
+python -m app.export run=runs/mine kind=gguf quant=q4_k_m llama_cpp=DIR to=exports/mine      by llama.cpp's programs
 python -m app.export run=runs/mine kind=adapter to=exports/mine push=me/mine      and a repository of the hub
 """
 
@@ -89,10 +90,13 @@ def _export_from(config: ExportConfig, origin: Path, console: Console) -> int:
 def _check_parts(config: ExportConfig) -> None:
     """Collect the problems that each package finds in milliseconds, and report them together."""
     from app.data import sources
+    from app.exports.gguf_converter import converter_problems
     from app.model import tokenizer
 
-    packages = EXPORT_KINDS[config.kind].packages
+    packages = EXPORT_KINDS[config.kind].packages if config.llama_cpp is None else ()
     problems = [*sources.check(config.dataset, training=False), *tokenizer.check(config.model)]
+    if config.llama_cpp is not None:
+        problems += converter_problems(config.llama_cpp, config.quant)
     if packages and find_spec(packages[0]) is None:
         problems.append(
             f"kind={config.kind} needs the package {packages[0]}, which is not installed: pip install "

@@ -231,7 +231,7 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
 # ---- app.export
 
 EXPORT_ALLOWED = (
-    *("run", "kept_checkpoint", "adapters", "combine", "rank", "to", "kind", "dtype", "quant", "shard_gb"),
+    *("run", "kept_checkpoint", "adapters", "combine", "rank", "to", "kind", "dtype", "quant", "llama_cpp", "shard_gb"),
     *("push", "private", "cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
@@ -246,6 +246,7 @@ class ExportKind(NamedTuple):
     needs_adapter: bool
     unused: Mapping[str, str] = {}  # keys that would change nothing, with the reason
     quants: tuple[str, ...] = ()  # that it writes, the first unless another is given
+    by_llama_cpp: tuple[str, ...] = ()  # quants that take llama_cpp=DIR
     packages: tuple[str, ...] = ()  # beside those of the program: one that writes it, and what else the proof needs
 
 
@@ -257,10 +258,14 @@ EXPORT_KINDS = {
         needs_adapter=False,
         unused={"dtype": "quant says how a GGUF file stores weights", "shard_gb": "a GGUF export is one file"},
         quants=("bf16", "f16", "q8_0", "q4_0"),
+        by_llama_cpp=(
+            *("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
+            *("q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"),
+        ),
         packages=("gguf", "xllamacpp"),
     ),
 }
-_QUANTS = [quant for each in EXPORT_KINDS.values() for quant in each.quants]
+_QUANTS = [quant for each in EXPORT_KINDS.values() for quant in (*each.quants, *each.by_llama_cpp)]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -272,6 +277,7 @@ class ExportConfig(_FinishedRun):
     kind: str = choice(*EXPORT_KINDS)
     dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # with kind=quantized of what is not quantised
     quant: str = choice("auto", *_QUANTS, default="auto")  # auto: nf4 with kind=quantized, bf16 with kind=gguf
+    llama_cpp: str | None = None  # folder of llama.cpp, whose programs write the GGUF file
     shard_gb: float = number(5.0, above=0)
     push: str | None = None  # USER/NAME: a repository of the hub, which gets the verified export
     private: bool = True  # the repository of `push`, where that is new
@@ -330,7 +336,11 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
         if key in changes:
             other = next(name for name, each in EXPORT_KINDS.items() if key not in each.unused)
             yield f"{key}={changes[key]} would change nothing: {reason}. Leave it out, or give kind={other}."
-    if config.quant != "auto" and kind.quants and config.quant not in kind.quants:
+    if config.llama_cpp is not None and not kind.by_llama_cpp:
+        yield f"llama_cpp={config.llama_cpp}: llama.cpp writes GGUF files alone. Leave it out, or give kind=gguf."
+    elif config.quant in kind.by_llama_cpp and config.llama_cpp is None:
+        yield f"quant={config.quant}: it is llama.cpp that writes it. Give llama_cpp=DIR, its folder, or quant=q4_0."
+    elif config.quant != "auto" and kind.quants and config.quant not in (*kind.quants, *kind.by_llama_cpp):
         yield f"quant={config.quant}: kind={config.kind} writes {', '.join(kind.quants)}. Give one of these."
     if "private" in changes and config.push is None:
         yield f"private={changes['private']} says who sees a repository, and there is none. Give push=USER/NAME."

@@ -12,6 +12,7 @@ from app.errors import CheckpointError, EnvironmentProblem
 from app.evaluation.run import Evaluation
 from app.exports.folder import REPORT, atomic_export, existing_parent, hashes_of, write_json_unflushed
 from app.exports.gguf import GgufExport
+from app.exports.gguf_converter import ConvertedExport
 from app.exports.kinds import AdapterExport, Export, MergedExport, QuantizedExport
 from app.exports.verify import Verification, reference_of, verify
 from app.files import verify_checksums
@@ -40,7 +41,8 @@ def prepare_export(config: ExportConfig, evaluation: Evaluation) -> Export:
         raise CheckpointError(f"run={config.run}: {final}: {damaged}. Train it again, or take a copy of the run.")
     evaluation.require_same_base(tuned=True)
     evaluation, trained = _with_base_of_users(evaluation)
-    export = EXPORTS[config.kind](config, evaluation, trained)
+    kind = EXPORTS[config.kind] if config.llama_cpp is None else ConvertedExport
+    export = kind(config, evaluation, trained)
     _require_disk_space(export)
     return export
 

@@ -25,24 +25,43 @@ from app.model.generate import end_ids
 from app.model.load_run import load_tuned_tokenizer
 from app.tracking.model_card import Loading
 
+LICENCES = ("LICENSE*", "NOTICE*", "USE_*")
+NOT_READ = "llama.cpp did not read it: pip install xllamacpp for that"
 # nats that the mean loss in llama.cpp may differ by, relative to one above 1: it rounds activations as it does weights
 QUANTS = {"bf16": 0.02, "f16": 0.02, "q8_0": 0.05, "q4_0": 0.5}
 
 
-class GgufExport(MergedExport):
+class GgufFile(MergedExport):
     """The merged model as one GGUF file, with a Modelfile for Ollama."""
 
     measure = "loss_difference"
+
+    @property
+    def name(self) -> str:
+        return f"model-{self.config.quant}.gguf"
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tuned_tokenizer(self.final, self.config.model.trust_remote_code)
+
+    def on_card(self, loading: Loading, verified: Verification) -> Loading:
+        lost = (
+            "" if verified.note else f" Its loss there is {verified.loss_after:.4f} (run: {verified.loss_before:.4f})."
+        )
+        said = f"A GGUF file in {self.config.quant}, for llama.cpp and programs that contain it.{lost}"
+        commands = f"llama-server -m {self.name}\nollama create mine -f Modelfile"
+        return replace(loading, commands=commands, quantized=said)
+
+
+class GgufExport(GgufFile):
+    """The file as this program writes it."""
+
     merged_dtype = "fp32"
     digests: dict[str, str]  # of the bytes of each tensor that was written
 
     @property
     def copied(self) -> dict[str, Path]:
-        return {name: file for name, file in super().copied.items() if name.startswith(("LICENSE", "NOTICE", "USE_"))}
-
-    @property
-    def name(self) -> str:
-        return f"model-{self.config.quant}.gguf"
+        return {name: file for name, file in super().copied.items() if any(map(Path(name).match, LICENCES))}
 
     @cached_property
     def model(self) -> Described:
@@ -55,10 +74,6 @@ class GgufExport(MergedExport):
                 f"kind=gguf: {base.stacks_of_experts[0]} is a stack of experts, which is not written here. {OTHER_WAY}"
             )
         return described(base.on_meta().config, self.config.quant)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return load_tuned_tokenizer(self.final, self.config.model.trust_remote_code)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -105,17 +120,8 @@ class GgufExport(MergedExport):
         if problem is not None:
             return problem
         if find_spec("xllamacpp") is None:
-            note = "the file has the bytes that were written; llama.cpp did not read it: pip install xllamacpp for that"
-            return Reloaded(reference.ids, None, None, note=note)
+            return Reloaded(reference.ids, None, None, note=f"the file has the bytes that were written; {NOT_READ}")
         return by_llama_cpp(file, self.vocabulary, reference, runtime.threads if runtime.device.type == "cpu" else None)
-
-    def on_card(self, loading: Loading, verified: Verification) -> Loading:
-        lost = (
-            "" if verified.note else f" Its loss there is {verified.loss_after:.4f} (run: {verified.loss_before:.4f})."
-        )
-        said = f"A GGUF file in {self.config.quant}, for llama.cpp and programs that contain it.{lost}"
-        commands = f"llama-server -m {self.name}\nollama create mine -f Modelfile"
-        return replace(loading, commands=commands, quantized=said)
 
     def tolerance(self, rounded: int) -> tuple[float, str]:  # noqa: ARG002
         return QUANTS[self.config.quant], f"of {self.config.quant} in llama.cpp"
