@@ -27,7 +27,10 @@ def test_commands_of_the_skill_compose(folder: Path, monkeypatch: pytest.MonkeyP
         (folder / name).touch()
     typed = [each.text for each in commands_in(SKILL, "SKILL.md")]
     typed += re.findall(r"`(python -m app\.[^`]*)`", SKILL.partition("## In this order")[2])
-    assert {word for text in typed for word in re.findall(r"app\.(\w+)", text)} >= COMMANDS.keys() - {"reproduce", "board"}
+    assert {word for text in typed for word in re.findall(r"app\.(\w+)", text)} >= COMMANDS.keys() - {
+        "reproduce",
+        "board",
+    }
     assert {text: why for text in typed if (why := wrong_words(Command("", text)))} == {}
 
 

@@ -26,6 +26,10 @@ requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", re
 requires_lm_eval = pytest.mark.skipif(
     "not has_module('lm_eval')", reason="needs lm_eval, an extra: pip install -e '.[lm-eval]'"
 )
+requires_nbclient = pytest.mark.skipif(
+    "not (has_module('nbclient') and has_module('ipykernel'))",
+    reason="needs nbclient and ipykernel, an extra: pip install -e '.[notebook]'",
+)
 requires_triton = pytest.mark.skipif("not has_module('triton')", reason="needs Triton, which is there for x86-64 only")
 requires_interpreter = pytest.mark.skipif(
     "not interprets_kernels()", reason="needs Triton and no GPU: kernels would not be interpreted"

@@ -12,8 +12,8 @@ from tests.conftest import REPO
 from tests.harness.marks import requires_pinned_environment
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-# it names its own versions, and is in nobody's environment but that of who measures with it
-UNPINNED = {"lm-eval"}
+# they name their own versions, and are in nobody's environment but that of who measures with them, or runs notebooks
+UNPINNED = {"lm-eval", "notebook"}
 EXTRAS = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name not in UNPINNED}
 
 
