@@ -1,5 +1,8 @@
 """Every method of PEFT: it trains, loads in plain PEFT with the same logits and merges; or a sentence refuses it."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +10,18 @@ import pytest
 import torch
 from peft import PeftType
 
+from app.config.load import compose_run
 from app.config.peft_methods import METHODS, REFUSED
-from app.config.schema import AdapterConfig, QuantizationConfig
+from app.config.schema import AdapterConfig, QuantizationConfig, RunConfig
 from app.errors import AppError
 from app.model.build import build_training_model
+from app.train import train
 from tests.full.model.test_adapter_methods import in_peft, logits, merged, models, run, weights
-from tests.harness.runs import result
+from tests.harness.runs import SMALL, result
 from tests.model.small import batch_of, distance, documents_of, model_config, sections, wide_numbers
 
 __all__ = ("models",)
 
-RATE = "optimizer.lr=1e-2"
 # what the sizes of the small model need, and PEFT's defaults do not suit
 FIELDS = {
     "C3A": {"block_size": 16},
@@ -25,12 +29,25 @@ FIELDS = {
     "TINYLORA": {"u": 4},
     "VBLORA": {"num_vectors": 16, "vector_length": 16},
 }
-SHORT = ("training.max_steps=3", "eval.every=0", "eval.samples=0", "dataset.max_rows=40")
+SHORT = ("training.max_steps=3", "eval.every=0", "eval.samples=0", "dataset.max_rows=40", "optimizer.lr=1e-2")
+WIDER = "model.architecture.initializer_range=0.1"  # logits that one wrong weight moves
 
 
-def words(method: str) -> tuple[str, ...]:
-    fields = ", ".join(f"{key}: {value}" for key, value in FIELDS.get(method, {}).items())
-    return ("recipe=lora", "adapter=peft", f"adapter.method={method.lower()}", f"adapter.fields={{{fields}}}", RATE)
+@cache
+def settings() -> RunConfig:
+    """Of a short run: composed once."""
+    keys = {each.partition("=")[0] for each in SHORT}
+    small = [each for each in SMALL if each.partition("=")[0] not in keys]
+    return compose_run([*small, *SHORT, WIDER, "recipe=lora", "adapter=peft", "output_dir=somewhere"])
+
+
+def trained(folder: Path, method: str, targets: Sequence[str] = (), **given: Any) -> Path:
+    """The folder of a run of three steps with a method, or more of it."""
+    base = settings()
+    adapter = replace(base.adapter, method=method.lower(), fields=FIELDS.get(method, {}), targets=list(targets))
+    training = replace(base.training, stop_after=given.pop("stop_after", None))
+    train(replace(base, output_dir=str(folder), adapter=adapter, training=training, **given))
+    return folder
 
 
 def test_every_method_of_peft_is_offered_or_refused() -> None:
@@ -40,8 +57,8 @@ def test_every_method_of_peft_is_offered_or_refused() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_method_trains_loads_and_merges(tmp_path: Path, models: list[Any], method: str) -> None:
-    targets = () if METHODS[method].of_norms else ("adapter.targets=[q_proj,v_proj,down_proj]",)
-    whole = run(tmp_path / "whole", *words(method), *SHORT, *targets)
+    targets = () if METHODS[method].of_norms else ("q_proj", "v_proj", "down_proj")
+    whole = trained(tmp_path / "whole", method, targets)
     counted = result(whole)
     assert abs(counted["memory_predicted_bytes"] - counted["memory_measured_bytes"]) <= 64 << 10
     ours = logits(models[0].language_model)
@@ -57,21 +74,20 @@ def test_method_trains_loads_and_merges(tmp_path: Path, models: list[Any], metho
 
 @pytest.mark.parametrize("method", ["LOKR", "VERA", "LN_TUNING"])
 def test_method_resumes_to_the_same_bits(tmp_path: Path, models: list[Any], method: str) -> None:
-    whole = run(tmp_path / "whole", *words(method), *SHORT)
-    run(tmp_path / "parts", *words(method), *SHORT, "training.stop_after=2")
-    parts = run(tmp_path / "parts", *words(method), *SHORT, "resume=auto")
+    whole = trained(tmp_path / "whole", method)
+    trained(tmp_path / "parts", method, stop_after=2)
+    parts = trained(tmp_path / "parts", method, resume="auto")
     assert all(torch.equal(each, weights(parts)[name]) for name, each in weights(whole).items())
 
 
-@pytest.mark.parametrize("method", [name for name, each in METHODS.items() if each.quantized])
-def test_method_on_packed_base_gets_gradients_and_leaves_bytes(method: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_method_in_bf16_on_packed_base_where_it_can_gets_gradients(method: str) -> None:
     adapter = AdapterConfig(kind="peft", method=method, fields=FIELDS.get(method, {}))
-    model_of = model_config(architecture=wide_numbers("llama"))
-    parts = sections(model_of, adapter, "bf16", quantization=QuantizationConfig(kind="nf4"))
+    base = QuantizationConfig(kind="nf4" if METHODS[method].quantized else "none")
+    parts = sections(model_config(architecture=wide_numbers("llama")), adapter, "bf16", quantization=base)
     model = build_training_model(parts, torch.device("cpu"), 0, "base")
     model(batch_of(documents_of((9, 4))))[0].backward()
-    moved = [name for name, each in model.trained().items() if each.grad is not None and each.grad.any()]
-    assert moved
+    assert any(each.grad is not None and each.grad.any() for each in model.trained().values())
     assert {each.dtype for each in model.trained().values()} == {torch.float32}
 
 
