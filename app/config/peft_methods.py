@@ -10,7 +10,7 @@ class PeftMethod(NamedTuple):
     """What a method does beside training tensors of its own in each linear layer."""
 
     quantized: bool = True  # whether it works on a base in nf4 or fp4
-    divisible: bool = True  # whether layers share no tensor, so that FSDP can divide it by layers
+    divisible: bool = True  # whether layers share no trained tensor, so that FSDP can divide it by layers
     merges: bool = True  # whether PEFT merges it into one weight after the other
     of_norms: bool = False  # whether it adapts norms in place of linear layers
 
@@ -36,13 +36,13 @@ METHODS = {
     "OSF": _READS_BASE,
     "PEANUT": _READS_BASE,
     "PSOFT": _READS_BASE,
-    "PVERA": PeftMethod(divisible=False),
-    "RANDLORA": PeftMethod(divisible=False),
+    "PVERA": _PLAIN,
+    "RANDLORA": _PLAIN,
     "ROAD": _PLAIN,
     "SUPERTUNING": _READS_BASE,
     "TINYLORA": PeftMethod(quantized=False, divisible=False, merges=False),
     "VBLORA": PeftMethod(divisible=False),
-    "VERA": PeftMethod(divisible=False),
+    "VERA": _PLAIN,
 }
 
 _OF_PROMPTS = "trains vectors before the prompt, which packed documents have no place for. Set adapter=lora"

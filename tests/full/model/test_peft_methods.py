@@ -72,7 +72,7 @@ def test_method_trains_loads_and_merges(tmp_path: Path, models: list[Any], metho
             merged(whole, tmp_path / "merged")
 
 
-@pytest.mark.parametrize("method", ["LOKR", "VERA", "LN_TUNING"])
+@pytest.mark.parametrize("method", ["LOKR", "VERA"])
 def test_method_resumes_to_the_same_bits(tmp_path: Path, models: list[Any], method: str) -> None:
     whole = trained(tmp_path / "whole", method)
     trained(tmp_path / "parts", method, stop_after=2)
@@ -100,15 +100,11 @@ WRONG = {
         "quantization=nf4",
     ): r"^adapter\.method=hra cannot read a base packed by quantization\.kind=nf4",
     ("adapter.method=oft", "quantization=int8"): r"Set quantization=none, or quantization=nf4\.$",
-    ("adapter.method=vera", "parallel=fsdp"): r"^adapter\.method=vera has tensors that layers share",
+    ("adapter.method=vblora", "parallel=fsdp"): r"^adapter\.method=vblora has trained tensors that layers share",
     (
         "adapter.method=oft",
         "adapter.fields={bloc_size: 8}",
     ): r"^adapter\.fields: bloc_size is no setting of OFT.*mean oft_bl",
-    (
-        "adapter.method=oft",
-        "adapter.fields={target_modules: 8}",
-    ): r"^adapter\.fields: target_modules is no setting of OFT",
     (
         "adapter.method=oft",
         "adapter.fields={eps: '(a+)+'}",
