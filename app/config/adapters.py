@@ -30,7 +30,8 @@ RESERVED_FIELDS = frozenset(
 )
 
 INDIVISIBLE = (
-    "adapter.method={} has trained tensors that layers share, which FSDP cannot divide. Set parallel=ddp, or adapter=lora."
+    "adapter.method={} has trained tensors that layers share, which FSDP cannot divide. Set parallel=ddp, or "
+    "adapter=lora."
 )
 
 
