@@ -164,6 +164,7 @@ class Recorder:
             return
         values = {"status": status, **dict.fromkeys(RESULT_KEYS), **self._result, **result}
         with ExitStack() as closing:
+            self._ask_tracker(lambda tracker: self.message(f"tracker {tracker.location}"))
             closing.callback(self._ask_tracker, lambda tracker: tracker.close(failed=status == "failed"))
             closing.callback(self._console.close)
             outcome = {key: finite_or_none(value) for key, value in values.items()}

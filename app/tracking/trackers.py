@@ -171,6 +171,16 @@ def _mlflow(start: RunStart) -> dict[str, Any]:
     return {"experiment_name": start.project, "run_name": start.name, "run_id": start.run_id}
 
 
+def _mlflow_location(_tracker: Any) -> str:
+    """The command that shows the run; MLflow's own file lies in the current folder."""
+    import mlflow
+
+    given = mlflow.get_tracking_uri()
+    file = given.removeprefix("sqlite:///")
+    place = given if file == given else f"sqlite:///{Path(file).absolute()}"
+    return f"mlflow ui --backend-store-uri {place}"
+
+
 def _finish_mlflow(_tracker: Any, failed: bool) -> None:
     import mlflow
 
@@ -239,7 +249,12 @@ TRACKERS: dict[str, TrackerKind | None] = {
         config_of=lambda _run: {},  # TensorBoard would show it as another run
     ),
     "mlflow": TrackerKind(
-        name="mlflow", arguments=_mlflow, run_id="active_run.info.run_id", config_of=flat, finish=_finish_mlflow
+        name="mlflow",
+        arguments=_mlflow,
+        run_id="active_run.info.run_id",
+        location=_mlflow_location,
+        config_of=flat,
+        finish=_finish_mlflow,
     ),
     "comet": TrackerKind(name="comet_ml", arguments=_comet, run_id="writer.id"),
     "trackio": TrackerKind(name="trackio", arguments=_trackio, run_id="run.name"),

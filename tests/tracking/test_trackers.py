@@ -1,8 +1,11 @@
 import importlib.util
 import inspect
 import os
+import sys
 from io import StringIO
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 from accelerate import PartialState
@@ -94,12 +97,26 @@ def logged(path: Path, step: int, *steps: int) -> str:
 
 
 def test_tensorboard_resumed_run_purges_later_steps(tmp_path: Path) -> None:
-    assert f"tracker: tensorboard --logdir {tmp_path / 'tensorboard'}\n" in logged(tmp_path, -1, 1, 2, 3)
+    said = logged(tmp_path, -1, 1, 2, 3)
+    assert said.startswith(f"tracker: tensorboard --logdir {tmp_path / 'tensorboard'}\n")
+    assert said.endswith(f"tracker tensorboard --logdir {tmp_path / 'tensorboard'}\n")
     assert scalars(tmp_path, "loss") == [(1, 0.25), (2, 0.5), (3, 0.75)]
     logged(tmp_path, 1, 2)
     assert scalars(tmp_path, "loss") == [(1, 0.25), (2, 0.5)]
     tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()
     assert sorted(tags["scalars"]) == ["epoch", "loss"]
+
+
+def test_mlflow_says_where_its_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = "sqlite:///mlflow.db"
+    monkeypatch.setitem(sys.modules, "mlflow", cast(ModuleType, SimpleNamespace(get_tracking_uri=lambda: given)))
+    kind = TRACKERS["mlflow"]
+    assert kind is not None
+    assert kind.location is not None
+    assert kind.location(None) == f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db"
+    given = "http://127.0.0.1:5000"
+    assert kind.location(None) == "mlflow ui --backend-store-uri http://127.0.0.1:5000"
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "trackio", "aim", "dvclive"])
