@@ -13,7 +13,6 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
@@ -117,8 +116,8 @@ def _terminal(text: str) -> str:
         for pattern, style in _COLOURS.items():
             styled.highlight_regex(pattern, style)
         console.print(styled, soft_wrap=True)
-    template = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    return console.export_svg(title="finetune", code_format=template, unique_id="terminal")
+    drawn = console.export_svg(title="finetune", unique_id="terminal")
+    return re.sub(r"@font-face \{.*?\}\n", "", drawn, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
