@@ -106,6 +106,8 @@ def _replaced(typed: Mapping[str, Any]) -> dict[str, None]:
 def _wrong_values(overrides: Sequence[str]) -> list[str]:
     """Problems with the given keys alone: others may follow from the overrides that were left out."""
     given = tuple(f"{key_of(text)}=" for text in overrides)
+    if not given:
+        return []
     try:
         parse_section(RunConfig, _plain(_compose(overrides)))
     except ConfigError as wrong:

@@ -50,7 +50,7 @@ def profiled(
         result = step()
         wait()
         seconds = time.perf_counter() - begun
-    operations = _operations(profiler, on_gpu=runtime.device.type == "cuda")
+    operations = operations_of(profiler, on_gpu=runtime.device.type == "cuda")
     kinds = {kind: sum(each["seconds"] for each in operations if each["kind"] == kind) for kind in (*KINDS, OTHER)}
     busy = sum(kinds.values())  # more than the step where threads or streams run side by side
     kinds[BETWEEN] = max(0.0, seconds - busy)
@@ -65,7 +65,7 @@ def profiled(
     return result, time.perf_counter() - started
 
 
-def _operations(profiler: Any, *, on_gpu: bool) -> list[dict[str, Any]]:
+def operations_of(profiler: Any, *, on_gpu: bool) -> list[dict[str, Any]]:
     """What operations took without those that they called, on a GPU its kernels; the slowest first."""
     found, of_device = list[tuple[str, int, float]](), 0.0
     for each in profiler.key_averages():

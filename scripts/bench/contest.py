@@ -31,6 +31,7 @@ class Contest:
     recompute: bool
     rank: int  # of adapters
     peak_tflops: float | None  # of this device, where the table does not know it
+    profile: bool = False  # one more step, under torch's profiler
     settings: tuple[str, ...] = ()  # overrides of the configuration that all contenders share
     turn: int = 0
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # What a GPU host can tell, without a network: each stage within eight minutes, results written as they are found.
 #
-#   scripts/bench/gpu_host.sh OUT_DIR STAGE...        stages: tests micro ours peers 70b single_gpu bert
+#   scripts/bench/gpu_host.sh OUT_DIR STAGE...        stages: preflight headline tests
+#                                                   micro ours peers 70b single_gpu bert
 #   scripts/bench/gpu_host.sh OUT_DIR --device cpu --tiny STAGE...     the same with tiny shapes: does everything run?
 #
-# OUT_DIR/STAGE.jsonl has a line for each measurement, OUT_DIR/STAGE.log what the programs said. The folder .whl/ in
+# After a failed preflight nothing follows. OUT_DIR/STAGE.jsonl has a line for each measurement, OUT_DIR/STAGE.log what the programs said. The folder .whl/ in
 # the root of the checkout, if there is one, has wheels that the host lacks; they are put beside its own packages for
 # these stages only, and torch, triton and NVIDIA's libraries never come from there.
 # APP_PYTHON is the interpreter (python3 without it); BENCH_SITE where the wheels are unpacked.
@@ -28,9 +29,9 @@ while (($#)); do
       options+=("$1" "$2")
       shift
       ;;
-    tests | micro | ours | peers | 70b | single_gpu | bert) stages+=("$1") ;;
+    preflight | headline | tests | micro | ours | peers | 70b | single_gpu | bert) stages+=("$1") ;;
     *)
-      echo "$1 is no stage: tests micro ours peers 70b single_gpu bert" >&2
+      echo "$1 is no stage: preflight headline tests micro ours peers 70b single_gpu bert" >&2
       usage
       ;;
   esac
@@ -61,5 +62,6 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 code=0
 for stage in "${stages[@]}"; do
   "$APP_PYTHON" -m scripts.bench.stages "$stage" --out "$out" "${options[@]}" || code=$?
+  [[ $stage == preflight && $code != 0 ]] && break # what follows would fail too
 done
 exit "$code"

@@ -15,13 +15,19 @@ from app.config.tasks import TASKS
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import label_next_tokens
 from app.distributed.process_group import Runtime, start
+from app.memory.estimate import plan_memory
+from app.memory.fit import machine_of
+from app.memory.planner import Planner
+from app.memory.shape import Shape
 from app.model.adapters import add_adapter
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, build_training_model, choose_loss_head
+from app.model.compile import verify_compiled
 from app.model.load_base import load_base
 from app.model.quantization import quantizer_of
 from app.model.structure import BaseModel
+from app.training.auto_settings import AUTO
 from app.training.choices import Choices, choose, sections_of
 from app.training.setup import stepper_of
 from scripts.bench.contest import Contest, run_of
@@ -112,13 +118,22 @@ class Ours:
     """`app.training.train_step` on batches that `app.data.collate` makes."""
 
     def __init__(self, prepared: Prepared) -> None:
+        device, collate = prepared.runtime.device, Collator(prepared)
+        pinned = Batch.pinned if device.type == "cuda" else lambda batch: batch
+        self._batches = [[pinned(collate(packed)) for packed in step] for step in prepared.steps]
+        self._prepared, first = prepared, self._batches[0][0]
+        self._shape = Shape.of(first, prepared.contest.accumulation)
+        planner = Planner(machine_of(None), choices=prepared.choices)
         run = prepared.run
-        sections = sections_of(run, prepared.choices)
-        model = build_training_model(sections, prepared.runtime.device, run.seed, BASE)
+        if run.training.recompute == AUTO:
+            run = planner.of_batch(run, self._shape).run
+        self.recomputed, self._run = run.training.recompute, run
+        model = build_training_model(sections_of(run, prepared.choices), device, run.seed, BASE)
         self._stepper = stepper_of(model, run, prepared.runtime, prepared.choices.precision)
-        self._prepared = prepared
-        self._collate = Collator(prepared)
-        choose_loss_head(model, self._collate(prepared.steps[0][0]).to(prepared.runtime.device))
+        choose_loss_head(model, first.to(device))
+        if model.compiled_layers is not None:
+            compared = verify_compiled(model, model.trained(), model.compiled_layers, first.to(device), model.compute)
+            assert compared.passed, compared
         self.network: nn.Module = model.network
         self.attention = prepared.choices.attention
         self.layout = BINS if run.batching.packing else PADDED
@@ -126,11 +141,15 @@ class Ours:
     def train(self, clock: Clock) -> None:
         """Step as `app.training.trainer` does, without its record."""
         clock.begin()
-        for step in self._prepared.steps:
-            batches = [self._collate(packed) for packed in step]
+        for batches in self._batches:
             result = self._stepper.run(batches, self._prepared.run.optimizer.lr)
             clock.mark(result.loss_sum / result.labels)
-        clock.end()
+
+    def planned_bytes(self) -> int:
+        """The peak that the plan of memory expects of these steps."""
+        device = "gpu" if self._prepared.contest.device == "cuda" else "cpu"
+        choices = self._prepared.choices
+        return plan_memory(self._run, self._shape, device, choices=choices, steps_only=True).peak_bytes
 
 
 class Collator:
@@ -192,7 +211,6 @@ class Plain:
                 nn.utils.clip_grad_norm_(trained, run.training.clip)
             optimizer.step()
             clock.mark(total / labels)
-        clock.end()
 
     def _arithmetic(self) -> contextlib.AbstractContextManager[None]:
         compute = self._prepared.compute

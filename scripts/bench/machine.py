@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import app
 from app.tracking.manifest import git_state, versions
+from app.training.memory_in_use import device_used_bytes
+from app.training.step_profile import operations_of
 from scripts.bench.contest import Contest
 
 _PEERS = ("trl", "liger-kernel", "unsloth", "triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flash-attn")
@@ -93,17 +95,22 @@ def process_peak_bytes() -> int:
 
 
 class Clock:
-    """`begin`, then `mark` after each step; the first step and the warm-up are counted apart.
+    """`begin`, then `mark` after each step; the first step and the warm-up are counted apart, and so is a step that
+    comes after the measured ones, which is profiled.
 
     On a GPU the marks are events in its queue, read once at the end. The device is waited for twice before that: after
     the first step, which may compile, and at the end of the warm-up, where peak memory begins anew.
     """
 
-    def __init__(self, device: torch.device, warm_up: int) -> None:
+    def __init__(self, device: torch.device, warm_up: int, steps: int, *, profile: bool = False) -> None:
         self.device = device
         self.warm_up = warm_up
+        self.steps = steps
         self.first_step = 0.0
         self.cpu_seconds = 0.0
+        self.context_bytes: int | None = None  # in use on a GPU beside torch's allocator, by all processes
+        self.operations: list[dict[str, Any]] = []  # of the profiled step, the slowest first
+        self._profiler: Any = torch.profiler.profile() if profile else None
         self.peak_before = (0, 0)
         self._losses: list[Tensor | float] = []
         self._marks: list[float | torch.cuda.Event] = []
@@ -125,6 +132,9 @@ class Clock:
         """A step is over, with this token mean."""
         self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         done = len(self._losses)
+        if done > self.warm_up + self.steps:
+            self._end_profile()
+            return
         if done == 1:
             self._wait()
             self.first_step = time.perf_counter() - self._begun
@@ -132,11 +142,8 @@ class Clock:
             self._start_measuring()
         elif done > self.warm_up:
             self._mark()
-
-    def end(self) -> None:
-        """Stop the clock after the last step."""
-        self._wait()
-        self.cpu_seconds = time.process_time() - self.cpu_seconds
+        if done == self.warm_up + self.steps:
+            self._end_measuring()
 
     @property
     def losses(self) -> list[float]:
@@ -158,6 +165,19 @@ class Clock:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.cpu_seconds = time.process_time()
         self._mark()
+
+    def _end_measuring(self) -> None:
+        self._wait()
+        self.cpu_seconds = time.process_time() - self.cpu_seconds
+        if self.on_gpu:
+            self.context_bytes = (device_used_bytes() or 0) - torch.cuda.memory_reserved(self.device)
+        if self._profiler is not None:
+            self._profiler.start()
+
+    def _end_profile(self) -> None:
+        self._wait()
+        self._profiler.stop()
+        self.operations = operations_of(self._profiler, on_gpu=self.on_gpu)
 
     def _mark(self) -> None:
         if not self.on_gpu:

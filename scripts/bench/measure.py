@@ -17,6 +17,8 @@ from app.files import write_json
 from scripts.bench.contest import Contest, contest_of
 from scripts.bench.frameworks import FRAMEWORKS, split_settings
 
+_SHOWN_OPERATIONS = 40  # of a profiled step
+
 
 def main() -> None:
     """The result is written only when there is one; what went wrong is on standard error."""
@@ -35,7 +37,7 @@ def measured(contest: Contest) -> dict[str, Any]:
     framework, settings = split_settings(contest.framework)
     contender = FRAMEWORKS[framework].build(contest, settings)
     device = torch.device(contest.device)
-    clock = Clock(device, contest.warm_up)
+    clock = Clock(device, contest.warm_up, contest.steps, profile=contest.profile)
     start_seconds = time.perf_counter() - begun
     contender.train(clock)
     return {
@@ -47,13 +49,13 @@ def measured(contest: Contest) -> dict[str, Any]:
 
 
 def _result(contest: Contest, contender: Any, clock: Any) -> dict[str, Any]:
-    from scripts.bench.loops import positions_in
+    from scripts.bench.loops import Ours, positions_in
     from scripts.bench.machine import here, matrix_weights, mfu, peak_tflops
     from scripts.bench.workload import digest, sizes_of, workload
 
     vocabulary = contender.network.get_input_embeddings().num_embeddings
     steps = workload(contest, vocabulary)
-    counted = steps[contest.warm_up :]
+    counted = steps[contest.warm_up : contest.warm_up + contest.steps]
     sizes, seconds = sizes_of(counted), clock.step_seconds
     assert len(clock.losses) == len(steps), f"{len(clock.losses)} steps were made, not {len(steps)}"
     rate = sizes.tokens / sum(seconds)
@@ -72,13 +74,16 @@ def _result(contest: Contest, contender: Any, clock: Any) -> dict[str, Any]:
         "cpu_seconds": round(clock.cpu_seconds, 3),
         "first_step_seconds": round(clock.first_step, 3),
         **_memory(clock),
+        "planned_memory_bytes": contender.planned_bytes() if isinstance(contender, Ours) else None,
         "mfu": mfu(contest, weights, rate, peak_tflops(contest, clock.device)),
         "losses": [round(loss, 7) if isfinite(loss) else None for loss in clock.losses],
         "matrix_weights": weights,
         "trained_weights": trained,
         "attention": contender.attention,
         "layout": contender.layout,
+        "recomputed": contender.recomputed if isinstance(contender, Ours) else contest.recompute,
         "workload": digest(steps),
+        "operations": clock.operations[:_SHOWN_OPERATIONS],
         **here(clock.device),
     }
 
@@ -106,6 +111,7 @@ def _memory(clock: Any) -> dict[str, int | None]:
             "peak_memory_bytes": process_peak_bytes(),
             "peak_reserved_bytes": None,
             "peak_memory_bytes_of_all": None,
+            "context_bytes": None,
         }
     allocated = torch.cuda.max_memory_allocated(clock.device)
     reserved = torch.cuda.max_memory_reserved(clock.device)
@@ -113,6 +119,7 @@ def _memory(clock: Any) -> dict[str, int | None]:
         "peak_memory_bytes": allocated,
         "peak_reserved_bytes": max(reserved, clock.peak_before[1]),
         "peak_memory_bytes_of_all": max(allocated, clock.peak_before[0]),
+        "context_bytes": clock.context_bytes,
     }
 
 

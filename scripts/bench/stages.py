@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,35 @@ class Item:
     command: list[str]
     keeps_deadline: bool = False
     known: tuple[int, ...] = (0,)
+
+
+def preflight(setting: Setting) -> list[Item]:
+    """Whether the host has what the other stages import, and two tiny steps of each kind that they measure."""
+    check = [PYTHON, "-m", "scripts.bench.preflight", "--device", setting.device]
+    tiny = replace(setting, tiny=True)
+    contenders = "ours,ours:compile=blocks" if setting.device == "cuda" else "ours"
+    items = [Item("packages", check)]
+    for method, *settings in (("lora",), ("qlora",), ("full",), ("lora", "--set", "quantization=fp8")):
+        item = _train(tiny, " ".join((method, *settings[1:])), "tiny", method, contenders, *settings)
+        items.append(replace(item, known=(0,)))
+    return items
+
+
+def headline(setting: Setting) -> list[Item]:
+    """The figures that docs quote, fused layers beside compiled ones, each with a profiled step."""
+    both, settings = "ours,ours:compile=blocks", ("--profile",)
+    paged = "ours:optimizer=paged_adamw_8bit"
+    recompute = ("ours:training.recompute=true", "ours:training.recompute=auto")
+    return [
+        _train(setting, "8b lora", "llama_8b", "lora", both, *settings),
+        _train(setting, "8b qlora", "llama_8b", "qlora", f"{both},{paged}", *settings),
+        _train(setting, "8b lora, fp8", "llama_8b", "lora", "ours", *settings, "--set", "quantization=fp8"),
+        _train(setting, "1b lora", "llama_1b", "lora", both, *settings),
+        _train(setting, "8b full", "llama_8b", "full", f"{recompute[1]},optimizer=adamw_8bit", *settings),
+        _train(setting, "8b lora, recomputed", "llama_8b", "lora", recompute[0], *settings),
+        _train(setting, "8b lora, whole", "llama_8b", "lora", both, "--mix", "whole"),
+        _train(setting, "70b, small", "llama_70b", "qlora", recompute[0], *_as_preset("llama_70b_small")),
+    ]
 
 
 def micro(setting: Setting) -> list[Item]:
@@ -108,21 +137,25 @@ def _ladder(setting: Setting, name: str, *settings: str) -> Item:
 
 
 def _as_preset(name: str) -> list[str]:
-    """Options for one micro-batch of an experiment of conf/, without its recomputed layers."""
+    """Options for one micro-batch of an experiment of conf/, its offload too, without its recomputed layers."""
     from app.config.load import compose_run
 
     run = compose_run([f"experiment={name}", "dataset=messages", "dataset.path=none.jsonl"])
-    rank, optimizer = str(run.adapter.r), f"optimizer={run.optimizer.kind}"
-    return ["--tokens-per-step", str(run.batching.tokens), "--rank", rank, "--set", optimizer]
+    settings = [f"optimizer={run.optimizer.kind}", f"training.offload={str(run.training.offload).lower()}"]
+    return ["--tokens-per-step", str(run.batching.tokens), "--rank", str(run.adapter.r), "--set", *settings]
 
 
 def tests(setting: Setting) -> list[Item]:
     """The gpu tier."""
     chosen = ["-k", "nf4_survives"] if setting.tiny else []
-    return [Item("gpu tier", ["bash", str(ROOT / "scripts" / "test"), "gpu", "-v", *chosen])]
+    hanging = ("-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true")
+    words = ("gpu", "-v", "-W", "default", *hanging, *chosen)  # a host's own packages warn of other things
+    return [Item("gpu tier", ["bash", str(ROOT / "scripts" / "test"), *words])]
 
 
 STAGES: dict[str, Callable[[Setting], list[Item]]] = {
+    "preflight": preflight,
+    "headline": headline,
     "tests": tests,
     "micro": micro,
     "ours": ours,
@@ -163,7 +196,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     lines, log = options.out / f"{options.stage}.jsonl", options.out / f"{options.stage}.log"
-    ends = time.monotonic() + options.seconds
+    ends, failed = time.monotonic() + options.seconds, 0
     for item in STAGES[options.stage](Setting(options.device, options.tiny, lines)):
         begun = time.monotonic()
         left = ends - begun
@@ -171,6 +204,8 @@ def main() -> None:
         took = round(time.monotonic() - begun, 1)
         _append(lines, {"stage": options.stage, "item": item.name, **found, "took_seconds": took, "end": True})
         print(f"{options.stage}: {item.name}: {found.get('error', 'done')}, {took} s", flush=True)
+        failed += "error" in found
+    sys.exit(failed if options.stage == "preflight" else 0)
 
 
 def run(item: Item, seconds: float, log: Path) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--rank", type=int, default=16, help="of adapters; alpha is twice as much")
     add("--recompute", action="store_true", help="all layers, for all contenders")
+    add("--profile", action="store_true", help="one more step, under torch's profiler: its slowest kernels")
     add("--peak-tflops", type=float, help="of the device, for mfu, where it is not known")
     add(
         "--set",
@@ -169,7 +170,7 @@ def _environment(contest: Contest) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "UNSLOTH_DISABLE_STATISTICS": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         **hidden,
     }
 

@@ -52,7 +52,6 @@ class Trl:
             trainer.training_step = noted
             trainer.add_callback(_marking(clock.begin, mark))
             trainer.train()
-            clock.end()
 
     def _trainer(self, folder: str) -> Any:
         from datasets import Dataset, disable_progress_bars

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from scripts.bench.contest import Contest
 
 _SHORTEST = 8
-_PROMPT = 0.6  # of a document, not trained
 _LOOKAHEAD = 256  # rows that may be drawn forward to fill a bin up
 FIRST_ID = 3  # below are the tokens that pad and end
 
@@ -21,9 +20,15 @@ class Lognormal:
 
     median: int
     sigma: float
+    prompt: float = 0.6  # of a document, not trained
 
 
-MIXES = {"short": Lognormal(17, 0.3), "chat": Lognormal(120, 0.8), "long": Lognormal(490, 0.8)}
+MIXES = {
+    "short": Lognormal(17, 0.3),
+    "chat": Lognormal(120, 0.8),
+    "long": Lognormal(490, 0.8),
+    "whole": Lognormal(2**20, 0.0, prompt=0.0),  # each as long as may be, all tokens trained: for modelled figures
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,14 @@ Step = list[Bin]
 
 
 def workload(contest: Contest, vocabulary: int) -> list[Step]:
-    """Warm-up and measured steps."""
+    """Warm-up and measured steps, and one under the profiler where that is asked for."""
     random = np.random.default_rng(contest.seed)
     bins = _bins(_lengths(contest, random), contest.bin_tokens)
     ids = _ids(vocabulary, random)
-    total = contest.warm_up + contest.steps
+    prompt, total = MIXES[contest.mix].prompt, contest.warm_up + contest.steps + contest.profile
     return [
-        [[_document(n, ids, random) for n in next(bins)] for _ in range(contest.accumulation)] for _ in range(total)
+        [[_document(n, prompt, ids, random) for n in next(bins)] for _ in range(contest.accumulation)]
+        for _ in range(total)
     ]
 
 
@@ -90,9 +96,9 @@ def _ids(vocabulary: int, random: np.random.Generator) -> NDArray[np.float64]:
     return summed
 
 
-def _document(length: int, ids: NDArray[np.float64], random: np.random.Generator) -> Document:
+def _document(length: int, prompt: float, ids: NDArray[np.float64], random: np.random.Generator) -> Document:
     drawn = np.searchsorted(ids, random.random(length)).clip(max=len(ids) - 1) + FIRST_ID
-    trained = np.arange(length) >= max(1, round(_PROMPT * length))
+    trained = np.arange(length) >= max(1, round(prompt * length))
     return Document(drawn.astype(np.int32), trained)
 
 

@@ -26,6 +26,7 @@ def line(framework: str, rate: float, **other: Any) -> dict[str, Any]:
         "recompute": False,
         "rank": 16,
         "threads": 1,
+        "settings": [],
         "workload": "w",
         "steps": 8,
         "turn": 0,
@@ -73,12 +74,17 @@ def test_goals_for_card_and_model() -> None:
     assert goals_for(facts, 19_001.0, {}) == ["at least 19,000 tokens/s: 19,001, met"]
     assert goals_for(facts, 18_999.0, {}) == ["at least 19,000 tokens/s: 18,999, **missed**"]
     assert goals_for(facts | {"hardware": {"name": "NVIDIA H100"}}, 19_001.0, {}) == []
+    fp8 = facts | {"settings": ["quantization=fp8"]}
+    assert goals_for(fp8, 19_001.0, {}) == ["at least 26,000 tokens/s: 19,001, **missed**"]
     assert goals_for(facts, None, {"trl": 19_001.0}) == []
 
 
 def test_groups_separate_different_work() -> None:
-    apart = [line("trl", 1.0, **other) for other in ({"workload": "v"}, {"threads": 2}, {"method": "full"})]
-    assert len(groups([*ROUNDS, *apart, line("trl", 1.0, hardware={"name": "another"})])) == 5
+    apart = [
+        line("trl", 1.0, **other)
+        for other in ({"workload": "v"}, {"threads": 2}, {"method": "full"}, {"settings": ["a=b"]})
+    ]
+    assert len(groups([*ROUNDS, *apart, line("trl", 1.0, hardware={"name": "another"})])) == 6
 
 
 def test_report_names_losses_that_differ() -> None:

@@ -1,4 +1,7 @@
-"""The words of every command that README and docs show are read as the program reads them; the full tier types them."""
+"""The words of commands that README and docs show and no test can type are read as the program reads them.
+
+The full tier types the others (tests/full/docs/test_commands.py) and composes all ladders.
+"""
 
 import re
 import shlex
@@ -13,13 +16,11 @@ import yaml
 from app.assets import PREFIX
 from app.config.commands import check_config, generate_config, report_config
 from app.config.finished_run import evaluate_config, export_config, reproduce_config
-from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.overrides import is_sweep, split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError
-from app.sweeps.sweep import plan_sweep, read_ladder
-from scripts import make_techniques
+from app.sweeps.sweep import plan_sweep
 from tests.conftest import REPO
 from tests.docs.blocks import Command, commands_of, documents
 
@@ -37,7 +38,11 @@ RUNS = ("first", "mine", "other", "labels")  # that documents speak of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("docs")
+    return with_runs(tmp_path_factory.mktemp("docs"))
+
+
+def with_runs(place: Path) -> Path:
+    """The folder, with what documents speak of."""
     settings = yaml.safe_dump(asdict(compose_run([])))
     for name in RUNS:
         (place / "runs" / name / "final").mkdir(parents=True)
@@ -52,18 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(REPO)))
 def test_the_words_of_every_command_are_right(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    wrong = {f"{each.place}: `{each.text}`": wrong_words(each) for each in commands_of(document)}
+    marked = [each for each in commands_of(document) if each.needs and "sweep=" not in each.text]
+    wrong = {f"{each.place}: `{each.text}`": wrong_words(each) for each in marked}
     assert {place: why for place, why in wrong.items() if why} == {}
-
-
-def test_the_words_of_every_technique_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a ladder's rungs are tested with it."""
-    monkeypatch.chdir(folder)
-    typed = {make_techniques.typed(row) for row in make_techniques.ROWS}
-    ladders = {text for text in typed if "sweep=" in text}
-    assert {re.findall(r"sweep=(\w+)", text)[0] for text in ladders} <= {*choices_by_group()["sweep"]}
-    wrong = {text: wrong_words(Command("", text)) for text in typed - ladders}
-    assert {text: why for text, why in wrong.items() if why} == {}
 
 
 def wrong_words(command: Command) -> str:
@@ -89,10 +85,6 @@ def runs_of(text: str) -> list[RunConfig]:
     """The runs that a command would start, each as it would be checked."""
     words = [word for word in shlex.split(text, comments=True) if word != "..."]
     for at, word in enumerate(words):
-        if word == "app.check" and any(each.startswith("sweep=") for each in words):
-            own = [each for each in words if each.startswith(("hardware", "exact="))]
-            ladder = read_ladder([each for each in words[at + 2 :] if each not in own])
-            return [check_config(["memory", *rung.overrides, *own]).run for rung in ladder.points if not rung.refused]
         if word in OTHERS:
             config = OTHERS[word](words[at + 1 :])
             return [config.run] if word == "app.check" else []

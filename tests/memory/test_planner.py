@@ -17,7 +17,7 @@ from app.training.auto_settings import bin_sizes, step_tokens
 from tests.memory.facts import GPU, plan
 from tests.memory.truth import small_run
 
-LAYERS = 7
+LAYERS = 5
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
 RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=lora", "precision=bf16")
 CHOICES = planned_choices(RUN, "gpu")

@@ -44,7 +44,7 @@ def test_stage_micro_measures_all_operations(bench: Bench) -> None:
     assert timed == {"unpack", "product alone", "unpack and product", "at once", "chunks"}
 
 
-@pytest.mark.parametrize("name", ["70b", "peers", "ours"])
+@pytest.mark.parametrize("name", ["headline", "peers"])
 def test_stage_measures_training(name: str, bench: Bench) -> None:
     lines = stage(bench, name)
     items = STAGES[name](Setting("cpu", tiny=True, out=Path()))
@@ -55,6 +55,17 @@ def test_stage_measures_training(name: str, bench: Bench) -> None:
     unable = {line["framework"]: line["error"] for line in measured if "error" in line}
     assert not [name for name in unable if name == "bare" or name.startswith("plain")], unable
     assert all("needs" in error for error in unable.values()), unable
+    profiled = [line for line in measured if line.get("profile")]
+    assert bool(profiled) == (name == "headline")
+    assert all(line["operations"] and line["planned_memory_bytes"] for line in profiled)
+
+
+def test_failed_preflight_ends_the_call(bench: Bench) -> None:
+    ended = bench.run(["bash", SCRIPT, "out", "--seconds", "60", "preflight", "tests"], CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    lines = lines_of(bench.folder / "out" / "preflight.jsonl")
+    assert "torch sees no GPU" in lines[0]["said"]
+    assert not (bench.folder / "out" / "tests.jsonl").exists()
 
 
 def test_stage_of_a_ladder_runs_rungs_until_the_deadline(bench: Bench) -> None:
