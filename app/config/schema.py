@@ -184,6 +184,7 @@ class CompileConfig:
     backend: str = choice("inductor", "aot_eager", "eager", "cudagraphs", default="inductor")  # what runs the graphs
     # what inductor optimises for
     mode: str = choice("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", default="default")
+    memory_budget: float = number(0.6, above=0, at_most=1)  # of what compiled layers would keep for the backward pass
 
 
 @dataclass(kw_only=True, slots=True)

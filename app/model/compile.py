@@ -110,7 +110,8 @@ class CompiledLayers:
         others = f"; {self.left_out} layers with a recurrent mixer are computed as without it" if self.left_out else ""
         return [
             f"compile=blocks: {self.layers} layers are {self.graphs} graph{'s' * (self.graphs != 1)}, made in "
-            f"{self.seconds:.1f} s before the first step; memory is planned as without it{others}"
+            f"{self.seconds:.1f} s before the first step; memory is planned as of fused layers, evaluations are computed "
+            f"as without it{others}"
         ]
 
     def _compiled_forward(self, layer: Any, *, first: bool) -> Callable[..., Any]:
@@ -152,7 +153,8 @@ class CompiledLayers:
         wanted = torch._inductor.list_mode_options(self._config.mode)
         # random numbers are those that the layers would draw by themselves
         wanted |= {"fallback_random": True, "triton.cudagraphs": self._config.graphs}
-        return backend(graph, inputs, config_patches=wanted)
+        with torch._functorch.config.patch(activation_memory_budget=self._config.memory_budget):
+            return backend(graph, inputs, config_patches=wanted)
 
 
 def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -> CompiledLayers | None:
@@ -161,6 +163,7 @@ def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -
         return None
     require_compilable(config, device)
     import torch._dynamo  # noqa: F401  its errors are named above
+    import torch._functorch.config
 
     layers = repeated_layers(lm)
     compilable = [each for each in layers if not recurrent_mixers(each)]  # others have rows of many shapes inside

@@ -39,12 +39,6 @@ def test_default_run_learns_within_a_minute(run_app: RunApp, tmp_path: Path) -> 
     assert answered(model, held_out_chat(tokenizer)).mean >= 0.80
 
 
-def test_dry_run_of_8b_needs_no_weights(zygote: Zygote, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    ended = zygote.finish(tmp_path, "model=llama", "model.weights=random", "dry_run=true", f"output_dir={run}")
-    assert "8,114,147,328 weights, 83,886,080 trained (1.0%)" in ended.stdout
-
-
 def test_local_model_folder_trains_by_its_path(zygote: Zygote, tmp_path: Path) -> None:
     zygote.run(tmp_path, *SMALL, "recipe=full", "training.max_steps=1", "output_dir=first", code=0)
     few = ("dataset.max_rows=40", "dataset.eval_max_rows=5", "training.max_steps=2", "launch.threads=1")

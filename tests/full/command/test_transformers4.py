@@ -36,11 +36,11 @@ def read(env: dict[str, str], folder: Path, base: Path | str) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("what", ["adapter", "full", "merged"])
+@pytest.mark.parametrize("what", ["adapter", "merged"])
 def test_final_and_export_transformers_4_reads_same_model(
     what: str, zygote: Zygote, finished: FinishedRuns, tmp_path: Path, app_env: dict[str, str]
 ) -> None:
-    run = finished("full" if what == "full" else "lora")
+    run = finished("lora")
     folder, base = run / "final", run / "base" if what == "adapter" else ""
     if what == "merged":
         zygote.run(tmp_path, f"run={run}", "to=out", "kind=merged", "dtype=fp32", module="app.export", code=0)

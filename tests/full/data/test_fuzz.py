@@ -7,7 +7,7 @@ import pytest
 
 from scripts import fuzz
 
-SOME = {"overrides": 250, "files": 2500, "preparations": 250, "received": 1500}
+SOME = {"overrides": 150, "files": 2500, "preparations": 250, "received": 700}
 
 
 @pytest.mark.parametrize("name", fuzz.FUZZERS)

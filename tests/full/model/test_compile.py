@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from app.model import compile as compiling
 from tests.model import small
@@ -40,6 +41,33 @@ def test_inductor_code_equals_uncompiled(mode: str) -> None:
     for seed, wanted in enumerate(expected, 1):
         assert max_difference(outcome(training_model, packed(seed)), wanted) <= 1e-5
     assert blocks_of(training_model).graphs == GRAPHS["lora"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_compiled_layers_keep_less_than_fused_ones() -> None:
+    """The plan of memory counts fused layers."""
+    compiled = small.training_model_of("llama", compile=INDUCTOR, recompute=0, **METHODS["lora"])
+    assert small.verified(compiled, packed(0)) is not None, blocks_of(compiled).fault
+    kept = kept_bytes(compiled)  # before another model registers its attention
+    fused = small.training_model_of("llama", recompute=0, **METHODS["lora"])
+    assert 0 < kept < kept_bytes(fused)
+
+
+def kept_bytes(model: Any) -> int:
+    """Storages that the forward pass keeps for the backward pass, without parameters."""
+    kept: dict[int, int] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss, _ = model(packed(0))
+    loss.backward()
+    return sum(kept.values())
 
 
 @pytest.mark.parametrize(("method", "recompute"), [("full", 1), ("qlora", True), ("int8", 1)])
