@@ -3,6 +3,7 @@
 python -m app.generate run=runs/mine prompt="What is the plural of goose?"
 python -m app.generate run=runs/mine                                  a conversation
 python -m app.generate run=runs/mine prompts=questions.jsonl output=answers.jsonl
+python -m app.generate run=runs/mine prompts=-                        a JSON row a line, answered at once, for programs
 python -m app.generate run=runs/mine prompt="..." adapter=false       the base, for comparison
 python -m app.generate run=runs/mine prompt="..." checkpoint=100      a kept checkpoint, or checkpoint=best
 python -m app.generate run=runs/labels prompt="..."                   of task=classification: the label, and how likely
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.commands import GenerateConfig, class_problems, generate_config, run_command
+from app.config.commands import STDIN, GenerateConfig, class_problems, generate_config, run_command
 from app.config.dataset import has_chats, sources_of
 from app.config.finished_run import finished_folder
 from app.config.help import command_help
@@ -25,7 +26,7 @@ from app.config.load import named_model, read_run
 from app.config.problems import PROBLEMS, text_of
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS, task_of
-from app.errors import ConfigError, PromptTooLong
+from app.errors import AppError, ConfigError, PromptTooLong
 from app.files import write_text
 from app.safe_text import printable
 
@@ -45,8 +46,8 @@ def generate(config: GenerateConfig) -> None:
     """From a checked config to answers on standard output or in a file."""
     from app.data.prompts import prompts_file
 
-    if config.prompts is not None:
-        prompts_file(config.prompts)
+    if config.prompts not in (None, STDIN):
+        prompts_file(str(config.prompts))
     folder = None if config.run is None else finished_folder(config.run, config.checkpoint)
     run = None if folder is None else read_run(folder / "run.yaml")
     if run is not None:  # it may come from others
@@ -65,13 +66,17 @@ def _answer(config: GenerateConfig, folder: Path | None, run: RunConfig | None) 
     from app.data.prompts import as_conversation, read_prompts
 
     if folder is not None and run is not None and task_of(run.task).has_classes:
+        if config.prompts == STDIN:
+            raise ConfigError(f"prompts={STDIN}: run={folder} answers with labels. Give prompt=TEXT or prompts=FILE.")
         (_classify if task_of(run.task).pooled else _tag)(config, folder, run)
         return
     if config.second is not None:
         raise ConfigError("second is for a run of task=classification on pairs of texts. Leave it out.")
-    questions = None if config.prompts is None else read_prompts(config.prompts, config.system)
+    questions = None if config.prompts in (None, STDIN) else read_prompts(str(config.prompts), config.system)
     generator = _build_generator(config, folder, run)
-    if questions is not None:
+    if config.prompts == STDIN:
+        _answer_lines(config, generator, sys.stdin)
+    elif questions is not None:
         _answer_file(config, generator, questions)
     elif config.prompt is not None:
         ((_, answer),) = generator.answers([as_conversation(config.prompt, config.system)], batch=1)
@@ -212,6 +217,21 @@ def _answer_file(config: GenerateConfig, generator: "TextGenerator", questions: 
         for index, question in enumerate(questions)
     ]
     _put(config, lines)
+
+
+def _answer_lines(config: GenerateConfig, generator: "TextGenerator", lines: Iterable[str]) -> None:
+    """Answer each row of JSON with a line of JSON, before the next row is read."""
+    from app.data.prompts import read_prompt
+
+    for number, line in enumerate(lines, 1):
+        try:
+            question = read_prompt(f"prompts={STDIN}: line {number}", line, config.system)
+            ((_, answer),) = generator.answers([question], batch=1)
+            found = {"messages": question, "answer": answer}
+        except AppError as problem:
+            found = {"error": problem.report()}
+        sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -20,6 +20,7 @@ COMMANDS = {
     "export": "write an adapter or a merged model for other programs",
     "convert": "read the settings of another program",
     "report": "make the page of a run, a sweep or a comparison",
+    "board": "watch, start, stop, compare and ask runs in a browser",
     "reproduce": "run it again and compare the numbers",
 }
 

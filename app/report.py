@@ -26,11 +26,11 @@ def report(config: ReportConfig, console: Console) -> None:
     problems = [*_folder_problems(config), *_target_problems(config)]
     if problems:
         raise ConfigError(problems)
-    from jinja2 import TemplateError
+    from app.pages.render import PAGE_FAULTS
 
     try:
         page = _page(config)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as fault:
+    except PAGE_FAULTS as fault:
         given = " ".join(name for name, _ in config.given)
         raise CheckpointError(
             f"{given}: one of its files is not as runs write it ({type(fault).__name__}: {fault}). Take a copy of the "

@@ -23,6 +23,7 @@ from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
 
 Section = TypeVar("Section")
 
+STDIN = "-"  # as a file of prompts
 _UNSUPPORTED_SYSTEMS = {
     "Darwin": "macOS is not supported: use a Linux machine.",
     "Windows": "Windows is not supported: install WSL 2 (wsl --install) and run this inside it.",
@@ -156,7 +157,7 @@ def _generate_problems(config: GenerateConfig) -> Iterator[str]:
         yield f"prompt and prompts={config.prompts} both say what to ask. Keep one."
     if config.second is not None and config.prompt is None:
         yield "second is the other text of a pair. Give prompt=TEXT, the first, or leave second out."
-    if config.output is not None and config.prompts is None:
+    if config.output is not None and config.prompts in (None, STDIN):
         yield f"output={config.output} is for the answers to a file. Give prompts=FILE, or leave output out."
     if config.model is not None and not config.adapter:
         yield f"adapter=false: model={config.model} has no adapter that could be left off. Leave adapter out."

@@ -36,7 +36,7 @@ group=choice takes one of these (*: default), key=value sets one key of the resu
 {groups}
 
 Before, with the same words: python -m app.check data looks through the data, app.check memory plans the memory.
-Then: python -m app.generate, app.evaluate, app.report, app.reproduce, app.export run=DIR.
+Then: python -m app.generate, app.evaluate, app.report, app.reproduce, app.export run=DIR; app.board DIR shows runs.
 Keys are explained in docs/config.md, data in docs/data.md.
 """
 

@@ -1,5 +1,6 @@
 """Prompts for generation from a file: lines of text, or rows with a prompt or messages."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,15 @@ def prompts_file(given: str) -> Path:
 def read_prompts(given: str, system: str | None) -> list[list[Message]]:
     """Read a conversation for each prompt, ending with what is to be answered."""
     return [_with_system(_of_row(location, row), system) for location, row in _rows(given)]
+
+
+def read_prompt(location: str, line: str, system: str | None) -> list[Message]:
+    """Read the conversation of one row as JSON."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as fault:
+        raise DataError(f"{location}: this is no JSON ({fault}).") from fault
+    return _with_system(_of_row(location, row if isinstance(row, dict) else {}), system)
 
 
 def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:

@@ -91,14 +91,18 @@ def is_run(folder: Path) -> bool:
     return any(file.is_file() for file in (own.run_yaml, own.manifest, own.metrics, own.result))
 
 
+def status_in(folder: Path, result: Mapping[str, Any]) -> str:
+    """Status of a run: without result.json it is at work, or was killed."""
+    return str(result["status"]) if result else RUNNING if lock_owner(folder) else UNFINISHED
+
+
 def read_run(folder: Path) -> SavedRun:
     """Read the run of a folder that `is_run`."""
     own, remarks = RunFolder(folder), list[str]()
     result = read_result(folder)
     return SavedRun(
         folder=folder,
-        # without result.json the run is at work, or was killed
-        status=result["status"] if result else RUNNING if lock_owner(folder) else UNFINISHED,
+        status=status_in(folder, result),
         result=result,
         manifest=_mapping(own.manifest, remarks),
         settings=_mapping(own.run_yaml, remarks),

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 import app
 from app.files import write_text
@@ -14,6 +14,8 @@ from app.pages.charts import percent
 from app.safe_text import printable
 
 GENERATOR = "app.report"  # marks pages that app.report may overwrite
+# of files that are not as runs write them
+PAGE_FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError)
 _MAX_TEXT_CHARACTERS = 20_000  # of a prompt or an answer
 _MAX_OPEN_CHARACTERS, _MAX_OPEN_LINES = 400, 6  # of a text that is not folded
 

@@ -28,6 +28,7 @@ def printed(name: str, switch: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("export", ["  kind=         adapter, merged, quantized, gguf\n", "  to=           text\n"]),
         ("report", ["  runs=", "  to="]),
         ("convert", ["Reads YAML of Axolotl"]),
+        ("board", ["  folder=", "  port="]),
         ("reproduce", ["  tolerance=   a number (default 0.0)"]),
     ],
 )

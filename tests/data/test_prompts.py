@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.data.prompts import as_conversation, read_prompts
+from app.data.prompts import as_conversation, read_prompt, read_prompts
 from app.errors import DataError
 
 
@@ -21,6 +21,13 @@ def test_read_prompts_lines_and_rows(tmp_path: Path) -> None:
     assert first == as_conversation("Hi", "Be kind.")
     assert second == as_conversation("A", "Be kind."), "the answer that a row has is what is asked for"
     assert third[0] == {"role": "system", "content": "S"}, "a row's own system line counts"
+
+
+def test_read_prompt_row_of_json() -> None:
+    assert read_prompt("line 1", '{"prompt": "Hi"}\n', "Be kind.") == as_conversation("Hi", "Be kind.")
+    for text, message in (("Hi\n", "line 1: this is no JSON"), ("[]\n", "line 1: expected a column prompt")):
+        with pytest.raises(DataError, match=message):
+            read_prompt("line 1", text, None)
 
 
 @pytest.mark.parametrize(

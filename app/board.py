@@ -1,0 +1,56 @@
+"""Command app.board: the runs of a folder in a browser: watch, start, stop, resume, compare and ask.
+
+python -m app.board runs/                 prints an address on this machine; open it
+python -m app.board runs/ port=8808       the same port each time
+
+Needs the packages starlette, uvicorn and python-multipart (extra `board`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from app.config.commands import parse_command, run_command
+from app.config.fields import number
+from app.config.help import command_help
+from app.errors import ConfigError, EnvironmentProblem
+
+_PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
+
+
+@dataclass(kw_only=True, slots=True)
+class BoardConfig:
+    """Options of app.board: the folder in which the folders of runs and sweeps are; `port=0` is a free one."""
+
+    folder: str
+    port: int = number(0, at_least=0, at_most=65535)
+
+
+def _problems(config: BoardConfig) -> Iterator[str]:
+    if not Path(config.folder).expanduser().is_dir():
+        yield f"folder={config.folder}: there is no such folder. Give the one in which the folders of runs are."
+
+
+def _command(arguments: Sequence[str]) -> int:
+    words = [text if "=" in text or text.startswith("-") else f"folder={text}" for text in arguments]
+    if sum(text.startswith("folder=") for text in words) != 1:
+        raise ConfigError("folder has no value, or several. Give one: python -m app.board runs/")
+    config = parse_command(words, BoardConfig, _problems)
+    missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
+    if missing:
+        needed = f"app.board needs packages that are not installed: {', '.join(missing)}"
+        raise EnvironmentProblem(f"{needed}. pip install {' '.join(_PACKAGES.values())}")
+    from app.web.server import serve
+
+    serve(Path(config.folder).expanduser(), config.port)
+    return 0
+
+
+def main() -> None:
+    """Exit codes: 0 ended by SIGTERM, 2 the folder, the port or a package is missing, 130 Ctrl-C."""
+    run_command(_command, lambda: command_help(__doc__, BoardConfig))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Board: the runs of a folder in a browser."""

@@ -1,0 +1,145 @@
+"""Runs of a folder by name: what their files say, and the processes that the board started for them."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from app.config.commands import CHECKS, check_config, python
+from app.config.load import compose_run
+from app.config.overrides import key_of, split_arguments
+from app.errors import AppError, ConfigError, refuse
+from app.files import report_write_errors
+from app.pages.read_run import RUNNING, UNFINISHED, is_run, read_sweep, status_in
+from app.pages.run_page import status_badge
+from app.program import as_started
+from app.tracking.formatting import format_count, format_integer, format_number, format_or
+from app.tracking.jsonl_metrics import read_lines
+from app.tracking.output_dir import RunFolder, lock_owner
+from app.tracking.recorder import read_result
+
+STARTING, STOPPING, NOT_STARTED = "starting", "stopping", "did not start"
+_ACTIONS = {STARTING: "stop", RUNNING: "stop", "stopped": "resume", UNFINISHED: "resume", "failed": "resume"}
+_COLOURS = {STARTING: "busy", STOPPING: "busy", NOT_STARTED: "bad"}
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
+
+
+def command(name: str, *words: str) -> list[str]:
+    """A command of this program for a child process."""
+    return [sys.executable, "-m", f"app.{name}", *words]
+
+
+def shown(words: Sequence[str]) -> str:
+    """The command as it is typed."""
+    return as_started(shlex.join([python(), *words[1:]]))
+
+
+@lru_cache(maxsize=1000)
+def _last_values(metrics: Path, _stamp: str) -> dict[str, Any]:
+    """The last value of each metric, read again when `_stamp` changes."""
+    return {key: value for line in read_lines(metrics) for key, value in line.items()} if metrics.is_file() else {}
+
+
+class Runs:
+    """The names are those of folders with a run, and of runs that the board started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._stopping: set[str] = set()
+        self._composing = Lock()  # Hydra composes one configuration at a time
+
+    def folders(self) -> dict[str, Path]:
+        """Folder by name, the last begun first; that of a run that did not start does not exist."""
+        found = {each.name: each for each in self.folder.iterdir() if each.is_dir() and is_run(each)}
+        found |= {name: self.folder / name for name in self._processes}
+        begun = {name: own.stat().st_mtime for name, each in found.items() if (own := each / "run.yaml").is_file()}
+        return {name: found[name] for name in sorted(found, key=lambda name: (-begun.get(name, float("inf")), name))}
+
+    def sweeps(self) -> dict[str, tuple[Path, dict[str, Any]]]:
+        """Folder and content of sweep.json by name."""
+        files = sorted(self.folder.glob("*/sweep.json"))
+        return {each.parent.name: (each.parent, found) for each in files if (found := read_sweep(each.parent))}
+
+    def row(self, name: str) -> dict[str, Any]:
+        """The facts of a run in the list; `stamp` changes with its files."""
+        status, own = self._status(name), RunFolder(self.folder / name)
+        files = [file.stat() for file in (own.metrics, own.samples, own.manifest, own.result) if file.is_file()]
+        stamp = f"{status} {[each.st_mtime_ns for each in files]}"
+        last = _last_values(own.metrics, stamp)
+        return {
+            "name": name,
+            "badge": (status, _COLOURS[status]) if status in _COLOURS else status_badge(status),
+            "step": format_integer(last.get("step")),
+            "losses": [format_or(last.get(key), format_number) for key in ("loss", "eval_loss")],
+            "speed": format_or(last.get("tokens_per_second"), format_count),
+            "action": _ACTIONS.get(status),
+            "stamp": stamp,
+        }
+
+    def _status(self, name: str) -> str:
+        folder, result = self.folder / name, read_result(self.folder / name)
+        if self._is_alive(name):
+            is_early = bool(result) or not is_run(folder)  # a result is that of an earlier start
+            return STOPPING if name in self._stopping else STARTING if is_early else RUNNING
+        return status_in(folder, result and {"status": UNFINISHED, **result}) if is_run(folder) else NOT_STARTED
+
+    def _is_alive(self, name: str) -> bool:
+        return name in self._processes and self._processes[name].poll() is None
+
+    def log(self, name: str) -> str:
+        """The end of what the last process of a run has printed."""
+        file = self._log(name)
+        return file.read_bytes()[-8000:].decode(errors="replace") if file.is_file() else ""
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.board.log"
+
+    def check(self, settings: Sequence[str], what: str, name: str) -> None:
+        """Refuse settings as the command line does, and a name for a new run."""
+        problems = [f"{text}: the name says it. Leave it out." for text in settings if key_of(text) == "output_dir"]
+        is_taken = name in self.folders() and self._status(name) != NOT_STARTED
+        if what not in CHECKS and (is_taken or not _NAME.fullmatch(name)):
+            problems.append(f"name={name}: give a new name, of letters, digits, dots, dashes and underscores.")
+        try:
+            with self._composing:
+                if what in CHECKS:
+                    check_config([what, *settings])
+                else:
+                    compose_run(split_arguments(settings)[0])
+        except AppError as wrong:
+            problems += wrong.problems
+        refuse(problems)
+
+    def command(self, name: str, settings: Sequence[str] | None = None) -> list[str]:
+        """The command that starts a run with settings, or resumes it."""
+        folder = self.folder / name
+        again = (f"from={folder}", f"output_dir={folder}", "resume=auto")
+        return command("train", *(again if settings is None else (*settings, f"output_dir={folder}")))
+
+    def start(self, name: str, settings: Sequence[str] | None = None) -> None:
+        """Start a run with settings that `check` has accepted, or resume it."""
+        if settings is None and _ACTIONS.get(self._status(name)) != "resume":
+            raise ConfigError(f"{name}: only a run that was stopped or killed, or has failed, is resumed.")
+        self._stopping.discard(name)
+        with report_write_errors(self._log(name)), self._log(name).open("ab" if settings is None else "wb") as log:
+            self._processes[name] = subprocess.Popen(
+                self.command(name, settings), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def stop(self, name: str) -> None:
+        """Ask a run that the board started to save and to end."""
+        if not self._is_alive(name):
+            owner = lock_owner(self.folder / name) or "nothing"
+            raise ConfigError(f"{name}: the board has not started it; {owner} is at work. Stop it by kill -TERM.")
+        self._stopping.add(name)
+        self._processes[name].terminate()
+
+    def stop_command(self, name: str) -> str:
+        """How a terminal stops a run of the board."""
+        return f"kill -TERM {self._processes[name].pid}" if self._is_alive(name) else ""

@@ -1,0 +1,26 @@
+// Asks for this page again every two seconds, and puts in what has changed.
+const poll = async () => {
+  const frame = document.querySelector('iframe'), own = document.querySelector('[data-stamp]');
+  const url = new URL(location.href);
+  if (own && frame) url.searchParams.set('seen', own.dataset.stamp);
+  const answer = await fetch(url);
+  if (!answer.ok) return;
+  const now = new DOMParser().parseFromString(await answer.text(), 'text/html');
+  const fresh = now.querySelector('iframe'), stamp = now.querySelector('[data-stamp]');
+  if (fresh && !frame) return location.reload();
+  if (fresh && own.dataset.stamp !== stamp.dataset.stamp) {
+    const top = frame.contentWindow.scrollY;
+    frame.onload = () => frame.contentWindow.scrollTo(0, top);
+    frame.srcdoc = fresh.srcdoc;
+    own.dataset.stamp = stamp.dataset.stamp;
+  }
+  for (const part of document.querySelectorAll('[data-live]')) {
+    const next = now.getElementById(part.id);
+    if (!next || next.innerHTML === part.innerHTML) continue;
+    const marked = [...part.querySelectorAll(':checked')].map(box => box.value);
+    part.innerHTML = next.innerHTML;
+    for (const box of part.querySelectorAll('input')) box.checked = marked.includes(box.value);
+  }
+};
+const again = () => poll().catch(() => {}).finally(() => setTimeout(again, 2000));
+if (document.querySelector('[data-live]')) setTimeout(again, 2000);

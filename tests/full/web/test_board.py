@@ -1,0 +1,128 @@
+"""The board in use: a run is started, watched, stopped, resumed and asked, by a browser or over HTTP."""
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import _environment_of_processes
+from tests.full.web.browser import Browser
+from tests.harness.board import Served, served
+from tests.harness.marks import requires_chromium
+from tests.harness.runs import SMALL, Zygote, numbers, result, wait_until
+
+SETTINGS = (*SMALL, "recipe=lora", "training.epochs=12", "eval.every=40", "checkpoint.every=200")
+QUESTION = "Name the opposite of new."
+
+
+class InBrowser:
+    """A person with a mouse: the page refreshes itself."""
+
+    def __init__(self, at: Served, page: Browser) -> None:
+        self.at, self.page = at, page
+        page.open(at.entry)
+
+    def start(self, name: str, settings: str) -> None:
+        self.seen("runs", "No run yet.")
+        self.page.value(f"document.querySelector('[name=name]').value = {name!r}")
+        self.page.value(f"document.querySelector('[name=settings]').value = {settings!r}")
+        self.page.value("document.querySelector('[value=train]').click()")
+
+    def press(self, label: str) -> None:
+        wait_until(lambda: bool(self.page.value(_click(label))), 60, lambda: f"no button {label}: {self.text()}")
+
+    def ask(self, question: str) -> None:
+        self.page.value(f"document.querySelector('[name=question]').value = {question!r}")
+        self.press("ask")
+
+    def text(self) -> str:
+        return str(self.page.value("document.title + ' ' + document.querySelector('main').innerText"))
+
+    def seen(self, *words: str) -> None:
+        _seen(self.text, words)
+
+
+def _click(label: str) -> str:
+    buttons = "[...document.querySelectorAll('button')]"
+    return f"(() => {{ const b = {buttons}.find(b => b.innerText === {label!r}); if (b) b.click(); return !!b }})()"
+
+
+class OverHttp:
+    """The same where there is no browser: forms are read from the page and sent."""
+
+    def __init__(self, at: Served) -> None:
+        self.at, self.path = at, "/"
+
+    def start(self, name: str, settings: str) -> None:
+        self.seen("runs", "No run yet.")
+        sent = {"name": name, "settings": settings, "what": "train"}
+        self.path = self.at.client.post("/new", data=sent).url.path
+
+    def press(self, label: str) -> None:
+        form = rf'<form method="post" action="([^"]+)"><button>{label}</button>'
+        wait_until(lambda: re.search(form, self._page()) is not None, 60, self.text)
+        found = re.search(form, self._page())
+        assert found
+        self.at.client.post(found[1])
+
+    def ask(self, question: str) -> None:
+        self.at.client.post(f"{self.path}/ask", data={"question": question})
+
+    def _page(self) -> str:
+        return self.at.client.get(self.path).text
+
+    def text(self) -> str:
+        return unescape(re.sub(r'srcdoc="[^"]*"|<style>.*?</style>|<[^>]*>', " ", self._page(), flags=re.DOTALL))
+
+    def seen(self, *words: str) -> None:
+        _seen(self.text, words)
+
+
+def _seen(text: Callable[[], str], words: tuple[str, ...]) -> None:
+    def are_there() -> bool:
+        time.sleep(0.1)
+        return all(word in shown for shown in (" ".join(text().split()),) for word in words)
+
+    wait_until(are_there, 90, lambda: f"{words}: {text()}")
+
+
+@pytest.mark.parametrize(
+    "has_browser",
+    [
+        pytest.param(True, marks=requires_chromium, id="browser"),
+        pytest.param(False, marks=pytest.mark.skipif("program('chromium')", reason="a browser does it"), id="http"),
+    ],
+)
+def test_run_started_stopped_and_resumed_ends_as_undisturbed(has_browser: bool, zygote: Zygote, tmp_path: Path) -> None:
+    folder, whole = tmp_path / "runs", tmp_path / "whole"
+    folder.mkdir()
+    zygote.finish(tmp_path, *SETTINGS, f"output_dir={whole}")
+    opened: AbstractContextManager[Browser | None] = Browser(tmp_path / "browser") if has_browser else nullcontext()
+    with served(folder, _environment_of_processes(), tmp_path / "stderr") as at, opened as page:
+        user = OverHttp(at) if page is None else InBrowser(at, page)
+        user.start("mine", "\n".join(SETTINGS))
+        user.seen("mine", "-m app.train" if page is None else "still running", "step 1/")
+        user.press("stop and save")
+        user.seen("mine stopped", "resume=auto")
+        assert result(folder / "mine")["steps"] < result(whole)["steps"]
+        user.press("resume")
+        user.seen("mine finished", "-m app.generate")
+        assert numbers(folder / "mine") == numbers(whole)
+        assert result(folder / "mine")["train_loss_last"] == result(whole)["train_loss_last"]
+        user.ask(QUESTION)
+        answer = zygote.run(tmp_path, f"run={whole}", f"prompt={QUESTION}", module="app.generate").stdout.strip()
+        user.seen(QUESTION, answer)
+        assert _generating(folder)
+        if page is not None:
+            base = at.entry.partition("?")[0]
+            assert [each for each in page.asked if not each.startswith((base, "about:", "data:"))] == []
+    assert not _generating(folder), "the chat ends with the board"
+
+
+def _generating(folder: Path) -> bool:
+    words = f"run={folder / 'mine'}\0prompts=-".encode()
+    return any(words in file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline"))

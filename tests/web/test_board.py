@@ -1,0 +1,195 @@
+"""The board over HTTP: who may ask, what the pages show of a finished run, and what is refused before anything runs."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import unescape
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import httpx
+import pytest
+
+from app import board as command
+from app.errors import AppError
+from app.web.chat import Chat
+from tests.conftest import _environment_of_processes
+from tests.harness.board import Served, served
+from tests.harness.runs import FinishedRuns, content_of
+from tests.pages.folders import made_sweep, trial
+
+DONE = "done, <i>100%"  # a name that must be escaped
+PATH = f"/run/{quote(DONE)}"
+
+
+@dataclass
+class Board:
+    at: Served
+    folder: Path
+    empty: str
+
+    @property
+    def client(self) -> httpx.Client:
+        return self.at.client
+
+
+@pytest.fixture(scope="module")
+def board(finished: FinishedRuns, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
+    folder, said = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("said") / "stderr"
+    with served(folder, _environment_of_processes(), said, "-X", "importtime") as at:
+        first = at.client.get(at.entry)
+        assert first.status_code == 200
+        for name in (DONE, "other"):
+            finished.copy(folder / name)
+        made_sweep(folder / "rates", [trial(1, ["optimizer.lr=1e-3"], 3.5), trial(2, ["optimizer.lr=1e-4"], 3.25)])
+        yield Board(at, folder, first.text)
+
+
+def test_board_lists_runs_of_its_folder(board: Board) -> None:
+    assert "No run yet." in board.empty
+    assert urlsplit(board.at.entry).hostname == "127.0.0.1"
+    listed = board.client.get("/").text
+    assert 'value="done, &lt;i&gt;100%"' in listed
+    assert f'href="{PATH}"' in listed
+    assert DONE not in listed
+    assert 'href="/sweep/rates">rates</a>' in listed
+
+
+def test_board_shows_leaderboard_and_comparison(board: Board) -> None:
+    page = unescape(board.client.get("/sweep/rates").text)
+    assert "Leaderboard" in page
+    assert f"-m app.report sweep={board.folder}/rates" in page
+    page = unescape(board.client.get("/compare", params={"run": [DONE, "other", "../other"]}).text)
+    assert "2 runs beside each other" in page
+    assert "-m app.report 'runs=" in page
+
+
+def test_run_page_shows_report_and_commands_without_torch(board: Board) -> None:
+    page = unescape(board.client.get(PATH).text)
+    assert f"<title>{DONE}: finished</title>" in page
+    assert f"-m app.report 'run={board.folder}/{DONE}'" in page
+    assert f"-m app.generate 'run={board.folder}/{DONE}'" in page
+    assert 'name="question"' in page
+    assert "-m app.train" not in page.partition("<iframe")[0], "a finished run is not resumed"
+    imported = {line.rpartition("|")[2].strip() for line in board.at.said.read_text().splitlines()}
+    assert "app.web.board" in imported
+    assert not {"torch", "numpy", "transformers"} & imported
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "code"),
+    [
+        ("GET", "/", {"Cookie": ""}, 403),
+        ("GET", "/?token=guessed", {"Cookie": ""}, 403),
+        ("GET", "/board.js", {"Cookie": "board=é"}, 403),
+        ("GET", "/", {"Host": "rebound.example"}, 403),
+        ("GET", "/", {"Host": "127.0.0.1:1"}, 403),
+        ("POST", "/new", {"Origin": ""}, 403),
+        ("POST", "/new", {"Origin": "http://127.0.0.1:1"}, 403),
+        ("POST", "/new", {"Origin": "null"}, 403),
+        ("POST", "/new", {"Cookie": ""}, 403),
+        ("GET", "/new", {}, 405),
+        ("GET", "/run/absent", {}, 404),
+        ("GET", "/run/..%2f", {}, 404),
+        ("GET", "/run/%2e%2e", {}, 404),
+        ("GET", "/run/..%2f..%2fetc%2fpasswd", {}, 404),
+        ("GET", "/sweep/%2e", {}, 404),
+        ("POST", "/run/..%2fruns/stop", {}, 404),
+        ("POST", "/run/%2e%2e/resume", {}, 404),
+        ("GET", "/compare?run=../a&run=../b", {}, 409),
+    ],
+)
+def test_board_refuses_request(board: Board, method: str, path: str, headers: dict[str, str], code: int) -> None:
+    before = content_of(board.folder)
+    own = {
+        "Origin": board.client.headers["origin"],
+        "Cookie": "; ".join(f"{each.name}={each.value}" for each in board.client.cookies.jar),
+    }
+    given = [(key.encode(), value.encode()) for key, value in {**own, **headers}.items()]
+    asked = httpx.Request(method, board.client.base_url.join(path), headers=given)
+    with httpx.Client() as client:
+        answer = client.send(asked)
+    assert answer.status_code == code, answer.text
+    assert content_of(board.folder) == before
+    if code == 403:
+        assert not answer.headers.get("set-cookie")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("new", "recipe=lroa\r\noptimizer.lrr=3", ["Did you mean lora?", "Did you mean optimizer.lr?"]),
+        ("../new", "seed=x", ["give a new name, of letters", "seed=x"]),
+        (".new", "output_dir=/tmp/there", ["give a new name, of letters", "output_dir=/tmp/there: the name says it."]),
+        ("new", "-m\nseed=1,2", ["-m starts a sweep"]),
+        ("new", "--no-such", ["--no-such: there is no such switch"]),
+    ],
+)
+def test_new_run_refused_with_all_problems(board: Board, name: str, settings: str, told: list[str]) -> None:
+    answer = board.client.post("/new", data={"name": name, "settings": settings, "what": "train"})
+    page = unescape(answer.text)
+    assert answer.status_code == 400
+    assert [text for text in told if text not in page] == []
+    assert settings.splitlines()[0] in page.partition("<textarea")[2], "what was typed stays"
+    assert {each.name for each in board.folder.iterdir()} == {DONE, "other", "rates"}
+
+
+def test_existing_run_is_neither_replaced_nor_resumed(board: Board) -> None:
+    answer = board.client.post("/new", data={"name": "none", "settings": "sead=1", "what": "memory"})
+    assert "app.check memory sead=1" in answer.text
+    assert "only a run that was stopped" in board.client.post(f"{PATH}/resume").text
+    assert "the board has not started it" in board.client.post(f"{PATH}/stop").text
+    taken = board.client.post("/new", data={"name": "other", "settings": "", "what": "train"})
+    assert (taken.status_code, "name=other: give a new name" in taken.text) == (400, True)
+
+
+def test_command_refuses_missing_folder_taken_port_and_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(*words: str) -> str:
+        with pytest.raises(AppError) as refused:
+            command._command(words)
+        assert refused.value.exit_code == 2
+        return refused.value.report()
+
+    assert "there is no such folder" in refusal(str(tmp_path / "absent"))
+    assert "folder has no value" in refusal("port=1")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"port={port}: " in refusal(str(tmp_path), f"port={port}")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "pip install starlette uvicorn python-multipart" in refusal(str(tmp_path))
+
+
+STAND_IN = """
+import json, os, sys
+for line in sys.stdin:
+    messages = json.loads(line)["messages"]
+    print("a note")
+    if messages[-1]["content"] == "end": sys.exit("it ended")
+    print(json.dumps({"answer": f"{os.getpid()} {len(messages)}"}), flush=True)
+"""
+
+
+def test_chat_keeps_its_process_until_idle() -> None:
+    async def talk() -> None:
+        chat = Chat([sys.executable, "-c", STAND_IN], idle_seconds=0.2)
+        for question in ("one", "two"):
+            await chat.ask(question)
+        pid, _ = chat.messages[1]["content"].split()
+        assert [each["content"] for each in chat.messages] == ["one", f"{pid} 1", "two", f"{pid} 3"]
+        assert Path(f"/proc/{pid}").exists()
+        await asyncio.sleep(0.5)
+        assert not Path(f"/proc/{pid}").exists()
+        await chat.ask("end")
+        assert chat.problem.split("\n")[:2] == ["a note", "it ended"]
+        assert len(chat.messages) == 4, "an unanswered question is no turn"
+        await chat.ask("three")
+        assert not chat.messages[-1]["content"].startswith(pid)
+        await chat.end()
+
+    asyncio.run(talk())
