@@ -17,7 +17,7 @@ from app.errors import AppError
 from app.web.chat import Chat
 from tests.conftest import _environment_of_processes
 from tests.harness.board import Served, served
-from tests.harness.runs import FinishedRuns, content_of
+from tests.harness.runs import FinishedRuns, content_of, wait_until
 from tests.pages.folders import made_sweep, trial
 
 DONE = "done, <i>100%"  # a name that must be escaped
@@ -133,7 +133,16 @@ def test_new_run_refused_with_all_problems(board: Board, name: str, settings: st
     assert answer.status_code == 400
     assert [text for text in told if text not in page] == []
     assert settings.splitlines()[0] in page.partition("<textarea")[2], "what was typed stays"
-    assert {each.name for each in board.folder.iterdir()} == {DONE, "other", "rates"}
+    assert not (board.folder / name).exists()
+
+
+def test_run_that_does_not_start_shows_why(board: Board) -> None:
+    sent = {"name": "wrong", "settings": "dataset=auto\ndataset.path=absent.jsonl", "what": "train"}
+    answer = board.client.post("/new", data=sent)
+    assert answer.url.path == "/run/wrong"
+    wait_until(lambda: "did not start" in board.client.get("/run/wrong").text, 60)
+    assert "error: dataset.path=absent.jsonl" in board.client.get("/run/wrong").text
+    assert not (board.folder / "wrong").exists()
 
 
 def test_existing_run_is_neither_replaced_nor_resumed(board: Board) -> None:
