@@ -37,7 +37,16 @@ def _compile_options_suit_each_other(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _compiled_layers_keep_their_routers(run: RunConfig) -> Iterator[str]:
+    if run.compile.kind != "none" and run.task.router_loss not in ("auto", 0):
+        yield (
+            f"task.router_loss={run.task.router_loss:g} reads routers inside layers that compile={run.compile.kind} "
+            "makes one graph of. Set compile=none, or task.router_loss=0."
+        )
+
+
 COMPILE_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _compiled_layers_keep_their_routers,
     _compiled_layers_have_one_shape,
     _compile_options_suit_each_other,
 )

@@ -231,7 +231,8 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
 # ---- app.export
 
 EXPORT_ALLOWED = (
-    *("run", "kept_checkpoint", "adapters", "combine", "rank", "to", "kind", "dtype", "quant", "llama_cpp", "shard_gb"),
+    *("run", "kept_checkpoint", "adapters", "combine", "rank", "to", "kind", "dtype", "quant", "names", "shard_gb"),
+    "llama_cpp",
     *("push", "private", "cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
@@ -251,12 +252,18 @@ class ExportKind(NamedTuple):
 
 
 EXPORT_KINDS = {
-    "adapter": ExportKind(True, dict.fromkeys(("dtype", "shard_gb", "quant"), "an adapter is exported as it is")),
+    "adapter": ExportKind(
+        True, dict.fromkeys(("dtype", "shard_gb", "quant", "names"), "an adapter is exported as it is")
+    ),
     "merged": ExportKind(needs_adapter=False, unused={"quant": "the weights of a merged model have 16 or 32 bits"}),
-    "quantized": ExportKind(needs_adapter=False, quants=("nf4", "fp4", "int8")),
+    "quantized": ExportKind(False, {"names": "it has the names of its base"}, quants=("nf4", "fp4", "int8")),
     "gguf": ExportKind(
         needs_adapter=False,
-        unused={"dtype": "quant says how a GGUF file stores weights", "shard_gb": "a GGUF export is one file"},
+        unused={
+            "dtype": "quant says how a GGUF file stores weights",
+            "shard_gb": "a GGUF export is one file",
+            "names": "a GGUF file has names of its own",
+        },
         quants=("bf16", "f16", "q8_0", "q4_0"),
         by_llama_cpp=(
             *("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
@@ -278,6 +285,7 @@ class ExportConfig(_FinishedRun):
     dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # with kind=quantized of what is not quantised
     quant: str = choice("auto", *_QUANTS, default="auto")  # auto: nf4 with kind=quantized, bf16 with kind=gguf
     llama_cpp: str | None = None  # folder of llama.cpp, whose programs write the GGUF file
+    names: str = choice("whole", "text", default="whole")  # of what reads more than text; text: its text part alone
     shard_gb: float = number(5.0, above=0)
     push: str | None = None  # USER/NAME: a repository of the hub, which gets the verified export
     private: bool = True  # the repository of `push`, where that is new

@@ -55,6 +55,8 @@ class TaskConfig:
     kind: str = MISSING  # what the model learns
     mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask
     loss: str = choice("nll", "dft", default="nll")  # dft weights each token's loss by its probability, held constant
+    # times the load-balancing loss of a mixture's routers; auto: that of config.json where experts or routers train
+    router_loss: float | str = number(0.0, at_least=0)
     whole_words: bool = False  # mask all tokens of a word together; the tokenizer is WordPiece
     problem: str = choice(*PROBLEMS, default="single")  # one label a row, any number of labels, or numbers
     labels: list[str] = field(default_factory=list)  # names of all classes in order; empty: those of the training rows

@@ -27,20 +27,14 @@ from app.model.load_base import read_weights
 from app.model.merge import EXPORTED, Merge, merged_config, plan_merge
 from app.model.merged_weights import fully_trained_weights, read_updates
 from app.model.quantization import backbone_linear_layers, weight_of
-from app.model.save import add_transformers_4_keys
+from app.model.save import add_transformers_4_keys, write_config
 from app.tracking.model_card import CARD, Loading
 
 _ADAPTER = "adapter_config.json"
 _NOT_COPIED = {CHECKSUMS, CARD, REPORT}
 _OF_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "adapter_*")
-_WITH_WEIGHTS = (
-    "generation_config.json",
-    "*processor*_config.json",
-    "processor_config.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
+_WITH_TEXT = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_WITH_WEIGHTS = ("*processor*_config.json", "processor_config.json", *_WITH_TEXT)
 # Relative difference of logits computed twice in fp32 by kernels that add in another order.
 _FP32_TOLERANCE = 1e-5
 # Half the distance of neighbouring numbers: the largest relative change of a weight by rounding.
@@ -166,15 +160,17 @@ class MergedExport(Export):
 
     @cached_property
     def merge(self) -> Merge:
+        text_alone = self.config.names == "text"
         adapter = self.final if (self.final / _ADAPTER).is_file() else None
         updates = {} if adapter is None else read_updates(adapter, self.evaluation.base.on_meta())
         dtype = self.merged_dtype or self.config.dtype
-        return plan_merge(self.sections, updates, dtype, self.evaluation.runtime.device, adapter)
+        return plan_merge(self.sections, updates, dtype, self.evaluation.runtime.device, adapter, text_alone=text_alone)
 
     @cached_property
     def copied(self) -> dict[str, Path]:
         base = Path(self.sections.model.path)
-        patterns = (*_WITH_WEIGHTS, *(("*.py",) if self.config.model.trust_remote_code else ()))
+        with_weights = _WITH_WEIGHTS if self.config.names == "whole" else _WITH_TEXT
+        patterns = (*with_weights, *(("*.py",) if self.config.model.trust_remote_code else ()))
         beside = {file.name: file for pattern in patterns for file in base.glob(pattern)}
         left_out = {"config.json", *(file.name for pattern in _OF_WEIGHTS for file in self.final.glob(pattern))}
         return {name: file for name, file in (beside | self.own_files).items() if name not in left_out}
@@ -185,9 +181,21 @@ class MergedExport(Export):
 
     def write(self, folder: Path) -> int:
         super().write(folder)
-        write_json_unflushed(folder / "config.json", merged_config(self.config_folder, self.config.dtype))
+        if self.config.names == "text":
+            write_config(self.evaluation.base.on_meta(), EXPORTED[self.config.dtype], folder)
+        else:
+            write_json_unflushed(folder / "config.json", merged_config(self.config_folder, self.config.dtype))
         add_transformers_4_keys(folder, type(self.evaluation.base.on_meta().config))
         return self.merge.write(folder, self.config.shard_gb * 1e9)
+
+    def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
+        loading = {} if self.config.names == "whole" else {"auto_class": task_of(self.sections.task).auto_class}
+        return by_transformers(folder, loading, reference, self.evaluation)
+
+    def on_card(self, loading: Loading, verified: Verification) -> Loading:  # noqa: ARG002
+        if self.config.names == "whole":
+            return loading
+        return replace(loading, auto_class=task_of(self.sections.task).auto_class)
 
 
 class _Quant(NamedTuple):

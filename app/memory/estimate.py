@@ -1,8 +1,9 @@
 """Memory and FLOPs of one step, extrapolated to the depth of a model from traces of a few layers.
 
 The peak of each phase is affine in the number of layers that store their activations and in the number of recomputed
-layers. Each phase is extrapolated by itself, and the peak of the step is the largest phase. Models with no recomputed
-layer, or with recomputed layers only, have other phases, so they are extrapolated from traces of their own.
+layers, of layers that differ in the number of their periods: of Qwen 3.5 one layer of full attention and three others.
+Each phase is extrapolated by itself, and the peak of the step is the largest phase. Models with no recomputed layer, or
+with recomputed layers only, have other phases, so they are extrapolated from traces of their own.
 """
 
 from collections.abc import Mapping
@@ -75,24 +76,27 @@ class Estimate:
         self.has_equal_layers = self._meta_model.has_equal_layers
 
     def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
-        """Plan of the whole model. All layers are traced if `exact`, or if they are few or differ."""
+        """Plan of the whole model. All layers are traced if `exact`, or if they are few or differ without a pattern."""
         recomputed = self.layers if recompute is True else int(recompute)
         plain = self.layers - recomputed
         second = self._settings.run.training.offload  # the second layer has a phase of its own
         edges = _SHARDED_EDGE_LAYERS if self._settings.mesh_sizes else _EDGE_LAYERS
-        base = min(plain, edges), min(recomputed, edges + second)
-        exact = exact or not self.has_equal_layers or sum(base) + 1 >= self.layers
+        period = self._meta_model.period
+        base = _fewest(plain, edges, period), _fewest(recomputed, edges + second, period)
+        exact = exact or sum(base) + period >= self.layers
         whole = plain, recomputed
         numbers = self._numbers(*whole) if exact else self._extrapolated(base, whole)
-        return _plan(self._settings.shape, numbers, exact=exact, traced_layers=self.layers if exact else sum(base) + 1)
+        return _plan(
+            self._settings.shape, numbers, exact=exact, traced_layers=self.layers if exact else sum(base) + period
+        )
 
     def _extrapolated(self, base: tuple[int, int], whole: tuple[int, int]) -> Numbers:
-        few = self._numbers(*base)
+        few, period = self._numbers(*base), self._meta_model.period
         total = dict(few)
-        for kind, one_more in enumerate(((base[0] + 1, base[1]), (base[0], base[1] + 1))):
-            further = whole[kind] - base[kind]
+        for kind, period_more in enumerate(((base[0] + period, base[1]), (base[0], base[1] + period))):
+            further = (whole[kind] - base[kind]) // period
             if further:
-                more = self._numbers(*one_more)
+                more = self._numbers(*period_more)
                 for name in {**few, **more}:
                     added = more.get(name, 0) - few.get(name, 0)
                     total[name] = total.get(name, 0) + further * added
@@ -102,6 +106,12 @@ class Estimate:
         if (plain, recomputed) not in self._traces:
             self._traces[plain, recomputed] = trace(self._settings, self._meta_model, plain, recomputed)
         return self._traces[plain, recomputed]
+
+
+def _fewest(layers: int, edges: int, period: int) -> int:
+    """The fewest of so many layers to trace: edges and a whole period, which end where all the layers end in theirs."""
+    fewest = max(edges, period)
+    return min(layers, fewest + (layers - fewest) % period)
 
 
 def _plan(shape: Shape, numbers: Mapping[tuple[str, ...], int], *, exact: bool, traced_layers: int) -> MemoryPlan:

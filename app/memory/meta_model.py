@@ -23,12 +23,15 @@ class MetaModel:
         self._lm = BaseModel(sections.model, task_of(sections.task)).on_meta(attention, sections.base_dtype)
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
-        kinds = {_cost_key(layer) for layer in layers}
+        keys = [_cost_key(layer) for layer in layers]
         adapter = sections.adapter
         names = (*adapter.targets, *adapter.rank_pattern, *adapter.alpha_pattern, *adapter.train_whole)
         numbered = any(part.isdecimal() for name in names for part in name.split("."))
         targets_single_layers = adapter.kind != "none" and (numbered or bool(adapter.layers))
-        self.has_equal_layers = len(kinds) == 1 and not targets_single_layers
+        # layers after which the same ones come again: all of them where there is no such pattern
+        self.period = next(each for each in range(1, len(keys) + 1) if keys[each:] == keys[:-each])
+        if targets_single_layers:
+            self.period = self.depth
 
     def network(self, depth: int) -> nn.Module:
         """Network of so many layers, quantised and with its adapter; no layer is recomputed yet."""
@@ -42,6 +45,10 @@ class MetaModel:
             if task.has_classes:
                 keep_head_in_fp32(lm)
             return add_adapter(sections.adapter, task, lm, sections.model.path)
+
+    @property
+    def has_equal_layers(self) -> bool:
+        return self.period == 1
 
 
 def _cost_key(layer: nn.Module) -> tuple[Any, ...]:

@@ -41,6 +41,7 @@ from app.model.load_base import open_base, quiet_transformers
 from app.model.loss_comparison import compare_loss_head
 from app.model.quantization import Quantizer, quantizer_of
 from app.model.recurrent import missing_kernels, recurrent_mixers
+from app.model.router_loss import RouterLoss, coefficient_of
 from app.model.source import local_place
 from app.model.structure import BaseModel
 from app.model.text_part import whole_class
@@ -176,6 +177,12 @@ def assemble(
     training_model = TrainingModel(
         network, compute, sections.task, sections.preference, sections.attention, sections.quantizer, compiled
     ).train()
+    coefficient = coefficient_of(sections.task, sections.adapter, training_model.language_model)
+    if coefficient and compiled is None:
+        training_model.router_loss = RouterLoss(training_model.language_model, coefficient)
+    if coefficient and sections.task.router_loss == "auto":
+        given = f"{coefficient:g}, as config.json has it" if compiled is None else "0, because layers are compiled"
+        training_model.add_remark(f"task.router_loss=auto: {given}")
     if sections.neftune:
         training_model.use_neftune(sections.neftune)
     missing = missing_kernels(recurrent_mixers(network))
@@ -293,6 +300,7 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
             "get the names of the whole with LoRA alone. Set adapter=lora."
         )
     require_layers(lm, sections.recompute)
+    coefficient_of(sections.task, sections.adapter, lm)
     set_norms(lm, sections.model, DTYPES[sections.precision].compute)
     require_packed_alike(sections.model, lm, sections.quantizer)
     if sections.quantizer is not None:

@@ -194,6 +194,18 @@ def adapted_experts(network: nn.Module) -> dict[nn.Module, list[Any]]:
     return found
 
 
+def moved_experts(network: nn.Module, local: Callable[[Tensor], Tensor]) -> list[list[bool]]:
+    """Whether each expert's adapter has left its start, where B is zero, by module of experts: without a token, no
+    gradient reaches it. `local` gives what this process has of a weight.
+    """
+    found = []
+    for wrappers in adapted_experts(network).values():
+        halves = [(wrapper.num_experts, *wrapper.lora_B.values()) for wrapper in wrappers]
+        touched = [local(half.weight).unflatten(1, (-1, experts)).any(1).any(0) for experts, half in halves]
+        found.append(torch.stack(touched).any(0).tolist())
+    return found
+
+
 def expert_wrappers(lm: nn.Module) -> list[str]:
     """Names that PEFT's wrappers of all stacks will have: one inside the other."""
     depths = {place: range(len(stack_shapes(each))) for place, each in expert_modules(lm).items()}

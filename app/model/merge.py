@@ -39,6 +39,7 @@ class Merge:
     converted: ConvertedWeights  # in `updates`, `quantized` and `transposed` by the names of their parameters
     as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 in any case, and what is beside a text part
     device: torch.device
+    written_as: Mapping[str, str] | None = None  # of a text part alone: names of its model, by those in the files
 
     @property
     def bytes(self) -> int:
@@ -56,7 +57,9 @@ class Merge:
                 rounded += was_rounded and tensor.ndim > 1
                 yield name, tensor
 
-        write_weights(folder, written, merged(), shard_bytes)
+        renamed = self.written_as or {name: name for name in written}
+        named = {renamed[name]: each for name, each in written.items()}
+        write_weights(folder, named, ((renamed[name], each) for name, each in merged()), shard_bytes)
         return rounded
 
     def weight(self, name: str) -> tuple[Tensor, bool]:
@@ -114,7 +117,11 @@ class Merge:
     def _written(self) -> dict[str, StoredTensor]:
         """The tensors in the order and the dtypes in which they are written."""
         return widest_first(
-            {n: each if self._stays(n) else replace(each, dtype=self.out) for n, each in self.tensors.items()}
+            {
+                n: each if self._stays(n) else replace(each, dtype=self.out)
+                for n, each in self.tensors.items()
+                if self.written_as is None or n in self.written_as
+            }
         )
 
 
@@ -124,10 +131,13 @@ def plan_merge(
     dtype: str,
     device: torch.device,
     final: Path | None = None,
+    *,
+    text_alone: bool = False,
 ) -> Merge:
     """Find every weight that was quantised or has an adapter in the files of `sections.model.path`, or refuse.
 
-    `final` is the folder of the adapter, for modules that were trained as a whole.
+    `final` is the folder of the adapter, for modules that were trained as a whole. `text_alone` leaves out what is
+    beside a text part.
     """
     task, folder = task_of(sections.task), _mergeable(Path(sections.model.path))
     base = BaseModel(sections.model, task)
@@ -144,7 +154,8 @@ def plan_merge(
     in_folder = {name: name if part is None else part.in_whole(name) or name for name in {*quantized, *changes}}
     whole = lm if part is None else part.whole
     reader = FolderReader(whole, tensors, base.unpacked_format)
-    converted = ConvertedWeights.of(whole, reader, in_folder.values(), unpacked=base.unpacked_format is not None)
+    wanted = {*in_folder.values(), *(_all_in_whole(base) if text_alone else ())}
+    converted = ConvertedWeights.of(whole, reader, wanted, unpacked=base.unpacked_format is not None)
     stored = {name: file for name, file in reader.stored_names().items() if file in tensors}
     of_text = stored if part is None else {part.in_text(name) or "": file for name, file in stored.items()}
     tensors = converted.in_place(tensors, EXPORTED[dtype])
@@ -155,9 +166,10 @@ def plan_merge(
     names = _names_in_files(lm, in_folder, tensors, stored, converted.parameters, sections.model.path)
     in_text = {name: name if part is None else part.in_text(name) or "" for name in converted.names}
     of_text = {**of_text, **{name: there for there, name in in_text.items()}}
+    by_name = {name: there for name, there in of_text.items() if name and there in tensors}
     return Merge(
         tensors=tensors,
-        names={name: there for name, there in of_text.items() if name and there in tensors},
+        names=by_name,
         updates={names[name]: update for name, update in changes.items()},
         quantized=frozenset(names[name] for name in quantized),
         transposed=frozenset(there for name, there in names.items() if _is_transposed(lm, name)),
@@ -167,7 +179,17 @@ def plan_merge(
         as_stored=_as_stored(lm, base_dtype, beside),
         device=device,
         converted=converted,
+        written_as={there: name for name, there in by_name.items()} if text_alone else None,
     )
+
+
+def _all_in_whole(base: BaseModel) -> list[str]:
+    """Names in the whole of all weights of its text part, which is to be a model of its own."""
+    lm, part = base.on_meta(), base.text_part
+    if part is None or type(part.whole) is type(lm):
+        reason = "the model is one of text" if part is None else "transformers has no class for its text part"
+        raise ConfigError(f"names=text: {reason}. Leave names out.")
+    return [part.in_whole(name) or name for name in lm.state_dict()]
 
 
 def _as_stored(lm: Any, base_dtype: torch.dtype, beside: Collection[str]) -> re.Pattern[str] | None:

@@ -90,12 +90,18 @@ def _has_other_names_in_files(lm: Any) -> bool:
 
 def _save_one_by_one(lm: Any, folder: Path, named: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Save as save_pretrained does, one tensor in memory at a time. `tensors` come in the order of `named`."""
-    numbers = copy.deepcopy(lm.config)
-    numbers.architectures, numbers.dtype = [type(lm).__name__], str(lm.dtype).removeprefix("torch.")
-    numbers.save_pretrained(folder)
+    write_config(lm, lm.dtype, folder)
     if lm.can_generate():
         lm.generation_config.save_pretrained(folder)
     write_weights(folder, named, tensors, MAX_FILE_BYTES)
+
+
+def write_config(lm: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Write the config.json of a model by itself."""
+    numbers = copy.deepcopy(lm.config)
+    numbers.architectures, numbers.dtype = [type(lm).__name__], str(dtype).removeprefix("torch.")
+    vars(numbers).pop("quantization_config", None)
+    numbers.save_pretrained(folder)
 
 
 def save_base(training_model: TrainingModel, tokenizer: Any, folder: Path, drawn: Any = None) -> None:

@@ -21,6 +21,7 @@ from app.model.losses import LOSSES
 from app.model.problems import PROBLEM_LOSSES
 from app.model.quantization import Quantizer
 from app.model.recurrent import lay_aside
+from app.model.router_loss import RouterLoss
 
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -64,6 +65,7 @@ class TrainingModel(nn.Module):
         self.loss = LOSSES[task.kind](task, preference)
         lm = self.language_model
         self.linear: LinearHead | None = None
+        self.router_loss: RouterLoss | None = None  # of a mixture, where its coefficient is above 0
         self.head: Head = pooled_head(lm) if self.pooled else own_head(lm)
         self.takes_segments = takes_segments(lm)
         self._trained: dict[str, nn.Parameter] = {}
@@ -80,9 +82,18 @@ class TrainingModel(nn.Module):
         return self.network if unwrap is None else unwrap()
 
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
-        """The sum of the losses of all labels, each times its weight, or of all data rows; and the number of labels."""
+        """The sum of the losses of all labels, each times its weight, or of all data rows; and the number of labels.
+
+        The sum has that of the routers too, of which `router_loss` keeps what it was.
+        """
         with self.autocast(batch.ids.device):
-            return self.loss.of_states(self, self._labelled_rows(batch), batch), batch.num_labels
+            if self.router_loss is None:
+                return self.loss.of_states(self, self._labelled_rows(batch), batch), batch.num_labels
+            with self.router_loss.reading():
+                rows = self._labelled_rows(batch)
+                balance = self.router_loss.of(batch)
+            loss = self.loss.of_states(self, rows, batch) + self.router_loss.coefficient * balance
+            return loss, batch.num_labels
 
     @gathers
     @torch.no_grad()

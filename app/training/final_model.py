@@ -10,9 +10,10 @@ from typing import Any
 from app.config.adapters import changes_base
 from app.config.metrics import METRICS
 from app.config.tasks import task_of
-from app.distributed.fsdp import whole_tensors
+from app.distributed.fsdp import local, whole_tensors
 from app.files import checksummed_folder
 from app.model.build import DTYPES, ModelSections
+from app.model.experts import moved_experts
 from app.model.quantization import quantization_after_training
 from app.model.save import needs_transformers_5, save_model, saved_tensors
 from app.model.structure import BaseModel
@@ -92,8 +93,8 @@ def record_stop(trainer: Trainer, recorder: Recorder, predicted: Predicted | Non
 
 def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
     """Numbers of result.json; a start that had nothing left to do has no speed of its own."""
-    progress, runtime = trainer.progress, trainer.parts.runtime
-    metric = METRICS[trainer.parts.config.eval.objective]
+    progress, runtime, config = trainer.progress, trainer.parts.runtime, trainer.parts.config
+    metric = METRICS[config.eval.objective]
     best = None if progress.best_loss is None else metric.cost(progress.best_loss)
     losses = (best, progress.metrics.get(metric.name), progress.last_loss)
     measured = int(runtime.host_group.max(trainer.memory.bytes or 0))  # shards may differ in size
@@ -109,7 +110,16 @@ def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
         "peak_memory_bytes": runtime.peak_memory_bytes(),
         "memory_predicted_bytes": None if predicted is None else predicted.bytes,
         "memory_measured_bytes": measured or None,
+        **({"experts": _experts(trainer)} if config.adapter.experts and config.adapter.start is None else {}),
     }
+
+
+def _experts(trainer: Trainer) -> dict[str, int]:
+    """How many experts have adapters, and how many of these no token reached."""
+    parts = trainer.parts
+    of_all = parts.runtime.host_group.all_gather_object(moved_experts(parts.stepper.model.network, local))
+    moved = [any(each) for modules in zip(*of_all, strict=True) for each in zip(*modules, strict=True)]
+    return {"total": len(moved), "untrained": moved.count(False)}
 
 
 def _load_best(trainer: Trainer, recorder: Recorder) -> bool:

@@ -212,6 +212,11 @@ def closing_message(
         reached += f"\nspeed   {speed}"
     else:
         reached += "; nothing was left to do"
+    experts = result.get("experts", {})
+    if experts.get("untrained"):
+        reached += (
+            f"\nnote    no token reached {experts['untrained']} of {experts['total']} experts: they are as they were"
+        )
     wanted, start = "chosen_log_probability", progress.start_metrics
     if wanted in start and metrics[wanted] < start[wanted]:
         fall = f"{start[wanted]:.3f} -> {metrics[wanted]:.3f} a token"

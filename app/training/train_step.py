@@ -30,6 +30,7 @@ class StepResult:
     tokens: int
     samples: int  # data rows as laid out: a pair is one, each piece of a split text is one
     weight: float  # sum of the label weights: the number of labels where all weigh 1
+    router_sum: Tensor | None = None  # as `loss_sum`, of a mixture's routers
 
     def mean(self, loss_sum: float) -> float:
         """The weighted mean, from the loss sum over all processes."""
@@ -70,13 +71,13 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get(LR_FACTOR, 1.0)
         labels, tokens, samples, weight = self._counted(batches)
-        loss_sum = self._backward(batches, weight)
+        loss_sum, router_sum = self._backward(batches, weight)
         self._begin("update")
         updated = try_or_none(self._reduction.apply, self._update)
         if updated is None:
             raise out_of_memory_error("the step of the optimizer", self._kept())
         norm, skipped = updated
-        return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), int(samples), weight)
+        return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), int(samples), weight, router_sum)
 
     def _counted(self, batches: Sequence[Batch]) -> list[float]:
         """Labels, tokens, samples and label weight of all processes, which also take over the deepest split of any."""
@@ -91,7 +92,7 @@ class Stepper:
         self.split_depth = int(max(depths))
         return [sum(each) for each in counts]
 
-    def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
+    def _backward(self, batches: Sequence[Batch], weight: float) -> tuple[Tensor, Tensor | None]:
         """Compute the gradient of the loss sum over the weight of all processes; repeat in smaller parts if needed."""
         batches = [*with_step_mean(self.model, batches, self._runtime, self.split_depth)]
         self._reduction.begin()
@@ -132,9 +133,10 @@ class Stepper:
         for parameter in (*self._parameters, *self._reduction.stepped):
             parameter.grad = None
 
-    def _attempt(self, batches: Sequence[Batch], weight: float) -> Tensor:
+    def _attempt(self, batches: Sequence[Batch], weight: float) -> tuple[Tensor, Tensor | None]:
         parts = [part for batch in batches for part in split_batch(batch, self.split_depth)]
         total = torch.zeros((), device=self._runtime.device)
+        routers = None if self.model.router_loss is None else torch.zeros_like(total)
         factor = 1.0 / (weight or 1.0) if self.scale is None else self.scale.value / (weight or 1.0)
         passes = self._passes(len(parts))
         for number in range(passes):
@@ -149,7 +151,10 @@ class Stepper:
             scaled.backward()
             if counts:
                 total += loss.detach()
-        return total
+                if routers is not None and self.model.router_loss is not None:
+                    routers += self.model.router_loss.sum
+                    total -= self.model.router_loss.coefficient * self.model.router_loss.sum
+        return total, routers
 
     def _passes(self, own: int) -> int:
         """Number of passes, equal on all ranks of a sharded run: one with fewer parts repeats its last, unweighted."""

@@ -226,7 +226,8 @@ class Trainer:
         """Write a line of metrics, for which the host waits for the device."""
         runtime, progress = self.parts.runtime, self.progress
         self._count_skipped()
-        loss = result.mean(runtime.host_group.totals([float(result.loss_sum)])[0])
+        sums = [float(each) for each in (result.loss_sum, result.router_sum) if each is not None]
+        loss, *routers = map(result.mean, runtime.host_group.totals(sums))
         seconds = time.perf_counter() - self._window.started
         self._tokens += self._window.tokens
         self._samples += self._window.samples
@@ -240,6 +241,7 @@ class Trainer:
                 "step": progress.step,
                 "epoch": self.parts.plan.epoch(progress.step),
                 "loss": loss,
+                **({"router_loss": routers[0]} if routers else {}),
                 "lr": self.parts.learning_rate(progress.step - 1),
                 "grad_norm": float(result.grad_norm),
                 "tokens": progress.tokens,

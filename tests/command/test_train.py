@@ -18,6 +18,7 @@ RESULT_KEYS += [
     "device_used_bytes",
     "memory_predicted_bytes",
     "memory_measured_bytes",
+    "experts",
     "start_metrics",
     "final_metrics",
     "final",

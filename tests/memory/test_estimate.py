@@ -83,15 +83,16 @@ def test_plan_for_gpu_has_scores_of_attention_that_the_run_takes(kind: str, atte
     assert more <= whole - apart <= 8 * more
 
 
-def test_plan_of_unequal_layers_traces_all() -> None:
+def test_plan_of_unequal_layers_traces_all_or_some_periods() -> None:
     """Layers differ by sliding windows, which need a mask on a CPU, or by targets that name a layer by number."""
-    gemma = (
-        "model.architecture.model_type=gemma3_text",
-        "model.architecture.num_hidden_layers=8",
-        "+model.architecture.sliding_window=16",
-    )
-    plan = plan_memory(small_run(*gemma), PACKED, "cpu")
+    gemma = ("model.architecture.model_type=gemma3_text", "+model.architecture.sliding_window=16")
+    plan = plan_memory(small_run(*gemma, "model.architecture.num_hidden_layers=8"), PACKED, "cpu")
     assert (plan.traced_layers, plan.exact) == (8, True)
+    run = small_run(*gemma, "+model.architecture.sliding_window_pattern=3", "model.architecture.num_hidden_layers=14")
+    plan, whole = (plan_memory(run, PACKED, "cpu", exact=exact) for exact in (False, True))
+    assert (plan.traced_layers, plan.exact) == (8, False)
+    assert (plan.peak_where, plan.anatomy, plan.flops) == (whole.peak_where, whole.anatomy, whole.flops)
+    assert max(abs(size - whole.phases[phase]) for phase, size in plan.phases.items()) <= NEAR
     one_layer = "adapter.targets=[layers.2.mlp.up_proj]"
     for words, is_equal in ((("recipe=lora",), True), (("recipe=full",), True), (("recipe=lora", one_layer), False)):
         run = compose_run(["model.weights=random", "attention=sdpa", *words])

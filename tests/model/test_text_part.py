@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from app.model.build import build_training_model, count_weights
 from app.model.load_run import load_tuned
 from app.model.merge import merged_config, plan_merge
 from app.model.merged_weights import read_updates
-from app.model.save import save_model
+from app.model.save import save_model, write_config
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from app.training.adapter_start import load_start
@@ -86,6 +87,19 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
     changed = {name for name in stored if not stored[name].equal(before[name])}
     assert changed
     assert all("language_model" in name and "_proj" in name for name in changed)
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    planned = partial(plan_merge, parts, read_updates(final), "fp32", CPU, final, text_alone=True)
+    if type(base.on_meta()) is type(whole_of(folder)):
+        with pytest.raises(ConfigError, match=r"^names=text: transformers has no class for its text part"):
+            planned()
+        return
+    planned().write(alone, 1e9)
+    write_config(base.on_meta(), torch.float32, alone)
+    again = transformers.AutoModelForCausalLM.from_pretrained(str(alone), dtype=torch.float32).eval()
+    assert type(again) is type(base.on_meta())
+    assert relative(logits(again), tuned) < 1e-5
 
 
 def test_text_part_in_nf4_is_that_of_the_whole_in_nf4(folder: Path) -> None:

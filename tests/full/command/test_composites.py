@@ -5,15 +5,24 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from peft import PeftModel
 from safetensors.torch import load_file
 
+from app.config.schema import QuantizationConfig
+from app.model.load_run import load_tuned
+from app.model.quantization import quantizer_of
 from app.model.save import save_tokenizer
+from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
-from tests.harness.runs import SMALL, Zygote, killed_and_resumed, result, same_ending
-from tests.model.small import model_config
+from tests.harness.runs import SMALL, Zygote, killed_and_resumed, metrics, result, same_ending
+from tests.model.small import CAUSAL, built, distance, model_config, wide_numbers
+from tests.model.test_conversion import changed, in_mxfp4
 from tests.model.wholes import WHOLES, saved_whole
 
+_NF4 = QuantizationConfig(kind="nf4", double_quant=True)
+_IDS = torch.randint(5, 300, (1, 12), generator=torch.Generator().manual_seed(0))
 _ROWS = tuple(word for word in SMALL if not word.startswith("model."))
 
 
@@ -53,4 +62,68 @@ def test_killed_run_resumes_bit_for_bit_and_is_exported_as_its_whole(kind: str, 
     configs = [json.loads((place / "config.json").read_text()) for place in (base, tmp_path / "merged")]
     assert configs[0]["architectures"] == configs[1]["architectures"] == [configs[0]["architectures"][0]]
     words = (f"run={killed}", "kind=quantized", "quant=int8", "to=quantized")
+    zygote.run(tmp_path, *words, module="app.export", code=0)
+    if kind == "gemma3":
+        words = (f"run={killed}", "kind=merged", "names=text", "dtype=fp32", "to=text")
+        zygote.run(tmp_path, *words, module="app.export", code=0)
+        numbers = json.loads((tmp_path / "text" / "config.json").read_text())
+        assert (numbers["model_type"], numbers["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
+        assert not (tmp_path / "text" / copied).exists()
+
+
+def _mixture(kind: str, folder: Path) -> Path:
+    """A composite with experts, or a mixture in MXFP4."""
+    tokenizer = load_tokenizer(model_config(), needs_template=True)
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
+    if kind == "qwen3_5_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}
+        text = wide_numbers("qwen3_5_text", moe_intermediate_size=64, **experts, **sizes)
+        given = {**WHOLES["qwen3_5"], "text_config": text | {"model_type": "qwen3_5_moe_text"}}
+        saved_whole(transformers.AutoConfig.for_model(kind, **given), folder)
+    else:
+        built(kind, "eager", **wide_numbers(kind, **sizes)).save_pretrained(str(folder))
+        changed(folder, in_mxfp4, quantization_config={"quant_method": "mxfp4"})
+    save_tokenizer(tokenizer, folder)
+    return folder
+
+
+@torch.no_grad()
+def _logits_by_plain_peft(base: BaseModel, final: Path) -> torch.Tensor:
+    """Of the class that config.json names, its base rounded as the run packed it."""
+    place, quantizer = base.config.path, quantizer_of(_NF4, torch.float32)
+    assert quantizer is not None
+    given = {} if base.unpacked_format is None else {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+    lm = getattr(transformers, base.auto_class).from_pretrained(place, dtype=torch.float32, **given)
+    for name, module in lm.named_modules():
+        if type(module) is torch.nn.Linear and name not in base.linear_outside:
+            module.weight.copy_(quantizer.rounded(module.weight))
+    for name in base.stacks_of_experts:
+        stack = lm.get_parameter(name)
+        stack.copy_(quantizer.rounded(stack.flatten(0, 1)).view_as(stack))
+    logits: torch.Tensor = PeftModel.from_pretrained(lm, str(final)).eval()(input_ids=_IDS, use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "gpt_oss"])
+def test_killed_run_of_packed_experts_is_resumed_and_loaded_by_plain_peft(
+    kind: str, zygote: Zygote, tmp_path: Path
+) -> None:
+    path = _mixture(kind, tmp_path / "base")
+    words = ("recipe=qlora", "adapter.experts=true", "adapter.r=4", "task.router_loss=0.01", "training.max_steps=4")
+    few = tuple(word for word in _ROWS if not word.startswith(("eval.", "dataset.max_rows", "checkpoint.every")))
+    few += ("dataset.max_rows=30", "eval.every=0", "eval.samples=0", "checkpoint.every=1")
+    command = (*few, "model=folder", f"model.path={path}", *words)
+    whole, killed = killed_and_resumed(zygote, tmp_path, tmp_path, *command, at=[random.randrange(1, 4)])
+    same_ending(whole, killed)
+    assert result(killed)["experts"] == {"total": 8, "untrained": 0}
+    lines = metrics(killed)
+    assert all(2 < each["router_loss"] < 8 for each in lines if "loss" in each)  # of 2 experts of 4: 2 if all alike
+    assert all("router_loss" not in each for each in lines if "eval_loss" in each)
+
+    base = BaseModel(model_config(path=str(path)), CAUSAL)
+    lm = load_tuned(killed, base.config, CAUSAL, adapter=True, quantization=_NF4)
+    with torch.no_grad():
+        expected = lm(input_ids=_IDS, use_cache=False).logits
+    assert distance(_logits_by_plain_peft(base, killed / "final"), expected) < 1e-5
+    words = (f"run={killed}", "kind=merged", "dtype=fp32", "to=merged")
     zygote.run(tmp_path, *words, module="app.export", code=0)

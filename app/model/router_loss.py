@@ -1,0 +1,101 @@
+"""The load-balancing loss of a mixture's routers, of each document by itself: no split of rows changes it.
+
+On one document it is transformers' own `load_balancing_loss_func`, which elsewhere depends on the batch and its padding.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.batch import IGNORE, Batch
+from app.config.schema import AdapterConfig, TaskConfig
+from app.errors import ConfigError
+
+
+def coefficient_of(task: TaskConfig, adapter: AdapterConfig, lm: Any) -> float:
+    """What the loss is multiplied with: of `auto` that of config.json where experts or routers are trained, else 0."""
+    known = _coefficient(lm)
+    if task.router_loss == "auto":
+        return known or 0.0 if adapter.kind == "none" or adapter.experts else 0.0
+    if known is None and task.router_loss:
+        raise ConfigError(
+            f"task.router_loss={task.router_loss:g}: a model of kind {lm.config.model_type} has no router that "
+            "transformers has a load-balancing loss for. Set task.router_loss=0."
+        )
+    return float(task.router_loss)
+
+
+def _coefficient(lm: Any) -> float | None:
+    """The coefficient in config.json; None for a model that has no such loss."""
+    numbers = lm.config.get_text_config()
+    has_loss = bool(_routers(lm)) and getattr(numbers, "num_experts_per_tok", None) is not None
+    return getattr(numbers, "router_aux_loss_coef", None) if has_loss else None
+
+
+def _routers(network: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The modules that give router logits, by transformers' own table, and which of their outputs these are."""
+    kinds: dict[Any, int] = {}
+    for module in network.modules():
+        found = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+        kinds |= {each.target_class: each.index for each in (found if isinstance(found, (list, tuple)) else [found])}
+    return [(module, kinds[type(module)]) for module in network.modules() if type(module) in kinds]
+
+
+class RouterLoss:
+    """Reads the logits of all routers of a training pass."""
+
+    def __init__(self, lm: Any, coefficient: float) -> None:
+        self.coefficient = coefficient
+        self.sum = torch.zeros(())  # of the last pass, without its gradient
+        self._chosen = int(lm.config.get_text_config().num_experts_per_tok)
+        self._logits: list[Tensor] | None = None  # None: not a training pass, or one that recomputes a layer
+        for module, index in _routers(lm):
+            module.register_forward_hook(partial(self._note, index))
+
+    def _note(self, index: int, _router: nn.Module, _arguments: Any, output: Any) -> None:
+        if self._logits is not None:
+            self._logits.append(output[index].flatten(0, -2))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context of the pass of which the loss is taken."""
+        self._logits = []
+        try:
+            yield
+        finally:
+            self._logits = None
+
+    def of(self, batch: Batch) -> Tensor:
+        """The sum over documents, each times the weight of its labels, as the loss is: inside `reading`."""
+        assert self._logits, "no router was called"
+        size, experts = len(batch.lengths), self._logits[0].shape[-1]
+        owner = _document_of_token(batch)  # `size` of padding
+        chosen = torch.zeros((size + 1) * experts, device=owner.device)
+        likely = torch.zeros(size + 1, experts, device=owner.device)
+        for logits in self._logits:
+            shares = logits.float().softmax(-1)
+            places = owner[:, None] * experts + shares.topk(self._chosen, dim=-1).indices
+            chosen = chosen.index_add(0, places.flatten(), torch.ones_like(places.flatten(), dtype=torch.float32))
+            likely = likely.index_add(0, owner, shares)
+        rows = torch.tensor(batch.lengths, device=owner.device) * len(self._logits)
+        balance = experts * (chosen.view(size + 1, experts) * likely).sum(-1)[:-1] / rows.square()
+        weights = (batch.targets != IGNORE).float()
+        if batch.weights is not None:
+            weights = weights * batch.weights.per_target
+        weight = torch.zeros(size + 1, device=owner.device).index_add(0, owner[batch.label_rows], weights)[:-1]
+        total = balance @ weight
+        self.sum = total.detach()
+        return total
+
+
+def _document_of_token(batch: Batch) -> Tensor:
+    """The number of each position's document, computed on the device from host lengths."""
+    device, size = batch.ids.device, len(batch.lengths)
+    starts, lengths = (torch.tensor(each, device=device) for each in (batch.starts, batch.lengths))
+    places = torch.arange(batch.ids.numel(), device=device)
+    owner = torch.searchsorted(starts, places, right=True) - 1
+    return torch.where(places - starts[owner] < lengths[owner], owner, size)
