@@ -1,6 +1,6 @@
 """The load-balancing loss of a mixture's routers, of each document by itself: no split of rows changes it.
 
-On one document it is transformers' own `load_balancing_loss_func`, which elsewhere depends on the batch and its padding.
+On one document it is transformers' own `load_balancing_loss_func`, which else depends on the batch and its padding.
 """
 
 from collections.abc import Iterator

@@ -64,8 +64,8 @@ def test_killed_run_resumes_bit_for_bit_and_is_exported_as_its_whole(kind: str, 
     words = (f"run={killed}", "kind=quantized", "quant=int8", "to=quantized")
     zygote.run(tmp_path, *words, module="app.export", code=0)
     if kind == "gemma3":
-        words = (f"run={killed}", "kind=merged", "names=text", "dtype=fp32", "to=text")
-        zygote.run(tmp_path, *words, module="app.export", code=0)
+        alone = (f"run={killed}", "kind=merged", "names=text", "dtype=fp32", "to=text")
+        zygote.run(tmp_path, *alone, module="app.export", code=0)
         numbers = json.loads((tmp_path / "text" / "config.json").read_text())
         assert (numbers["model_type"], numbers["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
         assert not (tmp_path / "text" / copied).exists()
@@ -125,5 +125,5 @@ def test_killed_run_of_packed_experts_is_resumed_and_loaded_by_plain_peft(
     with torch.no_grad():
         expected = lm(input_ids=_IDS, use_cache=False).logits
     assert distance(_logits_by_plain_peft(base, killed / "final"), expected) < 1e-5
-    words = (f"run={killed}", "kind=merged", "dtype=fp32", "to=merged")
-    zygote.run(tmp_path, *words, module="app.export", code=0)
+    export = (f"run={killed}", "kind=merged", "dtype=fp32", "to=merged")
+    zygote.run(tmp_path, *export, module="app.export", code=0)
