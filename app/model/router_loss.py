@@ -73,7 +73,7 @@ class RouterLoss:
         """The sum over documents, each times the weight of its labels, as the loss is: inside `reading`."""
         assert self._logits, "no router was called"
         size, experts = len(batch.lengths), self._logits[0].shape[-1]
-        owner = _document_of_token(batch)  # `size` of padding
+        owner, lengths = _document_of_token(batch)  # `size` of padding
         chosen = torch.zeros((size + 1) * experts, device=owner.device)
         likely = torch.zeros(size + 1, experts, device=owner.device)
         for logits in self._logits:
@@ -81,8 +81,8 @@ class RouterLoss:
             places = owner[:, None] * experts + shares.topk(self._chosen, dim=-1).indices
             chosen = chosen.index_add(0, places.flatten(), torch.ones_like(places.flatten(), dtype=torch.float32))
             likely = likely.index_add(0, owner, shares)
-        rows = torch.tensor(batch.lengths, device=owner.device) * len(self._logits)
-        balance = experts * (chosen.view(size + 1, experts) * likely).sum(-1)[:-1] / rows.square()
+        balance = experts * (chosen.view(size + 1, experts) * likely).sum(-1)[:-1]
+        balance = balance / (lengths * len(self._logits)).square()
         weights = (batch.targets != IGNORE).float()
         if batch.weights is not None:
             weights = weights * batch.weights.per_target
@@ -92,10 +92,10 @@ class RouterLoss:
         return total
 
 
-def _document_of_token(batch: Batch) -> Tensor:
-    """The number of each position's document, computed on the device from host lengths."""
+def _document_of_token(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The number of each position's document, and the documents' lengths: on the device, for which nothing waits."""
     device, size = batch.ids.device, len(batch.lengths)
-    starts, lengths = (torch.tensor(each, device=device) for each in (batch.starts, batch.lengths))
+    starts, lengths = (torch.tensor(each).to(device, non_blocking=True) for each in (batch.starts, batch.lengths))
     places = torch.arange(batch.ids.numel(), device=device)
     owner = torch.searchsorted(starts, places, right=True) - 1
-    return torch.where(places - starts[owner] < lengths[owner], owner, size)
+    return torch.where(places - starts[owner] < lengths[owner], owner, size), lengths
