@@ -79,6 +79,7 @@ def test_recorder_finished_run_files(folder: RunFolder) -> None:
         "device_used_bytes": None,
         "memory_predicted_bytes": None,
         "memory_measured_bytes": None,
+        "experts": None,
         "start_metrics": None,
         "final_metrics": None,
         "final": str(folder.final),
