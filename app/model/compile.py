@@ -110,8 +110,8 @@ class CompiledLayers:
         others = f"; {self.left_out} layers with a recurrent mixer are computed as without it" if self.left_out else ""
         return [
             f"compile=blocks: {self.layers} layers are {self.graphs} graph{'s' * (self.graphs != 1)}, made in "
-            f"{self.seconds:.1f} s before the first step; memory is planned as of fused layers, evaluations are computed "
-            f"as without it{others}"
+            f"{self.seconds:.1f} s before the first step; memory is planned as that of fused layers, evaluations are "
+            f"computed as without it{others}"
         ]
 
     def _compiled_forward(self, layer: Any, *, first: bool) -> Callable[..., Any]:
@@ -162,8 +162,8 @@ def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -
     if config.kind == "none":
         return None
     require_compilable(config, device)
-    import torch._dynamo  # noqa: F401  its errors are named above
-    import torch._functorch.config
+    import torch._dynamo
+    import torch._functorch.config  # noqa: F401  both are named above
 
     layers = repeated_layers(lm)
     compilable = [each for each in layers if not recurrent_mixers(each)]  # others have rows of many shapes inside
