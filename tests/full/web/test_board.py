@@ -105,7 +105,7 @@ def test_run_started_stopped_and_resumed_ends_as_undisturbed(has_browser: bool, 
     with served(folder, _environment_of_processes(), tmp_path / "stderr") as at, opened as page:
         user = OverHttp(at) if page is None else InBrowser(at, page)
         user.start("mine", "\n".join(SETTINGS))
-        user.seen("mine", "-m app.train" if page is None else "still running", "step 1/")
+        user.seen("mine still running", "/156 | loss")
         user.press("stop and save")
         user.seen("mine stopped", "resume=auto")
         assert result(folder / "mine")["steps"] < result(whole)["steps"]
