@@ -105,6 +105,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "attention=own is the model's own, which does not keep the documents of a row apart (batching.packing=true)"),
     ({"compile.kind": "blocks", "batching.packing": False},
      "compile=blocks makes one graph for one shape, and padded rows have many (batching.packing=false)"),
+    ({"compile.kind": "blocks", "task.router_loss": 0.1},
+     "task.router_loss=0.1 reads routers inside layers that compile=blocks makes one graph of. Set compile=none"),
     ({"compile.graphs": True}, "not with compile=none. Set compile=blocks, or compile.graphs=false."),
     ({"compile.kind": "blocks", "compile.graphs": True, "training.recompute": 2, "batching.accumulation": 4,
       "parallel.kind": "fsdp"},
