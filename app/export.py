@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.commands import run_command
-from app.config.finished_run import EXPORT_ALLOWED, EXPORT_KINDS, ExportConfig, as_run, export_config
+from app.config.export_settings import EXPORT_ALLOWED, EXPORT_KINDS, ExportConfig, export_config
+from app.config.finished_run import as_run
 from app.config.help import command_help
 from app.errors import ConfigError
 from app.exports.folder import REPORT, require_target

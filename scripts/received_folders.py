@@ -10,7 +10,8 @@ from random import Random
 from typing import Any
 
 from app.config.commands import report_config
-from app.config.finished_run import evaluate_config, export_config, reproduce_config
+from app.config.export_settings import export_config
+from app.config.finished_run import evaluate_config, reproduce_config
 from app.config.load import compose_run, read_run
 from app.config.yaml_files import to_yaml
 from app.files import checksummed_folder, sha256

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from app.config.finished_run import ExportConfig
+from app.config.export_settings import ExportConfig
 from app.config.load import read_run
 from app.errors import CheckpointError, EnvironmentProblem
 from app.evaluation.run import Evaluation

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 from transformers import BitsAndBytesConfig
 
-from app.config.finished_run import ExportConfig
+from app.config.export_settings import ExportConfig
 from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.evaluation.run import Evaluation

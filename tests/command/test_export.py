@@ -109,7 +109,7 @@ def test_export_errors_come_before_loading(zygote: Zygote, finished: FinishedRun
 def test_export_checks_disk_space_first(
     finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from app.config.finished_run import export_config
+    from app.config.export_settings import export_config
     from app.errors import EnvironmentProblem
     from app.evaluation.run import prepare_evaluation
     from app.exports.export import prepare_export
@@ -127,7 +127,7 @@ def test_export_of_another_program_is_compared_by_tokens_and_loss(
     finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kind that another program reads is one entry: here one that writes no weights and gives the loss alone."""
-    from app.config.finished_run import EXPORT_KINDS, ExportKind, export_config
+    from app.config.export_settings import EXPORT_KINDS, ExportKind, export_config
     from app.evaluation.run import prepare_evaluation
     from app.exports.export import EXPORTS, make_export, prepare_export
     from app.exports.kinds import Export

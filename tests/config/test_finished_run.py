@@ -7,14 +7,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config.dataset import has_held_out_rows
+from app.config.export_settings import EXPORT_ALLOWED, ExportConfig, export_config
 from app.config.finished_run import (
     EVALUATE_ALLOWED,
-    EXPORT_ALLOWED,
     EvaluateConfig,
-    ExportConfig,
     as_run,
     evaluate_config,
-    export_config,
     reproduce_config,
     with_recorded_choices,
 )

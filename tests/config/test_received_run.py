@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from app.config.commands import generate_config
-from app.config.finished_run import as_run, evaluate_config, export_config, reproduce_config
+from app.config.export_settings import export_config
+from app.config.finished_run import as_run, evaluate_config, reproduce_config
 from app.config.load import compose_run, read_run
 from app.config.schema import RunConfig
 from app.config.yaml_files import to_yaml

@@ -7,8 +7,8 @@ import pytest
 
 from app.config.adapters import ADAPTER_KINDS
 from app.config.dataset_schema import DatasetConfig
+from app.config.export_settings import EXPORT_KINDS
 from app.config.fields import CHOICES
-from app.config.finished_run import EXPORT_KINDS
 from app.config.groups import choices_by_group
 from app.config.preferences import PREFERENCE_KINDS
 from app.config.quantizations import QUANTIZATION_KINDS

@@ -12,7 +12,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from app.assets import ROOT
-from app.config.finished_run import export_config
+from app.config.export_settings import export_config
 from app.errors import AppError
 from app.evaluation.run import prepare_evaluation
 from app.exports import gguf, gguf_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config.finished_run import export_config
+from app.config.export_settings import export_config
 from app.errors import AppError
 from app.export import export
 from app.exports import gguf_converter

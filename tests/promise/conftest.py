@@ -11,7 +11,7 @@ import pytest
 
 from app.config import groups
 from app.config.adapters import ADAPTER_KINDS
-from app.config.finished_run import EXPORT_KINDS
+from app.config.export_settings import EXPORT_KINDS
 from app.config.load import compose_run
 from app.config.metrics import METRICS
 from app.config.problems import PROBLEMS
@@ -38,7 +38,7 @@ from tests.harness.runs import SMALL
 TABLES: dict[str, dict[str, Any]] = {
     "adapter": {"app.config.adapters.ADAPTER_KINDS": ADAPTER_KINDS, "app.model.adapters.ADAPTERS": ADAPTERS},
     "attention": {"app.model.attention.registry.BACKENDS": BACKENDS},
-    "export": {"app.config.finished_run.EXPORT_KINDS": EXPORT_KINDS, "app.exports.export.EXPORTS": EXPORTS},
+    "export": {"app.config.export_settings.EXPORT_KINDS": EXPORT_KINDS, "app.exports.export.EXPORTS": EXPORTS},
     "quantization": {
         "app.config.quantizations.QUANTIZATION_KINDS": QUANTIZATION_KINDS,
         "app.model.quantization.QUANTIZATIONS": QUANTIZATIONS,
