@@ -58,10 +58,7 @@ EXPORT_KINDS = {
             "names": "a GGUF file has names of its own",
         },
         quants=("bf16", "f16", "q8_0", "q4_0"),
-        by_llama_cpp=(
-            *("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
-            *("q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"),
-        ),
+        by_llama_cpp=("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k"),
         packages=("gguf", "xllamacpp"),
     ),
 }

@@ -181,7 +181,9 @@ def assemble(
     if coefficient and compiled is None:
         training_model.router_loss = RouterLoss(training_model.language_model, coefficient)
     if coefficient and sections.task.router_loss == "auto":
-        given = f"{coefficient:g}, as config.json has it" if compiled is None else "0, because layers are compiled"
+        given = (
+            f"{coefficient:g}, of config.json, at most 0.01" if compiled is None else "0, because layers are compiled"
+        )
         training_model.add_remark(f"task.router_loss=auto: {given}")
     if sections.neftune:
         training_model.use_neftune(sections.neftune)

@@ -15,12 +15,16 @@ from app.batch import IGNORE, Batch
 from app.config.schema import AdapterConfig, TaskConfig
 from app.errors import ConfigError
 
+_MOST = 0.01  # of `auto`: the files of gpt-oss say 0.9, which would outweigh the loss of the tokens
+
 
 def coefficient_of(task: TaskConfig, adapter: AdapterConfig, lm: Any) -> float:
-    """What the loss is multiplied with: of `auto` that of config.json where experts or routers are trained, else 0."""
+    """What the loss is multiplied with: of `auto` that of config.json where experts or routers are trained, but at most
+    0.01; else 0.
+    """
     known = _coefficient(lm)
     if task.router_loss == "auto":
-        return known or 0.0 if adapter.kind == "none" or adapter.experts else 0.0
+        return min(known or 0.0, _MOST) if adapter.kind == "none" or adapter.experts else 0.0
     if known is None and task.router_loss:
         raise ConfigError(
             f"task.router_loss={task.router_loss:g}: a model of kind {lm.config.model_type} has no router that "

@@ -175,7 +175,7 @@ def test_harness_with_dataset_keys_refused(run: Path, given: tuple[str, ...], me
         ("none", "kind=adapter", "tuned a whole model and has no adapter. Give kind=merged: its weights in dtype=bf16"),
         ("lora", "dtype=fp16", "dtype=fp16 would change nothing: an adapter is exported as it is."),
         ("lora", "quant=int8", "quant=int8 would change nothing: an adapter is exported as it is."),
-        ("lora", "quant=gptq", "iq4_nl, iq4_xs. Exports in GPTQ and AWQ need gptqmodel, a GPU"),
+        ("lora", "quant=gptq", "q5_k_m, q6_k. Exports in GPTQ and AWQ need gptqmodel, a GPU"),
         ("lora", "model.path=/models", "model.path=/models would not be read: the base of this run had random weights"),
     ],
 )  # fmt: skip
