@@ -115,7 +115,8 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
         "hardware": _hardware(),
         "memory_taken": None if others is None else asdict(others),
         "clocks": memory_in_use.clocks(),
-        "hashes": _content_hashes(resolved),
+        "hashes": _content_hashes(resolved)
+        | ({} if resolved.also is None else {"general": resolved.also.fingerprint}),  # of eval.also
     }
 
 

@@ -35,6 +35,9 @@ def test_general_rows_are_scored_beside_and_change_nothing(
     lines = [line for line in metrics(run) if "eval_loss" in line]
     assert [line["also_eval_loss"] for line in (lines[0], lines[-1])] == [start, end]
     assert "general" in (run / "report.html").read_text()
+    hashes = json.loads((run / "manifest.json").read_text())["hashes"]
+    assert len(hashes["general"]) == len(hashes["eval"])
+    assert hashes["general"] != hashes["eval"]
 
     given = ("dataset=text", f"dataset.path={general}", "dataset.max_length=64", "output_dir=scores")
     zygote.finish(tmp_path, "run=run", *given, module="app.evaluate")
