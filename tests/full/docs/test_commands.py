@@ -16,7 +16,10 @@ NOT_TYPED = {
     "scripts/test": "this test is a part of it",
     "python -m scripts.make_assets": "tests/assets types it, without the half hour of the weights and their gate",
 }
-TYPED_ELSEWHERE = {"compile=blocks": "tests/full/command/test_compile.py"}  # a minute of torch's compiler
+TYPED_ELSEWHERE = {
+    "compile=blocks": "tests/full/command/test_compile.py",  # a minute of torch's compiler
+    "sweep.size=small": "tests/full/command/test_sweep.py and tests/command/test_check.py",  # minutes of ladders
+}
 ADVICE = (
     "Mend the command, or the document; what the test lacks is a stand-in (tests/full/docs/stand_ins.py) or, where no "
     "test can have it, a mark in front of the block: <!-- needs network -->, see tests/docs/blocks.py"
