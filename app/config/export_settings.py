@@ -74,7 +74,7 @@ class ExportConfig(FinishedRunConfig):
     kind: str = choice(*EXPORT_KINDS)
     dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # with kind=quantized of what is not quantised
     quant: str = choice("auto", *_QUANTS, default="auto")  # auto: nf4 with kind=quantized, bf16 with kind=gguf
-    llama_cpp: str | None = None  # folder of llama.cpp, whose programs write the GGUF file
+    llama_cpp: str | None = None  # folder of llama.cpp: its programs write the GGUF file
     names: str = choice("whole", "text", default="whole")  # of what reads more than text; text: its text part alone
     shard_gb: float = number(5.0, above=0)
     push: str | None = None  # USER/NAME: a repository of the hub, which gets the verified export

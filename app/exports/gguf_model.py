@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.errors import CheckpointError, ConfigError
 
-OTHER_WAY = "Give llama_cpp=DIR, a folder of llama.cpp, whose own converter knows more kinds."
+OTHER_WAY = "Give llama_cpp=DIR, a folder of llama.cpp: its own converter knows more kinds."
 _LARGEST_F16 = 65504.0
 
 

@@ -172,21 +172,9 @@ def verify(
     if failure is not None:
         return replace(found, failure=failure)
     if reloaded.logits is None:
-        difference = finite_or_none(abs(reloaded.loss / found.loss_before - 1))
-        nats = abs(reloaded.loss - found.loss_before) / max(1.0, found.loss_before)
-        found = replace(found, loss_difference=finite_or_none(nats))
-        if reloaded.choices is not None:
-            found = _with_choices(found, torch.cat(reference.logits), torch.cat(reloaded.choices))
+        found = _with_loss(found, reference, reloaded.loss, reloaded.choices)
     else:
-        ours, theirs = torch.cat(reference.logits), torch.cat(reloaded.logits)
-        difference = _relative(reference.logits, reloaded.logits)
-        found = replace(
-            found,
-            kl=_divergence(ours, theirs) if measure == "kl" else None,
-            largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
-            same_choice=reference.same_choice(ours, theirs),
-        )
-    found = replace(found, difference=difference)
+        found = _with_logits(found, reference, reloaded.logits)
     measured: float | None = getattr(found, measure)
     if found.lost_margin is not None and found.lost_margin > MAX_LOST_MARGIN * found.tolerance:
         return replace(found, failure=f"it gives up a token that the run prefers by {found.lost_margin:.2g} nats")
@@ -199,6 +187,25 @@ def _with_choices(found: Verification, logits: Tensor, choices: Tensor) -> Verif
     lost = known.amax(-1) - known.gather(-1, choices[:, None])[:, 0]
     same = float((known.argmax(-1) == choices).double().mean())
     return replace(found, same_choice=same, lost_margin=float(lost.max()))
+
+
+def _with_loss(found: Verification, reference: Reference, loss: float, choices: list[Tensor] | None) -> Verification:
+    """Differences of a program that tells its loss, and the tokens that it chooses, in place of logits."""
+    nats = abs(loss - found.loss_before) / max(1.0, found.loss_before)
+    difference = finite_or_none(abs(loss / found.loss_before - 1))
+    found = replace(found, loss_difference=finite_or_none(nats), difference=difference)
+    return found if choices is None else _with_choices(found, torch.cat(reference.logits), torch.cat(choices))
+
+
+def _with_logits(found: Verification, reference: Reference, logits: list[Tensor]) -> Verification:
+    ours, theirs = torch.cat(reference.logits), torch.cat(logits)
+    return replace(
+        found,
+        difference=_relative(reference.logits, logits),
+        kl=_divergence(ours, theirs) if found.tolerance_of == "kl" else None,
+        largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
+        same_choice=reference.same_choice(ours, theirs),
+    )
 
 
 def _divergence(ours: Tensor, theirs: Tensor) -> float | None:

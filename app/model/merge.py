@@ -20,6 +20,7 @@ from app.model.merged_weights import fully_trained_weights
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
 from app.model.safetensors_files import StoredTensor, size_of, stored_tensors, widest_first, write_weights
 from app.model.structure import BaseModel
+from app.model.text_part import TextPart
 
 EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -143,13 +144,9 @@ def plan_merge(
     base = BaseModel(sections.model, task)
     lm, part, tensors, quantizer = base.on_meta(), base.text_part, stored_tensors(folder), sections.quantizer
     base_dtype = DTYPES[sections.precision].base if sections.adapter.kind != "none" else torch.float32
-    trained_whole = {} if final is None else fully_trained_weights(final)
-    if part is not None:
-        updates = {part.in_text(layer) or layer: update for layer, update in updates.items()}
-        trained_whole = {part.in_text(name) or name: each for name, each in trained_whole.items()}
-    changes = {adapted_weight(lm, layer): update for layer, update in updates.items()}
-    quantized = [] if quantizer is None else [f"{layer}.weight" for layer in backbone_linear_layers(lm)]
-    quantized += stacks_of(lm) if quantizer is not None and quantizer.packs_experts else []
+    trained_whole = _trained_whole(final, part)
+    changes = _by_weight(lm, part, updates)
+    quantized = _packed_weights(lm, quantizer)
     # names in the model of the folder, by those in the text model
     in_folder = {name: name if part is None else part.in_whole(name) or name for name in {*quantized, *changes}}
     whole = lm if part is None else part.whole
@@ -159,13 +156,11 @@ def plan_merge(
     stored = {name: file for name, file in reader.stored_names().items() if file in tensors}
     of_text = stored if part is None else {part.in_text(name) or "": file for name, file in stored.items()}
     tensors = converted.in_place(tensors, EXPORTED[dtype])
-    beside: set[str] = set()  # files' tensors of what the text part is a part of
-    if part is not None:
-        beside = tensors.keys() - {file for name, file in of_text.items() if name} - converted.names.keys()
+    texts = {file for name, file in of_text.items() if name} | converted.names.keys()
+    beside = set() if part is None else tensors.keys() - texts  # files' tensors of what the text part is a part of
     tensors = _with_whole(lm, tensors, of_text, trained_whole, pooled=task.has_classes)
     names = _names_in_files(lm, in_folder, tensors, stored, converted.parameters, sections.model.path)
-    in_text = {name: name if part is None else part.in_text(name) or "" for name in converted.names}
-    of_text = {**of_text, **{name: there for there, name in in_text.items()}}
+    of_text |= {name if part is None else part.in_text(name) or "": name for name in converted.names}
     by_name = {name: there for name, there in of_text.items() if name and there in tensors}
     return Merge(
         tensors=tensors,
@@ -181,6 +176,28 @@ def plan_merge(
         converted=converted,
         written_as={there: name for name, there in by_name.items()} if text_alone else None,
     )
+
+
+def _by_weight(
+    lm: Any, part: TextPart | None, updates: Mapping[str, Callable[[Tensor], Tensor]]
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Updates by the weights of the text model, given by the layers of the whole."""
+    in_text = {layer: layer if part is None else part.in_text(layer) or layer for layer in updates}
+    return {adapted_weight(lm, in_text[layer]): update for layer, update in updates.items()}
+
+
+def _trained_whole(final: Path | None, part: TextPart | None) -> dict[str, StoredTensor]:
+    """Weights of the modules that were trained as a whole, by their names in the text model."""
+    found = {} if final is None else fully_trained_weights(final)
+    return {name if part is None else part.in_text(name) or name: each for name, each in found.items()}
+
+
+def _packed_weights(lm: Any, quantizer: Quantizer | None) -> list[str]:
+    """Names of the weights that a quantised base has packed."""
+    if quantizer is None:
+        return []
+    stacks = stacks_of(lm) if quantizer.packs_experts else []
+    return [*(f"{layer}.weight" for layer in backbone_linear_layers(lm)), *stacks]
 
 
 def _all_in_whole(base: BaseModel) -> list[str]:
