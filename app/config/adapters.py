@@ -29,10 +29,7 @@ RESERVED_FIELDS = frozenset(
     | {"fan_in_fan_out"}
 )
 
-INDIVISIBLE = (
-    "adapter.method={} has trained tensors that layers share, which FSDP cannot divide. Set parallel=ddp, or "
-    "adapter=lora."
-)
+INDIVISIBLE = "adapter.method={} {}, which FSDP cannot divide. Set parallel=ddp, or adapter=lora."
 
 
 class AdapterKind(NamedTuple):
@@ -142,8 +139,8 @@ def _of_peft(run: RunConfig) -> Iterator[str]:
     elif bits != "none" and not (METHODS[name].quantized and bits in {"nf4", "fp4"}):
         wanted = "quantization=nf4" if METHODS[name].quantized else "adapter=lora"
         yield f"{given} cannot read a base packed by quantization.kind={bits}. Set quantization=none, or {wanted}."
-    elif run.parallel.divides and not METHODS[name].divisible:
-        yield INDIVISIBLE.format(adapter.method)
+    elif run.parallel.divides and METHODS[name].indivisible:
+        yield INDIVISIBLE.format(adapter.method, METHODS[name].indivisible)
     for key, value in adapter.fields.items():
         if not is_plain(value):
             yield (

@@ -10,14 +10,15 @@ class PeftMethod(NamedTuple):
     """What a method does beside training tensors of its own in each linear layer."""
 
     quantized: bool = True  # whether it works on a base in nf4 or fp4
-    divisible: bool = True  # whether layers share no trained tensor, so that FSDP can divide it by layers
+    indivisible: str = ""  # what it has that FSDP cannot divide
     merges: bool = True  # whether PEFT merges it into one weight after the other
     of_norms: bool = False  # whether it adapts norms in place of linear layers
 
 
+SHARED = "has trained tensors that layers share"
 _PLAIN, _READS_BASE = PeftMethod(), PeftMethod(quantized=False)
 METHODS = {
-    "BEFT": PeftMethod(merges=False),
+    "BEFT": PeftMethod(indivisible="has trained tensors of one row", merges=False),
     "C3A": _PLAIN,
     "DEFT": _READS_BASE,
     "DELORA": _READS_BASE,
@@ -27,21 +28,21 @@ METHODS = {
     "HIRA": _PLAIN,
     "HRA": _READS_BASE,
     "IA3": _PLAIN,
-    "LILY": PeftMethod(divisible=False, merges=False),
+    "LILY": PeftMethod(indivisible=SHARED, merges=False),
     "LN_TUNING": PeftMethod(of_norms=True),
     "LOHA": _READS_BASE,
     "LOKR": _READS_BASE,
     "MISS": _PLAIN,
     "OFT": _PLAIN,
-    "OSF": _READS_BASE,
+    "OSF": PeftMethod(quantized=False, indivisible="projects the gradients of whole matrices"),
     "PEANUT": _READS_BASE,
     "PSOFT": _READS_BASE,
     "PVERA": _PLAIN,
     "RANDLORA": _PLAIN,
     "ROAD": _PLAIN,
     "SUPERTUNING": _READS_BASE,
-    "TINYLORA": PeftMethod(quantized=False, divisible=False, merges=False),
-    "VBLORA": PeftMethod(divisible=False),
+    "TINYLORA": PeftMethod(quantized=False, indivisible=SHARED, merges=False),
+    "VBLORA": PeftMethod(indivisible=SHARED),
     "VERA": _PLAIN,
 }
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from app.config.adapters import INDIVISIBLE, RESERVED_FIELDS, is_plain
 from app.config.did_you_mean import did_you_mean
-from app.config.peft_methods import METHODS
+from app.config.peft_methods import METHODS, SHARED
 from app.errors import ConfigError, gist, refuse
 from app.model.adapter_method import AdapterMethod
 from app.model.quantization import is_conv1d
@@ -53,7 +53,7 @@ class PeftAdapter(AdapterMethod):
         """Refuse layers that PEFT passes over without a word."""
         found = {name for name in names if self._mark in f".{name}"}
         left = set(layers) - {name.partition(self._mark)[0] for name in found}
-        if left and METHODS[self.name].divisible:
+        if left and METHODS[self.name].indivisible != SHARED:
             raise ConfigError(
                 f"adapter.method={self.name}: PEFT leaves layers such as {min(left)} as they are. Name others in "
                 "adapter.targets, or set adapter=lora."
@@ -95,8 +95,9 @@ class PeftAdapter(AdapterMethod):
                 yield f"adapter.fields: {name} is no setting of {self.name} in PEFT.{did_you_mean(name, known)}"
 
     def require_divisible(self) -> None:
-        if not METHODS[self.name].divisible:
-            raise ConfigError(INDIVISIBLE.format(self.config.method))
+        cause = METHODS[self.name].indivisible
+        if cause:
+            raise ConfigError(INDIVISIBLE.format(self.config.method, cause))
 
     @contextmanager
     def refusing(self) -> Iterator[None]:

@@ -69,7 +69,8 @@ def saved_tensors(training_model: TrainingModel) -> dict[str, Tensor]:
     if network is not lm:
         from peft import get_peft_model_state_dict
 
-        buffers = dict(network.named_buffers(remove_duplicate=False))
+        kept = network.state_dict(keep_vars=True).keys()
+        buffers = {name: each for name, each in network.named_buffers(remove_duplicate=False) if name in kept}
         own = {**dict(network.named_parameters(remove_duplicate=False)), **buffers, **training_model.trained()}
         apart = {name: tensor.detach() for name, tensor in own.items()}  # one object a name: PEFT gives other names
         saved = {id(each) for each in get_peft_model_state_dict(network, apart, save_embedding_layers=False).values()}

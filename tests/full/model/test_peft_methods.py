@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftType
+from safetensors.torch import load_file
 
+from app.config.adapters import ADAPTER_WEIGHTS
 from app.config.load import compose_run
 from app.config.peft_methods import METHODS, REFUSED
 from app.config.schema import AdapterConfig, QuantizationConfig, RunConfig
 from app.errors import AppError
 from app.model.build import build_training_model
+from app.model.save import saved_tensors
 from app.train import train
 from tests.full.model.test_adapter_methods import in_peft, logits, merged, models, run, weights
 from tests.harness.runs import SMALL, result
@@ -62,6 +65,7 @@ def test_method_trains_loads_and_merges(tmp_path: Path, models: list[Any], metho
     counted = result(whole)
     assert abs(counted["memory_predicted_bytes"] - counted["memory_measured_bytes"]) <= 64 << 10
     ours = logits(models[0].language_model)
+    assert len(saved_tensors(models[0])) == len(load_file(whole / "final" / ADAPTER_WEIGHTS))  # as FSDP writes it
     base, tuned = in_peft(whole)
     assert distance(ours, base) > 2e-3
     assert distance(tuned, ours) <= 5e-6
