@@ -13,9 +13,10 @@ from app.data.data_report import Counts, LongestRow, stop_reasons, without_stops
 from app.data.loader import Loader
 from app.data.prepare import Data, prepare
 from app.data.sources import Source
+from app.errors import AppError
 from app.model.structure import BaseModel
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
-from app.training.preparation import StepPlan, plan_steps, prepare_run
+from app.training.preparation import StepPlan, plan_steps, prepare_run, rows_of_also
 from app.training.samples import preview
 
 
@@ -118,6 +119,10 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         stops.extend(stop_reasons(replace(section, **policies), source, counts, longest_row))
 
     prepared = prepare_run(run, say, read=read, judge=judge, report=stops.extend)
+    try:
+        prepared.data.report.notes += rows_of_also(prepared)[1]
+    except AppError as refused:
+        stops.extend(refused.problems)
     auto = prepared.config
     config = with_bins(auto, suggested_bin(auto)) if has_auto_bins(auto) else auto
     loader = replace(prepared, config=config).loader_for(processes)

@@ -250,6 +250,14 @@ def test_advice_names_split_that_is_not_read(look: Look, tmp_path: Path) -> None
     assert found["dataset.eval_split=test dataset.eval_fraction=0"].endswith("the split test is not read")
 
 
+def test_rows_scored_beside_are_read(look: Look, tmp_path: Path) -> None:
+    general = tmp_path / "general.jsonl"
+    general.write_text('{"text": "a plain text"}\n')
+    assert any(each.startswith("also: 1 row, ") for each in look(f"eval.also={general}").data.report.notes)
+    general.write_text('{"odd": 1}\n')
+    assert look(f"eval.also={general}").stops[0].startswith(f"eval.also={general}: ")
+
+
 def test_unknown_token_id_stops_a_run(look: Look) -> None:
     [problem] = look("model.architecture.vocab_size=100").stops
     assert problem.startswith("model.tokenizer=")
