@@ -223,19 +223,24 @@ def _relative(given: list[Tensor], found: list[Tensor]) -> float | None:
 
 
 def _labelled(evaluation: Evaluation, model: TrainingModel) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The first short rows, else the shortest, and the targets of the last labelled positions of each."""
+    """The first short rows, else the shortest, of a pair the wanted answer, and the targets of the last labelled
+    positions of each.
+    """
     rows = evaluation.rows
     order = np.argsort(np.where(rows.lengths <= SHORT_ROW_TOKENS, 0, rows.lengths), kind="stable")
     batches = [evaluation.layout.batch(rows, [order[i : i + 1]], 1, epoch=0) for i in range(min(MAX_ROWS, len(order)))]
     given: dict[str, Tensor] = {}
+    targets: list[Tensor] = []
     for i, batch in enumerate(batches):
-        whole = slice(batch.lengths[0])  # without the padding of the bin
+        whole = slice(batch.lengths[0])  # the first document, without the padding of the bin
+        own = batch.label_rows < batch.lengths[0]
+        targets.append(batch.targets[own][-MAX_POSITIONS:])
         given[f"ids.{i}"] = batch.ids[0, whole].contiguous()
         if not model.pooled:
-            given[f"at.{i}"] = batch.label_rows[-MAX_POSITIONS:]
+            given[f"at.{i}"] = batch.label_rows[own][-MAX_POSITIONS:]
         if batch.token_type_ids is not None and model.takes_segments:
             given[f"sides.{i}"] = batch.token_type_ids[0, whole].contiguous()
-    return given, [batch.targets[-MAX_POSITIONS:] for batch in batches]
+    return given, targets
 
 
 def by_transformers(
