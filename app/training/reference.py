@@ -106,10 +106,16 @@ def _scored(resolved: ResolvedRun, model: TrainingModel, rows: TokenRows) -> dic
 def _key(resolved: ResolvedRun, fingerprint: str | None) -> str:
     """A hash of what decides the numbers: rows, base, how it is stored and computed."""
     run, data, choices = resolved.config, resolved.data, resolved.choices
+    # what may not begin as the base: numbers that a method draws, or that are computed of the base
+    own = (
+        {}
+        if run.adapter.kind != "peft" and run.adapter.init == "default"
+        else {**asdict(run.adapter), "seed": run.seed}
+    )
     parts: dict[str, Any] = {
         "rows": [rows.fingerprint for rows in (data.train, data.eval) if rows is not None],
         "base": fingerprint or [run.model.path, run.model.architecture, run.seed],
-        "start": start_hash(run.adapter),
+        "start": start_hash(run.adapter) | own,
         "quantization": asdict(run.quantization),
         "computed": [choices.precision, choices.attention, run.model.norm, torch.__version__],
         "code": _CODE_VERSION,

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from app.config.export_settings import export_config
+from app.evaluation.run import prepare_evaluation
+from app.exports.verify import reference_of
 from tests.config.small import refusal_of
 from tests.harness.runs import SMALL, Zygote, has_reached, metrics, result, same_ending
 
@@ -45,6 +48,10 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     made = kept.stat().st_mtime_ns
     zygote.finish(tmp_path, *COMMAND, "output_dir=other", "preference.beta=0.5", "training.max_steps=1")
     assert [each.stat().st_mtime_ns for each in kept.parent.iterdir()] == [made], "runs with another beta share it"
+    drawn = ("adapter=peft", "adapter.method=C3A", "adapter.fields={block_size: 16}", "training.max_steps=1")
+    zygote.finish(tmp_path, *COMMAND, *drawn, "output_dir=drawn")
+    assert metrics(tmp_path / "drawn")[0]["eval_loss"] == pytest.approx(math.log(2), rel=1e-6), "it begins elsewhere"
+    shutil.rmtree(next(each for each in kept.parent.iterdir() if each != kept))
 
     words = (*COMMAND, "output_dir=parts")
     killed_at_step_3(zygote, tmp_path, *words)
@@ -60,6 +67,10 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     zygote.refused(tmp_path, *words, "resume=auto", message=lost)
 
     assert "pair accuracy" in zygote.finish(tmp_path, "run=whole", module="app.evaluate").stdout
+    exported = export_config([f"run={whole}", "kind=merged", f"to={tmp_path}/out"], lambda _: {})
+    compared = reference_of(prepare_evaluation(exported, whole, {}, tuned=True, say=lambda _: None))
+    assert {*map(len, compared.targets)} != {0}, "of each pair the wanted answer"
+    assert compared.loss(compared.logits) == pytest.approx(-last["chosen_log_probability"], rel=0.5)
     other_rows = ("run=whole", "dataset.eval_path=asset:sample/pairs.jsonl.gz")
     message = "of these rows the run has no reference for"
     zygote.refused(tmp_path, *other_rows, module="app.evaluate", message=message)
