@@ -21,6 +21,7 @@ from app.config.finished_run import (
     with_recorded_precision,
 )
 from app.config.load import apply_changes, read_changes, validated
+from app.config.tasks import task_of
 from app.errors import refuse
 
 EXPORT_ALLOWED = (
@@ -130,6 +131,8 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
             f"kind={config.kind}: run={config.run} tuned a whole model and has no adapter. Give kind=merged: its "
             f"weights in dtype={config.dtype}."
         )
+    if kind.by_llama_cpp and not task_of(config.task).writes_text:
+        yield f"kind={config.kind} is for models that write text, not for task={config.task.kind}. Give kind=merged."
     for key, reason in kind.unused.items():
         if key in changes:
             other = next(name for name, each in EXPORT_KINDS.items() if key not in each.unused)

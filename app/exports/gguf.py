@@ -67,8 +67,6 @@ class GgufExport(GgufFile):
     def model(self) -> Described:
         """The model, or why it is not written."""
         base = self.evaluation.base
-        if not task_of(self.sections.task).writes_text:
-            raise ConfigError("kind=gguf is for models that write text. Give kind=merged.")
         if base.stacks_of_experts:
             raise ConfigError(
                 f"kind=gguf: {base.stacks_of_experts[0]} is a stack of experts, which is not written here. {OTHER_WAY}"

@@ -57,23 +57,26 @@ def repository(name: str, *, private: bool) -> Repository:
         raise ConfigError(f"push={name}: there is no token for the hub. Set HF_TOKEN, or log in: hf auth login.")
     api = HfApi()
     with _answered(name, "Set a token that may write (HF_TOKEN, or hf auth login), or leave push out"):
-        user, known = api.whoami(), _files(api, name)
-    for problem in _problems(name, user, known):
+        user, (files, is_public) = api.whoami(), _known(api, name)
+    for problem in _problems(name, user, files, unasked=private and is_public):
         raise ConfigError(problem)
     return Repository(name, private, api)
 
 
-def _files(api: Any, name: str) -> list[str]:
-    """The files of a repository that may not exist yet."""
+def _known(api: Any, name: str) -> tuple[list[str], bool]:
+    """The files of a repository that may not exist yet, and whether everyone may see them."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        return [each for each in api.list_repo_files(name) if each not in _OWN_BY_HUB]
+        found = api.model_info(name)
     except RepositoryNotFoundError:
-        return []
+        return [], False
+    files = [each.rfilename for each in found.siblings or ()]
+    return [each for each in files if each not in _OWN_BY_HUB], found.private is False
 
 
-def _problems(name: str, user: dict[str, Any], files: list[str]) -> Iterator[str]:
+def _problems(name: str, user: dict[str, Any], files: list[str], *, unasked: bool) -> Iterator[str]:
+    """`unasked`: everyone may see the repository, and was not to."""
     place = name.partition("/")[0]
     role = user.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
@@ -89,3 +92,5 @@ def _problems(name: str, user: dict[str, Any], files: list[str]) -> Iterator[str
             f"push={name}: this repository was not made by app.export (it has {', '.join(sorted(files)[:3])}). Give "
             "another name: an export takes the place of all files."
         )
+    if unasked:
+        yield f"push={name}: this repository is public, so the export would be. Give private=false, or another name."

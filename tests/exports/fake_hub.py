@@ -15,6 +15,7 @@ class FakeHub:
         self.role, self.known = "write", True  # the user's token
         self.orgs: dict[str, str] = {}
         self.private: dict[str, bool] = {}  # the repositories
+        self.public = False  # what it says of one that it knows
         self.files: dict[str, bytes] = {}
         self.stored: dict[str, bytes] = {}  # large files, by their sha256
         self.tokens: set[str] = set()
@@ -92,7 +93,7 @@ class FakeHub:
             if "/tree/" in path:
                 names = (".gitattributes", *self.files)
                 return 200, [{"type": "file", "path": name, "oid": "a" * 40, "size": 1} for name in names]
-            return 200, {"id": "me/mine", "sha": "a" * 40, "siblings": files, "private": True, "tags": []}
+            return 200, {"id": "me/mine", "sha": "a" * 40, "siblings": files, "private": not self.public, "tags": []}
         return 404, {"error": "Repository not found"}
 
     def _commit(self, lines: list[dict[str, Any]]) -> None:

@@ -55,6 +55,11 @@ def test_missing_programs_and_keys_of_no_use_are_refused(finished: FinishedRuns,
     words = [f"run={finished('lora')}", f"to={tmp_path}/out"]
     with pytest.raises(AppError, match="Give llama_cpp=DIR, its folder"):
         export_config([*words, "kind=gguf", "quant=q4_k_m"], lambda _: {})
+    other = finished.copy(tmp_path / "other")
+    settings = (other / "run.yaml").read_text().replace("kind: causal", "kind: classification")
+    (other / "run.yaml").write_text(settings.replace("format: messages", "format: labelled_text"))
+    with pytest.raises(AppError, match="is for models that write text, not for task=classification"):
+        export_config([f"run={other}", "kind=gguf", f"to={tmp_path}/out", "llama_cpp=here"], lambda _: {})
     with pytest.raises(AppError, match="writes GGUF files alone"):
         export_config([*words, "kind=merged", "llama_cpp=here"], lambda _: {})
     assert "there is no convert_hf_to_gguf.py in it" in "".join(converter_problems(str(tmp_path), "bf16"))

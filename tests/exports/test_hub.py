@@ -62,6 +62,11 @@ def test_pushed_repository_is_private_and_holds_the_export(
         ("other/mine", {}, "may not write to other. Give push=me/NAME."),
         ("team/mine", {"orgs": {"team": "read"}}, "may not write to team."),
         ("me/mine", {"files": {"model.bin": b""}}, "was not made by app.export (it has model.bin). Give another name"),
+        (
+            "me/mine",
+            {"files": {"export.json": b""}, "public": True},
+            "this repository is public, so the export would be",
+        ),
         ("me/mine", {"known": False}, "push=me/mine: "),
     ],
 )
