@@ -45,6 +45,11 @@ def _last_values(metrics: Path, _stamp: str) -> dict[str, Any]:
     return {key: value for line in read_lines(metrics) for key, value in line.items()} if metrics.is_file() else {}
 
 
+def _has_address(folder: Path) -> bool:
+    """Whether a page can have the name, which in a file system may be any bytes."""
+    return folder.is_dir() and folder.name.isprintable()
+
+
 class Runs:
     """The names are those of folders with a run, and of runs that the board started."""
 
@@ -56,15 +61,15 @@ class Runs:
 
     def folders(self) -> dict[str, Path]:
         """Folder by name, the last begun first; that of a run that did not start does not exist."""
-        found = {each.name: each for each in self.folder.iterdir() if each.is_dir() and is_run(each)}
+        found = {each.name: each for each in self.folder.iterdir() if _has_address(each) and is_run(each)}
         found |= {name: self.folder / name for name in self._processes}
         begun = {name: own.stat().st_mtime for name, each in found.items() if (own := each / "run.yaml").is_file()}
         return {name: found[name] for name in sorted(found, key=lambda name: (-begun.get(name, float("inf")), name))}
 
     def sweeps(self) -> dict[str, tuple[Path, dict[str, Any]]]:
         """Folder and content of sweep.json by name."""
-        files = sorted(self.folder.glob("*/sweep.json"))
-        return {each.parent.name: (each.parent, found) for each in files if (found := read_sweep(each.parent))}
+        folders = [file.parent for file in sorted(self.folder.glob("*/sweep.json")) if _has_address(file.parent)]
+        return {each.name: (each, found) for each in folders if (found := read_sweep(each))}
 
     def row(self, name: str) -> dict[str, Any]:
         """The facts of a run in the list; `stamp` changes with its files."""
@@ -124,6 +129,8 @@ class Runs:
 
     def start(self, name: str, settings: Sequence[str] | None = None) -> None:
         """Start a run with settings that `check` has accepted, or resume it."""
+        if settings is not None and self._is_alive(name):
+            raise ConfigError(f"name={name}: this run has been started already. It is in the list of runs.")
         if settings is None and _ACTIONS.get(self._status(name)) != "resume":
             raise ConfigError(f"{name}: only a run that was stopped or killed, or has failed, is resumed.")
         self._stopping.discard(name)

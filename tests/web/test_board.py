@@ -1,6 +1,7 @@
 """The board over HTTP: who may ask, what the pages show of a finished run, and what is refused before anything runs."""
 
 import asyncio
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from app import board as command
 from app.errors import AppError
 from app.web.chat import Chat
+from app.web.runs import Runs
 from tests.conftest import _environment_of_processes
 from tests.harness.board import Served, served
 from tests.harness.runs import FinishedRuns, content_of, wait_until
@@ -43,6 +45,8 @@ def board(finished: FinishedRuns, tmp_path_factory: pytest.TempPathFactory) -> I
         assert first.status_code == 200
         for name in (DONE, "other"):
             finished.copy(folder / name)
+        (folder / os.fsdecode(b"odd\xff")).mkdir()  # of other bytes than UTF-8
+        (folder / os.fsdecode(b"odd\xff") / "result.json").write_text("{}")
         made_sweep(folder / "rates", [trial(1, ["optimizer.lr=1e-3"], 3.5), trial(2, ["optimizer.lr=1e-4"], 3.25)])
         yield Board(at, folder, first.text)
 
@@ -152,6 +156,18 @@ def test_existing_run_is_neither_replaced_nor_resumed(board: Board) -> None:
     assert "the board has not started it" in board.client.post(f"{PATH}/stop").text
     taken = board.client.post("/new", data={"name": "other", "settings": "", "what": "train"})
     assert (taken.status_code, "name=other: give a new name" in taken.text) == (400, True)
+
+
+def test_run_started_twice_at_once_is_started_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    runs.start("new", [])
+    first = runs.stop_command("new")
+    with pytest.raises(AppError, match="started already"):
+        runs.start("new", [])
+    assert runs.stop_command("new") == first, "the board can still stop the first one"
+    runs.stop("new")
+    runs._processes["new"].wait()
 
 
 def test_command_refuses_missing_folder_taken_port_and_missing_package(
