@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.exports import llama_cpp
 from app.exports.gguf_model import OTHER_WAY, Described, Place, described
