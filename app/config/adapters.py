@@ -12,15 +12,10 @@ from app.config.validate import format_value
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LAYER_NAME = re.compile(r"[\w.-]+")  # a name or its end, which is no endless regular expression
-_PLAIN_INITS = ("default", "gaussian")
-_INITS = re.compile(r"default|gaussian|orthogonal|pissa|pissa_niter_[1-9]\d?|olora")
-_OTHER_INITS = {
-    "eva": "takes a pass over the rows before the first step, which is not offered",
-    "corda": "takes a pass over the rows before the first step, which is not offered",
-    "lora_ga": "takes gradients before the first step, which is not offered",
-    "loftq": "writes a base of its own beside the adapter",
-    "mica": "trains A alone",
-}
+_PLAIN_INITS = ("default", "gaussian", "eva", "loftq")  # which leave weights of the base as they are
+_INITS = re.compile(r"default|gaussian|orthogonal|pissa|pissa_niter_[1-9]\d?|olora|eva|corda|loftq")
+_NAMES = "default, gaussian, orthogonal, pissa, pissa_niter_N, olora, eva, corda, loftq"
+_OTHER_INITS = {"lora_ga": "takes gradients before the first step, which is not offered", "mica": "trains A alone"}
 
 # settings of PEFT's methods that have keys here, or that would train or load something beside the method
 RESERVED_FIELDS = frozenset(
@@ -44,7 +39,7 @@ class AdapterKind(NamedTuple):
 
 def changes_base(adapter: AdapterConfig) -> bool:
     """Whether the base gives up what the adapter begins with; the adapter is saved as one of the ordinary base."""
-    return adapter.init.startswith(("pissa", "olora"))
+    return adapter.init.startswith(("pissa", "olora", "corda"))
 
 
 def _not_in_vllm(adapter: Mapping[str, Any]) -> str | None:
@@ -97,18 +92,23 @@ def _pattern_problems(adapter: AdapterConfig) -> Iterator[str]:
 def _init_problems(run: RunConfig) -> Iterator[str]:
     adapter, init = run.adapter, f"adapter.init={run.adapter.init}"
     if not _INITS.fullmatch(adapter.init):
-        cause = _OTHER_INITS.get(adapter.init, "is none of default, gaussian, orthogonal, pissa, pissa_niter_N, olora")
+        cause = _OTHER_INITS.get(adapter.init, f"is none of {_NAMES}")
         yield f"{init} {cause}. Choose {'default' if adapter.init in _OTHER_INITS else 'one of these'}."
     elif adapter.init not in _PLAIN_INITS and run.quantization.kind != "none":
         yield (
             f"{init} reads weights of the base, which quantization.kind={run.quantization.kind} has packed. Set "
-            "adapter.init=default, or recipe=lora quantization=none."
+            "adapter.init=eva or default, or recipe=lora quantization=none."
         )
-    if changes_base(adapter) and adapter.dora:
+    elif adapter.init == "loftq" and run.quantization.kind not in {"nf4", "fp4"}:
         yield (
-            f"{init} with adapter.dora=true: the result could not be saved as an adapter of the ordinary base. "
-            "Choose one of them."
+            f"{init} corrects a base in 4 bits, and quantization.kind={run.quantization.kind} has none. Set "
+            "recipe=qlora, or adapter.init=pissa."
         )
+    if adapter.dora and (changes_base(adapter) or adapter.init == "loftq"):
+        cause = "the lengths would be those of a base without what the adapter begins with"
+        if changes_base(adapter):
+            cause = "the result could not be saved as an adapter of the ordinary base"
+        yield f"{init} with adapter.dora=true: {cause}. Choose one of them."
     if adapter.init != "default" and adapter.start is not None:
         yield f"{init}: adapter.start={adapter.start} gives the numbers that the adapter begins with. Leave one out."
     if adapter.dora and run.quantization.kind not in {"none", "nf4", "fp4"}:

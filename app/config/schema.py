@@ -112,7 +112,8 @@ class AdapterConfig:
     dropout: float = number(0.0, at_least=0, below=1)  # dropout before the adapter
     rslora: bool = False  # divide alpha by the square root of the rank (rsLoRA)
     dora: bool = False  # train the length of each output's weights apart from their direction (DoRA)
-    init: str = "default"  # how A and B begin: default, gaussian, orthogonal, pissa, pissa_niter_N, olora
+    # how A and B begin: default, gaussian, orthogonal, pissa, pissa_niter_N, olora, eva, corda, loftq
+    init: str = "default"
     rank_pattern: dict[str, Any] = field(default_factory=dict)  # other ranks, by names of layers or their ends
     alpha_pattern: dict[str, Any] = field(default_factory=dict)  # other alphas, by names of layers or their ends
     layers: list[int] = field(default_factory=list)  # numbers of the layers with adapters, from 0; empty: all

@@ -75,6 +75,13 @@ class Loader:
         """The micro-batch with the most rows that an epoch can have."""
         return _with_most_rows(self._rows, self._layout, self._order_of(0)[0])
 
+    def first_epoch(self) -> Iterator[Batch]:
+        """The micro-batches of the first epoch in its order, the same for all processes."""
+        (units, order), size = self._order_of(0), self._layout.units_per_batch
+        for start in range(0, len(order), size):
+            chosen = [units[int(i)] for i in order[start : start + size]]
+            yield self._layout.batch(self._rows, chosen, units.max_documents, epoch=0)
+
     def source_locations(self, step: int) -> list[str]:
         """The source locations of all rows of `step`."""
         return [self._rows.source_location(int(i)) for unit in self._chosen(step)[1] for i in unit]

@@ -11,6 +11,7 @@ from torch import nn
 
 from app.config.schema import AdapterConfig
 from app.model.base_weights import Put
+from app.model.lora_inits import Lost, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,11 @@ class AdapterMethod(ABC):
     def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
         """Draw what was attached on meta."""
         raise NotImplementedError("draw: the weights of an adapter that is attached on meta")
+
+    @property
+    def begin(self) -> Callable[[Any, Rows, Lost], str] | None:
+        """What gives a new adapter on a filled base, a TrainingModel, its numbers where attaching it does not."""
+        return None
 
     def lr_factor(self, name: str) -> float:  # noqa: ARG002
         """Learning rate of a trained parameter as a multiple of that of the run."""

@@ -1,6 +1,6 @@
 """The assembly of a trainable model, top to bottom."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -38,6 +38,7 @@ from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
 from app.model.layer_norm import set_norms
 from app.model.load_base import open_base, quiet_transformers
+from app.model.lora_inits import Rows
 from app.model.loss_comparison import compare_loss_head
 from app.model.quantization import Quantizer, quantizer_of
 from app.model.recurrent import missing_kernels, recurrent_mixers
@@ -121,10 +122,17 @@ class ModelSections:
 
 
 def build_training_model(
-    sections: ModelSections, device: torch.device, seed: int, base_path: str, sharding: Any = None
+    sections: ModelSections,
+    device: torch.device,
+    seed: int,
+    base_path: str,
+    sharding: Any = None,
+    rows: Rows | None = None,
 ) -> TrainingModel:
     """Base weights, adapter, attention and loss, on `device`, ready for training; `sharding` divides them among
     processes (app.distributed.fsdp.Sharding).
+
+    `rows`: the micro-batches that a new adapter may begin with; None: its numbers are loaded later.
     """
     base, method = open_training_base(sections, device, seed), adapter_of(sections.adapter)
     on_meta = method is None or method.on_meta
@@ -149,7 +157,8 @@ def build_training_model(
     if on_meta:
         training_model = assemble(network, sections, device, host, sharding, fill)
     else:
-        training_model = assemble(network.to(device), sections, device, host, sharding)
+        begin = partial(_begin_adapter, sections, device, seed, rows)
+        training_model = assemble(network.to(device), sections, device, host, sharding, begin=begin)
     whole = f"adapter.kind={sections.adapter.kind}: each process loads the whole base before it keeps its part"
     for remark in (*base.remarks, *([] if on_meta or sharding is None else [whole])):
         training_model.add_remark(remark)
@@ -163,8 +172,10 @@ def assemble(
     host: HostOffload | None = None,
     sharding: Any = None,
     fill: Callable[[], None] = lambda: None,
+    begin: Callable[[TrainingModel], None] = lambda _model: None,
 ) -> TrainingModel:
-    """Give a network, its adapter included, compiled and recomputed layers and a loss; divide, `fill` and fuse it.
+    """Give a network, its adapter included, compiled and recomputed layers and a loss; `begin`, divide, `fill` and
+    fuse it.
 
     `device`: None for a memory plan, on tensors without values: nothing is compiled, and what a run compares with the
     model's own before it uses it (fused forwards, a linear head) counts as equal.
@@ -192,6 +203,7 @@ def assemble(
         training_model.add_remark(f"recurrent layers: computed by plain torch, slow without {' and '.join(missing)}")
     if device is None and not training_model.has_classes:
         training_model.use_linear_head(linear_head(training_model.language_model))
+    begin(training_model)
     if sharding is None:
         fill()
     else:
@@ -202,6 +214,26 @@ def assemble(
     grouped = _grouped_experts(training_model, sections, device)
     training_model.use_fused(replace(fused, comparisons=(*fused.comparisons, *grouped)))
     return training_model
+
+
+def _begin_adapter(
+    sections: ModelSections, device: torch.device, seed: int, rows: Rows | None, model: TrainingModel
+) -> None:
+    """Give the adapter of a filled base its first numbers, where its init takes rows or unpacked weights."""
+    method = adapter_of(sections.adapter)
+    if rows is None or method is None or method.begin is None:
+        return
+    with nullcontext() if model.compiled_layers is None else model.compiled_layers.paused():
+        model.add_remark(method.begin(model, rows, partial(_lost_by_packing, sections, device, seed)))
+
+
+def _lost_by_packing(sections: ModelSections, device: torch.device, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights [out, in] of the base less what its quantiser makes of them, read once more, one at a time."""
+    options, quantizer = LoadOptions(sections.base_dtype, device, "eager"), sections.quantizer
+    assert quantizer is not None
+    for name, weight in open_base(sections.model, task_of(sections.task), options, seed).linear_weights():
+        whole = weight.to(device)
+        yield name, whole - quantizer.rounded(whole.to(sections.base_dtype)).float()
 
 
 def _fused(training_model: TrainingModel, quantizer: Quantizer | None, device: torch.device | None) -> Fused:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from app.errors import ConfigError
 from app.model.adapter_method import AdapterMethod
 from app.model.base_weights import Put, in_memory
 from app.model.experts import adapted_experts, layer_or_stack, stacks_of
+from app.model.lora_inits import LATE, Lost, Rows, begin
 from app.model.quantization import is_conv1d
 
 
@@ -93,8 +95,13 @@ class Lora(AdapterMethod):
         sizes = [m.weight.shape if is_conv1d(m) else (m.in_features, m.out_features) for m in modules]
         self._require_possible(max(map(min, [*sizes, *(shape[1:] for shape in stacks.values())])))
         self._require_named(layers)
+        if config.init == "loftq" and (getattr(lm.config, "quantization_config", None) or {}).get("load_in_4bit"):
+            raise ConfigError(
+                "adapter.init=loftq: the folder of the model has packed weights, so that what packing lost is not "
+                "known. Set adapter.init=eva or default, or give the folder that it was made from."
+            )
         # of a base on meta only shapes are wanted
-        is_drawn = config.init == "default" or next(lm.parameters()).is_meta
+        is_drawn = config.init in ("default", *LATE) or next(lm.parameters()).is_meta
         return LoraConfig(
             **shared,
             r=config.r,
@@ -127,6 +134,11 @@ class Lora(AdapterMethod):
                         f"adapter.{key}: {name} is none of the adapted layers, nor the end of their names."
                         f"{did_you_mean(name, sorted(ends))}"
                     )
+
+    @property
+    def begin(self) -> Callable[[Any, Rows, Lost], str] | None:
+        """For the inits that take rows, or weights as they were before packing."""
+        return partial(begin, self.config.init) if self.config.init in LATE else None
 
     def lr_factor(self, name: str) -> float:
         return self.config.lr_ratio if ".lora_B." in name else 1.0

@@ -27,7 +27,7 @@ _SETTINGS = {
 }
 _OF_SPLIT = ("source", "rows_read", "samples", "tokens", "trained_tokens", "dropped", "truncated", "bad_rows")
 _PIPELINES = {task.auto_class: task.pipeline for task in TASKS.values()}
-_DOUBLED = ("pissa", "olora")  # inits whose adapter is saved with twice the rank
+_DOUBLED = ("pissa", "olora", "corda")  # inits whose adapter is saved with twice the rank
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank takes
 # the folders of a path that begins at the root, at home or in the current folder
 _FOLDERS = re.compile(r"(?<![^=,\[{:'\"\s(])(?:~|\.\.?)?/(?!/)(?:[^,\[\]{}'\"=]*/)?")

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from app.config.adapters import changes_base
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime
@@ -64,7 +65,8 @@ def train_in(
     _require_host_memory(forecast, runtime)
     in_use["context"] = _bytes_with_context(runtime.device)
     place, sharding = base_path(run.model, folder.base), runtime.sharding(run.parallel)
-    model = build_training_model(resolved.sections, runtime.device, run.seed, place, sharding)
+    rows = resolved.loader.first_epoch if changes_base(run.adapter) or not resolved.checkpoint else None
+    model = build_training_model(resolved.sections, runtime.device, run.seed, place, sharding, rows)
     checks = check_on_loader(model, resolved.loader, runtime.device)
     stepper = stepper_of(model, run, runtime, resolved.choices.precision)
     runtime.seed(run.seed)  # anew, whatever was built before

@@ -1,4 +1,4 @@
-"""The numbers that an adapter began with, where the base gave them up (PiSSA, OLoRA): kept with the run.
+"""The numbers that an adapter began with, where the base gave them up (PiSSA, OLoRA, CorDA): kept with the run.
 
 At its end the adapter is saved as the difference from them, which is one of the ordinary base.
 """

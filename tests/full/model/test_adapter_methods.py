@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from app.config.load import compose_run, read_run
 from app.config.schema import ModelConfig
@@ -62,11 +62,14 @@ def logits(lm: Any) -> torch.Tensor:
     return found
 
 
-def in_peft(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def in_peft(folder: Path, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the base, and of the base with final/, as other programs load them."""
     from peft import PeftModel
 
-    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", **given)
+    for layer in base.modules():  # or CPUs with avx512_bf16 evaluate layers of bitsandbytes in bf16
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
     with quiet_peft():
         return logits(base), logits(PeftModel.from_pretrained(base, str(folder / "final")))
 
@@ -78,8 +81,19 @@ def merged(folder: Path, target: Path) -> torch.Tensor:
     target.mkdir()
     (target / "config.json").write_text(json.dumps(merged_config(folder / "base", "fp32")))
     updates = read_updates(final, AutoModelForCausalLM.from_pretrained(folder / "base"))
-    plan_merge(sections(model, parts.adapter), updates, "fp32", torch.device("cpu"), final).write(target, 1e9)
+    built = sections(model, parts.adapter, quantization=parts.quantization)
+    plan_merge(built, updates, "fp32", torch.device("cpu"), final).write(target, 1e9)
     return logits(AutoModelForCausalLM.from_pretrained(target))
+
+
+def in_two_parts(folder: Path, *given: str) -> Path:
+    """A run that was never stopped; one that was has the same adapter, to the bit."""
+    whole = run(folder / "whole", *given)
+    run(folder / "parts", *given, "training.stop_after=2")
+    parts = run(folder / "parts", *given, "resume=auto")
+    assert losses(whole)[-1] < losses(whole)[0]
+    assert all(torch.equal(each, weights(parts)[name]) for name, each in weights(whole).items())
+    return whole
 
 
 LORA = {
@@ -96,6 +110,8 @@ LORA = {
     "pissa": ("adapter.init=pissa", "adapter.rslora=true", "adapter.rank_pattern={q_proj: 4}"),
     "pissa_niter": ("adapter.init=pissa_niter_4",),
     "olora": ("adapter.init=olora", "adapter.alpha_pattern={q_proj: 8}"),
+    "eva": ("adapter.init=eva", "adapter.rank_pattern={q_proj: 4}"),
+    "corda": ("adapter.init=corda", "adapter.rslora=true", "adapter.rank_pattern={q_proj: 4}"),
     "tokens": ("adapter.train_tokens=[5,7,30]",),
     "tied tokens": ("adapter.train_tokens=[5,7,30]", "model.architecture.tie_word_embeddings=true"),
     "all tokens": ("adapter.train_tokens=all",),
@@ -104,12 +120,7 @@ LORA = {
 
 @pytest.mark.parametrize("name", LORA)
 def test_lora_trains_resumes_loads_and_merges(tmp_path: Path, models: list[Any], name: str) -> None:
-    whole = run(tmp_path / "whole", "recipe=lora", "optimizer.lr=1e-2", *LORA[name])
-    given = ("recipe=lora", "optimizer.lr=1e-2", *LORA[name])
-    run(tmp_path / "parts", *given, "training.stop_after=2")
-    parts = run(tmp_path / "parts", *given, "resume=auto")
-    assert losses(whole)[-1] < losses(whole)[0]
-    assert all(torch.equal(each, weights(parts)[name]) for name, each in weights(whole).items())
+    whole = in_two_parts(tmp_path, "recipe=lora", "optimizer.lr=1e-2", *LORA[name])
     counted = result(whole)
     assert abs(counted["memory_predicted_bytes"] - counted["memory_measured_bytes"]) <= PLANNED
     ours = logits(models[0].language_model)
@@ -119,8 +130,23 @@ def test_lora_trains_resumes_loads_and_merges(tmp_path: Path, models: list[Any],
     assert distance(merged(whole, tmp_path / "merged"), ours) <= 5e-6
 
 
+def test_loftq_is_of_the_ordinary_nf4_base(tmp_path: Path, models: list[Any]) -> None:
+    whole = in_two_parts(tmp_path, "recipe=qlora", "optimizer.lr=1e-2", "adapter.init=loftq")
+    ours = logits(models[0].language_model)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    _, tuned = in_peft(whole, quantization_config=nf4, device_map={"": "cpu"}, dtype="float32")
+    assert distance(tuned, ours) <= 5e-6
+    assert distance(merged(whole, tmp_path / "merged"), ours) <= 5e-6
+    notes = [
+        (tmp_path / part / "log.txt").read_text().count("adapter.init=loftq: begins") for part in ("whole", "parts")
+    ]
+    assert notes == [1, 1], "a resume computes nothing anew"
+
+
 REFUSED = {
-    ("adapter.init=eva",): r"adapter\.init=eva takes a pass over the rows",
+    ("adapter.init=lora_ga",): r"adapter\.init=lora_ga takes gradients before the first step",
+    ("adapter.init=loftq",): r"adapter\.init=loftq corrects a base in 4 bits",
+    ("adapter.init=corda", "recipe=qlora"): r"adapter\.init=corda reads weights .* Set adapter\.init=eva or default",
     ("adapter.init=pisa",): r"adapter\.init=pisa is none of default",
     ("adapter.init=pissa", "adapter.dora=true"): r"adapter\.init=pissa with adapter\.dora=true",
     ("adapter.init=orthogonal", "recipe=qlora"): r"adapter\.init=orthogonal reads weights of the base",
