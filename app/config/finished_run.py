@@ -23,6 +23,8 @@ Changes = Mapping[str, Any]  # choices by group and values by dotted key
 def finished_folder(given: str | None, checkpoint: str | None = None) -> Path:
     """Return the folder named by `run=`; refuse a run that has not finished, unless a `checkpoint` is asked for."""
     folder = run_folder(given)
+    if (folder / "sweep.json").is_file():
+        raise CheckpointError(f"run={given}: this is the folder of a sweep. Give that of one of its trials, inside it.")
     if checkpoint is None and not (folder / "final").is_dir():
         raise CheckpointError(
             f"run={given}: there is no final/ in it, so the run did not finish. "

@@ -176,7 +176,7 @@ def grouped(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     out = _product(self, "down_proj", inner.to(dtype), ends)
     if self.has_bias:
         out = out + self.down_proj_bias[of_row]
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # transformers 5.17 has none
         out = self.post_expert_norm(out)
     out = out * top_k_weights.flatten()[order, None]
     back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))

@@ -62,7 +62,7 @@ class Runs:
     def folders(self) -> dict[str, Path]:
         """Folder by name, the last begun first; that of a run that did not start does not exist."""
         found = {each.name: each for each in self.folder.iterdir() if _has_address(each) and is_run(each)}
-        found |= {name: self.folder / name for name in self._processes}
+        found |= {name: self.folder / name for name in list(self._processes)}
         begun = {name: own.stat().st_mtime for name, each in found.items() if (own := each / "run.yaml").is_file()}
         return {name: found[name] for name in sorted(found, key=lambda name: (-begun.get(name, float("inf")), name))}
 

@@ -79,10 +79,13 @@ def test_several_errors_are_one_message(zygote: Zygote, tmp_path: Path) -> None:
         (("run=empty", "prompts=no.txt"), "prompts=no.txt: no such file"),
         (("run=none", "prompt=Hi"), "run=none: there is no such folder."),
         (("run=empty", "prompt=Hi"), "run=empty: there is no final/ in it"),
+        (("run=swept", "prompt=Hi"), "run=swept: this is the folder of a sweep. Give that of one of its trials"),
     ],
 )
 def test_missing_run_is_reported(zygote: Zygote, tmp_path: Path, given: tuple[str, ...], message: str) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / "sweep.json").touch()
     zygote.refused(tmp_path, *given, module="app.generate", message=message)
 
 
