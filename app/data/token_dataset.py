@@ -146,6 +146,12 @@ class TokenRows:
         lengths.flags.writeable = False
         return lengths
 
+    @property
+    def longer_answers(self) -> NDArray[np.int32]:
+        """Tokens of the longer answer of each row, prompt included, where rows are pairs of answers."""
+        second = self._column("second_start")
+        return np.maximum(second, self.lengths - second)
+
     def ids(self, i: int) -> NDArray[np.int32]:
         """Token ids of row i, as a read-only view of the file."""
         batch, row = self._at(i)

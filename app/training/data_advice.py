@@ -37,7 +37,7 @@ def _bad_rows(check: DataCheck) -> Iterator[Advice]:
 
 
 def _over_long(check: DataCheck) -> Iterator[Advice]:
-    run, counts, lengths = check.run, check.data.report.train, check.data.train.lengths
+    run, counts, lengths = check.run, check.data.report.train, check.sample_lengths
     limit = run.dataset.max_length
     needed = length_statistics.length_that_keeps(KEPT_SHARE, lengths, counts)
     if not counts.tokens_lost or needed is None or needed <= limit:
@@ -46,7 +46,8 @@ def _over_long(check: DataCheck) -> Iterator[Advice]:
     kept = check.base.longest_row(needed)
     then, now = (length_statistics.share_within(length, lengths, counts) for length in (kept, limit))
     if kept > limit and then > now:
-        bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.bin_tokens else ""
+        room = kept * check.documents_per_row
+        bins = f" batching.tokens={room}" if run.batching.packing and room > run.batching.bin_tokens else ""
         most = "" if kept == needed else f"; {positions_text(run.model, kept)}, choose a larger model for the others"
         most_dropped = {"auto": MAX_DROPPED_SHARE, "error": 0.0}.get(run.dataset.on_overflow, 1.0)
         ends = " dataset.on_overflow=drop" if counts.dropped and 1 - then > most_dropped else ""

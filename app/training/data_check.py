@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from app.config.dataset import formats_of, sources_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.schema import RunConfig
@@ -26,6 +29,7 @@ class DataCheck:
 
     run: RunConfig
     data: Data
+    documents_per_row: int
     packing: length_statistics.Packing
     padded_fill: float | None
     loader: Loader
@@ -35,6 +39,12 @@ class DataCheck:
     other_template: str  # what model.chat_template may be instead
     preview: dict[str, Any]
     stops: list[str]
+
+    @property
+    def sample_lengths(self) -> NDArray[np.int32]:
+        """Tokens that dataset.max_length bounds: of a pair those of its longer answer."""
+        rows = self.data.train
+        return rows.longer_answers if self.documents_per_row > 1 else rows.lengths
 
     def facts(self) -> dict[str, Any]:
         """`data` of check.json, without the advice."""
@@ -52,8 +62,8 @@ class DataCheck:
             "lower_bound_bins": self.packing.least,
             "padded_fill": self.padded_fill,
             **self._steps(),
-            "length_percentiles": length_statistics.percentiles(self.data.train.lengths, train),
-            "lengths": length_statistics.histogram(self.data.train.lengths),
+            "length_percentiles": length_statistics.percentiles(self.sample_lengths, train),
+            "lengths": length_statistics.histogram(self.sample_lengths),
             "overlong_lengths": length_statistics.over_long(train),
             "sources": self._sources(),
             "eval": None
@@ -131,6 +141,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
     return DataCheck(
         run=config,
         data=prepared.data,
+        documents_per_row=prepared.objective.documents_per_row,
         packing=length_statistics.packed(lengths, max(batching.bin_tokens, config.dataset.max_length)),
         padded_fill=length_statistics.padded_fill(lengths, batching.rows, rows_per_step),
         loader=loader,

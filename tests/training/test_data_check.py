@@ -226,6 +226,17 @@ def test_advised_max_length_fits_the_model(look: Look, tmp_path: Path) -> None:
     assert "model=tiny reads 512 tokens at most, and " in advised(most)["dataset.on_overflow=truncate"]
 
 
+def test_lengths_of_pairs_are_those_of_the_longer_answer(look: Look, tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi", "chosen": "word " * n, "rejected": "no"} for n in range(1, 100)]
+    words = ("recipe=orpo", "dataset=preference", f"dataset.path={write_jsonl(tmp_path / 'a.jsonl', rows)}")
+    short = look(*words, "dataset.on_overflow=drop", "dataset.max_length=64", "batching.tokens=128")
+    lengths = short.facts()["length_percentiles"]
+    assert lengths["p95"] <= lengths["max"]
+    [key] = [each for each in advised(short) if each.startswith("dataset.max_length=")]
+    after = look(*words, "dataset.on_overflow=drop", *key.split())
+    assert after.facts()["overlong_rows"] <= 0.01 * len(rows)
+
+
 def test_advice_ends_what_would_stop_again(look: Look, tmp_path: Path) -> None:
     chats = [chat("Hi", "word " * (100 if n % 2 else 900)) for n in range(40)]
     path = f"dataset.path={write_chats(tmp_path / 'a.jsonl', *chats)}"
