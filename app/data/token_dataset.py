@@ -150,7 +150,7 @@ class TokenRows:
     def longer_answers(self) -> NDArray[np.int32]:
         """Tokens of the longer answer of each row, prompt included, where rows are pairs of answers."""
         second = self._column("second_start")
-        return np.maximum(second, self.lengths - second)
+        return np.asarray(np.maximum(second, self.lengths - second), np.int32)
 
     def ids(self, i: int) -> NDArray[np.int32]:
         """Token ids of row i, as a read-only view of the file."""
