@@ -16,7 +16,7 @@ from app.tracking.formatting import format_bytes
 
 CARD = "README.md"
 _SETTINGS = {
-    "adapter": ("kind", "r", "alpha", "dropout", "lr_ratio", "targets"),
+    "adapter": ("kind", "method", "fields", "r", "alpha", "dropout", "lr_ratio", "targets"),
     "quantization": ("kind", "double_quant"),
     "optimizer": ("kind", "lr", "weight_decay"),
     "schedule": ("kind", "warmup_fraction", "warmup_steps", "final_fraction"),
@@ -164,7 +164,8 @@ def _settings(run: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]:
     for section, keys in _SETTINGS.items():
         values = run.get(section, {})
         for key in ("kind",) if values.get("kind") == "none" else keys:
-            if values.get(key) not in (None, []):
+            has_rank = key not in ("r", "alpha") or values.get("r")
+            if has_rank and values.get(key) not in (None, [], {}, ""):
                 yield f"{section}.{key}", values[key]
     yield "seed", run["seed"]
 

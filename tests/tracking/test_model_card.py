@@ -40,6 +40,14 @@ def code_of(text: str) -> str:
     return text.partition("```python\n")[2].partition("\n```")[0]
 
 
+def test_model_card_of_other_method_has_its_settings_and_no_rank() -> None:
+    text = card(run={"adapter": {"kind": "peft", "method": "OFT", "fields": {"block": 16}, "r": 0, "alpha": 0.0}})
+    assert "# OFT adapter" in text
+    assert "| adapter.method | OFT |" in text
+    assert "| adapter.fields | {'block': 16} |" in text
+    assert "adapter.r " not in text
+
+
 def test_model_card_of_adapter_has_what_others_need() -> None:
     final = {"eval_loss": 2.0, "eval_loss_margin": 0.25, "exact_match": 0.5}
     text = card(steps=10, final_metrics=final, start_metrics={"eval_loss": 9.5})
