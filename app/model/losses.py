@@ -44,7 +44,8 @@ def _of_classes(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
     losses, logits = model.class_losses(states, batch)
     if not batch.num_labels:
         return logits.sum() * 0.0  # which the graph depends on
-    return losses.sum() if batch.weights is None else losses @ batch.weights.per_target
+    # no product of vectors, which autocast would compute in 16 bits
+    return losses.sum() if batch.weights is None else (losses * batch.weights.per_target).sum()
 
 
 def over_documents(of_rows: OfDocuments, of_step: OfDocuments | None = None) -> Loss:

@@ -91,7 +91,7 @@ class RouterLoss:
         if batch.weights is not None:
             weights = weights * batch.weights.per_target
         weight = torch.zeros(size + 1, device=owner.device).index_add(0, owner[batch.label_rows], weights)[:-1]
-        total = balance @ weight
+        total = (balance * weight).sum()  # no product of vectors, which autocast would compute in 16 bits
         self.sum = total.detach()
         return total
 

@@ -55,6 +55,13 @@ def test_router_loss_does_not_depend_on_the_layout_of_rows(kind: str, recompute:
             assert distance(gradients, found) <= 1e-6
 
 
+def test_router_loss_is_summed_in_fp32_under_autocast() -> None:
+    model = routed("mixtral")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = model(packed(DOCUMENTS))
+    assert loss.dtype == model.router_loss.sum.dtype == torch.float32
+
+
 def test_router_loss_is_not_in_scores() -> None:
     batch = packed(DOCUMENTS)
     assert distance(routed("mixtral").scores(batch)[0], routed("mixtral", 0.0).scores(batch)[0]) == 0.0

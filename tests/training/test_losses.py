@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -120,6 +121,15 @@ def step(
     result = stepper.run(batches, 0.0)
     assert result.weight == len(LENGTHS)
     return result.mean(runtime.host_group.totals([float(result.loss_sum)])[0]), stepper
+
+
+def test_weighted_classes_are_summed_in_fp32_under_autocast() -> None:
+    losses, weights = torch.linspace(0.0, 20.0, 9000), torch.linspace(0.5, 3.7, 9000)
+    batch: Any = SimpleNamespace(num_labels=9000, weights=SimpleNamespace(per_target=weights))
+    model: Any = SimpleNamespace(class_losses=lambda states, _batch: (states, states))
+    with torch.autocast("cpu", torch.float16):
+        found = LOSSES["classification"](TaskConfig(), PreferenceConfig()).of_states(model, losses, batch)
+    assert float(found) == pytest.approx(float((losses.double() * weights).sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
