@@ -25,7 +25,7 @@ from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.failures import fail_as_one_of_several, report_failure
 from app.distributed.launch import launch, processes_to_start
-from app.errors import AppError, ConfigError
+from app.errors import AppError, ConfigError, refuse
 from app.files import report_write_errors, write_json, write_text
 from app.tracking.console import Console, open_console
 
@@ -259,8 +259,7 @@ def _check_parts(config: CheckConfig) -> None:
     problems = [*sources.check(run.dataset), *tokenizer.check(run.model)] if "data" in config.checks else []
     if {"memory", "quantization", "models"} & set(config.checks):
         problems += source.check(run.model)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _command(arguments: Sequence[str]) -> int:

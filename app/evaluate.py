@@ -18,7 +18,7 @@ from app.config.help import command_help
 from app.distributed.environment import world
 from app.distributed.failures import fail_as_one_of_several, reporting_crashes
 from app.distributed.launch import launch, processes_to_start
-from app.errors import ConfigError, EnvironmentProblem
+from app.errors import EnvironmentProblem, refuse
 from app.evaluation.lm_eval import prepare_harness, require_harness, table, with_earlier_tasks
 from app.files import report_write_errors, write_json
 from app.tracking.console import Console, open_console
@@ -101,9 +101,7 @@ def _check_parts(config: EvaluateConfig) -> None:
     from app.data import sources
     from app.model import tokenizer
 
-    problems = [*sources.check(config.dataset, training=False), *tokenizer.check(config.model)]
-    if problems:
-        raise ConfigError(problems)
+    refuse([*sources.check(config.dataset, training=False), *tokenizer.check(config.model)])
 
 
 def _writable_folder(output_dir: str) -> Path:

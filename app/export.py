@@ -20,7 +20,7 @@ from app.config.commands import run_command
 from app.config.export_settings import EXPORT_ALLOWED, EXPORT_KINDS, ExportConfig, export_config
 from app.config.finished_run import as_run
 from app.config.help import command_help
-from app.errors import ConfigError
+from app.errors import refuse
 from app.exports.folder import REPORT, require_target
 from app.exports.hub import repository
 from app.tracking.console import Console, open_console
@@ -103,8 +103,7 @@ def _check_parts(config: ExportConfig) -> None:
             f"kind={config.kind} needs the package {packages[0]}, which is not installed: pip install "
             f"{' '.join(packages)}"
         )
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _facts(planned: "Export", origin: Path) -> dict[str, Any]:

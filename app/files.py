@@ -142,6 +142,15 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is nested too deep") from fault
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Content of a JSON file that is an object; empty where it is missing, damaged or something else."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def append_text(path: Path, text: str) -> None:
     """Append without a buffer: killing the process loses nothing."""
     # lone surrogates of a user's data become the JSON escapes that they came from

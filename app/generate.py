@@ -26,7 +26,7 @@ from app.config.load import named_model, read_run
 from app.config.problems import PROBLEMS, text_of
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS, task_of
-from app.errors import AppError, ConfigError, PromptTooLong
+from app.errors import AppError, ConfigError, PromptTooLong, refuse
 from app.files import write_text
 from app.safe_text import printable
 
@@ -89,22 +89,15 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     """Print or write the labels with their probabilities."""
     formats = {source.format for source in sources_of(run.dataset).values()}
     columns, pair = run.dataset.columns, "text_pair" in formats
-    problems = list(class_problems(config, str(folder), pair))
-    if problems:
-        raise ConfigError(problems)
+    refuse(class_problems(config, str(folder), pair))
     from app.data.prompts import read_examples
 
     one = [config.prompt, *([config.second] if pair else [])]
     fields = [columns.sentence1, columns.sentence2] if pair else [columns.text]
     texts = [list(map(str, one))] if config.prompts is None else read_examples(config.prompts, fields)
     from app.model.generate import Classifier
-    from app.model.load_run import load_tuned, load_tuned_tokenizer
 
-    _use_threads(config)
-    tokenizer = load_tuned_tokenizer(folder / "final", config.trust_remote_code)
-    lm = load_tuned(
-        folder, run.model, task_of(run.task), adapter=config.adapter, quantization=run.quantization, seed=run.seed
-    )
+    lm, tokenizer = _loaded(config, folder, run)
     classifier, cut = Classifier(lm, tokenizer, run.dataset.max_length, run.task.problem), 0
     problem = PROBLEMS[run.task.problem]
     lines = []
@@ -123,20 +116,13 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
 
 def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     """Print or write the words with their tags; those that are cut off have none."""
-    problems = list(class_problems(config, str(folder), pair=False, task=run.task.kind))
-    if problems:
-        raise ConfigError(problems)
+    refuse(class_problems(config, str(folder), pair=False, task=run.task.kind))
     from app.data.prompts import read_words, tokens_of_words
     from app.model.generate import tags_of_words
-    from app.model.load_run import load_tuned, load_tuned_tokenizer
 
     columns = run.dataset.columns
     rows = [str(config.prompt).split()] if config.prompts is None else read_words(config.prompts, columns.tokens)
-    _use_threads(config)
-    tokenizer = load_tuned_tokenizer(folder / "final", config.trust_remote_code)
-    lm = load_tuned(
-        folder, run.model, task_of(run.task), adapter=config.adapter, quantization=run.quantization, seed=run.seed
-    )
+    lm, tokenizer = _loaded(config, folder, run)
     lines, cut = [], 0
     for words, tokens in zip(rows, tokens_of_words(rows, tokenizer, run.dataset.max_length), strict=True):
         found = tags_of_words(lm, tokens.ids, tokens.loss_mask)
@@ -148,6 +134,16 @@ def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
             lines.append(json.dumps({columns.tokens: words, columns.tags: tags}, ensure_ascii=False) + "\n")
     _put(config, lines)
     _tell_cut(run, cut, len(rows))
+
+
+def _loaded(config: GenerateConfig, folder: Path, run: RunConfig) -> tuple[Any, Any]:
+    """The model of a run that answers with labels, and its tokenizer."""
+    from app.model.load_run import load_tuned, load_tuned_tokenizer
+
+    _use_threads(config)
+    tokenizer, given = load_tuned_tokenizer(folder / "final", config.trust_remote_code), (folder, run.model)
+    lm = load_tuned(*given, task_of(run.task), adapter=config.adapter, quantization=run.quantization, seed=run.seed)
+    return lm, tokenizer
 
 
 def _put(config: GenerateConfig, lines: list[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from app.config.commands import ReportConfig, report_config, run_command
 from app.config.help import command_help
-from app.errors import CheckpointError, ConfigError
+from app.errors import CheckpointError, refuse
 from app.files import write_text
 from app.pages.read_run import is_run, read_sweep
 from app.tracking.console import Console, open_console
@@ -23,9 +23,7 @@ _SWEEP = "sweep.json"
 
 def report(config: ReportConfig, console: Console) -> None:
     """Write the page."""
-    problems = [*_folder_problems(config), *_target_problems(config)]
-    if problems:
-        raise ConfigError(problems)
+    refuse([*_folder_problems(config), *_target_problems(config)])
     from app.pages.render import PAGE_FAULTS
 
     try:

@@ -31,7 +31,7 @@ from app.distributed.launch import (
     require_named_folder,
     train_in_processes,
 )
-from app.errors import AppError, ConfigError, refuse
+from app.errors import AppError, refuse
 from app.signals import CTRL_C, Stopped, ending_on_signals
 from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
@@ -78,17 +78,17 @@ def _check_parts(run: RunConfig) -> None:
     from app.optim import requirements
     from app.tracking import trackers
 
-    problems = [
-        *sources.check(run.dataset),
-        *source.check(run.model),
-        *tokenizer.check(run.model),
-        *adapter_start.check_start(run),
-        *requirements.check(run.optimizer),
-        *launch.check(run),
-        *trackers.check(run.tracker),
-    ]
-    if problems:
-        raise ConfigError(problems)
+    refuse(
+        [
+            *sources.check(run.dataset),
+            *source.check(run.model),
+            *tokenizer.check(run.model),
+            *adapter_start.check_start(run),
+            *requirements.check(run.optimizer),
+            *launch.check(run),
+            *trackers.check(run.tracker),
+        ]
+    )
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")

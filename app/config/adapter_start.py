@@ -13,7 +13,7 @@ from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.schema import AdapterConfig, RunConfig
 from app.config.validate import format_value
 from app.config.yaml_files import read_yaml
-from app.files import read_json
+from app.files import read_object
 
 # keys that hold, by the names in an adapter's own file
 KEPT = {"r": "r", "alpha": "lora_alpha", "targets": "target_modules", "rslora": "use_rslora", "dora": "use_dora"}
@@ -54,7 +54,7 @@ def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
     start = typed.get("adapter.start")
     if not isinstance(start, str) or not start:
         return {}
-    found = _read(adapter_folder(start) / ADAPTER)
+    found = read_object(adapter_folder(start) / ADAPTER)
     values = {key: found.get(name) for key, name in KEPT.items()} if found else _begun_with(typed)
     return {
         f"adapter.{key}": value
@@ -84,21 +84,13 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (int, float, bool)
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        found = read_json(file)
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def check_start(run: RunConfig) -> Iterator[str]:
     """Problems with `adapter.start`; a run that is continued needs the folder no more."""
     adapter, folder = run.adapter, start_folder(run.adapter)
     if folder is None or (run.resume is not None and not os.path.isdir(folder)):  # noqa: PTH112
         return
-    given, found = f"adapter.start={adapter.start}", _read(folder / ADAPTER)
-    if found is None or not (folder / ADAPTER_WEIGHTS).is_file():
+    given, found = f"adapter.start={adapter.start}", read_object(folder / ADAPTER)
+    if not found or not (folder / ADAPTER_WEIGHTS).is_file():
         is_local = not _HUB_ID.fullmatch(str(adapter.start)) or os.path.exists(folder)  # noqa: PTH110
         why = "" if is_local else _from_hub(str(adapter.start))[1]
         yield (

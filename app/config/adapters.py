@@ -33,26 +33,11 @@ class AdapterKind(NamedTuple):
     name: str  # in papers
     problems: Callable[[RunConfig], Iterator[str]]  # of its keys
     has_rank: bool  # whether it is matrices of rank adapter.r
-    # what vLLM refuses of it, as words; None: it serves it
-    not_in_vllm: Callable[[Mapping[str, Any]], str | None] = lambda _adapter: "it"
 
 
 def changes_base(adapter: AdapterConfig) -> bool:
     """Whether the base gives up what the adapter begins with; the adapter is saved as one of the ordinary base."""
     return adapter.init.startswith(("pissa", "olora", "corda"))
-
-
-def _not_in_vllm(adapter: Mapping[str, Any]) -> str | None:
-    """`adapter` is the section of a run, which an older one wrote in part."""
-    words = {
-        "dora": "DoRA",
-        "rank_pattern": "ranks by layer",
-        "alpha_pattern": "alphas by layer",
-        "train_whole": "whole modules",
-        "train_tokens": "rows of tokens",
-    }
-    found = [text for key, text in words.items() if adapter.get(key)]
-    return " and ".join(found) or None
 
 
 def _low_rank(run: RunConfig) -> Iterator[str]:
@@ -156,10 +141,8 @@ def _of_peft(run: RunConfig) -> Iterator[str]:
 
 ADAPTER_KINDS = {
     "none": AdapterKind("full fine-tuning", lambda _adapter: iter(()), has_rank=False),
-    "lora": AdapterKind("LoRA", _low_rank, has_rank=True, not_in_vllm=_not_in_vllm),
-    "peft": AdapterKind(
-        "PEFT", _of_peft, has_rank=False, not_in_vllm=lambda adapter: str(adapter.get("method")).upper()
-    ),
+    "lora": AdapterKind("LoRA", _low_rank, has_rank=True),
+    "peft": AdapterKind("PEFT", _of_peft, has_rank=False),
 }
 
 

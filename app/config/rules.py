@@ -136,10 +136,6 @@ def _also_is_beside_held_out_rows(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _adapter_is_whole(run: RunConfig) -> Iterator[str]:
-    return ADAPTER_KINDS[run.adapter.kind].problems(run)
-
-
 def _offload_needs_recomputed_layers(run: RunConfig) -> Iterator[str]:
     if run.training.offload and run.training.recompute in (False, 0):
         yield (
@@ -164,18 +160,49 @@ def _quantization_suits_what_is_trained(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _narrow_weights_are_of_whole_models(run: RunConfig) -> Iterator[str]:
-    if run.precision.trained == "fp32":
-        return
-    if run.adapter.kind != "none":
+def _narrow_numbers_go_with_narrow_arithmetic(run: RunConfig) -> Iterator[str]:
+    trained, norm, precision = run.precision.trained, run.model.norm, run.precision.kind
+    if trained != "fp32" and run.adapter.kind == "none" and precision != "bf16":
         yield (
-            f"precision.trained={run.precision.trained} is for training whole models, and this run has adapter.kind="
-            f"{run.adapter.kind}: its base is in 16 bits already. Set recipe=full, or precision.trained=fp32."
+            f"precision.trained={trained} goes with arithmetic in bf16, and this run has precision.kind={precision}. "
+            "Set precision=bf16 too, or precision.trained=fp32."
         )
-    elif run.precision.kind != "bf16":
+    if norm != "own" and precision in {"fp32", "tf32"}:
         yield (
-            f"precision.trained={run.precision.trained} goes with arithmetic in bf16, and this run has precision.kind="
-            f"{run.precision.kind}. Set precision=bf16 too, or precision.trained=fp32."
+            f"model.norm={norm} is for bf16 or fp16, and precision={precision} computes everything in float32. "
+            "Set precision=bf16, or model.norm=own."
+        )
+
+
+def _full_fine_tuning_has_its_own_settings(run: RunConfig) -> Iterator[str]:
+    has_adapter = f"adapter.kind={run.adapter.kind}"
+    trained, norm, states = run.precision.trained, run.model.norm, run.optimizer.embedding_states
+    if run.adapter.kind == "none":
+        return
+    if trained != "fp32":
+        yield (
+            f"precision.trained={trained} is for training whole models, and this run has {has_adapter}: its base is in "
+            "16 bits already. Set recipe=full, or precision.trained=fp32."
+        )
+    if norm != "own":
+        yield (
+            f"model.norm={norm} is for training whole models, and this run has {has_adapter}. Set recipe=full, or "
+            "model.norm=own."
+        )
+    if states != "same":
+        yield (
+            f"optimizer.embedding_states={states} is for trained embeddings, and this run has {has_adapter}: its "
+            "embeddings are frozen. Set recipe=full, or optimizer.embedding_states=same."
+        )
+    if run.training.freeze:
+        yield (
+            f"training.freeze=[{','.join(run.training.freeze)}] is for full fine-tuning, and {has_adapter} freezes all "
+            "of the base. Leave it out and name adapter.targets, or set recipe=full."
+        )
+    if run.optimizer.in_backward:
+        yield (
+            f"optimizer.in_backward=true saves the gradients of whole models, and this run has {has_adapter}: those of "
+            "adapters are small. Set recipe=full, or optimizer.in_backward=false."
         )
 
 
@@ -205,46 +232,8 @@ def _weights_stepped_together_are_fp32(run: RunConfig) -> Iterator[str]:
         yield f"{given} steps all weights together, and {found} one after another. Set {remedy}."
 
 
-def _norms_are_of_whole_models_under_autocast(run: RunConfig) -> Iterator[str]:
-    if run.model.norm == "own":
-        return
-    if run.adapter.kind != "none":
-        yield (
-            f"model.norm={run.model.norm} is for training whole models, and this run has adapter.kind="
-            f"{run.adapter.kind}. Set recipe=full, or model.norm=own."
-        )
-    if run.precision.kind in {"fp32", "tf32"}:
-        yield (
-            f"model.norm={run.model.norm} is for bf16 or fp16, and precision={run.precision.kind} computes everything "
-            "in float32. Set precision=bf16, or model.norm=own."
-        )
-
-
-def _embedding_states_are_of_whole_models(run: RunConfig) -> Iterator[str]:
-    if run.optimizer.embedding_states != "same" and run.adapter.kind != "none":
-        yield (
-            f"optimizer.embedding_states={run.optimizer.embedding_states} is for trained embeddings, and this run has "
-            f"adapter.kind={run.adapter.kind}: its embeddings are frozen. Set recipe=full, or "
-            "optimizer.embedding_states=same."
-        )
-
-
-def _adapters_freeze_the_base(run: RunConfig) -> Iterator[str]:
-    if run.training.freeze and run.adapter.kind != "none":
-        yield (
-            f"training.freeze=[{','.join(run.training.freeze)}] is for full fine-tuning, and adapter.kind="
-            f"{run.adapter.kind} freezes all of the base. Leave it out and name adapter.targets, or set recipe=full."
-        )
-
-
 def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
-    if not run.optimizer.in_backward:
-        return
-    if run.adapter.kind != "none":
-        yield (
-            f"optimizer.in_backward=true saves the gradients of whole models, and this run has adapter.kind="
-            f"{run.adapter.kind}: those of adapters are small. Set recipe=full, or optimizer.in_backward=false."
-        )
+    if not run.optimizer.in_backward or run.adapter.kind != "none":
         return
     accumulation, processes = run.batching.accumulation, run.launch.num_processes
     yield from _conflicts(
@@ -345,14 +334,12 @@ RULES: tuple[Rule, ...] = (
     _best_needs_eval_rows,
     _also_is_beside_held_out_rows,
     _new_tokens_are_trained,
-    _adapter_is_whole,
+    lambda run: ADAPTER_KINDS[run.adapter.kind].problems(run),
     _offload_needs_recomputed_layers,
     _quantization_suits_what_is_trained,
-    _narrow_weights_are_of_whole_models,
+    _narrow_numbers_go_with_narrow_arithmetic,
+    _full_fine_tuning_has_its_own_settings,
     _weights_stepped_together_are_fp32,
-    _norms_are_of_whole_models_under_autocast,
-    _embedding_states_are_of_whole_models,
-    _adapters_freeze_the_base,
     _steps_in_backward_see_one_gradient,
     _models_are_divided_by_layers_alone,
     _recorded_graphs_are_of_one_step,

@@ -51,13 +51,10 @@ def _settings(given: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ConfigError(f"from={given}: it has no settings. Write them as key: value, such as recipe: lora.")
     settings = dict(flat("", literal(data)))
-    alone = [key for key, value in settings.items() if _is_typed_alone(key) and value is not False]
+    sections = tuple(f"{each}." for each in TYPED_ALONE)
+    alone = [key for key, value in settings.items() if f"{key}.".startswith(sections) and value is not False]
     refuse(f"{key} in {given}: a file of settings cannot decide it. Type it beside from={given}." for key in alone)
     return settings
-
-
-def _is_typed_alone(key: str) -> bool:
-    return any(key == each or key.startswith(f"{each}.") for each in TYPED_ALONE)
 
 
 def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from app.config.dataset_schema import DatasetConfig
 from app.data.sources import Source
@@ -126,9 +125,6 @@ class DataReport:
         if self.shared:
             lines.append(f"eval: {many(self.shared, 'sample')} of it also trained on: eval_loss is too good")
         return lines + self.notes
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _mix_lines(report: DataReport) -> Iterator[str]:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,16 +105,20 @@ def _name_problem(label: str) -> str:
     return f"has {len(label):,} characters: that is a text, no label" if len(label) > _MAX_LABEL_CHARS else ""
 
 
-def _multi_problem(label: str) -> str:
-    for part in parts_of(label):
+def _parts_problem(label: str, fraction: str) -> str:
+    """`fraction` is the problem of a number with a point."""
+    for part in dict.fromkeys(parts_of(label)):
         if FRACTION.fullmatch(part):
-            return (
-                f"has {part}, and labels are words or whole numbers: numbers are learnt by task.problem=regression, a "
-                "list of shares (0.0, 1.0) is to name the labels that hold"
-            )
+            return f"has {part}, and {fraction}"
         if problem := _name_problem(part):
             return problem
     return ""
+
+
+_FRACTION_OF_SEVERAL = (
+    "labels are words or whole numbers: numbers are learnt by task.problem=regression, a list of shares (0.0, 1.0) is "
+    "to name the labels that hold"
+)
 
 
 def _number_problem(label: str) -> str:
@@ -122,15 +127,6 @@ def _number_problem(label: str) -> str:
     if words or not parts:
         what = repr(words[0][:_MAX_LABEL_CHARS]) if words else "empty"
         return f"must be a number, found {what}: task.problem=single learns words as labels"
-    return ""
-
-
-def _tags_problem(label: str) -> str:
-    for part in dict.fromkeys(parts_of(label)):
-        if FRACTION.fullmatch(part):
-            return f"has {part}, and a tag is a name or a whole number"
-        if problem := _name_problem(part):
-            return problem
     return ""
 
 
@@ -185,10 +181,12 @@ LABELLINGS: dict[str, Labelling] = {
     "multi": Labelling(
         lambda label: tuple(dict.fromkeys(parts_of(label))),
         _some_of,
-        _multi_problem,
+        partial(_parts_problem, fraction=_FRACTION_OF_SEVERAL),
         _against_absence,
         weighs_answers=False,
     ),
-    "tokens": Labelling(parts_of, _each_of, _tags_problem, _of_equal_sums),
+    "tokens": Labelling(
+        parts_of, _each_of, partial(_parts_problem, fraction="a tag is a name or a whole number"), _of_equal_sums
+    ),
     "regression": Labelling(_outputs, _numbers, _number_problem, named=False),
 }

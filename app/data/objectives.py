@@ -229,29 +229,12 @@ def compared_rows(objective: Compared, rows: TokenRows) -> tuple[TokenRows, ...]
     return (rows, MismatchedRows(rows)) if isinstance(objective, LabelledAnswers) else (rows,)
 
 
-def _preference(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirectional: bool) -> Objective:
-    return Comparisons()
-
-
-def _preference_label(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirectional: bool) -> Objective:
-    return LabelledAnswers()
-
-
-def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirectional: bool) -> Objective:
-    return NEXT_TOKEN
-
-
 def _of_labels(
     kind: type[Classification], config: TaskConfig, tokenizer: Tokenizer, _seed: int, bidirectional: bool
 ) -> Objective:
-    labelling = labelling_of(config)
-    weights = _weights_of_answers(config, labelling)
+    labelling, given = labelling_of(config), config.class_weights
+    weights = tuple(given) if isinstance(given, list) and LABELLINGS[labelling].weighs_answers else ()
     return kind(tuple(config.labels), bidirectional, tokenizer.pad_token_id, labelling, weights)
-
-
-def _weights_of_answers(config: TaskConfig, labelling: str) -> tuple[float, ...]:
-    given = config.class_weights
-    return tuple(given) if isinstance(given, list) and LABELLINGS[labelling].weighs_answers else ()
 
 
 def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int, _bidirectional: bool) -> Objective:
@@ -281,12 +264,12 @@ def _continues_a_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
 
 
 OBJECTIVES: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Objective]] = {
-    "causal": _causal,
+    "causal": lambda *_: NEXT_TOKEN,
     "masked": _masked,
     "classification": partial(_of_labels, Classification),
     "tokens": partial(_of_labels, WordTags),
-    "preference": _preference,
-    "preference_label": _preference_label,
+    "preference": lambda *_: Comparisons(),
+    "preference_label": lambda *_: LabelledAnswers(),
 }
 
 # the most labels of so many tokens in so many documents, as a memory plan needs them before any row is read

@@ -20,7 +20,7 @@ from app.data.mixture import Pool, recount
 from app.data.overflow import policy_for
 from app.data.random_rows import RandomRows
 from app.data.row_pipeline import write_rows
-from app.data.sources import Source, also_source, eval_source, train_source, unread_splits
+from app.data.sources import Source, eval_source, open_source, train_source, unread_splits
 from app.data.token_cache import cache_key, cached_rows
 from app.data.token_dataset import TokenRows
 from app.data.tokenizer import Tokenizer, check_tokenizer, separates_pairs
@@ -132,7 +132,7 @@ def rows_beside(
     """The rows of `eval.also`, read as those of the run where their format, found among `formats`, allows it; and lines
     on what became of them.
     """
-    source = also_source(path, config)
+    source = open_source(path, "eval.also", config, None)
     section, _ = detect_format(config, source, "dataset", formats)
     shape = ROW_FORMATS[section.format]
     section = replace(
@@ -186,14 +186,10 @@ def _rows(
     )
     counts = Counts(**facts)
     counts.source = source.name  # the cached entry may name another path with the same content
-    rows = _of_classes(rows.labelled_as(known.labelling), known.classes, counts, _label_column(config))
+    column = str(getattr(config.columns, ROW_FORMATS[config.format].needs[-1]))  # the last is that of labels or tags
+    rows = _of_classes(rows.labelled_as(known.labelling), known.classes, counts, column)
     judge(config, source, counts)
     return _first(rows, max_rows, counts), counts
-
-
-def _label_column(config: DatasetConfig) -> str:
-    """The column of labels or tags, which is the last one that a format of them needs."""
-    return str(getattr(config.columns, ROW_FORMATS[config.format].needs[-1]))
 
 
 def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts, column: str) -> TokenRows:

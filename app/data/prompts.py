@@ -37,20 +37,30 @@ def read_prompt(location: str, line: str, system: str | None) -> list[Message]:
 
 def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
     """Read the texts to classify: a line, or the columns `fields` of a row; a single one may be called prompt."""
-    return [_texts_of(location, row, fields) for location, row in _rows(given)]
+    texts = []
+    for location, row in _rows(given):
+        found = [value(row, field) for field in fields]
+        if len(fields) == 1 and not isinstance(found[0], str):
+            found = [row.get("prompt")]
+        if not all(isinstance(text, str) and text.strip() for text in found):
+            raise DataError(
+                f"{location}: expected text in {' and '.join(fields)}; found columns {', '.join(row) or 'none'}."
+            )
+        texts.append(found)
+    return texts
 
 
 def read_words(given: str, field: str) -> list[list[str]]:
     """Read the words to tag: those of a line, or of the column `field` of a row, a list of them or a text."""
-    return [_words_of(location, row, field) for location, row in _rows(given)]
-
-
-def _words_of(location: str, row: Row, field: str) -> list[str]:
-    found = row.get("prompt") if value(row, field) is ABSENT else value(row, field)
-    words = found.split() if isinstance(found, str) else found
-    if not isinstance(words, list) or not words or not all(isinstance(word, str) and word.strip() for word in words):
-        raise DataError(f"{location}: expected words in {field}; found columns {', '.join(row) or 'none'}.")
-    return words
+    texts = []
+    for location, row in _rows(given):
+        found = row.get("prompt") if value(row, field) is ABSENT else value(row, field)
+        words = found.split() if isinstance(found, str) else found
+        are_words = isinstance(words, list) and all(isinstance(each, str) and each.strip() for each in words)
+        if not (words and are_words):
+            raise DataError(f"{location}: expected words in {field}; found columns {', '.join(row) or 'none'}.")
+        texts.append(words)
+    return texts
 
 
 def tokens_of_words(rows: Sequence[Sequence[str]], tokenizer: Tokenizer, max_length: int) -> list[Tokens]:
@@ -87,17 +97,6 @@ def _rows(given: str) -> list[tuple[str, Row]]:
     if not rows:
         raise DataError(f"prompts={given}: it has no prompts.")
     return [(f"prompts={given}: {location}", row) for location, row in rows]
-
-
-def _texts_of(location: str, row: Row, fields: Sequence[str]) -> list[str]:
-    found = [value(row, field) for field in fields]
-    if len(fields) == 1 and not isinstance(found[0], str):
-        found = [row.get("prompt")]
-    if not all(isinstance(text, str) and text.strip() for text in found):
-        raise DataError(
-            f"{location}: expected text in {' and '.join(fields)}; found columns {', '.join(row) or 'none'}."
-        )
-    return found
 
 
 def as_conversation(prompt: str, system: str | None) -> list[Message]:

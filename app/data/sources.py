@@ -193,27 +193,22 @@ def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
 def train_source(config: DatasetConfig, name: str = "") -> Source:
     """The rows of `dataset.path`; in a mix, those of the source called `name`."""
     assert config.path is not None, "a mix is opened source by source"
-    return _open(config.path, f"{key_of(name)}.path", config, config.split)
+    return open_source(config.path, f"{key_of(name)}.path", config, config.split)
 
 
 def eval_source(config: DatasetConfig) -> Source | None:
     """The rows that the config names for evaluation, if it names any."""
     if config.eval_path is not None:
-        return _open(config.eval_path, "dataset.eval_path", config, None)
+        return open_source(config.eval_path, "dataset.eval_path", config, None)
     if config.eval_split is None or config.path is None:
         return None
-    found = _open(config.path, "dataset.path", config, config.eval_split)
+    found = open_source(config.path, "dataset.path", config, config.eval_split)
     if isinstance(found, FileRows | RandomRows) and not found.split:
         raise DataError(
             f"dataset.eval_split={config.eval_split}: dataset.path={config.path} has no splits; name the held-out rows"
             " with dataset.eval_path=FILE, or let dataset.eval_fraction choose them"
         )
     return found
-
-
-def also_source(path: str, config: DatasetConfig) -> Source:
-    """The rows of `eval.also`."""
-    return _open(path, "eval.also", config, None)
 
 
 def unread_splits(config: DatasetConfig) -> Iterator[str]:
@@ -240,7 +235,7 @@ def files_hash(files: Iterable[tuple[Path, str]]) -> str:
     return digest.hexdigest()
 
 
-def _open(path: str, key: str, config: DatasetConfig, split: str | None) -> Source:
+def open_source(path: str, key: str, config: DatasetConfig, split: str | None) -> Source:
     """Open one split; of a folder of files, all of them if `split` is None."""
     if path == RANDOM:
         return RandomRows(path, key, config.random, labelled=config.format in ("auto", *LABELLED_FORMATS))

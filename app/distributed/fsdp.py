@@ -38,10 +38,13 @@ class MeshSizes:
     shard: int
 
 
-def mesh_sizes(kind: str, shard: int | None, replicate: int | None, processes: int, local_processes: int) -> MeshSizes:
-    """Fill in what is `None`: fsdp shards among all processes, hsdp among those of a machine."""
+def mesh_sizes_of(parallel: ParallelConfig, processes: int, local_processes: int) -> MeshSizes | None:
+    """None where every process has the whole model. For `auto` fsdp shards among all, hsdp among those of a machine."""
+    if not parallel.divides or processes == 1:
+        return None
+    shard, replicate = (None if each == "auto" else int(each) for each in (parallel.shard, parallel.replicate))
     if shard is None:
-        shard = processes // replicate if replicate else (local_processes if kind == "hsdp" else processes)
+        shard = processes // replicate if replicate else (local_processes if parallel.kind == "hsdp" else processes)
     if replicate is None:
         replicate = max(1, processes // shard) if shard else 1
     if shard * replicate != processes:
@@ -230,15 +233,6 @@ def local(tensor: Tensor) -> Tensor:
 def has_dtensor(types: Iterable[type]) -> bool:
     """Whether an operation is given a DTensor."""
     return DTensor in types
-
-
-def local_parameters(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Plain parameters in the memory of the shards, for optimizers that know no DTensor; empty shards have none."""
-    return {
-        each: nn.Parameter(local(each.detach()), requires_grad=each.requires_grad)
-        for each in parameters
-        if local(each).numel()
-    }
 
 
 def own_rows(tensor: Tensor) -> slice:

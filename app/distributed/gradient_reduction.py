@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from app.distributed.fsdp import Sharding, local, local_parameters
+from app.distributed.fsdp import Sharding, local
 
 
 class GradientReduction:
@@ -121,7 +121,12 @@ class ShardedGradients(GradientReduction):
     def __init__(self, parameters: Sequence[nn.Parameter], sharding: Sharding, *, whole_matrices: bool) -> None:
         self._parameters = parameters
         self._sharding = sharding
-        self.local = {} if whole_matrices else local_parameters(parameters)
+        # plain parameters in the memory of the shards, for optimizers that know no DTensor; empty shards have none
+        self.local = {
+            each: nn.Parameter(local(each.detach()), requires_grad=each.requires_grad)
+            for each in (() if whole_matrices else parameters)
+            if local(each).numel()
+        }
         super().__init__(parameters if whole_matrices else list(self.local.values()))
 
     def begin(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from app.config.schema import LaunchConfig, ParallelConfig
 from app.distributed.environment import world
 from app.distributed.failures import FailureFlag
-from app.distributed.fsdp import MeshSizes, Sharding, device_mesh, mesh_sizes
+from app.distributed.fsdp import Sharding, device_mesh, mesh_sizes_of
 from app.distributed.gradient_reduction import AllReduce, GradientReduction, ShardedGradients
 from app.errors import EnvironmentProblem
 
@@ -151,14 +151,6 @@ class Runtime:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def mesh_sizes_of(parallel: ParallelConfig, processes: int, local_processes: int) -> MeshSizes | None:
-    """None where every process has the whole model."""
-    if not parallel.divides or processes == 1:
-        return None
-    shard, replicate = (None if each == "auto" else int(each) for each in (parallel.shard, parallel.replicate))
-    return mesh_sizes(parallel.kind, shard, replicate, processes, local_processes)
 
 
 def default_device() -> torch.device:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.did_you_mean import did_you_mean
 from app.distributed.environment import world
-from app.errors import ConfigError, EnvironmentProblem, gist
+from app.errors import EnvironmentProblem, gist, refuse
 from app.tracking.formatting import align_columns
 
 if TYPE_CHECKING:
@@ -79,13 +79,11 @@ def prepare_harness(tasks: Sequence[str], limit: int | None, *, chat: bool) -> H
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager()
-    problems = [
+    refuse(
         f"harness={name}: there is no such task and no such file.{did_you_mean(name, manager.all_tasks)}"
         for name in tasks
         if name not in manager.all_tasks and not Path(name).is_file()
-    ]
-    if problems:
-        raise ConfigError(problems)
+    )
     try:
         manager.load(list(tasks))
     except (OSError, ValueError) as fault:

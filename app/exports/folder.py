@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import ConfigError, EnvironmentProblem
-from app.files import atomic_folder, files_in, fsync_all, is_disk_full, sha256
+from app.files import atomic_folder, files_in, fsync_all, is_disk_full, read_object, sha256
 
 REPORT = "export.json"
 
@@ -19,7 +19,8 @@ def require_target(given: str, target: Path) -> None:
     if target.is_file():
         raise ConfigError(f"to={given}: this is a file. Give a new or empty folder.")
     names = sorted(file.name for file in target.iterdir()) if target.is_dir() else []
-    if names and not _has_only_failed_report(target, names):
+    has_only_failed_report = names == [REPORT] and read_object(target / REPORT).get("passed") is False
+    if names and not has_only_failed_report:
         shown = ", ".join(names[:4])
         raise ConfigError(f"to={given}: the folder is not empty (it has {shown}). Give a new or empty folder.")
     place = existing_parent(target)
@@ -59,10 +60,3 @@ def write_json_unflushed(path: Path, value: Any) -> None:
 def existing_parent(target: Path) -> Path:
     """The nearest folder above `target` that exists."""
     return next(folder for folder in (target, *target.parents) if folder.exists())
-
-
-def _has_only_failed_report(target: Path, names: list[str]) -> bool:
-    try:
-        return names == [REPORT] and json.loads((target / REPORT).read_text())["passed"] is False
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

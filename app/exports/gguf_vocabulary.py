@@ -119,6 +119,8 @@ def vocabulary_of(tokenizer: Any, ends: list[int]) -> Vocabulary:
             template = None if template is None else _CONTENT.sub(r"((' ' ~ \g<0>) if \g<0> else '')", template)
     tokens, types = _tokens(model, added)
     own = tokenizer.eos_token_id
+    ids, inside = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    is_framed = template is None and ids != inside
     return Vocabulary(
         **parts,
         tokens=tokens,
@@ -127,7 +129,7 @@ def vocabulary_of(tokenizer: Any, ends: list[int]) -> Vocabulary:
         chats=[] if template is None else _chats(tokenizer, template, plain),
         ends=sorted(ends, key=lambda token: token != own),
         special={"bos": tokenizer.bos_token_id, "pad": tokenizer.pad_token_id, "unk": tokenizer.unk_token_id},
-        adds=(False, False) if template is not None else _added(tokenizer),
+        adds=(is_framed and ids[0] == tokenizer.bos_token_id, is_framed and ids[-1] == own),
     )
 
 
@@ -189,12 +191,6 @@ def _scores(model: Mapping[str, Any], merges: Sequence[Sequence[str]]) -> list[f
     for rank, pair in reversed(list(enumerate(merges))):
         scores[model["vocab"]["".join(pair)]] = -float(rank)
     return scores
-
-
-def _added(tokenizer: Any) -> tuple[bool, bool]:
-    """Whether the first token and the last one are put around every text."""
-    ids, inside = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
-    return ids != inside and ids[0] == tokenizer.bos_token_id, ids != inside and ids[-1] == tokenizer.eos_token_id
 
 
 def _chats(tokenizer: Any, template: str, plain: Tokenizer) -> list[tuple[list[dict[str, str]], list[int]]]:

@@ -19,7 +19,6 @@ from app.evaluation.run import Evaluation
 from app.exports import reload
 from app.exports.folder import REPORT, write_json_unflushed
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers
-from app.exports.vllm import in_vllm
 from app.files import CHECKSUMS, read_json
 from app.model import nf4
 from app.model.build import DTYPES, ModelSections, base_path
@@ -29,6 +28,7 @@ from app.model.merged_weights import fully_trained_weights, read_updates
 from app.model.quantization import backbone_linear_layers, weight_of
 from app.model.save import add_transformers_4_keys, write_config
 from app.tracking.model_card import CARD, Loading
+from app.tracking.vllm import in_vllm
 
 _ADAPTER = "adapter_config.json"
 _NOT_COPIED = {CHECKSUMS, CARD, REPORT}

@@ -15,8 +15,7 @@ from app.config.model_kinds import OWN
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.environment import world
-from app.distributed.fsdp import MeshSizes
-from app.distributed.process_group import mesh_sizes_of
+from app.distributed.fsdp import MeshSizes, mesh_sizes_of
 from app.memory import cuda_ops
 from app.memory.meta_model import MetaModel
 from app.memory.phases import MEMORY_KINDS, PHASES

@@ -9,7 +9,7 @@ from app.config.rules import problems_of
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.environment import world
-from app.distributed.process_group import mesh_sizes_of
+from app.distributed.fsdp import mesh_sizes_of
 from app.memory.estimate import Estimate, MemoryPlan, planned_choices
 from app.memory.fit import Machine, Verdict, check_fit, machine_of, seconds_per_token
 from app.memory.shape import Shape, worst_case
@@ -74,13 +74,9 @@ class Planner:
         if has_auto_bins(run):
             planned = self._fastest_bins(run)
             if exact:
-                planned = replace(self._fewest_recomputed(planned.run, exact=True), chosen=planned.chosen)
+                planned = replace(self.of_batch(planned.run, exact=True), chosen=planned.chosen)
             return replace(planned, chosen_bins=True)
-        return self._fewest_recomputed(run, exact=exact)
-
-    def of_batch(self, run: RunConfig, shape: Shape) -> Planned:
-        """Plan micro-batches of a given shape."""
-        return self._fewest_recomputed(run, shape)
+        return self.of_batch(run, exact=exact)
 
     def _parallel(self, run: RunConfig, *, exact: bool) -> Planned:
         """Resolve `parallel=auto`: the whole model on each process if that fits, else sharded."""
@@ -94,8 +90,8 @@ class Planner:
             return replace(whole, parallel_reason=reason)
         return replace(self.at(sharded, exact=exact), parallel_reason=f"fsdp, because ddp needs {needs}")
 
-    def _fewest_recomputed(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
-        """Plan with `training.recompute` layers recomputed, with `auto` as few as fit."""
+    def of_batch(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
+        """Plan micro-batches of a shape, the largest unless given, with as few recomputed layers as fit for `auto`."""
         shape = shape or worst_case(run)
         choices = self._choices or planned_choices(run, self.machine.device)
         sizes = mesh_sizes_of(run.parallel, self.processes, self._local_processes)
@@ -118,7 +114,7 @@ class Planner:
         # on a CPU, bins larger than the model suggests are no faster
         on_cpu = self.machine.device == "cpu"
         sizes = [each for each in bin_sizes(run) if not on_cpu or each <= suggested_bin(run)]
-        return fastest_bins(sizes, lambda tokens: self._fewest_recomputed(with_bins(run, tokens)), first=on_cpu)
+        return fastest_bins(sizes, lambda tokens: self.of_batch(with_bins(run, tokens)), first=on_cpu)
 
 
 def fewest_recomputed(layers: int, at: Callable[[int], Planned], *, alike: bool = True) -> Planned:

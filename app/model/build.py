@@ -311,28 +311,25 @@ def random_base(sections: ModelSections, device: torch.device, seed: int) -> Any
     """A random base drawn once more and kept in memory of the host, as it is before it is quantised or sharded."""
     options = LoadOptions(DTYPES[sections.precision].base, device, "eager")
     base = open_base(sections.model, task_of(sections.task), options, seed)
-    base.fill(_put_on_host)
+
+    def put(module: nn.Module, name: str, tensor: SourceTensor) -> None:
+        module._parameters[name] = nn.Parameter(tensor.whole().to("cpu"), requires_grad=False)
+
+    base.fill(put)
     return base.lm.to("cpu")
-
-
-def _put_on_host(module: nn.Module, name: str, tensor: SourceTensor) -> None:
-    module._parameters[name] = nn.Parameter(tensor.whole().to("cpu"), requires_grad=False)
 
 
 def count_weights(sections: ModelSections, base: BaseModel | None = None) -> ModelCounts:
     """Counts from a model without memory, that of `base` if one is given; finds adapter targets that match nothing."""
     task = task_of(sections.task)
     lm = deepcopy((base or BaseModel(sections.model, task)).on_meta())
-    if sections.adapter.kind == "none" and whole_class(lm.config, task) is not None:
-        raise ConfigError(
-            f"adapter.kind=none: of a model of kind {lm.config.model_type} only the text part is read, by the class of "
-            "the whole, which could not be saved without its other towers. Set recipe=lora."
-        )
-    if sections.adapter.kind == "peft" and whole_class(lm.config, task) is not None:
-        raise ConfigError(
-            f"adapter.kind=peft: of a model of kind {lm.config.model_type} only the text part is read, and adapters "
-            "get the names of the whole with LoRA alone. Set adapter=lora."
-        )
+    method = adapter_of(sections.adapter)
+    if whole_class(lm.config, task) is not None and (method is None or not method.of_text_parts):
+        why = "and adapters get the names of the whole with LoRA alone. Set adapter=lora."
+        if method is None:
+            why = "by the class of the whole, which could not be saved without its other towers. Set recipe=lora."
+        of = f"of a model of kind {lm.config.model_type} only the text part is read"
+        raise ConfigError(f"adapter.kind={sections.adapter.kind}: {of}, {why}")
     require_layers(lm, sections.recompute)
     coefficient_of(sections.task, sections.adapter, lm)
     set_norms(lm, sections.model, DTYPES[sections.precision].compute)

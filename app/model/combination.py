@@ -101,7 +101,10 @@ def combine(members: Sequence[Member], how: str, rank: int | None, target: Path)
     apart = whole = 0.0
     for layer in sorted(set().union(*of_members)):
         pairs = [own[layer] for own in of_members if layer in own]
-        _require_shapes(layer, pairs)
+        if len({(a.shape[1], b.shape[0]) for _, a, b in pairs}) > 1:
+            raise ConfigError(
+                f"adapters: they have {layer} in other shapes, so they are of other bases. Leave one out."
+            )
         a, b = _cat(pairs, None)
         found[layer] = COMBINATIONS[how](pairs, rank)
         apart += _norm(torch.cat([found[layer][0], a]), torch.cat([found[layer][1], -b], dim=1)) ** 2
@@ -117,11 +120,6 @@ def combine(members: Sequence[Member], how: str, rank: int | None, target: Path)
     save_file(tensors, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     _write_config(set(found), highest, target / ADAPTER)
     return highest, math.sqrt(apart / whole) if whole else 0.0
-
-
-def _require_shapes(layer: str, pairs: Pairs) -> None:
-    if len({(a.shape[1], b.shape[0]) for _, a, b in pairs}) > 1:
-        raise ConfigError(f"adapters: they have {layer} in other shapes, so they are of other bases. Leave one out.")
 
 
 def _norm(a: Tensor, b: Tensor) -> float:

@@ -92,7 +92,8 @@ def _one_for_each(
             del found[name]
     lacking = [names[0] for names in shared.values() if found.keys().isdisjoint(names)]
     drawn = [name for name in lacking if task.has_classes and not in_backbone(lm, name)]
-    computed = [name for name, _ in lm.named_buffers() if _is_optional(lm, name)]
+    optional = lm._keys_to_ignore_on_load_missing or ()
+    computed = [name for name, _ in lm.named_buffers() if any(re.search(each, name) for each in optional)]
     _require_none_missing(config, task, folder, {*lacking}.difference(drawn, computed))
     for names in shared.values():
         _untie_different(lm, [name for name in names if name in found], found)
@@ -103,10 +104,6 @@ def _one_for_each(
             if name in drawn:
                 found[name] = in_memory(name, numbers)
     return list(found.values())
-
-
-def _is_optional(lm: Any, name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in lm._keys_to_ignore_on_load_missing or ())
 
 
 def _untie_different(lm: Any, names: list[str], found: dict[str, SourceTensor]) -> None:

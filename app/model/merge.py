@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,10 @@ def plan_merge(
     base = BaseModel(sections.model, task)
     lm, part, tensors, quantizer = base.on_meta(), base.text_part, stored_tensors(folder), sections.quantizer
     base_dtype = DTYPES[sections.precision].base if sections.adapter.kind != "none" else torch.float32
-    trained_whole = _trained_whole(final, part)
-    changes = _by_weight(lm, part, updates)
+    # by the names of the text model, where the adapter has those of the whole
+    own_name = partial(_name_in_text, part)
+    trained_whole = {} if final is None else {own_name(n): each for n, each in fully_trained_weights(final).items()}
+    changes = {adapted_weight(lm, own_name(layer)): update for layer, update in updates.items()}
     quantized = _packed_weights(lm, quantizer)
     # names in the model of the folder, by those in the text model
     in_folder = {name: name if part is None else part.in_whole(name) or name for name in {*quantized, *changes}}
@@ -178,18 +181,8 @@ def plan_merge(
     )
 
 
-def _by_weight(
-    lm: Any, part: TextPart | None, updates: Mapping[str, Callable[[Tensor], Tensor]]
-) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Updates by the weights of the text model, given by the layers of the whole."""
-    in_text = {layer: layer if part is None else part.in_text(layer) or layer for layer in updates}
-    return {adapted_weight(lm, in_text[layer]): update for layer, update in updates.items()}
-
-
-def _trained_whole(final: Path | None, part: TextPart | None) -> dict[str, StoredTensor]:
-    """Weights of the modules that were trained as a whole, by their names in the text model."""
-    found = {} if final is None else fully_trained_weights(final)
-    return {name if part is None else part.in_text(name) or name: each for name, each in found.items()}
+def _name_in_text(part: TextPart | None, name: str) -> str:
+    return name if part is None else part.in_text(name) or name
 
 
 def _packed_weights(lm: Any, quantizer: Quantizer | None) -> list[str]:

@@ -46,24 +46,21 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
             parts.setdefault(layer, {})[full] = tensor
         elif name.endswith(_ROWS):
             layer = name.removesuffix(_ROWS)
-            updates[layer] = partial(_with_rows, rows=tensor, ids=_ids_of(layer, config))
+            ids = next(ids for name, ids in config["trainable_token_indices"].items() if layer.endswith(name))
+            updates[layer] = partial(_with_rows, rows=tensor, ids=ids)
         elif not _is_whole(name, config):
             raise CheckpointError(
                 f"kind=merged: the adapter in {final} has the tensor {full}, which is not merged here yet. "
                 "kind=adapter exports it as it is."
             )
     if shared:
-        weights = {layer: _without_memory(lm.get_submodule(layer)) for layer in parts}
+        layers = {layer: lm.get_submodule(layer) for layer in parts}
+        shapes = {n: each.weight.shape[::-1] if is_conv1d(each) else each.weight.shape for n, each in layers.items()}
+        weights = {layer: torch.zeros(1).expand(shape) for layer, shape in shapes.items()}  # which take no memory
         whole = {name: each for own in (shared, *parts.values()) for name, each in own.items()}
         network = _attached(weights, config, whole)
         return updates | {layer: partial(_merged_in, network.get_submodule(f"{PREFIX}{layer}")) for layer in parts}
     return updates | {layer: partial(_merged, layer=layer, config=config, parts=own) for layer, own in parts.items()}
-
-
-def _without_memory(module: nn.Module) -> Tensor:
-    """Zeros of the shape [out, in] of a layer's weight."""
-    shape: Any = module.weight.shape
-    return torch.zeros(1).expand(shape[::-1] if is_conv1d(module) else shape)
 
 
 def _merged_in(module: Any, weight: Tensor) -> Tensor:
@@ -143,12 +140,6 @@ def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: M
 def _with_rows(weight: Tensor, rows: Tensor, ids: list[int]) -> Tensor:
     """A weight with other rows of some tokens."""
     return weight.float().index_copy(0, torch.tensor(ids, device=weight.device), rows.to(weight.device, torch.float32))
-
-
-def _ids_of(layer: str, config: Mapping[str, Any]) -> list[int]:
-    """The tokens of which a module has trained rows."""
-    known: Mapping[str, list[int]] = config["trainable_token_indices"]
-    return next(ids for name, ids in known.items() if layer.endswith(name))
 
 
 def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:

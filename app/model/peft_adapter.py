@@ -18,7 +18,7 @@ from app.model.quantization import is_conv1d
 class PeftAdapter(AdapterMethod):
     """One method of `METHODS`: PEFT says what is trained, where its tensors lie, and how it is merged."""
 
-    trained = ()
+    trained, of_text_parts = (), False
 
     @property
     def name(self) -> str:

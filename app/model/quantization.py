@@ -54,20 +54,17 @@ class Quantizer(ABC):
         """The frozen layer that replaces a plain linear one."""
 
     def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] of a quantised layer; of a kind that packs experts."""
+        """The weight [out, in] of a quantised layer; of a kind that packs weights."""
         raise NotImplementedError(f"unpacked: the weight of a layer in {self.kind}")
 
-    def share_state(self, quantized: nn.Module, layer: nn.Module) -> None:  # noqa: ARG002
+    def share_state(self, quantized: nn.Module, layer: nn.Module) -> None:  # noqa: B027
         """`layer`, quantised on meta, takes what `quantized` knows of its bytes beside parameters and buffers."""
-        return
 
-    def use_stored_shapes(self, network: nn.Module) -> None:  # noqa: ARG002
+    def use_stored_shapes(self, network: nn.Module) -> None:  # noqa: B027
         """On meta: parameters of quantised layers in the shapes of their bytes, as FSDP gathers them."""
-        return
 
-    def fake(self, layer: nn.Module) -> None:  # noqa: ARG002
+    def fake(self, layer: nn.Module) -> None:  # noqa: B027
         """Make what a layer quantised on meta stores beside parameters and buffers, for a plan on fake tensors."""
-        return
 
     def constants(self, network: nn.Module) -> list[Tensor]:  # noqa: ARG002
         """What the quantised layers inside `network` hold beside parameters and buffers."""
@@ -77,9 +74,12 @@ class Quantizer(ABC):
     def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
         """The quantised layers inside `network`, as fused passes multiply by them; PEFT computes those left out."""
 
-    @abstractmethod
     def rounded(self, weight: Tensor) -> Tensor:
         """A weight [out, in] as the quantised layer has it, in the dtype that it came in."""
+        rows, columns = weight.shape
+        layer = nn.Linear(columns, rows, bias=False, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        return self.unpacked(self.quantized(layer), weight.dtype)
 
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
         """Why a layer of these sizes cannot be quantised."""
@@ -144,12 +144,6 @@ class Bits4(Quantizer):
             "llm_int8_skip_modules": outside,
         }
 
-    def rounded(self, weight: Tensor) -> Tensor:
-        rows, columns = weight.shape
-        layer = nn.Linear(columns, rows, bias=False, device="meta")
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        return nf4.dequantized(self.quantized(layer))
-
     def quantized(self, layer: Any) -> nn.Module:
         is_packed = hasattr(layer.weight, "quant_state")  # in the files
         weight = layer.weight if is_packed else weight_of(layer)
@@ -185,12 +179,12 @@ class Bits8(Quantizer):
         return self.layer(weight_of(layer), layer.bias)
 
     def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
-        return {
-            layer: layer for layer in network.modules() if isinstance(layer, FrozenLinear)
-        }  # has both products itself
+        layers = (layer for layer in network.modules() if isinstance(layer, FrozenLinear))
+        return {layer: layer for layer in layers}  # has both products itself
 
-    def rounded(self, weight: Tensor) -> Tensor:
-        return self.layer(weight, None).unpacked(weight.dtype)
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        result: Tensor = layer.unpacked(dtype)
+        return result
 
 
 class Int8(Bits8):
@@ -198,10 +192,6 @@ class Int8(Bits8):
 
     kind = "int8"
     layer = Int8Linear
-
-    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        result: Tensor = layer.unpacked(dtype)
-        return result
 
 
 class Fp8(Bits8):

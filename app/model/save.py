@@ -148,18 +148,14 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     elif isinstance(stored, list):
         stored = {each["name"]: each["template"] for each in stored}
     if getattr(tokenizer, NEW_TOKENS, None):
-        _write_added_tokens(tokenizer, folder / "tokenizer.json")
+        file = folder / "tokenizer.json"  # but for the tokens that the run added it stays as it was
+        content, added = json.loads(file.read_text()), json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"]
+        file.write_text(json.dumps({**content, "added_tokens": added}, ensure_ascii=False))
     if tokenizer.chat_template != stored:
         (folder / _TEMPLATE).write_text(tokenizer.chat_template)
         changes["chat_template"] = tokenizer.chat_template  # tools that do not read the file
     if changes:
         (folder / _TOKENIZER_CONFIG).write_text(json.dumps(own | changes, indent=2, ensure_ascii=False) + "\n")
-
-
-def _write_added_tokens(tokenizer: Any, file: Path) -> None:
-    """Put the tokens that the run added into tokenizer.json; the rest stays as it was."""
-    content, added = json.loads(file.read_text()), json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"]
-    file.write_text(json.dumps({**content, "added_tokens": added}, ensure_ascii=False))
 
 
 def add_transformers_4_keys(folder: Path, config_class: Any) -> None:

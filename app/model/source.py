@@ -92,8 +92,13 @@ def require_weights(folder: Path, path: str) -> None:
 def read_config(folder: Path, path: str) -> dict[str, Any]:
     """The config.json of a folder as it stands; one that does not even say what kind of model it is is refused."""
     file = folder / "config.json"
-    if any((place / ADAPTER).is_file() for place in (folder, folder / "final")):
-        _require_model(folder, path)
+    is_adapter = any((place / ADAPTER).is_file() for place in (folder, folder / "final"))
+    # that of a classifier has a config.json too, and a whole model may lie beside one
+    if is_adapter and all(each.name == ADAPTER_WEIGHTS for each in folder.glob("*.safetensors")):
+        raise EnvironmentProblem(
+            f"model.path={path}: this is an adapter without its base. To go on from it, type the base and the adapter: "
+            f"model.path=MODEL adapter.start={path}"
+        )
     try:
         numbers: dict[str, Any] = json.loads(file.read_text())
         kind = numbers["model_type"]
@@ -109,15 +114,6 @@ def read_config(folder: Path, path: str) -> dict[str, Any]:
     if not isinstance(kind, str):
         raise EnvironmentProblem(f"model.path={path}: model_type in {file} is {kind!r}, expected a name such as llama.")
     return numbers
-
-
-def _require_model(folder: Path, path: str) -> None:
-    """Refuse an adapter; that of a classifier has a config.json too, and a whole model may lie beside one."""
-    if all(file.name == ADAPTER_WEIGHTS for file in folder.glob("*.safetensors")):
-        raise EnvironmentProblem(
-            f"model.path={path}: this is an adapter without its base. To go on from it, type the base and the adapter: "
-            f"model.path=MODEL adapter.start={path}"
-        )
 
 
 def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:

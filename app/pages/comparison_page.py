@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.metrics import LOGGED, METRICS, TOLD
+from app.config.settings_file import flat
 from app.config.validate import format_value
 from app.pages.answers import last_answers
 from app.pages.curves import curves_of_several
@@ -16,7 +17,6 @@ from app.tracking.compare_runs import compare_content, compare_lines, compare_pr
 from app.tracking.formatting import (
     NO_VALUE,
     finite_number,
-    flat,
     format_bytes,
     format_count,
     format_duration,
@@ -91,7 +91,7 @@ def _results(runs: Sequence[SavedRun]) -> Iterator[tuple[str, list[tuple[str | N
 
 def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
     """Every key that differs between runs."""
-    settings = [{key: format_value(value) for key, value in flat(run.settings).items()} for run in runs]
+    settings = [{key: format_value(value) for key, value in flat("", run.settings) if key} for run in runs]
     keys = dict.fromkeys(key for each in settings for key in each if key not in _UNCOMPARED_KEYS)
     return [
         (key, *(each.get(key, NO_VALUE) for each in settings))

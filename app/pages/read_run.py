@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from app.config.yaml_files import read_yaml
-from app.files import read_json
+from app.files import read_json, read_object
 from app.safe_text import redact
 from app.tracking.formatting import finite_number, format_integer
 from app.tracking.jsonl_metrics import read_lines
@@ -154,8 +154,5 @@ def training_samples(preview: Mapping[str, Any]) -> list[TrainingSample]:
 
 def read_sweep(folder: Path) -> dict[str, Any] | None:
     """Content of sweep.json; None if it cannot be read."""
-    try:
-        values = read_json(folder / "sweep.json")
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) and "trials" in values else None
+    values = read_object(folder / "sweep.json")
+    return values if "trials" in values else None

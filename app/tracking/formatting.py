@@ -45,15 +45,6 @@ def truncate(text: str, width: int, *, at_end: bool = True) -> str:
     return line[: width - 1] + _ELLIPSIS if at_end else _ELLIPSIS + line[1 - width :]
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return found
-
-
 def step_parts(values: Mapping[str, Any], seconds_left: float | None) -> list[str]:
     """The numbers of a step with their names; missing numbers are left out."""
     parts = [text(values[key]) for key, text in _STEP_PARTS.items() if values.get(key) is not None]

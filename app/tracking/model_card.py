@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from app.config.adapters import ADAPTER_KINDS, name_of
+from app.config.adapters import name_of
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.tasks import TASKS
 from app.safe_text import safe_text
 from app.tracking.formatting import format_bytes
+from app.tracking.vllm import options_of_vllm, problems_in_vllm
 
 CARD = "README.md"
 _SETTINGS = {
@@ -27,8 +28,6 @@ _SETTINGS = {
 }
 _OF_SPLIT = ("source", "rows_read", "samples", "tokens", "trained_tokens", "dropped", "truncated", "bad_rows")
 _PIPELINES = {task.auto_class: task.pipeline for task in TASKS.values()}
-_DOUBLED = ("pissa", "olora", "corda")  # inits whose adapter is saved with twice the rank
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank takes
 # the folders of a path that begins at the root, at home or in the current folder
 _FOLDERS = re.compile(r"(?<![^=,\[{:'\"\s(])(?:~|\.\.?)?/(?!/)(?:[^,\[\]{}'\"=]*/)?")
 
@@ -38,7 +37,7 @@ class Loading:
     """How to load the model that lies beside the card."""
 
     auto_class: str
-    is_adapter: bool
+    adapter: Mapping[str, Any] | None = None  # content of adapter_config.json; None: a whole model
     dtype: str  # of the base
     base_place: str | None = None  # of a base with random weights, from the folder of the card
     quantization: str = "none"
@@ -48,6 +47,10 @@ class Loading:
     commands: str = ""  # that load it, where no code of Python does
     own_classes: bool = False  # the adapter brings a config.json that names the classes
     needs_transformers_5: bool = False
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.adapter is not None
 
     def code(self, model: Mapping[str, Any]) -> str:
         """Python code that loads it, to run in the folder of the card."""
@@ -135,7 +138,7 @@ def _base_name(model: Mapping[str, Any]) -> str:
 
 
 def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
-    kind = ADAPTER_KINDS[run["adapter"]["kind"]]
+    refused = problems_in_vllm(loading.adapter or {"peft_type": "LORA"})
     if loading.made_of:
         yield loading.made_of
     if loading.quantized:
@@ -146,15 +149,13 @@ def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
             f"{QUANTIZATION_KINDS[loading.quantization].rounds_to}: on a base that is not quantised so, its answers "
             "are others. For programs that load such a base, export the run with `kind=merged`."
         )
-    elif loading.auto_class == "AutoModelForCausalLM" and loading.is_adapter and kind.not_in_vllm(run["adapter"]):
-        refused = kind.not_in_vllm(run["adapter"])
-        yield f"vLLM does not serve {refused} as an adapter. For programs like it, export the run with `kind=merged`."
+    elif loading.auto_class == "AutoModelForCausalLM" and loading.adapter is not None and refused:
+        yield f"vLLM {' and '.join(refused)}. For programs like it, export the run with `kind=merged`."
     elif loading.auto_class == "AutoModelForCausalLM":
         base = loading.base_place or (_base_name(run["model"]) if _is_hub_id(run["model"]) else "BASE_FOLDER")
-        own = run["adapter"].get("r", 0) * (2 if str(run["adapter"].get("init")).startswith(_DOUBLED) else 1)
-        rank = next((rank for rank in VLLM_RANKS if rank >= own), VLLM_RANKS[-1])
-        adapter = f" --enable-lora --max-lora-rank {rank} --lora-modules tuned=."
-        command = f"vllm serve {shlex.quote(base)}{adapter}" if loading.is_adapter else "vllm serve ."
+        command = "vllm serve ."
+        if loading.adapter is not None:
+            command = f"vllm serve {shlex.quote(base)} {options_of_vllm(loading.adapter)} --lora-modules tuned=."
         yield f"In vLLM:\n\n```\n{command}\n```"
     if loading.needs_transformers_5:
         yield "Needs transformers 5: earlier versions have other names for the rope of this kind of model."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from app.errors import ConfigError, EnvironmentProblem
-from app.files import is_partial, read_json, report_write_errors
+from app.files import is_partial, read_object, report_write_errors
 
 _LOCK = ".lock"
 _RUN_FILES = {
@@ -184,13 +184,7 @@ def _refuse_foreign(path: Path, output_dir: str, resume: str | None, names: Sequ
 
 def _has_only_dry_run(path: Path, names: Sequence[str]) -> bool:
     """Whether `dry_run=true` wrote the folder, which a run may then use."""
-    if "checkpoints" in names or "result.json" not in names:
-        return False
-    try:
-        result: dict[str, object] = read_json(path / "result.json")
-        return result.get("status") == "dry_run"
-    except (ValueError, AttributeError):  # damaged
-        return False
+    return "checkpoints" not in names and read_object(path / "result.json").get("status") == "dry_run"
 
 
 def _take_lock(path: Path) -> int:

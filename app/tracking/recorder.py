@@ -13,7 +13,7 @@ from app.config.metrics import LOGGED
 from app.config.schema import TrackerConfig
 from app.config.yaml_files import to_yaml
 from app.errors import AppError, EnvironmentProblem, Unfinished
-from app.files import append_text, read_json, report_write_errors, write_json, write_text
+from app.files import append_text, read_object, report_write_errors, write_json, write_text
 from app.safe_text import redact, redact_text, safe_text
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import Sample, align_columns, evaluation_line, samples_text, step_line, truncate
@@ -123,14 +123,14 @@ class Recorder:
             self._note(values)
             self._console.step(values, seconds_left)
             self._write_log(step_line(values, self._total, None))
-            self._track(values)
+            self._ask_tracker(lambda tracker: tracker.log(values))
 
     def evaluation(self, values: Mapping[str, float | int | None]) -> None:
         """Record the metrics of an evaluation: `step`, `eval_loss` and others."""
         if self.enabled:
             self._note(values)
             self.message(evaluation_line(values))
-            self._track(values)
+            self._ask_tracker(lambda tracker: tracker.log(values))
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Record answers of the model; those of the first and last step are shown at the end of the run."""
@@ -222,9 +222,6 @@ class Recorder:
             return str(problem)
         return None
 
-    def _track(self, values: Mapping[str, Any]) -> None:
-        self._ask_tracker(lambda tracker: tracker.log(values))
-
     def _ask_tracker(self, request: Callable[[Tracker], None]) -> None:
         if not self._tracker:
             return
@@ -238,11 +235,7 @@ class Recorder:
 
 def read_result(output_dir: str | Path) -> dict[str, Any]:
     """Content of result.json; empty while the run goes on, and for a folder without a run."""
-    try:
-        values = read_json(Path(output_dir).expanduser() / "result.json")
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    return read_object(Path(output_dir).expanduser() / "result.json")
 
 
 def samples_table(samples: Path) -> str | None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from app.config.schema import TrackerConfig
+from app.config.settings_file import flat
 from app.errors import EnvironmentProblem
 from app.files import report_write_errors, write_text
-from app.tracking.formatting import flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ TRACKERS: dict[str, TrackerKind | None] = {
         arguments=_mlflow,
         run_id="active_run.info.run_id",
         location=_mlflow_location,
-        config_of=flat,
+        config_of=lambda run: dict(flat("", run)),
         finish=_finish_mlflow,
     ),
     "comet": TrackerKind(name="comet_ml", arguments=_comet, run_id="writer.id"),

@@ -16,7 +16,7 @@ from app.config.rules import problems_of
 from app.config.schema import RunConfig, TrainingConfig
 from app.config.validate import convert
 from app.distributed.process_group import HostGroup
-from app.errors import ConfigError
+from app.errors import ConfigError, refuse
 from app.model.structure import BaseModel
 from app.training.choices import Choices
 
@@ -118,18 +118,13 @@ def with_packing(run: RunConfig, base: BaseModel, say: Callable[[str], None] = l
     settled = replace(run, batching=replace(run.batching, packing=packing))
     if packing:
         return settled
-    note = f"padded rows, because {_why_padded(base)}"
-    problems = [f"{problem} ({note})" for problem in problems_of(settled)]
-    if problems:
-        raise ConfigError(problems)
+    why = f"documents of kind {base.numbers.model_type} cannot be kept apart in one row ({tier.reason})"
+    if tier.name == PACKED:
+        why = "attention=own keeps no documents apart in one row"
+    note = f"padded rows, because {why}"
+    refuse(f"{problem} ({note})" for problem in problems_of(settled))
     say(f"note    batching: {note}")
     return settled
-
-
-def _why_padded(base: BaseModel) -> str:
-    if base.tier.name == PACKED:
-        return "attention=own keeps no documents apart in one row"
-    return f"documents of kind {base.numbers.model_type} cannot be kept apart in one row ({base.tier.reason})"
 
 
 def with_parallel(run: RunConfig, kind: str) -> RunConfig:

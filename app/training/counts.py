@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,12 +17,6 @@ NUM_BASIC = 6
 
 def _no_columns(batch: Batch, losses: Tensor, _chosen: Tensor) -> Tensor:
     return losses.new_zeros(len(batch.documents_of_rows), 0)
-
-
-def rows_of_labels(batch: Batch) -> Tensor:
-    """Which document each label is of, where a data row is one document."""
-    starts = torch.tensor(batch.starts, device=batch.label_rows.device)
-    return torch.searchsorted(starts, batch.label_rows[: batch.num_labels], right=True) - 1
 
 
 @dataclass(frozen=True, slots=True)

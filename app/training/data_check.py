@@ -1,7 +1,7 @@
 """`app.check data`: what a run would learn from, all rows, before it is started. No weights, and no row stops it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,7 @@ class DataCheck:
             "preview": self.preview,
             "lines": self.data.report.lines(),
             "notes": self.data.report.notes,
-            "counts": self.data.report.as_dict(),
+            "counts": asdict(self.data.report),
             "stops": self.stops,
         }
 

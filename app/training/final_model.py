@@ -2,16 +2,15 @@
 
 import os
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from app.config.adapters import changes_base
+from app.config.adapters import ADAPTER, changes_base
 from app.config.metrics import METRICS
 from app.config.tasks import task_of
 from app.distributed.fsdp import local, whole_tensors
-from app.files import checksummed_folder
+from app.files import checksummed_folder, read_json
 from app.model.build import DTYPES, ModelSections
 from app.model.experts import moved_experts
 from app.model.quantization import quantization_after_training
@@ -46,7 +45,10 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
         with checksummed_folder(recorder.folder.final) as folder:
             start = read_start(recorder.folder.start) if changes_base(resolved.config.adapter) else None
             save_model(model, resolved.tokenizer, folder, tensors, resolved.base.text_part, start)
-            (folder / CARD).write_text(_card(resolved, recorder, result, folder), encoding="utf-8")
+            loading = loading_of(resolved.sections, resolved.base, folder, recorder.folder.base)
+            manifest = read_manifest(recorder.folder.manifest)
+            card = model_card(asdict(resolved.config), manifest, result, loading)
+            (folder / CARD).write_text(card, encoding="utf-8")
         answers = samples_table(recorder.folder.samples)
         if answers:
             recorder.message(answers)
@@ -57,28 +59,23 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
     return 0
 
 
-def _card(resolved: ResolvedRun, recorder: Recorder, result: Mapping[str, Any], folder: Path) -> str:
-    loading = loading_of(resolved.sections, resolved.base, folder, recorder.folder.base)
-    manifest = read_manifest(recorder.folder.manifest)
-    return model_card(asdict(resolved.config), manifest, result, loading)
-
-
 def loading_of(sections: ModelSections, base: BaseModel, folder: Path, drawn: Path) -> Loading:
     """How the model in `folder` is loaded; `drawn` holds a base of random weights."""
     trained_by = sections.quantizer
     sections = replace(sections, quantization=quantization_after_training(sections.quantization))
-    is_adapter = (folder / "adapter_config.json").is_file()
-    base_inside = is_adapter and drawn.is_dir()
+    file = folder / ADAPTER
+    adapter = read_json(file) if file.is_file() else None
+    base_inside = adapter is not None and drawn.is_dir()
     return Loading(
         # a text part that was trained whole is a model of its own
         auto_class=base.auto_class if sections.adapter.kind != "none" else task_of(sections.task).auto_class,
-        is_adapter=is_adapter,
+        adapter=adapter,
         dtype=str(DTYPES[sections.precision].base).removeprefix("torch."),
         base_place=os.path.relpath(drawn, folder) if base_inside else None,
         quantization=sections.quantization.kind,
         quantized="" if trained_by is None else trained_by.card,
-        bitsandbytes=sections.bitsandbytes_arguments(base) if is_adapter else None,
-        own_classes=is_adapter and task_of(sections.task).has_classes,
+        bitsandbytes=None if adapter is None else sections.bitsandbytes_arguments(base),
+        own_classes=adapter is not None and task_of(sections.task).has_classes,
         needs_transformers_5=needs_transformers_5(drawn if base_inside else folder),
     )
 

@@ -1,7 +1,7 @@
 """A training run from its configuration to its finished folder: the assembly, read from top to bottom."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -63,7 +63,8 @@ def train_in(
     if run.dry_run:
         return _report_dry_run(folder, resolved, console, forecast)
     _require_host_memory(forecast, runtime)
-    in_use["context"] = _bytes_with_context(runtime.device)
+    torch.ones(1, device=runtime.device)  # on a GPU it makes the context
+    in_use["context"] = device_used_bytes()
     place, sharding = base_path(run.model, folder.base), runtime.sharding(run.parallel)
     rows = resolved.loader.first_epoch if changes_base(run.adapter) or not resolved.checkpoint else None
     model = build_training_model(resolved.sections, runtime.device, run.seed, place, sharding, rows)
@@ -81,7 +82,8 @@ def train_in(
         _opened(folder, resolved, console, progress.step if resolved.checkpoint else -1) as recorder,
         _split_depth_noted(checkpoints),
     ):
-        _show_start(resolved, forecast, recorder, (*model.remarks(), *resumed_split_note(progress.depth)))
+        notes = (("note", note) for note in (*model.remarks(), *resumed_split_note(progress.depth)))
+        recorder.message(align([*run_table(resolved), *forecast.rows(), *notes]))
         recorder.add_facts(proofs=[asdict(check) for check in checks], device_used_bytes=in_use)
         keep_reference(resolved, folder.reference)
         keep_start(drawn, resolved, folder.start)
@@ -99,15 +101,6 @@ def train_in(
     if resume_hint and not is_complete:
         recorder.message(resume_hint)  # the last line, ready to be copied
     return code
-
-
-def _bytes_with_context(device: torch.device) -> int | None:
-    torch.ones(1, device=device)  # on a GPU it makes the context
-    return device_used_bytes()
-
-
-def _show_start(resolved: ResolvedRun, forecast: Forecast, recorder: Recorder, notes: Iterable[str]) -> None:
-    recorder.message(align([*run_table(resolved), *forecast.rows(), *(("note", note) for note in notes)]))
 
 
 def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:

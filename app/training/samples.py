@@ -11,7 +11,7 @@ import torch
 from app.config.problems import PROBLEMS, text_of
 from app.config.schema import RunConfig
 from app.data.length_statistics import histogram
-from app.data.objectives import Classification, LabelledTokens, Objective, WordTags
+from app.data.objectives import Classification, Objective, WordTags
 from app.data.token_dataset import TokenRows
 from app.model.generate import end_ids, generate
 from app.model.training_model import TrainingModel
@@ -165,7 +165,9 @@ def _classified(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     samples = []
     for i in held_out.indices:
         (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
-        found = dict(zip(held_out.objective.names, model.values(*_as_tensors(row)).tolist(), strict=True))
+        ids = torch.from_numpy(row.ids.astype(np.int64))
+        segments = None if row.second_start < 0 else (torch.arange(len(ids)) >= row.second_start).long()
+        found = dict(zip(held_out.objective.names, model.values(ids, segments).tolist(), strict=True))
         answer = problem.answer(found)
         samples.append(
             Sample(
@@ -188,12 +190,6 @@ def _tagged(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
         expected, answer = (" ".join(names[at] for at in each.tolist()) for each in (row.targets, found))
         samples.append(Sample(prompt=held_out.text(row.ids), expected=expected, answer=answer))
     return samples
-
-
-def _as_tensors(row: LabelledTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids, and segment ids where the row is a pair of texts."""
-    ids = torch.from_numpy(row.ids.astype(np.int64))
-    return ids, None if row.second_start < 0 else (torch.arange(len(ids)) >= row.second_start).long()
 
 
 def _filled(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:

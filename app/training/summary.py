@@ -110,7 +110,7 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
             "unit_name": loader.unit_name,
             "fill": _fill(resolved),
             "least_units": bin_tokens and min_bins(resolved.data.train.lengths, bin_tokens),
-            "data": resolved.data.report.as_dict(),
+            "data": asdict(resolved.data.report),
         },
         "hardware": _hardware(),
         "memory_taken": None if others is None else asdict(others),

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.batch import Batch
 from app.config.schema import RunConfig
 from app.training.class_counts import Metrics, macro_f1, occurrences
-from app.training.counts import HITS, LABELS, LOSS, WEIGHT, Counts, Sums, rows_of_labels
+from app.training.counts import HITS, LABELS, LOSS, WEIGHT, Counts, Sums
 
 _OUTSIDE = "O"
 _LETTERS, _STARTS, _ENDS = "BIES", "BS", "ES"  # first ones of tags in entities, of those that begin and end one
@@ -44,7 +44,8 @@ def _f1(sums: Sums) -> Metrics:
 
 def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
     """How often each tag is true, predicted or both in each row, and so of entities."""
-    row = rows_of_labels(batch)
+    starts = torch.tensor(batch.starts, device=batch.label_rows.device)
+    row = torch.searchsorted(starts, batch.label_rows[: batch.num_labels], right=True) - 1  # a document is a row
     found = [occurrences(classes, batch, losses, chosen)]
     if entities:
         true, predicted = (_entities(entities, each[: batch.num_labels], row) for each in (batch.targets, chosen))
@@ -56,8 +57,8 @@ def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor
 
 def _entities(names: Sequence[str], tags: Tensor, row: Tensor) -> Tensor:
     """At the first word of each entity a number of its type and end, -1 at the others."""
-    kinds = list(dict.fromkeys(_type(name) for name in names))
-    facts = [(name[0] in _STARTS, name[0] in _ENDS, name != _OUTSIDE, kinds.index(_type(name))) for name in names]
+    kinds = list(dict.fromkeys(name[2:] for name in names))  # PER of B-PER
+    facts = [(name[0] in _STARTS, name[0] in _ENDS, name != _OUTSIDE, kinds.index(name[2:])) for name in names]
     starts, ends, inside, kind = torch.tensor(facts, device=tags.device)[tags].unbind(1)
     at = torch.arange(len(tags), device=tags.device)
     apart = (row.roll(1) != row) | (at == 0) | (inside.roll(1) == 0) | (kind.roll(1) != kind) | (ends.roll(1) == 1)
@@ -66,7 +67,3 @@ def _entities(names: Sequence[str], tags: Tensor, row: Tensor) -> Tensor:
     is_last = ~goes_on.roll(-1) | (at == len(tags) - 1)
     last = torch.where(is_last, at, len(tags)).flip(0).cummin(0).values.flip(0)
     return torch.where(begins, last * len(kinds) + kind, -1)
-
-
-def _type(name: str) -> str:
-    return name[2:]

@@ -1,6 +1,7 @@
 """The two splits, and their report."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_eval_max_rows_of_fraction(tmp_path: Path) -> None:
 def test_report_as_dict_and_lines(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", *greetings(100), chat("Hi", "x" * 999))
     data = read(path, eval_fraction=0.3)
-    assert json.loads(json.dumps(data.report.as_dict()))["train"]["dropped"] == 1
+    assert json.loads(json.dumps(asdict(data.report)))["train"]["dropped"] == 1
     train, long, held = data.report.lines()
     assert train.startswith("train: 101 rows -> ")
     assert long == ("train: 1 sample longer than dataset.max_length (the longest 1,013): 1 dropped; 1,013 tokens lost")

@@ -23,8 +23,8 @@ MANIFEST: dict[str, Any] = {
     "cpus": 2,
     "starts": [{"command_line": COMMAND}, {"command_line": []}],
 }
-ADAPTER = Loading(auto_class="AutoModelForCausalLM", is_adapter=True, dtype="bfloat16")
-WHOLE = Loading(auto_class="AutoModelForMaskedLM", is_adapter=False, dtype="bfloat16", needs_transformers_5=True)
+ADAPTER = Loading(auto_class="AutoModelForCausalLM", adapter={"peft_type": "LORA", "r": 24}, dtype="bfloat16")
+WHOLE = Loading(auto_class="AutoModelForMaskedLM", dtype="bfloat16", needs_transformers_5=True)
 
 
 def card(loading: Loading = ADAPTER, run: dict[str, Any] | None = None, **result: Any) -> str:
@@ -86,7 +86,7 @@ def test_model_card_of_whole_model_says_what_it_needs() -> None:
     assert "PeftModel" not in text
     assert "vllm" not in text
     assert "Needs transformers 5" in text
-    assert "vllm serve .\n" in card(Loading(auto_class="AutoModelForCausalLM", is_adapter=False, dtype="bfloat16"))
+    assert "vllm serve .\n" in card(Loading(auto_class="AutoModelForCausalLM", dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(

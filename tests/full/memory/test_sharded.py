@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.distributed.process_group import HostGroup, Runtime, mesh_sizes_of
+from app.distributed.fsdp import mesh_sizes_of
+from app.distributed.process_group import HostGroup, Runtime
 from app.memory.estimate import plan_memory
 from app.memory.phases import EVALUATION
 from tests.conftest import REPO

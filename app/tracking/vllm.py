@@ -6,9 +6,8 @@ The rules are those of `vllm/lora/peft_helper.py`, read and not run: it needs a 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from app.tracking.model_card import VLLM_RANKS
-
 VERSION = "0.33"
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank takes
 _DEFAULT_RANK = 16  # of --max-lora-rank
 
 
@@ -34,19 +33,30 @@ _IGNORED = (
 
 def in_vllm(adapter: Mapping[str, Any]) -> str:
     """What happens to an adapter, line by line, and the options to serve it with."""
-    refused, ignored = (_broken(rules, adapter) for rules in (_REFUSED, _IGNORED))
-    rank = max([int(adapter.get("r") or 0), *(adapter.get("rank_pattern") or {}).values()])
-    served = next((each for each in VLLM_RANKS if each >= rank), None)
-    if served is None:
-        refused.append(f"rank {rank}, above {VLLM_RANKS[-1]}")
-    lines = [f"refuses {each}" for each in refused] + [f"ignores {each}" for each in ignored]
-    if lines:
+    if lines := problems_in_vllm(adapter):
         return "\n".join([*lines, f"give it kind=merged (rules of vLLM {VERSION}, not run)"])
+    return f"takes it with {options_of_vllm(adapter, _DEFAULT_RANK)} (rules of vLLM {VERSION}, not run)"
+
+
+def problems_in_vllm(adapter: Mapping[str, Any]) -> list[str]:
+    """What it refuses of an adapter, and what it ignores."""
+    refused, ignored = (_broken(rules, adapter) for rules in (_REFUSED, _IGNORED))
+    if _rank(adapter) > _RANKS[-1]:
+        refused.append(f"rank {_rank(adapter)}, above {_RANKS[-1]}")
+    return [f"refuses {each}" for each in refused] + [f"ignores {each}" for each in ignored]
+
+
+def options_of_vllm(adapter: Mapping[str, Any], default_rank: int = 0) -> str:
+    """The options to serve an adapter with; a rank of up to `default_rank` needs none."""
     given = adapter.get("trainable_token_indices") or {}
     tokens = max(map(len, given.values()), default=0) if isinstance(given, Mapping) else len(given)
-    options = [f" --max-lora-rank {served}"] if rank > _DEFAULT_RANK else []
-    options += [f" --max-lora-trainable-tokens {tokens}"] if tokens else []
-    return f"takes it with --enable-lora{''.join(options)} (rules of vLLM {VERSION}, not run)"
+    served = next(each for each in _RANKS if each >= _rank(adapter))
+    options = ["--enable-lora", *([f"--max-lora-rank {served}"] if served > default_rank else [])]
+    return " ".join([*options, *([f"--max-lora-trainable-tokens {tokens}"] if tokens else [])])
+
+
+def _rank(adapter: Mapping[str, Any]) -> int:
+    return max(map(int, [adapter.get("r") or 0, *(adapter.get("rank_pattern") or {}).values()]))
 
 
 def _broken(rules: tuple[_Rule, ...], adapter: Mapping[str, Any]) -> list[str]:

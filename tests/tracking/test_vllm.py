@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-from app.exports.vllm import in_vllm
+from app.tracking.vllm import in_vllm
 
 
 @pytest.mark.parametrize(
