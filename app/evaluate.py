@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.commands import run_command
-from app.config.finished_run import EVALUATE_ALLOWED, EvaluateConfig, as_run, evaluate_config
+from app.config.finished_run import EVALUATE_ALLOWED, EvaluateConfig, as_run, evaluate_config, read_manifest
 from app.config.help import command_help
 from app.distributed.environment import world
 from app.distributed.failures import fail_as_one_of_several, reporting_crashes
@@ -23,7 +23,6 @@ from app.evaluation.lm_eval import prepare_harness, require_harness, table, with
 from app.files import report_write_errors, write_json
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align
-from app.tracking.manifest import read_manifest
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -45,7 +44,7 @@ def _score_in(place: Path, config: EvaluateConfig, names: Sequence[str], folder:
     from app.evaluation.run import prepare_evaluation
     from app.training.scores import counts_of
 
-    manifest = _manifest(config.folder)
+    manifest = read_manifest(config.folder / "manifest.json")
     hashes, recorded = manifest.get("hashes", {}), manifest.get("choices", {}).get("precision")
     evaluation = prepare_evaluation(config, place, hashes, tuned=names[0] == "tuned", say=console.say)
     console.say(align(evaluation.table(), width=8))
@@ -78,7 +77,7 @@ def run_harness(config: EvaluateConfig, names: Sequence[str], console: Console) 
     console.say(f"run     {config.folder}, {' and '.join(names)}\nharness {', '.join(config.harness)}")
     harness = prepare_harness(config.harness, config.harness_limit, chat=config.harness_chat)
     tokenizer = load_tokenizer(config.model, needs_template=config.harness_chat)
-    hashes = _manifest(config.folder).get("hashes", {})
+    hashes = read_manifest(config.folder / "manifest.json").get("hashes", {})
     with at_checkpoint(config.folder, config.kept_checkpoint, as_run(config)) as place:
         finished = open_finished_run(config, place, hashes, tuned=names[0] == "tuned")
         sides = {
@@ -116,12 +115,8 @@ def _writable_folder(output_dir: str) -> Path:
     return folder
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    return read_manifest(folder / "manifest.json")
-
-
 def _command(arguments: Sequence[str]) -> int:
-    config = evaluate_config(arguments, lambda folder: _manifest(folder).get("choices", {}))
+    config = evaluate_config(arguments)
     count = processes_to_start(config.launch)
     if count:
         return launch(count, ["-m", "app.evaluate", *arguments])

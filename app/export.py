@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.commands import run_command
 from app.config.export_settings import EXPORT_ALLOWED, EXPORT_KINDS, ExportConfig, export_config
-from app.config.finished_run import as_run
+from app.config.finished_run import as_run, read_manifest
 from app.config.help import command_help
 from app.errors import refuse
 from app.exports.folder import REPORT, require_target
 from app.exports.hub import repository
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align, format_bytes
-from app.tracking.manifest import program_here, read_manifest
+from app.tracking.manifest import program_here
 from app.tracking.recorder import read_result
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _export_from(config: ExportConfig, origin: Path, console: Console) -> int:
     from app.evaluation.run import prepare_evaluation
     from app.exports.export import make_export, prepare_export
 
-    hashes = _manifest(config.folder).get("hashes", {})
+    hashes = read_manifest(config.folder / "manifest.json").get("hashes", {})
     evaluation = prepare_evaluation(config, config.folder, hashes, tuned=True, say=console.say)
     planned = prepare_export(config, evaluation)
     console.say(
@@ -120,12 +120,8 @@ def _facts(planned: "Export", origin: Path) -> dict[str, Any]:
     }
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    return read_manifest(folder / "manifest.json")
-
-
 def _command(arguments: Sequence[str]) -> int:
-    config = export_config(arguments, lambda folder: _manifest(folder).get("choices", {}))
+    config = export_config(arguments)
     return export(config, open_console())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.commands import run_command
-from app.config.finished_run import REPRODUCE_ALLOWED, ReproduceConfig, as_run, reproduce_config
+from app.config.finished_run import REPRODUCE_ALLOWED, ReproduceConfig, as_run, read_manifest, reproduce_config
 from app.config.help import command_help
 from app.config.schema import RunConfig
 from app.errors import CheckpointError, ConfigError
@@ -19,7 +19,7 @@ from app.tracking.compare_runs import Difference, LineComparison, compare_conten
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align
 from app.tracking.jsonl_metrics import read_lines
-from app.tracking.manifest import program_here, read_manifest
+from app.tracking.manifest import program_here
 from app.tracking.output_dir import RunFolder
 from app.train import train
 
@@ -101,7 +101,7 @@ def _result(
 
 
 def _command(arguments: Sequence[str]) -> int:
-    config = reproduce_config(arguments, lambda folder: read_manifest(folder / "manifest.json").get("choices", {}))
+    config = reproduce_config(arguments)
     return reproduce(config, open_console())
 
 

@@ -12,7 +12,6 @@ from app.config.fields import choice, number
 from app.config.finished_run import (
     Changes,
     FinishedRunConfig,
-    ReadChoices,
     checkpoint_problems,
     finished_folder,
     own_files,
@@ -112,11 +111,11 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def export_config(arguments: Sequence[str], read_choices: ReadChoices) -> ExportConfig:
+def export_config(arguments: Sequence[str]) -> ExportConfig:
     """Read the command line of app.export."""
     changes = read_changes(typed_checkpoint(arguments), ExportConfig, EXPORT_ALLOWED, _EXPORT_WHY_NOT)
     folder = finished_folder(changes.get("run"), changes.get("kept_checkpoint"))
-    run = with_recorded_precision(folder, read_choices)
+    run = with_recorded_precision(folder)
     over = {**own_files(folder), **_FOR_EXPORT}
     config = validated(apply_changes(run, changes, over), ExportConfig)
     refuse(_export_problems(config, changes))

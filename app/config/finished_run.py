@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from app.config.load import apply_changes, read_changes, read_run, validated
 from app.config.schema import AttentionConfig, RunConfig
 from app.config.tasks import TASKS
 from app.errors import CheckpointError, ConfigError, refuse
+from app.files import read_json
 
-# reads the choices that the run in a folder made for its machine
-ReadChoices = Callable[[Path], Mapping[str, Any]]
+_TYPES = {"starts": list, "choices": dict, "hashes": dict, "counts": dict}
 Changes = Mapping[str, Any]  # choices by group and values by dotted key
 
 
@@ -104,10 +104,31 @@ def own_files(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in _NOT_FOR_A_FINISHED_RUN.items() if not key.startswith("model.")}
 
 
-def with_recorded_precision(folder: Path, read_choices: ReadChoices) -> RunConfig:
+def with_recorded_precision(folder: Path) -> RunConfig:
     """The run with its recorded precision; the attention kernel may differ on this machine, without changing scores."""
-    choices = {name: kind for name, kind in read_choices(folder).items() if name == "precision"}
+    choices = {name: kind for name, kind in _choices(folder).items() if name == "precision"}
     return with_recorded_choices(read_run(folder / "run.yaml"), choices)
+
+
+def _choices(folder: Path) -> Mapping[str, Any]:
+    """What a run chose for its machine."""
+    return read_manifest(folder / "manifest.json").get("choices", {})
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Content of a manifest.json; empty if there is none."""
+    if not path.exists():
+        return {}
+    try:
+        manifest: dict[str, Any] = read_json(path)
+    except ValueError as fault:
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: {fault}.") from fault
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: it has no names.")
+    odd = [name for name, kind in _TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
+    if odd:
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: its {odd[0]} are of another type.")
+    return manifest
 
 
 # ---- app.evaluate
@@ -139,14 +160,14 @@ class EvaluateConfig(FinishedRunConfig):
     harness_chat: bool = False  # asks through the chat template
 
 
-def evaluate_config(arguments: Sequence[str], read_choices: ReadChoices) -> EvaluateConfig:
+def evaluate_config(arguments: Sequence[str]) -> EvaluateConfig:
     """Read the command line of app.evaluate."""
     # a list, because `harness=a,b` would be a sweep
     overrides = [re.sub(r"^harness=([^\[\"'].*)", r"harness=[\1]", text, flags=re.DOTALL) for text in arguments]
     overrides = typed_checkpoint(overrides)
     changes = read_changes(overrides, EvaluateConfig, EVALUATE_ALLOWED, _EVALUATE_WHY_NOT)
     folder = finished_folder(changes.get("run"), changes.get("kept_checkpoint"))
-    run = with_recorded_precision(folder, read_choices)
+    run = with_recorded_precision(folder)
     over = {**own_files(folder), "output_dir": str(folder)}
     data = apply_changes(run, changes, over)
     if changes.get("harness"):
@@ -249,11 +270,11 @@ class ReproduceConfig(FinishedRunConfig):
     anyway: bool = False
 
 
-def reproduce_config(arguments: Sequence[str], read_choices: ReadChoices) -> ReproduceConfig:
+def reproduce_config(arguments: Sequence[str]) -> ReproduceConfig:
     """Read the command line of app.reproduce."""
     changes = read_changes(arguments, ReproduceConfig, REPRODUCE_ALLOWED, _REPRODUCE_WHY_NOT)
     folder = run_folder(changes.get("run"))
-    run = with_recorded_choices(read_run(folder / "run.yaml"), read_choices(folder))
+    run = with_recorded_choices(read_run(folder / "run.yaml"), _choices(folder))
     # a run that began at a checkpoint of another run begins there again; a resumed run begins at step 0
     resume = run.resume
     if resume == "auto" or (resume and Path(resume).expanduser().resolve().is_relative_to(folder.resolve())):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.export_settings import ExportConfig
+from app.config.finished_run import read_manifest
 from app.config.load import read_run
 from app.errors import CheckpointError, EnvironmentProblem
 from app.evaluation.run import Evaluation
@@ -19,7 +20,6 @@ from app.files import verify_checksums
 from app.model.quantization import missing_hardware, quantization_after_training
 from app.safe_text import redact
 from app.tracking.formatting import format_bytes
-from app.tracking.manifest import read_manifest
 from app.tracking.model_card import CARD, model_card
 from app.tracking.recorder import read_result
 from app.training.final_model import loading_of

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import app
+from app.config.finished_run import read_manifest
 from app.errors import CheckpointError
-from app.files import read_json, write_json
+from app.files import write_json
 from app.safe_text import redact
 from app.tracking.trackers import TRACKERS
 
@@ -30,7 +31,6 @@ PACKAGES = (
     "rich",
     *(kind.name for kind in TRACKERS.values() if kind),
 )
-_TYPES = {"starts": list, "choices": dict, "hashes": dict, "counts": dict}
 
 
 class Manifest:
@@ -114,19 +114,3 @@ def program_here() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "packages": versions(),
     }
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Content of a manifest.json; empty if there is none."""
-    if not path.exists():
-        return {}
-    try:
-        manifest: dict[str, Any] = read_json(path)
-    except ValueError as fault:
-        raise CheckpointError(f"{path} cannot be read as the manifest of a run: {fault}.") from fault
-    if not isinstance(manifest, dict):
-        raise CheckpointError(f"{path} cannot be read as the manifest of a run: it has no names.")
-    odd = [name for name, kind in _TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
-    if odd:
-        raise CheckpointError(f"{path} cannot be read as the manifest of a run: its {odd[0]} are of another type.")
-    return manifest

@@ -10,6 +10,7 @@ from torch import nn
 
 from app.config.adapter_start import check_start, start_folder
 from app.config.adapters import ADAPTER_WEIGHTS
+from app.config.finished_run import read_manifest
 from app.config.load import read_run
 from app.config.schema import RunConfig
 from app.distributed.fsdp import local, own_rows
@@ -17,7 +18,6 @@ from app.errors import ConfigError, refuse
 from app.model.adapters import PREFIX, read_adapter_config
 from app.model.source import weight_files, weights_fingerprint
 from app.model.text_part import TextPart
-from app.tracking.manifest import read_manifest
 
 
 def load_start(

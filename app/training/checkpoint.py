@@ -15,6 +15,7 @@ from torch import Tensor
 
 from app.config.commands import resume_command
 from app.config.fields import number
+from app.config.finished_run import read_manifest
 from app.config.metrics import METRICS
 from app.config.schema import CheckpointConfig
 from app.config.validate import parse_section
@@ -38,7 +39,6 @@ from app.files import (
     verify_checksums,
 )
 from app.optim.optimizer_state import flatten, group_settings, load_state, saved_groups
-from app.tracking.manifest import read_manifest
 from app.training.identity import differences
 from app.training.train_step import Stepper
 from app.training.trained_state import (

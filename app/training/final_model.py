@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.adapters import ADAPTER, changes_base
+from app.config.finished_run import read_manifest
 from app.config.metrics import METRICS
 from app.config.tasks import task_of
 from app.distributed.fsdp import local, whole_tensors
@@ -16,7 +17,6 @@ from app.model.experts import moved_experts
 from app.model.quantization import quantization_after_training
 from app.model.save import needs_transformers_5, save_model, saved_tensors
 from app.model.structure import BaseModel
-from app.tracking.manifest import read_manifest
 from app.tracking.model_card import CARD, Loading, model_card
 from app.tracking.recorder import Recorder, samples_table
 from app.training.memory import Predicted

@@ -114,7 +114,7 @@ def test_export_checks_disk_space_first(
     from app.evaluation.run import prepare_evaluation
     from app.exports.export import prepare_export
 
-    config = export_config([f"run={finished('lora')}", f"to={tmp_path}/a/b", "kind=merged"], lambda _: {})
+    config = export_config([f"run={finished('lora')}", f"to={tmp_path}/a/b", "kind=merged"])
     scoring = prepare_evaluation(config, config.folder, {}, tuned=True, say=lambda _: None)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=17_000_000))
@@ -147,7 +147,7 @@ def test_export_of_another_program_is_compared_by_tokens_and_loss(
 
     monkeypatch.setitem(EXPORTS, "merged", Notes)
     monkeypatch.setitem(EXPORT_KINDS, "merged", ExportKind(needs_adapter=True))
-    config = export_config([f"run={finished('lora')}", f"to={tmp_path}/out", "kind=merged"], lambda _: {})
+    config = export_config([f"run={finished('lora')}", f"to={tmp_path}/out", "kind=merged"])
     scoring = prepare_evaluation(config, config.folder, {}, tuned=True, say=lambda _: None)
     export = prepare_export(config, scoring)
     verification = make_export(export, {}, lambda _: None)

@@ -20,6 +20,7 @@ from app.config.load import read_changes, read_run
 from app.config.schema import RunConfig
 from app.config.validate import field_types
 from app.errors import AppError, CheckpointError, ConfigError
+from app.files import write_json
 from tests.config.small import data_with, run_with
 
 
@@ -38,7 +39,9 @@ def made(folder: Path, **changes: Any) -> Path:
 
 
 def evaluation(run: Path, *arguments: str, choices: dict[str, Any] | None = None) -> EvaluateConfig:
-    return evaluate_config([f"run={run}", *arguments], lambda _folder: choices or {})
+    if choices:
+        write_json(run / "manifest.json", {"choices": choices})
+    return evaluate_config([f"run={run}", *arguments])
 
 
 def refusals(run: Path, *arguments: str) -> list[str]:
@@ -125,7 +128,7 @@ def test_finished_folder_missing_refused(tmp_path: Path, monkeypatch: pytest.Mon
     made(tmp_path / "torn")
     (tmp_path / "torn" / "run.yaml").write_text("seed: [")
     with pytest.raises((ConfigError, CheckpointError), match=r"run has no value|no such folder|no final/|torn"):
-        evaluate_config(given, lambda _folder: {})
+        evaluate_config(given)
 
 
 def test_recorded_precision_kept_attention_not(run: Path) -> None:
@@ -183,7 +186,7 @@ def test_export_impossible_refused(tmp_path: Path, adapter: str, given: str, mes
     run = made(tmp_path / "run", adapter__kind=adapter, model__weights="random")
     words = {word.partition("=")[0]: word for word in (f"run={run}", "kind=adapter", "to=out", given)}
     with pytest.raises(ConfigError) as refusal:
-        export_config(list(words.values()), lambda _folder: {})
+        export_config(list(words.values()))
     assert message in str(refusal.value)
 
 
@@ -235,7 +238,8 @@ def test_rows_to_score_idle_limit_refused(run: Path) -> None:
 
 
 def again(run: Path, *arguments: str, **choices: Any) -> Any:
-    return reproduce_config([f"run={run}", *arguments], lambda _folder: choices)
+    write_json(run / "manifest.json", {"choices": choices})
+    return reproduce_config([f"run={run}", *arguments])
 
 
 def test_reproduce_same_settings_new_folder(tmp_path: Path) -> None:

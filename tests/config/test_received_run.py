@@ -18,15 +18,11 @@ from tests.config.small import data_with
 TYPED = "model.trust_remote_code=true"
 
 
-def no_choices(_folder: Path) -> dict[str, Any]:
-    return {}
-
-
 READERS: dict[str, Any] = {
     "from": lambda run, *more: compose_run([f"varied_from={run}", *more]),
-    "evaluate": lambda run, *more: evaluate_config([f"run={run}", *more], no_choices),
-    "export": lambda run, *more: export_config([f"run={run}", "to=x", "kind=adapter", *more], no_choices),
-    "reproduce": lambda run, *more: reproduce_config([f"run={run}", *more], no_choices),
+    "evaluate": lambda run, *more: evaluate_config([f"run={run}", *more]),
+    "export": lambda run, *more: export_config([f"run={run}", "to=x", "kind=adapter", *more]),
+    "reproduce": lambda run, *more: reproduce_config([f"run={run}", *more]),
 }
 
 

@@ -30,9 +30,9 @@ OTHERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "app.check": check_config,
     "app.generate": generate_config,
     "app.report": report_config,
-    "app.evaluate": lambda words: evaluate_config(words, lambda _: {}),
-    "app.export": lambda words: export_config(words, lambda _: {}),
-    "app.reproduce": lambda words: reproduce_config(words, lambda _: {}),
+    "app.evaluate": evaluate_config,
+    "app.export": export_config,
+    "app.reproduce": reproduce_config,
 }
 RUNS = ("first", "mine", "other", "labels")  # that documents speak of
 

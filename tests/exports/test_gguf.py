@@ -118,7 +118,7 @@ def test_export_without_llama_cpp_says_what_was_not_proven(
     finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf, "find_spec", lambda name: None if name == "xllamacpp" else find_spec(name))
-    config = export_config([f"run={finished('lora')}", f"to={tmp_path}/out", "kind=gguf"], lambda _: {})
+    config = export_config([f"run={finished('lora')}", f"to={tmp_path}/out", "kind=gguf"])
     evaluation = prepare_evaluation(config, config.folder, {}, tuned=True, say=lambda _: None)
     found = make_export(prepare_export(config, evaluation), {}, lambda _: None)
     assert found.lines().startswith("passed: the file has the bytes that were written; llama.cpp did not read it")

@@ -44,7 +44,7 @@ def test_merged_model_goes_through_converter_and_quantizer(
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     place, out = stand_in(tmp_path / "llama.cpp"), tmp_path / "out"
     words = [f"run={finished('lora')}", "kind=gguf", "quant=q4_k_m", f"llama_cpp={place}"]
-    assert export(export_config([*words, f"to={out}"], lambda _: {}), Console()) == 0
+    assert export(export_config([*words, f"to={out}"]), Console()) == 0
     assert json.loads((place / "said.json").read_text()) == ["--outfile", "model-bf16.gguf", "--outtype", "bf16"]
     assert {file.name for file in out.iterdir()} == {*("model-q4_k_m.gguf", "Modelfile", "README.md", "export.json")}
     assert (out / "model-q4_k_m.gguf").read_text() == "converted as Q4_K_M\n"
@@ -54,14 +54,14 @@ def test_merged_model_goes_through_converter_and_quantizer(
 def test_missing_programs_and_keys_of_no_use_are_refused(finished: FinishedRuns, tmp_path: Path) -> None:
     words = [f"run={finished('lora')}", f"to={tmp_path}/out"]
     with pytest.raises(AppError, match="Give llama_cpp=DIR, its folder"):
-        export_config([*words, "kind=gguf", "quant=q4_k_m"], lambda _: {})
+        export_config([*words, "kind=gguf", "quant=q4_k_m"])
     other = finished.copy(tmp_path / "other")
     settings = (other / "run.yaml").read_text().replace("kind: causal", "kind: classification")
     (other / "run.yaml").write_text(settings.replace("format: messages", "format: labelled_text"))
     with pytest.raises(AppError, match="is for models that write text, not for task=classification"):
-        export_config([f"run={other}", "kind=gguf", f"to={tmp_path}/out", "llama_cpp=here"], lambda _: {})
+        export_config([f"run={other}", "kind=gguf", f"to={tmp_path}/out", "llama_cpp=here"])
     with pytest.raises(AppError, match="writes GGUF files alone"):
-        export_config([*words, "kind=merged", "llama_cpp=here"], lambda _: {})
+        export_config([*words, "kind=merged", "llama_cpp=here"])
     assert "there is no convert_hf_to_gguf.py in it" in "".join(converter_problems(str(tmp_path), "bf16"))
     (stand_in(tmp_path / "llama.cpp") / "build" / "bin" / "llama-quantize").unlink()
     assert list(converter_problems(f"{tmp_path}/llama.cpp", "q8_0")) == []

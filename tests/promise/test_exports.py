@@ -98,7 +98,7 @@ def run(toys: Toys) -> Path:
 def exported(toys: Toys, run: Path, name: str) -> dict[str, Any]:
     """What export.json says."""
     to = toys.folder / name
-    config = export_config([f"run={run}", f"to={to}", "kind=numpy", "dtype=fp32"], lambda _folder: {})
+    config = export_config([f"run={run}", f"to={to}", "kind=numpy", "dtype=fp32"])
     code = export(config, Console(enabled=False))
     report: dict[str, Any] = json.loads((to / "export.json").read_text())
     assert report["passed"] == (code == 0)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from app.config.finished_run import read_manifest
 from app.config.schema import TrackerConfig
 from app.errors import CheckpointError
-from app.tracking.manifest import Manifest, git_state, read_manifest
+from app.tracking.manifest import Manifest, git_state
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
 from tests.harness.child import run
