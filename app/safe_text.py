@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
@@ -56,6 +56,11 @@ def safe_text(text: str) -> str:
 def many(number: int, noun: str) -> str:
     """A count with its noun."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def listed(names: Sequence[str], most: int = 12) -> str:
+    """Join the first names of a list."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def _redact_value(name: str, value: Any) -> Any:

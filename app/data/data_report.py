@@ -1,20 +1,19 @@
 """Fate of the rows: counts, lines for people, and the reasons why a run would stop at them."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from app.config.dataset_schema import DatasetConfig
 from app.data.sources import Source
 from app.data.types import escaped
 from app.data.unread_columns import unread_problems
-from app.safe_text import many
+from app.safe_text import listed, many
 
 LongestRow = Callable[[int], int]  # of so many tokens, those that the model reads in a row
 
 MAX_PLACES = 20
 _MAX_REASONS = 20
-_MAX_NAMES = 12  # of labels or columns that a line lists
 _MAX_SHOWN_PROBLEMS = 5
 MAX_DROPPED_SHARE = 0.05  # of the samples, before `auto` calls it an error
 _MAX_UNREAD_NAMES = 100  # of columns and keys that are counted one by one
@@ -146,7 +145,7 @@ def split_lines(split: str, c: Counts) -> Iterator[str]:
         size = many(c.rows_read, "row") + ("" if c.rows_read == c.samples else f" -> {size}")
     labels = [f"{name} {number:,}" for name, number in c.classes.items()]
     trained = (
-        f"{many(len(labels), 'label')}: {in_words(labels)}" if labels else f"{c.trained_tokens:,} trained ({share:.0%})"
+        f"{many(len(labels), 'label')}: {listed(labels)}" if labels else f"{c.trained_tokens:,} trained ({share:.0%})"
     )
     yield f"{split}: {size}, {many(c.tokens, 'token')}, {trained}"
     if c.weighted_samples:
@@ -158,7 +157,7 @@ def split_lines(split: str, c: Counts) -> Iterator[str]:
     for counted, what, unit in ((c.unread_columns, "columns", "row"), (c.unread_keys, "keys of messages", "message")):
         if counted:
             names = [f"{name} ({many(number, unit)})" for name, number in counted.items()]
-            yield f"{split}: {what} not read: {in_words(names)}"
+            yield f"{split}: {what} not read: {listed(names)}"
 
 
 def eval_remedy(samples: int) -> str:
@@ -166,12 +165,6 @@ def eval_remedy(samples: int) -> str:
     if samples < MIN_EVAL_ROWS:
         return "dataset.eval_path=FILE"
     return f"dataset.eval_fraction={min(MAX_EVAL_FRACTION, round(MIN_EVAL_ROWS / samples + 0.005, 2))}"
-
-
-def in_words(names: Sequence[str]) -> str:
-    """Join the first names of a list."""
-    more = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def count_name(counts: dict[str, int], name: str, number: int = 1) -> None:

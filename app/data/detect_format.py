@@ -10,11 +10,11 @@ from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import ROW_FORMATS, TAGGED_FORMATS
 from app.data.column_sets import known_sets, suggestion
 from app.data.columns import ABSENT, command, has, typed, value, wanted_rows
-from app.data.data_report import in_words
 from app.data.sources import Source, eval_source, train_source
 from app.data.types import Broken, Row, escaped, kind_of
 from app.data.unsupported_rows import unsupported_column
 from app.errors import DataError
+from app.safe_text import listed
 
 INSPECTED_ROWS = 200
 _MIN_FITTING_SHARE = 0.9  # of the inspected rows; a bad row is reported when it is read
@@ -162,7 +162,7 @@ def _is_message(keys: Sequence[str], each: Any) -> bool:
 def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
     given = [name for field in ROW_FORMATS[found.format].may if (name := getattr(columns, field))]
     may = [name for name in given if name not in found.columns and any(has(row, name) for row in rows)]
-    also = f"; also read: {in_words(may)}" if may else ""
+    also = f"; also read: {listed(may)}" if may else ""
     words = typed(key, found.format, found.renamed)
     return escaped(f"{key}.format=auto: taken as {words}, because {found.reason(len(rows))}{also}")
 
@@ -170,7 +170,7 @@ def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) ->
 def _unknown(named: str, key: str, rows: Sequence[Row], config: DatasetConfig, formats: Sequence[str]) -> list[str]:
     """Say which columns there are, what the formats lack that they nearly have, and what to type."""
     held = {name: next((row[name] for row in rows if row.get(name) is not None), None) for name in _names(rows)}
-    found = in_words([f"{name} ({kind_of(inner)})" for name, inner in held.items()]) or "none"
+    found = listed([f"{name} ({kind_of(inner)})" for name, inner in held.items()]) or "none"
     begin = f"{named}: {key}.format=auto knows no format for these rows; columns found: {found}"
     wants = [_missing(fmt, key, rows, config.columns) for fmt in formats]
     chosen = "dataset=FORMAT" if key == "dataset" and not config.mix else f"{key}.format=FORMAT"

@@ -12,7 +12,7 @@ from app.config.dataset import has_chats, has_pairs, sources_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import ROW_FORMATS
 from app.data.chat_template import missing_markers, other_template
-from app.data.data_report import Counts, DataReport, LongestRow, in_words, split_lines, stop_reasons, without_stops
+from app.data.data_report import Counts, DataReport, LongestRow, split_lines, stop_reasons, without_stops
 from app.data.detect_format import detect_format
 from app.data.formats import fields_of
 from app.data.labels import LABELLINGS, KnownLabels
@@ -26,7 +26,7 @@ from app.data.token_dataset import TokenRows
 from app.data.tokenizer import Tokenizer, check_tokenizer, separates_pairs
 from app.data.types import escaped
 from app.errors import DataError
-from app.safe_text import many
+from app.safe_text import listed, many
 
 _LARGE_NUMBER = 20.0  # a mean or standard deviation above it gets a note
 _RARE_ROWS = 8  # a label with fewer gets a note
@@ -207,7 +207,7 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts, column: s
             wrong = f"column {column!r} has {many(len(names), 'number')}, and {size} a row are learnt"
             return wrong if len(names) != size else ""
         unknown = [name for name in names if name not in known] if known else []
-        return f"label {unknown[0]!r} is none of those that are learnt: {in_words(known)}" if unknown else ""
+        return f"label {unknown[0]!r} is none of those that are learnt: {listed(known)}" if unknown else ""
 
     wrong = np.flatnonzero(rows.where_label(lambda label: bool(problem(label))))
     for i in wrong.tolist():
@@ -261,7 +261,7 @@ def _marker_notes(tokenizer: Tokenizer) -> list[str]:
     if not missing:
         return []
     return [
-        f"the chat template writes {in_words(missing)}, which are no tokens of this tokenizer: the model reads them as"
+        f"the chat template writes {listed(missing)}, which are no tokens of this tokenizer: the model reads them as"
         f" ordinary text; choose a model of its family, or set model.chat_template={other_template(tokenizer)}"
     ]
 
@@ -274,10 +274,10 @@ def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
     notes = []
     absent = [name for name in known if name not in counts]
     if absent:
-        notes.append(f"no row that is trained on has the label {in_words(absent)}: it cannot be learnt")
+        notes.append(f"no row that is trained on has the label {listed(absent)}: it cannot be learnt")
     rare = [f"{name} ({number})" for name, number in counts.items() if number < _RARE_ROWS]
     if rare:
-        notes.append(f"very few rows have the label {in_words(rare)}: expect little of it")
+        notes.append(f"very few rows have the label {listed(rare)}: expect little of it")
     ambiguous = len(np.unique(rows.content_hashes)) - len(np.unique(rows.ids_hashes))
     if ambiguous:
         notes.append(f"texts with more than one label: {ambiguous:,}; the model can only learn how often each is given")

@@ -67,7 +67,6 @@ class Runner:
         self._folder = folder
         self._proposer = proposer
         self._ladder = proposer if isinstance(proposer, Ladder) else None
-        self._page_file = folder.path / "report.html"
         self._facts = {"identity": identity, "command": list(command)}
         self._notes = notes
         self._console = Console()
@@ -192,7 +191,8 @@ class Runner:
             text = f"trial {winner['number']}, {winner['folder']}\n{winner['line']}"
             self._say("\n" + align([("best", text), ("all", str(self._folder.content))]))
         if self._ended:
-            self._say(write_page(self._page_file, self._page))
+            folder, page = self._folder, self._folder.path / "report.html"
+            self._say(write_page(page, lambda: sweep_page(folder.path, folder.read(), page)))
         is_whole = self._proposer.next(self._ended) is None and STOPPED not in self._statuses()
         if request.exit_code is not None and not is_whole:
             self._say("stopped; the same command goes on from here")
@@ -201,9 +201,6 @@ class Runner:
         if failed:
             self._say(f"{failed} of {len(self._ended)} trials failed; the same command tries them again")
         return SOME_FAILED if failed or {*self._statuses()} == {REFUSED} else 0
-
-    def _page(self) -> str:
-        return sweep_page(self._folder.path, self._folder.read(), self._page_file)
 
     def _statuses(self) -> list[str]:
         return [each.status for each in self._ended]

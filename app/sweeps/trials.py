@@ -15,9 +15,9 @@ from app.config.metrics import cost_of
 from app.config.overrides import parse_override
 from app.errors import AppError, CheckpointError, ConfigError
 from app.files import read_json, write_json
-from app.safe_text import redact
+from app.safe_text import listed, redact
 from app.tracking.formatting import NO_VALUE, align_columns, format_count, format_duration, format_integer, format_or
-from app.tracking.output_dir import ClaimedFolder, shown_names
+from app.tracking.output_dir import ClaimedFolder
 
 PENDING, RUNNING, FAILED, STOPPED = "pending", "running", "failed", "stopped"
 FINISHED, DRY_RUN, REFUSED = "finished", "dry_run", "refused"
@@ -146,7 +146,7 @@ def _refuse_foreign(given: str, names: Sequence[str]) -> None:
     """Refuse a folder that is neither empty nor of a sweep."""
     if names and _CONTENT not in names:
         raise ConfigError(
-            f"output_dir={given}: the folder is not empty and not that of a sweep (it has {shown_names(names)}); "
+            f"output_dir={given}: the folder is not empty and not that of a sweep (it has {listed(names, 4)}); "
             "choose a new or empty folder"
         )
 

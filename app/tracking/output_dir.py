@@ -11,6 +11,7 @@ from typing import Self
 
 from app.errors import ConfigError, EnvironmentProblem
 from app.files import is_partial, read_object, report_write_errors
+from app.safe_text import listed
 
 _LOCK = ".lock"
 _RUN_FILES = {
@@ -150,21 +151,16 @@ def _refuse_links(path: Path, given: str) -> None:
     links = [entry.name for entry in path.iterdir() if entry.is_symlink()]
     if links:
         raise EnvironmentProblem(
-            f"output_dir={given}: {shown_names(links)} in it is a link; put what it names in its place, "
+            f"output_dir={given}: {listed(links, 4)} in it is a link; put what it names in its place, "
             "or choose another output_dir"
         )
-
-
-def shown_names(names: Sequence[str]) -> str:
-    """The first names as text."""
-    return f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
 
 
 def _refuse_foreign(path: Path, output_dir: str, resume: str | None, names: Sequence[str]) -> None:
     """Refuse a folder that is not empty, unless it has the run to resume."""
     if not names or _has_only_dry_run(path, names):
         return
-    shown = shown_names(names)
+    shown = listed(names, 4)
     if not _RUN_FILES.intersection(names):
         raise ConfigError(
             f"output_dir={output_dir}: the folder is not empty and not that of a run (it has {shown}); "

@@ -1,7 +1,7 @@
 """Lines that a run prints and facts of its manifest, made from values that the other parts return."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -268,9 +268,3 @@ def _memory_line(result: Mapping[str, float | None]) -> str:
         return f"memory  {tensors} in one step{off}; {format_bytes(peak)} for the whole process\n"
     in_use = result.get("device_used_bytes")
     return f"memory  {tensors}{off}{'' if in_use is None else f'; {format_bytes(in_use)} in use on the GPU'}\n"
-
-
-def skipped_message(step: int, what_happened: str, places: Sequence[str]) -> str:
-    """Printed for a step whose gradient was not finite, with the places of its rows."""
-    shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
-    return f"step {step} {what_happened}. Its rows: {shown}"

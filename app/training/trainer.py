@@ -16,6 +16,7 @@ from app.distributed.fsdp import local
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
 from app.model.adapters import CHECKED_STEPS, layers_without_gradient
+from app.safe_text import listed
 from app.signals import START_ME_AGAIN, StopRequest
 from app.tracking.recorder import Recorder
 from app.training.checkpoint import Checkpoints, Progress
@@ -25,7 +26,7 @@ from app.training.memory_in_use import device_used_bytes
 from app.training.preparation import StepPlan
 from app.training.scores import ALSO, counts_of, finite, logged, score
 from app.training.step_profile import profiled
-from app.training.summary import skipped_message, split_message
+from app.training.summary import split_message
 from app.training.train_step import Stepper, StepResult
 
 
@@ -180,9 +181,8 @@ class Trainer:
         of_all = [set(each) for each in self.parts.runtime.host_group.all_gather_object(found)]
         silent = [name for name in found if all(name in each for each in of_all)]  # rows for them may be on other ranks
         if silent:
-            shown = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
             raise TrainingError(
-                f"no gradient reaches the adapter of {shown}, so it would never learn. "
+                f"no gradient reaches the adapter of {listed(silent, 3)}, so it would never learn. "
                 "Leave these layers out of adapter.targets."
             )
 
@@ -262,8 +262,8 @@ class Trainer:
             self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
             if skipped:
                 self.progress.skipped_steps += 1
-                places = self.parts.loader.source_locations(step)
-                self.parts.recorder.message(skipped_message(step + 1, self.parts.stepper.skipping, places))
+                rows = listed(self.parts.loader.source_locations(step), 8)
+                self.parts.recorder.message(f"step {step + 1} {self.parts.stepper.skipping}. Its rows: {rows}")
         scale = self.parts.stepper.scale
         scale_can_fall = scale is not None and float(scale.value) > 1.0
         if self.progress.skipped_in_a_row >= self._config.training.max_bad_steps and not scale_can_fall:
