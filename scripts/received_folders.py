@@ -159,12 +159,6 @@ def _edited(random: Random, data: Any) -> Any:
     return {**data, key: _edited(random, data[key])}
 
 
-def _choices(folder: Path) -> Any:
-    from app.tracking.manifest import read_manifest
-
-    return read_manifest(folder / "manifest.json").get("choices", {})
-
-
 def _page(folder: Path) -> None:
     from app.report import report
 
@@ -187,9 +181,9 @@ def _start(folder: Path) -> None:
 _CONFIGS: tuple[Callable[[Path], Any], ...] = (
     lambda folder: read_run(folder / "run.yaml"),
     lambda folder: compose_run([f"varied_from={folder}"]),
-    lambda folder: evaluate_config([f"run={folder}"], _choices),
-    lambda folder: export_config([f"run={folder}", "to=x", "kind=adapter"], _choices),
-    lambda folder: reproduce_config([f"run={folder}"], _choices),
+    lambda folder: evaluate_config([f"run={folder}"]),
+    lambda folder: export_config([f"run={folder}", "to=x", "kind=adapter"]),
+    lambda folder: reproduce_config([f"run={folder}"]),
     _page,
 )
 _FILES: Sequence[tuple[str, Sequence[Callable[[Path], Any]]]] = (

@@ -106,13 +106,9 @@ def own_files(folder: Path) -> dict[str, Any]:
 
 def with_recorded_precision(folder: Path) -> RunConfig:
     """The run with its recorded precision; the attention kernel may differ on this machine, without changing scores."""
-    choices = {name: kind for name, kind in _choices(folder).items() if name == "precision"}
-    return with_recorded_choices(read_run(folder / "run.yaml"), choices)
-
-
-def _choices(folder: Path) -> Mapping[str, Any]:
-    """What a run chose for its machine."""
-    return read_manifest(folder / "manifest.json").get("choices", {})
+    choices = read_manifest(folder / "manifest.json").get("choices", {})
+    precision = {name: kind for name, kind in choices.items() if name == "precision"}
+    return with_recorded_choices(read_run(folder / "run.yaml"), precision)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -274,7 +270,8 @@ def reproduce_config(arguments: Sequence[str]) -> ReproduceConfig:
     """Read the command line of app.reproduce."""
     changes = read_changes(arguments, ReproduceConfig, REPRODUCE_ALLOWED, _REPRODUCE_WHY_NOT)
     folder = run_folder(changes.get("run"))
-    run = with_recorded_choices(read_run(folder / "run.yaml"), _choices(folder))
+    choices = read_manifest(folder / "manifest.json").get("choices", {})
+    run = with_recorded_choices(read_run(folder / "run.yaml"), choices)
     # a run that began at a checkpoint of another run begins there again; a resumed run begins at step 0
     resume = run.resume
     if resume == "auto" or (resume and Path(resume).expanduser().resolve().is_relative_to(folder.resolve())):
