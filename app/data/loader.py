@@ -83,7 +83,6 @@ class Loader:
             yield self._layout.batch(self._rows, chosen, units.max_documents, epoch=0)
 
     def source_locations(self, step: int) -> list[str]:
-        """The source locations of all rows of `step`."""
         return [self._rows.source_location(int(i)) for unit in self._chosen(step)[1] for i in unit]
 
     def _chosen(self, step: int) -> tuple[Units, list[Unit]]:

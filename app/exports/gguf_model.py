@@ -100,7 +100,6 @@ class Described:
         return weight + self.kind.norm_offset if place.model_name.endswith("norm.weight") else weight
 
     def packed(self, place: Place, weight: Tensor) -> Any:
-        """The bytes of a tensor."""
         from gguf.quants import quantize
 
         values: Any = self.reordered(place, weight).numpy()

@@ -44,7 +44,6 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def named(self, name: str) -> str:
-        """The name with the scale."""
         return ", ".join(part for part in (name, "log scale" if self.log else "") if part)
 
 

@@ -54,7 +54,6 @@ class Grid:
         return self.points
 
     def next(self, ended: Sequence[Outcome], /) -> Trial | None:
-        """The next trial in order."""
         return self.points[len(ended)] if len(ended) < self.count else None
 
 

@@ -176,7 +176,6 @@ def _multiplied(text: str, run: RunConfig) -> str:
 
 
 def _as_typed(key: str, given: Any) -> str:
-    """The override as it is typed."""
     return f"sweep.space.{key}={format_value(given)}"
 
 

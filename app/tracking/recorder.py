@@ -99,7 +99,6 @@ class Recorder:
         return recorder
 
     def add_facts(self, **facts: Any) -> None:
-        """Add facts to the manifest."""
         if self._manifest:
             self._manifest.add(facts)
 
