@@ -67,7 +67,7 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     zygote.refused(tmp_path, *words, "resume=auto", message=lost)
 
     assert "pair accuracy" in zygote.finish(tmp_path, "run=whole", module="app.evaluate").stdout
-    exported = export_config([f"run={whole}", "kind=merged", f"to={tmp_path}/out"], lambda _: {})
+    exported = export_config([f"run={whole}", "kind=merged", f"to={tmp_path}/out"])
     compared = reference_of(prepare_evaluation(exported, whole, {}, tuned=True, say=lambda _: None))
     assert {*map(len, compared.targets)} != {0}, "of each pair the wanted answer"
     assert compared.loss(compared.logits) == pytest.approx(-last["chosen_log_probability"], rel=0.5)
