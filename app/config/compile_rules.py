@@ -45,8 +45,17 @@ def _compiled_layers_keep_their_routers(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _only_fused_layers_are_compiled_fused(run: RunConfig) -> Iterator[str]:
+    if run.compile.fused and not run.adapter.fused:
+        yield (
+            "compile.fused=true compiles fused layers, and adapter.fused=false leaves them out. "
+            "Set adapter.fused=true, or compile.fused=false."
+        )
+
+
 COMPILE_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _compiled_layers_keep_their_routers,
     _compiled_layers_have_one_shape,
     _compile_options_suit_each_other,
+    _only_fused_layers_are_compiled_fused,
 )

@@ -184,6 +184,7 @@ class CompileConfig:
 
     kind: str = MISSING  # what torch.compile compiles
     graphs: bool = False  # launch kernels as one recorded CUDA graph
+    fused: bool = False  # compile the fused layers of adapter.fused; false: PEFT's own
     backend: str = choice("inductor", "aot_eager", "eager", "cudagraphs", default="inductor")  # what runs the graphs
     # what inductor optimises for
     mode: str = choice("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", default="default")

@@ -109,7 +109,8 @@ def together(x: Tensor, layers: Sequence[LoraLayer]) -> tuple[Tensor, ...]:
 def gated_mlp(x: Tensor, act: Callable[[Tensor], Tensor], gate: LoraLayer, up: LoraLayer, down: LoraLayer) -> Tensor:
     """down(act(gate(x)) * up(x)), with an elementwise `act`. Only the outputs of gate and up are saved."""
     gated, scaled = together(x, (gate, up))
-    rows: Tensor = _Gate.apply(gated, scaled, act)  # type: ignore[no-untyped-call]
+    # a compiler derives the gate itself, and computes it anew where that saves memory
+    rows: Tensor = act(gated) * scaled if torch.compiler.is_compiling() else _Gate.apply(gated, scaled, act)  # type: ignore[no-untyped-call]
     with_recompute(rows, lambda one, other: act(one).mul_(other), gated, scaled)
     return together(rows, (down,))[0]
 
@@ -120,7 +121,7 @@ def products(rows: Tensor, loras: Sequence[Lora]) -> tuple[list[Tensor], Tensor]
     frozen = {type(lora.frozen): lora.frozen for lora in loras}
     prepared = {kind: each.prepared(rows) for kind, each in frozen.items()}
     outs = [
-        lora.frozen.product(prepared[type(lora.frozen)]).addmm_(part, lora.b.to(rows.dtype).T, alpha=lora.scale)
+        _add_product(lora.frozen.product(prepared[type(lora.frozen)]), part, lora.b.to(rows.dtype).T, lora.scale)
         for lora, part in zip(loras, _split(inner, loras, dim=1), strict=True)
     ]
     return outs, inner
@@ -143,8 +144,17 @@ def gradients(
         for gradient, lora in zip(upstream, loras, strict=True):
             total = total if gradient is None else _back_onto(total, gradient, lora.frozen)
     if total is not None:
-        total.addmm_(of_inner, _stacked_a(loras, rows.dtype))
+        total = _add_product(total, of_inner, _stacked_a(loras, rows.dtype))
     return total, halves
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """total + scale left right, in place. While compiling as a sum, which fuses with what reads it: inductor would copy
+    `total` first.
+    """
+    if torch.compiler.is_compiling():
+        return total + scale * (left @ right)
+    return total.addmm_(left, right, alpha=scale)
 
 
 def _through_b(gradient: Tensor | None, inner: Tensor, lora: Lora) -> tuple[Tensor, Tensor | None]:
@@ -165,7 +175,7 @@ def _back_onto(total: Tensor | None, gradient: Tensor, frozen: Frozen) -> Tensor
     if total is None:
         return frozen.back(gradient)
     if isinstance(frozen, _Dense):  # in the product itself, without another buffer
-        return total.addmm_(gradient, frozen.layer.weight.to(gradient.dtype))
+        return _add_product(total, gradient, frozen.layer.weight.to(gradient.dtype))
     return total.add_(frozen.back(gradient))
 
 

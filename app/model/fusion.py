@@ -18,7 +18,7 @@ from app.model.comparison import Comparison, compare_forwards
 from app.model.fused_lora import LoraLayer, gated_mlp, lora_layer_of, together
 from app.model.kernels import autocast_dtype
 from app.model.quantization import Quantizer
-from app.model.rms_norm import RmsNorm, rms_norm_of
+from app.model.rms_norm import RmsNorm, rms_norm_of, version_of
 
 # Children of one module that read the same rows, by the names that transformers gives them
 SAME_ROWS = (
@@ -195,10 +195,11 @@ class _SharedOutputs:
 
         @wraps(alone)
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            inside = self._in_parent and not x.is_inference()  # such a tensor has no version counter
+            # a tensor of inference mode has no version counter
+            inside = self._in_parent and (torch.compiler.is_compiling() or not x.is_inference())
             if args or kwargs or not inside or not self._piece.is_usable():
                 return alone(x, *args, **kwargs)
-            given = (x._version, torch.is_grad_enabled())
+            given = (version_of(x), torch.is_grad_enabled())
             if not self._outputs:
                 self._key, self._outputs = (x, *given), dict(enumerate(self._piece.forward(x)))
             if place not in self._outputs or self._key[0] is not x or self._key[1:] != given:

@@ -204,7 +204,10 @@ class DequantizeBuffer:
 
 @dataclass(frozen=True, slots=True)
 class FourBits:
-    """A frozen 4-bit layer in a fused pass; with a buffer, as on GPUs, each product dequantises into it."""
+    """A frozen 4-bit layer in a fused pass; with a buffer, as on GPUs, each product dequantises into it.
+
+    A compiled graph frees a weight after its product by itself, and would save the buffer for its backward pass.
+    """
 
     layer: Any
     buffer: DequantizeBuffer | None
@@ -213,14 +216,14 @@ class FourBits:
         return rows
 
     def product(self, rows: Tensor) -> Tensor:
-        if self.buffer is None or len(rows) <= _FEW_ROWS:
+        if self.buffer is None or torch.compiler.is_compiling() or len(rows) <= _FEW_ROWS:
             result: Tensor = self.layer(rows)
             return result
         bias = None if self.layer.bias is None else self.layer.bias.to(rows.dtype)
         return F.linear(rows, self.buffer.dequantized(self.layer, rows.dtype), bias)
 
     def back(self, gradient: Tensor) -> Tensor:
-        if self.buffer is None:
+        if self.buffer is None or torch.compiler.is_compiling():
             return gradient @ dequantized(self.layer).to(gradient.dtype)
         return gradient @ self.buffer.dequantized(self.layer, gradient.dtype)
 

@@ -38,13 +38,18 @@ class Recompute:
 def with_recompute(made: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
     """Attach a recipe to `made` for layers that would otherwise save it for their backward pass."""
     if made.requires_grad:
-        made.recompute = Recompute(function, tuple(each.detach() for each in tensors), made._version)  # type: ignore[attr-defined]
+        made.recompute = Recompute(function, tuple(each.detach() for each in tensors), version_of(made))  # type: ignore[attr-defined]
 
 
 def recompute_of(x: Tensor) -> Recompute | None:
     """The recipe of a tensor; None for one that has to be saved itself."""
     found: Recompute | None = getattr(x, "recompute", None)
-    return found if found is not None and found.version == x._version else None
+    return found if found is not None and found.version == version_of(x) else None
+
+
+def version_of(x: Tensor) -> int:
+    """The number of changes of `x` in place; 0 in compiled layers, which cannot read it and are compared as a whole."""
+    return 0 if torch.compiler.is_compiling() else x._version
 
 
 @dataclass(frozen=True, slots=True)

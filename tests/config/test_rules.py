@@ -107,6 +107,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "compile=blocks makes one graph for one shape, and padded rows have many (batching.packing=false)"),
     ({"compile.kind": "blocks", "task.router_loss": 0.1},
      "task.router_loss=0.1 reads routers inside layers that compile=blocks makes one graph of. Set compile=none"),
+    ({"compile.kind": "blocks", "compile.fused": True, "adapter.fused": False},
+     "compile.fused=true compiles fused layers, and adapter.fused=false leaves them out. Set adapter.fused=true"),
     ({"compile.graphs": True}, "not with compile=none. Set compile=blocks, or compile.graphs=false."),
     ({"compile.kind": "blocks", "compile.graphs": True, "training.recompute": 2, "batching.accumulation": 4,
       "parallel.kind": "fsdp"},

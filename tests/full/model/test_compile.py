@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from app.model import compile as compiling
+from app.model.kernels import as_on_gpu
 from tests.model import small
 from tests.model.test_compile import (
     BLOCKS,
@@ -51,6 +52,27 @@ def test_compiled_layers_keep_less_than_fused_ones() -> None:
     kept = kept_bytes(compiled)  # before another model registers its attention
     fused = small.training_model_of("llama", recompute=0, **METHODS["lora"])
     assert 0 < kept < kept_bytes(fused)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("method", "recompute", "backend"), [("lora", 0, "inductor"), ("qlora", True, "aot_eager")])
+def test_fused_layers_trace_whole(method: str, recompute: bool | int, backend: str) -> None:
+    """As on a GPU, where 4-bit layers that are not compiled dequantise into one buffer."""
+    given = METHODS[method]
+    (of_peft,) = by_its_own(range(1, 2), **given | {"adapter": small.lora(fused=False)})
+    with as_on_gpu():
+        fused = small.training_model_of("llama", recompute=recompute, **given)
+        wanted, allowed = outcome(fused, packed(1)), kept_bytes(fused)
+        compiled = replace(INDUCTOR, fused=True, backend=backend)
+        model = small.training_model_of("llama", recompute=recompute, compile=compiled, **given)
+        assert (model.fused.linear, model.fused.gated, model.fused.shared, model.fused.norms) == (14, 2, 2, 5)
+        assert small.verified(model, packed(0)) is not None, blocks_of(model).fault
+        found = outcome(model, packed(1))
+        assert 0 < kept_bytes(model) <= allowed
+    assert max_difference(found, wanted) <= 1e-5
+    assert max_difference(found, of_peft) <= 1e-5
+    assert blocks_of(model).graphs == GRAPHS[method]
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def kept_bytes(model: Any) -> int:

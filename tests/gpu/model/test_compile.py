@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from app.batch import Batch, PackedSequences
-from app.config.schema import CompileConfig, LaunchConfig
+from app.config.schema import CompileConfig, LaunchConfig, QuantizationConfig
 from app.distributed.process_group import start
 from app.model.attention import register
 from app.model.build import build_training_model
@@ -41,10 +41,13 @@ def packed(step: int) -> Batch:
     return replace(batch, documents=PackedSequences.from_lengths(batch.documents.lengths, 64, 20))
 
 
-def losses(backend: str, compiled: CompileConfig, *, quietly: bool = False) -> list[float]:
+def losses(
+    backend: str, compiled: CompileConfig, *, quietly: bool = False, base: QuantizationConfig | None = None
+) -> list[float]:
     """Losses of a few steps; `quietly`: the last ones must not wait for the device."""
     runtime = start(LaunchConfig(num_processes=1, threads=1), "bf16", seed=0)
-    parts = small.sections(small.model_config("llama"), small.lora(), "bf16", compile=compiled)
+    model = small.model_config("llama", architecture=small.wide_numbers("llama"))
+    parts = small.sections(model, small.lora(), "bf16", compile=compiled, quantization=base)
     training_model = build_training_model(replace(parts, attention=backend), runtime.device, seed=0, base_path="base")
     if training_model.compiled_layers is not None:
         proof = small.verified(training_model, packed(0).to(runtime.device))
@@ -65,6 +68,14 @@ def losses(backend: str, compiled: CompileConfig, *, quietly: bool = False) -> l
 def test_compiled_losses_equal_uncompiled(backend: str, graphs: bool) -> None:
     plain = losses(backend, CompileConfig(kind="none"))
     compiled = losses(backend, CompileConfig(kind="blocks", graphs=graphs), quietly=True)
+    assert compiled == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
+def test_losses_of_compiled_fused_layers_equal_uncompiled(kind: str) -> None:
+    base = QuantizationConfig(kind=kind, double_quant=kind == "nf4")
+    plain = losses("varlen", CompileConfig(kind="none"), base=base)
+    compiled = losses("varlen", CompileConfig(kind="blocks", fused=True), quietly=True, base=base)
     assert compiled == pytest.approx(plain, rel=1e-2)
 
 
