@@ -91,7 +91,10 @@ class PeftAdapter(AdapterMethod):
 
     def _field_problems(self, known: Iterable[str]) -> Iterator[str]:
         for name in self.config.fields:
-            if name not in known:
+            if name in RESERVED_FIELDS:
+                keys = "adapter.targets, adapter.layers and adapter.train_whole"
+                yield f"adapter.fields: {name} is set by the run, from {keys} among others. Leave it out."
+            elif name not in known:
                 yield f"adapter.fields: {name} is no setting of {self.name} in PEFT.{did_you_mean(name, known)}"
 
     def require_divisible(self) -> None:
