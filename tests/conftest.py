@@ -1,8 +1,10 @@
 """What all tests share: a clean process, an empty cache, the program as a subprocess, the gpu verdict."""
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,14 @@ def quick_python(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="session")
+def quick_zygote(zygote: Zygote, quick_python: Path) -> Zygote:
+    """Its runs start the Python that is there at once: to prove an export, or as processes of a group."""
+    quick = copy(zygote)
+    quick.python, quick.started = quick_python, 1 << 16
+    return quick
+
+
+@pytest.fixture(scope="session")
 def finished(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
     """`finished("qlora")`: a small run that is over."""
     return FinishedRuns(zygote, tmp_path_factory.mktemp("finished"))
@@ -132,6 +142,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(marks.requires_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage in a test walks through all modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -79,12 +79,12 @@ def test_best_checkpoint_is_that_of_the_best_evaluation(finished: FinishedRuns, 
         kept_checkpoint(run, "3")
 
 
-def test_sum_of_adapters_is_exported(finished: FinishedRuns, zygote: Zygote, tmp_path: Path) -> None:
+def test_sum_of_adapters_is_exported(finished: FinishedRuns, quick_zygote: Zygote, tmp_path: Path) -> None:
     finished.copy(tmp_path / "a")
     command = (*FINISHED["lora"], "adapter.r=4", "adapter.targets=[q_proj,down_proj]", "output_dir=b")
-    zygote.run(tmp_path, *command, "training.max_steps=2", code=0)
+    quick_zygote.run(tmp_path, *command, "training.max_steps=2", code=0)
     parts = ("run=a", "adapters=[a:0.7,b/final:-0.3]")
-    zygote.run(tmp_path, *parts, "kind=merged", "dtype=fp32", "to=merged", module="app.export", code=0)
+    quick_zygote.run(tmp_path, *parts, "kind=merged", "dtype=fp32", "to=merged", module="app.export", code=0)
     report = json.loads((tmp_path / "merged" / "export.json").read_text())
     assert report["passed"]
     assert report["combined"] == {
@@ -99,7 +99,7 @@ def test_sum_of_adapters_is_exported(finished: FinishedRuns, zygote: Zygote, tmp
         expected = base[name] + 0.7 * update(tmp_path / "a", name) - 0.3 * update(tmp_path / "b", name)
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-5)
 
-    zygote.run(tmp_path, *parts, "kind=adapter", "rank=8", "to=small", module="app.export", code=0)
+    quick_zygote.run(tmp_path, *parts, "kind=adapter", "rank=8", "to=small", module="app.export", code=0)
     report = json.loads((tmp_path / "small" / "export.json").read_text())
     assert (report["passed"], report["combined"]["combine"], report["combined"]["rank"]) == (True, "svd", 8)
     assert 0 < report["combined"]["difference_of_updates"] < 1

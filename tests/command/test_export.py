@@ -40,8 +40,8 @@ def test_merged_export_is_verified(zygote: Zygote, finished: FinishedRuns, tmp_p
     assert "PeftModel" not in card
 
 
-def test_quantized_export_is_reloaded_to_the_bit(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    check_quantized(zygote, finished, tmp_path, "lora", "nf4", 4.5)
+def test_quantized_export_is_reloaded_to_the_bit(quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    check_quantized(quick_zygote, finished, tmp_path, "lora", "nf4", 4.5)
 
 
 def check_quantized(
@@ -65,8 +65,8 @@ def check_quantized(
     assert scales * 8 == pytest.approx(bits * 2 * 64 * 128, rel=0.1)
 
 
-def test_failed_export_leaves_only_its_report(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    check_spoilt(zygote, finished, tmp_path, ("lora", "tensor"))
+def test_failed_export_leaves_only_its_report(quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    check_spoilt(quick_zygote, finished, tmp_path, ("lora", "tensor"))
 
 
 def check_spoilt(zygote: Zygote, finished: FinishedRuns, tmp_path: Path, *spoilt: tuple[str, str]) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from app.errors import AppError
 from app.exports.hub import repository
-from tests.conftest import RunApp
 from tests.exports.fake_hub import FakeHub
-from tests.harness.runs import FinishedRuns
+from tests.harness.runs import FinishedRuns, Zygote
 
+TO_HUB = "tests.exports.to_hub"
 TOKEN = "hf_" + "a1B2c3D4" * 4
 
 
@@ -29,12 +29,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def test_pushed_repository_is_private_and_holds_the_export(
-    hub: FakeHub, finished: FinishedRuns, tmp_path: Path, run_app: RunApp
+    hub: FakeHub, finished: FinishedRuns, tmp_path: Path, quick_zygote: Zygote
 ) -> None:
-    env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
     out = tmp_path / "out"
     words = (f"run={finished('lora')}", "kind=adapter", f"to={out}", "push=me/mine")
-    ended = run_app(*words, module="app.export", env=env, code=0)
+    ended = quick_zygote.run(tmp_path, *words, module=TO_HUB, code=0, **env)
     assert f"pushed  {hub.address}/me/mine, private" in ended.stdout
     assert hub.private == {"me/mine": True}
     sent = {name: content for name, content in hub.files.items() if name != ".gitattributes"}
@@ -87,9 +87,9 @@ def test_push_of_a_team_that_may_write_is_taken(hub: FakeHub) -> None:
     assert repository("team/mine", private=False).name == "team/mine"
 
 
-def test_push_without_a_token_is_refused_first(finished: FinishedRuns, tmp_path: Path, run_app: RunApp) -> None:
+def test_push_without_a_token_is_refused_first(finished: FinishedRuns, tmp_path: Path, zygote: Zygote) -> None:
     env = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     words = (f"run={finished('lora')}", "kind=adapter", f"to={tmp_path}/out", "push=me/mine")
-    ended = run_app(*words, module="app.export", env=env, code=2)
-    assert "push=me/mine: there is no token for the hub. Set HF_TOKEN, or log in: hf auth login." in ended.stderr
+    said = "push=me/mine: there is no token for the hub. Set HF_TOKEN, or log in: hf auth login."
+    zygote.refused(tmp_path, *words, module=TO_HUB, message=said, **env)
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def program(folder: Path, server: Path) -> Path:
-    """A command that takes `-m module arguments`, as python does."""
+    """A command that takes `-m module arguments` or `script arguments`, as python does."""
     path = folder / "python"
     path.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" -IS "{__file__}" "{server}" "$@"\n')
     path.chmod(0o755)
@@ -67,7 +67,7 @@ def _look_after(connection: socket.socket) -> None:
 
 
 def _run(asked: dict[str, Any], handles: list[int]) -> None:
-    from tests.harness.zygote import run_module
+    from tests.harness.zygote import run_module, run_script
 
     *handles, network = handles
     _enter(network)
@@ -77,8 +77,13 @@ def _run(asked: dict[str, Any], handles: list[int]) -> None:
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
-    at = asked["arguments"].index("-m")
-    run_module(asked["arguments"][at + 1], asked["arguments"][at + 2 :], asked["ignored"])
+    given = asked["arguments"]
+    if "-m" in given:
+        at = given.index("-m") + 1
+        run_module(given[at], given[at + 1 :], asked["ignored"])
+    else:
+        at = next(n for n, word in enumerate(given) if not word.startswith("-"))
+        run_script(given[at], given[at + 1 :], asked["ignored"])
 
 
 def _enter(network: int) -> None:

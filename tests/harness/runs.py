@@ -104,9 +104,10 @@ class Running:
 
 @dataclass
 class Zygote:
-    """The process that forks the runs."""
+    """The process that forks the runs; what these start in turn is `python`, if that is given."""
 
     environment: dict[str, str]
+    python: Path | None = None
     process: subprocess.Popen[str] = field(init=False)
     started: int = 0
 
@@ -131,13 +132,14 @@ class Zygote:
         """`python -m module arguments` in `folder`."""
         self.started += 1
         out, err = (folder / f"{name}-{self.started}.txt" for name in ("stdout", "stderr"))
+        started = {"FORKED_PYTHON": str(self.python)} if self.python else {}
         answer = self.ask(
             {
                 "do": "start",
                 "module": module,
                 "arguments": arguments,
                 "cwd": str(folder),
-                "env": {"XDG_CACHE_HOME": str(folder / "cache"), **env},
+                "env": {"XDG_CACHE_HOME": str(folder / "cache"), **started, **env},
                 "stdout": str(out),
                 "stderr": str(err),
             }

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import traceback
@@ -23,20 +24,32 @@ IMPORTS = (
     "bitsandbytes.optim",
     "transformers.models.llama.modeling_llama",
     "transformers.generation",
-    "app.training.resolve",
-    "app.training.final_model",
-    "app.training.samples",
+    # what these import only when they are used
+    "pandas",
+    "pyarrow.compute",
+    "peft.tuners.lora.bnb",
+    "peft.utils.transformers_weight_conversion",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
+    "pyarrow.pandas_compat",
+    "rich.table",
+    *(f"app.{command}" for command in ("train", "check", "evaluate", "generate", "export", "reproduce")),
+    "app.training.run",
     "app.evaluation.run",
-    "app.model.build",
+    "app.exports.export",
     "app.model.load_run",
-    "app.optim.optimizers",
+    "app.memory.planner",
+    "app.pages.run_page",
 )
+
+FORKED_PYTHON = "FORKED_PYTHON"  # in the environment of a run: the Python that it starts
 
 
 def serve() -> None:
     """Answer until standard input ends."""
     for name in IMPORTS:
         importlib.import_module(name)
+    importlib.import_module("app.config.load").default_values()  # and what a composition imports
     _answer({"ready": os.getpid()})
     for line in sys.stdin:
         command = json.loads(line)
@@ -66,16 +79,30 @@ def _run(command: dict[str, Any]) -> None:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(handle, number)
         os.close(handle)
+    sys.executable = command["env"].get(FORKED_PYTHON, sys.executable)
     run_module(command["module"], command["arguments"])
+
+
+def run_script(path: str, arguments: Sequence[str], ignored: Collection[int] = ()) -> None:
+    """`python path arguments`, as far as a fork can: it finds nothing of the program imported."""
+    for name in [each for each in sys.modules if each.partition(".")[0] == "app"]:
+        del sys.modules[name]
+    _reset_signals(ignored)
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
 
 
 def run_module(name: str, arguments: Sequence[str], ignored: Collection[int] = ()) -> None:
     """`python -m name arguments`, as far as a fork can: its `main`, with the signals of a new process."""
+    _reset_signals(ignored)
+    sys.argv = [name, *arguments]
+    importlib.import_module(name).main()
+
+
+def _reset_signals(ignored: Collection[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
-    sys.argv = [name, *arguments]
-    importlib.import_module(name).main()
 
 
 def end_after(work: Callable[[], None]) -> NoReturn:

@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 
 from app.batch import Batch, PackedSequences
-from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.distributed.process_group import HostGroup, Runtime
@@ -15,6 +14,7 @@ from app.model.build import build_training_model, choose_loss_head
 from app.training.choices import Choices, sections_of
 from app.training.setup import stepper_of
 from app.training.storage_counter import StorageCounter, kept_tensors
+from tests.harness.composed import composed
 
 SMALL = (
     "model.weights=random",
@@ -56,7 +56,7 @@ def small_run(*overrides: str) -> RunConfig:
     given = {text.partition("=")[0] for text in overrides}
     given |= {"adapter.r"} if {"recipe=full", "adapter=none"} & {*overrides} else set()
     given |= {"model.architecture.num_key_value_heads"} if "model=bert" in overrides else set()
-    return compose_run([*(text for text in SMALL if text.partition("=")[0] not in given), *overrides])
+    return composed(*(text for text in SMALL if text.partition("=")[0] not in given), *overrides)
 
 
 def batch_of(shape: Shape, vocabulary: int = 1024) -> Batch:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.data.collate import Packed, Padded
@@ -27,6 +26,7 @@ from app.training.choices import recomputed_layers
 from app.training.preparation import StepPlan
 from app.training.train_step import Stepper
 from app.training.trainer import Parts, Trainer
+from tests.harness.composed import composed
 
 SMALL = (
     "model.weights=random",
@@ -50,7 +50,7 @@ def small_run(*overrides: str) -> RunConfig:
         overrides = ("model.architecture.hidden_size=64", *overrides)
     trains_all = {"recipe=full", "adapter=none"} & {*overrides}
     given = {text.partition("=")[0] for text in overrides} | ({"adapter.r"} if trains_all else set())
-    return compose_run([*(text for text in SMALL if text.partition("=")[0] not in given), *overrides])
+    return composed(*(text for text in SMALL if text.partition("=")[0] not in given), *overrides)
 
 
 @pytest.fixture(scope="session")

@@ -52,27 +52,27 @@ def test_adapter_export_of_random_base_includes_it(
     code_of_card(out, app_env, tmp_path)
 
 
-def test_export_reports_damage_and_full_disk(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+def test_export_reports_damage_and_full_disk(quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     run = shutil.copytree(finished("lora"), tmp_path / "run")
-    full = export(zygote, tmp_path, run, "kind=merged", "dtype=fp32", SPOIL="disk")
+    full = export(quick_zygote, tmp_path, run, "kind=merged", "dtype=fp32", SPOIL="disk")
     refused(full.code, full.stdout, full.stderr, "the disk is full, nothing was exported")
     file = run / "final" / "adapter_model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    damaged = export(zygote, tmp_path, run, "kind=merged")
+    damaged = export(quick_zygote, tmp_path, run, "kind=merged")
     refused(damaged.code, damaged.stdout, damaged.stderr, "adapter_model.safetensors is not what was written")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".writing*"))
 
 
-def test_failed_export_leaves_only_its_report(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    check_spoilt(zygote, finished, tmp_path, ("qlora", "careless"), ("lora", "cut"))
+def test_failed_export_leaves_only_its_report(quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    check_spoilt(quick_zygote, finished, tmp_path, ("qlora", "careless"), ("lora", "cut"))
 
 
 @pytest.mark.parametrize(("recipe", "quant", "bits"), [("full", "int8", 8), ("qlora", "fp4", 4.5)])
 def test_quantized_export_of_each_quant(
-    zygote: Zygote,
+    quick_zygote: Zygote,
     finished: FinishedRuns,
     tmp_path: Path,
     app_env: dict[str, str],
@@ -80,12 +80,12 @@ def test_quantized_export_of_each_quant(
     quant: str,
     bits: float,
 ) -> None:
-    check_quantized(zygote, finished, tmp_path, recipe, quant, bits)
+    check_quantized(quick_zygote, finished, tmp_path, recipe, quant, bits)
     code_of_card(tmp_path / "out", app_env, tmp_path)
 
 
-def test_quantized_export_of_other_tensors_fails(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    ended = export(zygote, tmp_path, finished("lora"), "kind=quantized", SPOIL="saved")
+def test_quantized_export_of_other_tensors_fails(quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    ended = export(quick_zygote, tmp_path, finished("lora"), "kind=quantized", SPOIL="saved")
     assert ended.code == 3, ended.stderr
     found = report(tmp_path / "out")
     assert (found["failure"], found["files"]) == ("its tensors are not those that were written", {})

@@ -17,16 +17,18 @@ def told(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("base", ON_CPU)
-def test_run_on_eight_bits_trains_and_exports(zygote: Zygote, tmp_path: Path, base: str) -> None:
+def test_run_on_eight_bits_trains_and_exports(quick_zygote: Zygote, tmp_path: Path, base: str) -> None:
     run = tmp_path / "run"
-    ended = zygote.run(tmp_path, *FINISHED["lora"], f"quantization={base}", f"output_dir={run}", code=0)
+    ended = quick_zygote.run(tmp_path, *FINISHED["lora"], f"quantization={base}", f"output_dir={run}", code=0)
     assert ON_CPU[base] in " ".join((ended.stdout + ended.stderr).split())
     manifest = told(run / "manifest.json")
     proven = [proof["what"] for proof in manifest["proofs"] if proof["what"].startswith("fp8")]
     assert proven.count("fp8 product weight, 64 to 128, against float32") == (base == "fp8")
 
     for kind in ("adapter", "merged"):
-        ended = zygote.run(tmp_path, f"run={run}", f"kind={kind}", f"to={tmp_path / kind}", module="app.export", code=0)
+        ended = quick_zygote.run(
+            tmp_path, f"run={run}", f"kind={kind}", f"to={tmp_path / kind}", module="app.export", code=0
+        )
         found = told(tmp_path / kind / "export.json")
         assert found["passed"]
         assert found["training_loss"] != found["loss_before"]
@@ -35,7 +37,7 @@ def test_run_on_eight_bits_trains_and_exports(zygote: Zygote, tmp_path: Path, ba
         assert "on that of training the loss is" in " ".join((ended.stdout + ended.stderr).split())
         assert "BitsAndBytes" not in (tmp_path / kind / "README.md").read_text()
 
-    zygote.run(tmp_path, f"run={run}", module="app.evaluate", code=0)
+    quick_zygote.run(tmp_path, f"run={run}", module="app.evaluate", code=0)
     scored = told(run / "evaluate.json")["eval_loss"]
     assert scored == pytest.approx(result(run)["eval_loss"], rel=1e-6), "as training held it"
 
