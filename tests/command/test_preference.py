@@ -1,6 +1,4 @@
-"""recipe=dpo and recipe=kto from the command line: a reference is made once, kept, and never made again from trained
-weights.
-"""
+"""recipe=dpo from the command line: a reference is made once, kept, and never made again from trained weights."""
 
 import math
 import shutil
@@ -15,7 +13,7 @@ from app.exports.verify import reference_of
 from tests.config.small import refusal_of
 from tests.harness.runs import SMALL, Zygote, has_reached, metrics, result, same_ending
 
-_BRIEF = (
+BRIEF = (
     *SMALL,
     "dataset.max_length=48",
     "batching.tokens=96",
@@ -23,8 +21,7 @@ _BRIEF = (
     "checkpoint.every=2",
     "eval.at_start=true",
 )
-COMMAND = (*_BRIEF, "recipe=dpo", "optimizer.lr=5e-3")
-KTO = (*_BRIEF, "recipe=kto", "optimizer.lr=5e-3", "dataset.max_rows=60")
+COMMAND = (*BRIEF, "recipe=dpo", "optimizer.lr=5e-3")
 EVALUATION = {"eval_loss", "pair_accuracy", "reward_margin", "exact_match"}
 
 
@@ -74,24 +71,6 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     other_rows = ("run=whole", "dataset.eval_path=asset:sample/pairs.jsonl.gz")
     message = "of these rows the run has no reference for"
     zygote.refused(tmp_path, *other_rows, module="app.evaluate", message=message)
-
-
-def test_kto_learns_from_labels_and_goes_on_with_its_reference(zygote: Zygote, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    zygote.finish(tmp_path, *KTO, "output_dir=whole")
-    first, last = metrics(whole)[0], result(whole)["final_metrics"]
-    assert [first["eval_loss"], metrics(whole)[1]["loss"]] == pytest.approx([0.5] * 2, rel=1e-6)
-    assert last["chosen_reward"] > last["rejected_reward"]
-    assert last["reward_margin"] == pytest.approx(last["chosen_reward"] - last["rejected_reward"])
-    words = (*KTO, "output_dir=parts")
-    killed_at_step_3(zygote, tmp_path, *words)
-    zygote.run(tmp_path, *words, "resume=auto", code=0)
-    same_ending(whole, parts)
-    assert "reward margin" in zygote.finish(tmp_path, "run=parts", module="app.evaluate").stdout
-    alone = tmp_path / "alone.jsonl"
-    alone.write_text('{"prompt": "Hi", "completion": "Hello", "label": true}\n' * 3)
-    rows = ("dataset=preference_label", "dataset.path=alone.jsonl", "dataset.eval_fraction=0", "eval.at_start=false")
-    zygote.refused(tmp_path, *KTO, *rows, message="nothing tells wanted answers from unwanted ones. Give rows of both")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ EARLIER = Path(__file__).parent / "earlier_checkpoints"
 
 
 def test_killed_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
-    check_killed_and_resumed(zygote, tmp_path, "recipe=lora adapter.dropout=0.1", kills=2)
+    check_killed_and_resumed(zygote, tmp_path, "recipe=lora adapter.dropout=0.1", kills=1)
 
 
 def check_killed_and_resumed(zygote: Zygote, tmp_path: Path, words: str, kills: int) -> None:
@@ -61,25 +61,6 @@ def test_resume_elsewhere_writes_a_random_base(zygote: Zygote, finished: Finishe
     save, other = finished() / "checkpoints" / "step-000003", tmp_path / "other"
     zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={other}", f"resume={save}", code=0)
     assert content_of(other / "base") == content_of(finished() / "base")
-
-
-def test_best_model_is_final_or_said_to_be_lost(zygote: Zygote, tmp_path: Path) -> None:
-    """No later evaluation is so much better that it counts."""
-    run = tmp_path / "run"
-    more = ("training.max_steps=4", "checkpoint.final=best", "eval.min_delta=100")
-    command = (*SMALL, *more, f"output_dir={run}", "resume=auto")
-    ends = []
-    for lost in (False, False, True):
-        if lost:
-            shutil.rmtree(run / "checkpoints" / "step-000002")
-        ended = zygote.run(tmp_path, *command, code=0)
-        assert ("checkpoint.final=best: the checkpoint of step 2" in ended.stdout) == lost
-        ends.append(result(run))
-    best, last = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line and line["step"]]
-    assert best != last
-    assert [(end["objective"], end["final_metrics"]["eval_loss"]) for end in ends] == [(best, best)] * 2 + [
-        (last, last)
-    ]
 
 
 @pytest.mark.parametrize("kind", ["whole", "sharded"])

@@ -1,12 +1,10 @@
-"""A run that runs out of memory goes on in smaller parts: the same numbers, alone and together, and after a stop."""
+"""A run that is short of memory goes on in smaller parts, or says what takes memory."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from tests.command.test_processes import PLAIN, with_rate
-from tests.harness.runs import SMALL, Zygote, result, same_numbers, tensors
-from tests.model.small import distance
+from tests.harness.runs import SMALL, Zygote, result
 
 SCARCE = "tests.harness.scarcity"
 LIMITS: dict[str, Any] = {"TOKENS": "40", "CALLS": "40"}  # calls: what is proven and shown before the first step
@@ -14,25 +12,6 @@ LIMITS: dict[str, Any] = {"TOKENS": "40", "CALLS": "40"}  # calls: what is prove
 
 def told(run: Path, words: str = "out of memory") -> list[str]:
     return [line for line in (run / "log.txt").read_text().splitlines() if words in line]
-
-
-def test_one_of_two_processes_runs_out_of_memory(zygote: Zygote, tmp_path: Path) -> None:
-    check_one_of_two(zygote, tmp_path, "backward", "1", "batching.packing=true")
-
-
-def check_one_of_two(zygote: Zygote, tmp_path: Path, where: str, ranks: str, more: str) -> None:
-    command = (*SMALL, *PLAIN, "recipe=lora", more, "training.max_steps=4", with_rate(2))
-    enough, scarce = tmp_path / "enough", tmp_path / "scarce"
-    zygote.finish_together(tmp_path, 2, *command, f"output_dir={enough}")
-    given = LIMITS | {"WHERE": where, "RANKS": ranks, "CALLS": "40" if where == "recomputed" else "20"}
-    zygote.finish_together(tmp_path, 2, *command, f"output_dir={scarce}", module=SCARCE, **given)
-    parts = [int(line.partition("up to ")[2].split()[0]) for line in told(scarce)]
-    assert parts
-    assert parts[0] in (2, 4)
-    assert parts == sorted(set(parts)), "each depth is told once, whichever process reached it first"
-    assert told(enough) == []
-    same_numbers(enough, scarce, 2e-6)
-    assert distance(tensors(scarce), tensors(enough)) <= 1e-6
 
 
 def test_where_nothing_helps_the_message_says_what_takes_memory(zygote: Zygote, tmp_path: Path) -> None:

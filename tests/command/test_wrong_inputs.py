@@ -102,10 +102,7 @@ def refuses(zygote: Zygote, folder: Path, *given: str, message: str, **env: Any)
 ROWS = [
     ("", "dataset.path=rows.jsonl: has no rows"),
     (row("Hi") + '{"messages": [}\n', "rows.jsonl:2: column 15: Expecting value"),
-    ('{"text": "x"}\n', "rows.jsonl:1: dataset.format=messages needs a column 'messages'; columns found: text"),
-    (row("Hi", role="robot"), "rows.jsonl:1: message 1 has the role 'robot'; allowed: "),
     ('{"messages": [{"role": "user", "content": "x"}]}\n', "dataset.train_on=auto trains nothing of it"),
-    ('{"messages": "x"}\n', "rows.jsonl:1: "),
     (row("long " * 300), "are longer, the longest 609 tokens, the first rows.jsonl:1; raise it"),
 ]
 
@@ -214,25 +211,16 @@ def test_untrusted_run_folder_stays_unchanged(
     assert content_of(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ("seed=7", "seed: the checkpoint has 0, this run has 7"),
-        ("adapter.alpha=8", "adapter.alpha: the checkpoint has 32"),
-        ("recipe=full", "adapter.kind: the checkpoint has lora, this run has none"),
-        ("optimizer=sgd", "optimizer.kind: the checkpoint has adamw, this run has sgd"),
-    ],
-)
-def test_resume_with_other_settings_is_refused(
-    zygote: Zygote, tmp_path: Path, finished: FinishedRuns, changed: str, message: str
-) -> None:
+def test_resume_with_other_settings_is_refused(zygote: Zygote, tmp_path: Path, finished: FinishedRuns) -> None:
     finished.copy(tmp_path / "run")
     before = content_of(tmp_path / "run")
-    zygote.refused(tmp_path, *FINISHED["lora"], changed, "resume=auto", "output_dir=run", message=message)
-    assert content_of(tmp_path / "run") == before
+    changed, message = ("seed=7", "adapter.alpha=8"), "seed: the checkpoint has 0, this run has 7"
+    ended = zygote.refused(tmp_path, *FINISHED["lora"], *changed, "resume=auto", "output_dir=run", message=message)
+    assert "adapter.alpha: the checkpoint has 32" in ended.stderr
     # nor from outside, into a new folder
-    save = saves_of(tmp_path / "run")[-1]
-    refuses(zygote, tmp_path, *FINISHED["lora"], changed, f"resume={save}", message=message)
+    save, message = saves_of(tmp_path / "run")[-1], "optimizer.kind: the checkpoint has adamw, this run has sgd"
+    refuses(zygote, tmp_path, *FINISHED["lora"], "optimizer=sgd", f"resume={save}", message=message)
+    assert content_of(tmp_path / "run") == before
 
 
 def test_output_folder_in_use_is_refused(zygote: Zygote, tmp_path: Path) -> None:

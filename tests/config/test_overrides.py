@@ -99,7 +99,6 @@ def test_overrides_invalid_one_problem_each(given: str, message: str) -> None:
         ("model=mine", ["model=folder", "model.path=mine"]),
         ("model=llama", ["model=llama"]),  # a choice, though there is a folder of that name
         ("dataset=tatsu-lab/alpaca", ["dataset=auto", "dataset.path=tatsu-lab/alpaca"]),
-        ("dataset=chat.jsonl", ["dataset=auto", "dataset.path=chat.jsonl"]),
         ("dataset='my rows.csv'", ["dataset=auto", "dataset.path='my rows.csv'"]),
     ],
 )

@@ -38,11 +38,10 @@ def planned_parts(asked: AnswersConfig, *words: str) -> dict[str, int]:
     return parts
 
 
-@pytest.mark.parametrize("words", [("recipe=lora",), ("recipe=full",)], ids=" ".join)
-@pytest.mark.parametrize(("rows", "beams"), [(1, 1), (3, 1), (2, 3)])
-def test_planned_answers_equal_counted(words: tuple[str, ...], rows: int, beams: int) -> None:
-    planned = planned_parts(AnswersConfig(rows=rows, length=LENGTH, beams=beams), *words)
-    lm = real_model(*words)
+@pytest.mark.parametrize(("recipe", "rows", "beams"), [("full", 1, 1), ("lora", 3, 1), ("lora", 2, 3)])
+def test_planned_answers_equal_counted(recipe: str, rows: int, beams: int) -> None:
+    planned = planned_parts(AnswersConfig(rows=rows, length=LENGTH, beams=beams), f"recipe={recipe}")
+    lm = real_model(f"recipe={recipe}")
     ids = torch.randint(2, 1024, (rows, LENGTH))
     counter = StorageCounter("cpu")
     counter.hold("weights", [*lm.parameters(), *lm.buffers()])
@@ -71,7 +70,7 @@ def test_answers_stand_beside_the_plan_of_the_run() -> None:
     assert sum(answers["anatomy"].values()) < answers["needed_bytes"] < facts["memory_bytes"]
     assert answers["fits"]
     small = read_hardware(["hardware=h100", "hardware.memory_gib=0.8"])
-    assert not check_memory(run, (), small, answers=asked)["answers"]["fits"]
+    assert not plan_answers(Planner(machine_of(small)).at(run), asked, machine_of(small))["fits"]
 
 
 def test_answers_end_at_the_last_position() -> None:

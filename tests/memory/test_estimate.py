@@ -1,17 +1,14 @@
 """Plans extrapolated from traces of a few layers against traces of all layers; they run no kernel on real tensors."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch._subclasses.fake_tensor as fake_tensor
 
-from app.config.load import compose_run
 from app.distributed.fsdp import MeshSizes
 from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
 from app.memory.meta_model import MetaModel
-from app.optim.optimizers import OPTIMIZERS
 from app.training.choices import sections_of
+from tests.harness.composed import composed
 from tests.memory.truth import EXPERTS, PACKED, small_run
 
 NEAR = 4096  # bytes: the stack of gradient norms is rounded up
@@ -26,18 +23,16 @@ def extrapolated_and_exact(*overrides: str) -> tuple[MemoryPlan, MemoryPlan]:
 @pytest.mark.parametrize(
     "words",
     [
-        ("recipe=full", "training.recompute=0", "precision=bf16"),
-        ("recipe=full", "training.recompute=true", "optimizer=muon", "batching.accumulation=3"),
         ("recipe=full", "training.recompute=5", "training.offload=true", "precision=bf16"),
-        ("recipe=lora", "training.recompute=true", "precision=bf16"),
-        ("recipe=qlora", "training.recompute=4", "precision=bf16"),
-        (*EXPERTS, "recipe=full", "training.recompute=8"),
-        ("model.architecture.model_type=gpt2", "recipe=full", "training.recompute=4", "precision=fp16"),
-        ("recipe=full", "optimizer.in_backward=true", "training.clip=0", "training.recompute=1"),
+        ("recipe=lora", "training.recompute=4", "precision=bf16"),
     ],
     ids=" ".join,
 )
 def test_extrapolated_plan_equals_trace_of_all_layers(words: tuple[str, ...]) -> None:
+    check_extrapolated(*words)
+
+
+def check_extrapolated(*words: str) -> None:
     guess, whole = extrapolated_and_exact(*words)
     assert (whole.exact, guess.exact) == (True, False)
     assert whole.traced_layers == 9 > guess.traced_layers
@@ -62,13 +57,7 @@ def test_largest_parts_of_recomputed_layers_are_their_inputs_and_all_gradients()
 
 @pytest.mark.parametrize(
     ("kind", "attention", "has_scores"),
-    [
-        ("gemma2", "auto", True),
-        ("gemma2", "sdpa", True),
-        ("gemma2", "flash", False),
-        ("gpt_oss", "flash", True),
-        ("llama", "sdpa", False),
-    ],
+    [("gemma2", "auto", True), ("gemma2", "flash", False), ("gpt_oss", "flash", True), ("llama", "sdpa", False)],
 )
 def test_plan_for_gpu_has_scores_of_attention_that_the_run_takes(kind: str, attention: str, has_scores: bool) -> None:
     """Plain attention keeps the square of a document's length: for sinks, and for soft-capping without flash-attn."""
@@ -86,16 +75,17 @@ def test_plan_for_gpu_has_scores_of_attention_that_the_run_takes(kind: str, atte
 def test_plan_of_unequal_layers_traces_all_or_some_periods() -> None:
     """Layers differ by sliding windows, which need a mask on a CPU, or by targets that name a layer by number."""
     gemma = ("model.architecture.model_type=gemma3_text", "+model.architecture.sliding_window=16")
-    plan = plan_memory(small_run(*gemma, "model.architecture.num_hidden_layers=8"), PACKED, "cpu")
-    assert (plan.traced_layers, plan.exact) == (8, True)
+    words = ("+model.architecture.sliding_window_pattern=3", "model.architecture.num_hidden_layers=4")
+    plan = plan_memory(small_run(*gemma, *words), PACKED, "cpu")
+    assert (plan.traced_layers, plan.exact) == (4, True)
     run = small_run(*gemma, "+model.architecture.sliding_window_pattern=2", "model.architecture.num_hidden_layers=7")
     plan, whole = (plan_memory(run, PACKED, "cpu", exact=exact) for exact in (False, True))
     assert (plan.traced_layers, plan.exact) == (5, False)
     assert (plan.peak_where, plan.anatomy, plan.flops) == (whole.peak_where, whole.anatomy, whole.flops)
     assert max(abs(size - whole.phases[phase]) for phase, size in plan.phases.items()) <= NEAR
     one_layer = "adapter.targets=[layers.2.mlp.up_proj]"
-    for words, is_equal in ((("recipe=lora",), True), (("recipe=full",), True), (("recipe=lora", one_layer), False)):
-        run = compose_run(["model.weights=random", "attention=sdpa", *words])
+    for chosen, is_equal in ((("recipe=lora",), True), (("recipe=full",), True), (("recipe=lora", one_layer), False)):
+        run = composed("model.weights=random", "attention=sdpa", *chosen)
         meta_model = MetaModel(sections_of(run, planned_choices(run, "cpu")), "sdpa")
         assert meta_model.has_equal_layers == is_equal
 
@@ -103,13 +93,13 @@ def test_plan_of_unequal_layers_traces_all_or_some_periods() -> None:
 def test_plan_with_offload_moves_layer_inputs_to_host() -> None:
     words = ("recipe=lora", "training.recompute=true", "precision=bf16")
     on_gpu, offloaded = (
-        plan_memory(small_run("model.architecture.num_hidden_layers=9", *words, *more), PACKED)
+        plan_memory(small_run("model.architecture.num_hidden_layers=4", *words, *more), PACKED)
         for more in ((), ("training.offload=true",))
     )
     layer = PACKED.tokens * 128 * 2  # the input of one
-    assert offloaded.offloaded_bytes == 8 * layer  # all but the last, which backward needs first
+    assert offloaded.offloaded_bytes == 3 * layer  # all but the last, which backward needs first
     # the input of the first layer lives until the end of the forward pass
-    assert on_gpu.phases["forward"] - offloaded.phases["forward"] == 7 * layer
+    assert on_gpu.phases["forward"] - offloaded.phases["forward"] == 2 * layer
     assert on_gpu.flops == offloaded.flops
 
 
@@ -141,36 +131,6 @@ def test_sharded_plan_of_eight_processes_has_an_eighth_of_states() -> None:
     for part in ("trained_weights", "optimizer_states"):
         assert eighth.anatomy[part] == pytest.approx(whole.anatomy[part] / 8, rel=0.05)
     assert eighth.anatomy["gathered_weights"] > 0 == whole.anatomy["gathered_weights"]
-
-
-def test_sharded_plan_extrapolated_equals_trace_of_all_layers() -> None:
-    run = small_run(
-        *("recipe=lora", "parallel=hsdp", "training.recompute=true", "precision=bf16"),
-        *("model.architecture.num_hidden_layers=9", "batching.accumulation=3"),
-    )
-    shape, sizes = replace(PACKED, micro_batches=3), MeshSizes(2, 4)
-    guess, whole = (plan_memory(run, shape, exact=exact, mesh_sizes=sizes) for exact in (False, True))
-    assert whole.traced_layers == 9 > guess.traced_layers
-    assert (guess.peak_where, guess.anatomy) == (whole.peak_where, whole.anatomy)
-    assert guess.flops == whole.flops
-    assert max(abs(size - whole.phases[phase]) for phase, size in guess.phases.items()) <= 2 * NEAR
-
-
-@pytest.mark.parametrize(
-    ("recipe", "optimizer"), [*(("full", each) for each in sorted(OPTIMIZERS)), ("qlora", "paged_adamw_8bit")]
-)
-def test_plan_runs_no_fallback_kernel(recipe: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch runs an operation without a fake kernel on real zeros, the fallback kernel."""
-    operations: list[str] = []
-    run_kernel = fake_tensor.run_fallback_kernel
-
-    def recorded(mode: Any, operation: Any, *rest: Any) -> Any:
-        operations.append(str(operation))
-        return run_kernel(mode, operation, *rest)
-
-    monkeypatch.setattr(fake_tensor, "run_fallback_kernel", recorded)
-    plan_memory(small_run(f"recipe={recipe}", f"optimizer={optimizer}", "precision=bf16"), PACKED)
-    assert operations == []
 
 
 def test_keys_that_sdpa_repeats_are_planned() -> None:

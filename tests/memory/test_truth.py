@@ -6,7 +6,7 @@ import pytest
 
 from app.memory.estimate import plan_memory
 from app.memory.phases import EVALUATION
-from tests.memory.truth import ANSWERS, DELTA_RULE, EXPERTS, PACKED, PADDED, counted_peak, counted_peaks, small_run
+from tests.memory.truth import ANSWERS, EXPERTS, PACKED, PADDED, counted_peak, counted_peaks, small_run
 
 NEAR = 4096
 BF16 = ("precision=bf16", "precision.trained=bf16")
@@ -25,20 +25,13 @@ def difference(*overrides: str, micro_batches: int = 1) -> int:
     "words",
     [
         ("recipe=full", "training.recompute=0"),
-        ("recipe=full", "optimizer.implementation=foreach", "training.recompute=1"),
-        ("recipe=full", "optimizer=sgd", "optimizer.implementation=loop", "training.recompute=1"),
-        ("recipe=full", "optimizer=adamw_bnb_32bit", "training.recompute=1"),
         ("recipe=full", *EMBEDDING_STATES, "training.recompute=1", PADDED_ROWS),
-        ("recipe=full", "optimizer=muon", "precision=bf16", "training.recompute=true"),
         ("recipe=full", "optimizer=adafactor", "training.recompute=1", *BF16, *IN_BACKWARD),
         ("recipe=lora", "adapter.lr_ratio=16", "precision=fp16", "training.recompute=true"),
         ("recipe=lora", "adapter.fused=false", "training.recompute=1", PADDED_ROWS),
-        ("recipe=lora", "quantization=fp8", "precision=bf16", "training.recompute=1"),
-        ("recipe=lora", "quantization=int8", "precision=bf16", "training.recompute=1"),
         ("recipe=lora", "training.recompute=true", "training.offload=true", "precision=bf16"),
         ("recipe=qlora", "training.recompute=1"),
         (*EXPERTS, "recipe=full", "precision=bf16"),
-        (*DELTA_RULE, "recipe=lora", "training.recompute=1"),
     ],
     ids=" ".join,
 )
@@ -55,11 +48,10 @@ def test_plan_of_loss_over_answers_equals_counted_step(words: tuple[str, ...]) -
     assert abs(plan_memory(run, ANSWERS, "cpu").peak_bytes - counted_peak(run, ANSWERS)) <= NEAR
 
 
-@pytest.mark.parametrize("words", [(), ("precision=bf16", "model.norm=low", "training.recompute=1")], ids=" ".join)
-def test_plan_of_encoder_equals_counted_step(words: tuple[str, ...]) -> None:
+def test_plan_of_encoder_equals_counted_step() -> None:
     # attention of encoders treats padding as a document of its own
     shape = replace(PADDED, documents=(50, 14, 40, 24, 20, 44), places=6)
-    run = small_run("model=bert", "dataset=text", "dataset.path=none.txt", "recipe=full", PADDED_ROWS, *words)
+    run = small_run("model=bert", "dataset=text", "dataset.path=none.txt", "recipe=full", PADDED_ROWS, "precision=bf16")
     assert abs(plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)) <= NEAR
 
 

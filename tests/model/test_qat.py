@@ -13,7 +13,6 @@ from app.model import quantization
 from app.model.quantization import backbone_linear_layers, quantizer_of
 from app.model.save import save_model
 from app.model.tokenizer import load_tokenizer
-from tests.harness.python import python
 from tests.harness.runs import SMALL, Zygote, result
 from tests.model.small import batch_of, distance, documents_of, full, model_config, outcome, training_model_of
 
@@ -65,15 +64,6 @@ def test_qat_of_what_cannot_be_rounded_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(quantization, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="torchao, which is not installed: pip install torchao"):
         training_model_of(quantization=config)
-
-
-def test_screen_has_no_lines_of_torchao(tmp_path: Path, app_env: dict[str, str]) -> None:
-    """In processes of their own: those of other tests have imported it before."""
-    for recipe in ("lora", "full quantization=qat"):
-        words = (*SMALL, *f"recipe={recipe}".split(), "dry_run=true", f"output_dir={tmp_path / 'run'}")
-        ended = python("-m", "app.train", *words, cwd=tmp_path, env=app_env)
-        assert (ended.returncode, ended.stderr) == (0, "")
-        assert "torchao" not in ended.stdout
 
 
 def test_qat_run_is_planned_and_says_how_it_was_trained(zygote: Zygote, tmp_path: Path) -> None:

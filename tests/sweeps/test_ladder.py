@@ -1,6 +1,7 @@
 """Ladders: every file of conf/sweep composes, what a command may not give is refused, rungs are compared truly."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from app.config.dataset import has_held_out_rows
 from app.config.groups import choices_by_group
 from app.config.load import compose_run
+from app.config.schema import RunConfig
 from app.pages.ladder_table import as_markdown, measured_tables
 from app.sweeps.ladder import LADDER, Ladder, batch_text
 from app.sweeps.preset import Preset, Rung, SweepConfig, read_preset
@@ -20,15 +22,29 @@ LADDERS = {n: c for n in choices_by_group()["sweep"] if (c := read_preset([f"swe
 NAMES = [name for name, config in LADDERS.items() if not config.planned]
 
 
-@pytest.mark.parametrize("size", ["full", "small"])
-@pytest.mark.parametrize("name", NAMES)
-def test_ladder_composes(name: str, size: str) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if len(LADDERS[name].rungs) < 10])
+def test_ladder_composes_and_small_makes_ten_steady_steps_of_rows(name: str) -> None:
+    """Long ladders in tests/full/sweeps/test_ladder.py."""
+    check_small_ladder(name)
+
+
+def check_small_ladder(name: str) -> None:
+    """From step 3 on; a batch is shown in rows, also where they are packed."""
+    for run in check_ladder(name, "small"):
+        # those of `packing` have many lengths
+        if run.dataset.random.rows and run.dataset.path == "random:" and name != "packing":
+            rows = int(batch_text(run).split(" x ")[0]) * run.batching.accumulation
+            assert run.dataset.random.rows * (1 - run.dataset.eval_fraction) / rows > 11
+
+
+def check_ladder(name: str, size: str) -> Sequence[RunConfig]:
     plan = plan_sweep(["-m", f"sweep={name}", f"sweep.size={size}"], nothing_more)
     rungs = read_preset([f"sweep={name}"]).config.rungs
     refused = [trial.refused for trial in plan.proposer.points if trial.refused]
     assert refused == [rung.reason for rung in rungs.values() if rung.reason]
     assert len(plan.runs) == len(rungs) - len(refused) >= 2
     assert all(has_held_out_rows(run.dataset) for run in plan.runs)
+    return plan.runs
 
 
 @pytest.mark.parametrize("name", [name for name, config in LADDERS.items() if config.planned])
@@ -39,13 +55,11 @@ def test_ladder_only_planned_composes_and_is_not_trained(name: str) -> None:
 
 
 def test_ladder_order_of_strength() -> None:
-    words = ["sweep=single_gpu", "sweep.size=small", "dataset.random.rows=40", "seed=3"]
-    plan = plan_sweep(["-m", *words, "output_dir=runs/x"], nothing_more)
-    sizes = {(run.model.architecture["hidden_size"], run.dataset.random.rows, run.seed) for run in plan.runs}
-    assert sizes == {(64, 40, 3)}
-    assert [(run.batching.rows, run.batching.accumulation) for run in plan.runs][:3] == [(4, 1), (1, 4), (1, 4)]
-    assert [trial.name for trial in plan.proposer.points][:2] == ["1-baseline", "2-accumulation"]
-    assert plan.identity != plan_sweep(["-m", *words[:3]], nothing_more).identity
+    words = ["-m", "sweep=packing", "sweep.size=small", "dataset.random.rows=40", "seed=3", "output_dir=runs/x"]
+    plan = plan_sweep(words, nothing_more)
+    assert {(run.dataset.random.rows, run.seed) for run in plan.runs} == {(40, 3)}
+    assert [trial.name for trial in plan.proposer.points] == ["1-padded", "2-packed"]
+    assert plan.identity != plan_sweep(words[:4], nothing_more).identity
 
 
 # what each rung of `bert` changes in which one before it
@@ -78,17 +92,8 @@ def test_ladder_bert_adds_up() -> None:
             assert (batch, rate) == (rung.claimed["batch"], rung.claimed["rate"]), name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "packing"])  # whose rows have many lengths
-def test_ladder_small_makes_ten_steady_steps_of_rows(name: str) -> None:
-    """From step 3 on; a batch is shown in rows, also where they are packed."""
-    for run in plan_sweep(["-m", f"sweep={name}", "sweep.size=small"], nothing_more).runs:
-        if run.dataset.random.rows and run.dataset.path == "random:":
-            rows = int(batch_text(run).split(" x ")[0]) * run.batching.accumulation
-            assert run.dataset.random.rows * (1 - run.dataset.eval_fraction) / rows > 11, name
-
-
 def test_ladder_key_that_some_rungs_read() -> None:
-    words = ["-m", "sweep=bert", "sweep.size=small", "compile.backend=aot_eager"]
+    words = ["-m", "sweep=mlm", "sweep.size=small", "compile.backend=aot_eager"]
     plan = plan_sweep(words, nothing_more)
     assert {(run.compile.kind, run.compile.backend) for run in plan.runs} == {
         ("none", "inductor"),

@@ -37,8 +37,10 @@ def advised(found: DataCheck) -> dict[str, str]:
     return dict(advice(found))
 
 
-@pytest.mark.parametrize("batching", [("batching.accumulation=3",), ("batching.packing=false", "batching.rows=4"), ()])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("batching", "processes"),
+    [(("batching.accumulation=3",), 2), (("batching.packing=false", "batching.rows=4"), 2), ((), 1)],
+)
 def test_data_check_counts_equal_those_of_a_run(
     look: Look, tmp_path: Path, batching: tuple[str, ...], processes: int
 ) -> None:

@@ -47,6 +47,10 @@ def test_compared_settings_differ_where_numbers_would(words: str, keys: list[str
     assert different(before, words) == keys
 
 
+def test_another_recipe_is_another_run() -> None:
+    assert "adapter.kind" in different("", "recipe=full")
+
+
 def test_precision_is_compared_as_it_came_out() -> None:
     assert different("precision=auto", "precision=fp32") == []
     assert different("", "", precision="bf16") == ["precision.kind"]

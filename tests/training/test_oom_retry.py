@@ -25,12 +25,16 @@ from tests.training.test_train_step import gradients, relative
 TOKENS = 256
 
 
-@pytest.fixture(params=["packed", "padded"])
+@pytest.fixture
 def batches(
     request: pytest.FixtureRequest, loader_of: Callable[..., Loader], packed_loader_of: Callable[..., Loader]
 ) -> list[Batch]:
-    loader = packed_loader_of(TOKENS, 2) if request.param == "packed" else loader_of(8, 2)
-    return loader.batches(0)
+    """Packed ones, unless a test asks for `padded`."""
+    is_padded = getattr(request, "param", "packed") == "padded"
+    return (loader_of(8, 2) if is_padded else packed_loader_of(TOKENS, 2)).batches(0)
+
+
+packed_and_padded = pytest.mark.parametrize("batches", ["packed", "padded"], indirect=True)
 
 
 def made(*overrides: str, runtime: Runtime) -> Stepper:
@@ -54,6 +58,7 @@ def scanty(batches: list[Batch]) -> int:
     return int(0.8 * min(batch.ids.numel() for batch in batches))
 
 
+@packed_and_padded
 def test_split_parts_keep_all_documents_and_labels(batches: list[Batch]) -> None:
     for batch in batches:
         for depth in (0, 1, 2, 12):
@@ -67,6 +72,7 @@ def test_split_parts_keep_all_documents_and_labels(batches: list[Batch]) -> None
         assert max(first.ids.numel(), second.ids.numel()) <= 0.75 * batch.ids.numel()
 
 
+@packed_and_padded
 def test_split_parts_give_the_same_gradient(batches: list[Batch], runtime: Runtime) -> None:
     whole = made("recipe=lora", runtime=runtime)
     expected = total(whole, batches)
@@ -78,7 +84,16 @@ def test_split_parts_give_the_same_gradient(batches: list[Batch], runtime: Runti
         assert relative(found, expected[1]) <= allowed
 
 
-@pytest.mark.parametrize(("where", "recipe"), [("forward", "full"), ("backward", "lora"), ("recomputed", "lora")])
+@pytest.mark.parametrize(
+    ("where", "recipe", "batches"),
+    [
+        ("forward", "full", "padded"),
+        ("forward", "lora", "packed"),
+        ("backward", "lora", "padded"),
+        ("recomputed", "full", "packed"),
+    ],
+    indirect=["batches"],
+)
 def test_step_out_of_memory_is_repeated_in_parts(
     where: str, recipe: str, batches: list[Batch], runtime: Runtime
 ) -> None:

@@ -18,7 +18,7 @@ from tests.model.small import distance
 
 
 @pytest.mark.parametrize(
-    ("recipe", "packing", "parallel"), [("qlora", "true", "auto"), ("lora", "false", "auto"), ("full", "false", "fsdp")]
+    ("recipe", "packing", "parallel"), [("qlora", "true", "auto"), ("lora", "false", "auto"), ("qlora", "true", "fsdp")]
 )
 def test_two_processes_give_the_numbers_of_one(
     zygote: Zygote, tmp_path: Path, recipe: str, packing: str, parallel: str

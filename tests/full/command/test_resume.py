@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors import safe_open
 
 from tests.command.test_resume import check_killed_and_resumed, check_stopped_and_continued
 from tests.conftest import RunApp
-from tests.harness.runs import SMALL, Zygote, has_reached, losses, result
+from tests.harness.runs import SMALL, Zygote, has_reached, losses, metrics, result
 
 
 def test_repeated_signals_still_save(zygote: Zygote, tmp_path: Path) -> None:
@@ -77,3 +78,20 @@ def test_killed_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path, words: s
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_stopped_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path, number: int, code: int) -> None:
     check_stopped_and_continued(zygote, tmp_path, number, code)
+
+
+def test_best_model_is_final_or_said_to_be_lost(zygote: Zygote, tmp_path: Path) -> None:
+    """No later evaluation is so much better that it counts."""
+    run = tmp_path / "run"
+    more = ("training.max_steps=4", "checkpoint.final=best", "eval.min_delta=100")
+    command = (*SMALL, *more, f"output_dir={run}", "resume=auto")
+    ends = []
+    for lost in (False, True):
+        if lost:
+            shutil.rmtree(run / "checkpoints" / "step-000002")
+        ended = zygote.run(tmp_path, *command, code=0)
+        assert ("checkpoint.final=best: the checkpoint of step 2" in ended.stdout) == lost
+        ends.append(result(run))
+    best, last = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line and line["step"]]
+    assert best != last
+    assert [(end["objective"], end["final_metrics"]["eval_loss"]) for end in ends] == [(best, best), (last, last)]

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.command.test_scarce_memory import FEW, LIMITS, PADDED, SCARCE, check_one_of_two, told
-from tests.harness.runs import SMALL, Zygote, result, same_ending
+from tests.command.test_processes import PLAIN, with_rate
+from tests.command.test_scarce_memory import FEW, LIMITS, PADDED, SCARCE, told
+from tests.harness.runs import SMALL, Zygote, result, same_ending, same_numbers, tensors
+from tests.model.small import distance
 from tests.training.test_rehearsal import files
 
 
@@ -41,7 +43,18 @@ def test_a_device_that_cannot_hold_the_model_at_all(zygote: Zygote, tmp_path: Pa
 def test_one_of_two_processes_runs_out_of_memory(
     zygote: Zygote, tmp_path: Path, where: str, ranks: str, more: str
 ) -> None:
-    check_one_of_two(zygote, tmp_path, where, ranks, more)
+    command = (*SMALL, *PLAIN, "recipe=lora", more, "training.max_steps=4", with_rate(2))
+    enough, scarce = tmp_path / "enough", tmp_path / "scarce"
+    zygote.finish_together(tmp_path, 2, *command, f"output_dir={enough}")
+    given = LIMITS | {"WHERE": where, "RANKS": ranks, "CALLS": "40" if where == "recomputed" else "20"}
+    zygote.finish_together(tmp_path, 2, *command, f"output_dir={scarce}", module=SCARCE, **given)
+    parts = [int(line.partition("up to ")[2].split()[0]) for line in told(scarce)]
+    assert parts
+    assert parts[0] in (2, 4)
+    assert parts == sorted(set(parts)), "each depth is told once, whichever process reached it first"
+    assert told(enough) == []
+    same_numbers(enough, scarce, 2e-6)
+    assert distance(tensors(scarce), tensors(enough)) <= 1e-6
 
 
 def test_rehearsal_of_two_processes_changes_no_byte(zygote: Zygote, tmp_path: Path) -> None:
