@@ -21,12 +21,13 @@ from app.exports.folder import REPORT, write_json_unflushed
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers
 from app.files import CHECKSUMS, read_json
 from app.model import nf4
-from app.model.build import DTYPES, ModelSections, base_path
+from app.model.build import DTYPES, ModelSections
 from app.model.load_base import read_weights
 from app.model.merge import EXPORTED, Merge, merged_config, plan_merge
 from app.model.merged_weights import fully_trained_weights, read_updates
 from app.model.quantization import backbone_linear_layers, weight_of
 from app.model.save import add_transformers_4_keys, write_config
+from app.model.source import base_path
 from app.tracking.model_card import CARD, Loading
 from app.tracking.vllm import in_vllm
 

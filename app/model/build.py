@@ -1,19 +1,16 @@
 """The assembly of a trainable model, top to bottom."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from app.batch import Batch
-from app.config.did_you_mean import did_you_mean
 from app.config.schema import (
     AdapterConfig,
     CompileConfig,
@@ -43,10 +40,9 @@ from app.model.loss_comparison import compare_loss_head
 from app.model.quantization import Quantizer, quantizer_of
 from app.model.recurrent import missing_kernels, recurrent_mixers
 from app.model.router_loss import RouterLoss, coefficient_of
-from app.model.source import local_place
 from app.model.structure import BaseModel
 from app.model.text_part import whole_class
-from app.model.training_model import TrainingModel
+from app.model.training_model import TrainingModel, freeze
 
 Compared = TypeVar("Compared")
 
@@ -343,28 +339,3 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
     return ModelCounts(
         total=sum(n for n, _ in sizes), trained=sum(n for n, trains in sizes if trains), layers=len(repeated_layers(lm))
     )
-
-
-def freeze(network: nn.Module, patterns: Collection[str]) -> None:
-    """Leave the weights untrained whose names have a pattern between two dots; `*` and `?` stand for other letters."""
-    found: set[str] = set()
-    for name, parameter in network.named_parameters():
-        matches = {each for each in patterns if fnmatchcase(f".{name}.", f"*.{each}.*")}
-        parameter.requires_grad_(parameter.requires_grad and not matches)
-        found |= matches
-    for each in sorted(set(patterns) - found):
-        known = sorted({part for name, _ in network.named_parameters() for part in name.split(".")})
-        raise ConfigError(
-            f"training.freeze: {each} is no part of a weight's name in this model.{did_you_mean(each, known)} Such a "
-            f"name is {next(network.named_parameters())[0]}."
-        )
-    if patterns and not any(each.requires_grad for each in network.parameters()):
-        raise ConfigError(f"training.freeze=[{','.join(patterns)}] leaves nothing to train. Take some of it out.")
-
-
-def base_path(model: ModelConfig, run_base: Path) -> str:
-    """What an adapter names as its base: the model's own path, or the folder where a random base is kept."""
-    if model.weights == "random":
-        return str(run_base.resolve())
-    place = local_place(model.path)
-    return str(place.resolve()) if place.is_dir() else model.path

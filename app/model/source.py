@@ -76,6 +76,14 @@ def local_place(path: str) -> Path:
     return Path(locate(path)).expanduser()
 
 
+def base_path(model: ModelConfig, run_base: Path) -> str:
+    """What an adapter names as its base: the model's own path, or the folder where a random base is kept."""
+    if model.weights == "random":
+        return str(run_base.resolve())
+    place = local_place(model.path)
+    return str(place.resolve()) if place.is_dir() else model.path
+
+
 def require_weights(folder: Path, path: str) -> None:
     """Refuse a folder that transformers could not load from safetensors, before it tries."""
     read_config(folder, path)

@@ -1,7 +1,8 @@
 """The module that is trained: its forward takes a Batch and returns the loss sum and the number of labels."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import Batch, PackedSequences
+from app.config.did_you_mean import did_you_mean
 from app.config.schema import PreferenceConfig, TaskConfig
 from app.config.tasks import task_of
+from app.errors import ConfigError
 from app.model.activation_checkpointing import repeated_layers
 from app.model.attention import OWN
 from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
@@ -235,3 +238,20 @@ def first_position(lm: Any) -> int:
     tables = (module for name, module in lm.base_model.named_modules() if name.endswith("position_embeddings"))
     places = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
     return 0 if not places or places[0] is None else int(places[0]) + 1
+
+
+def freeze(network: nn.Module, patterns: Collection[str]) -> None:
+    """Leave the weights untrained whose names have a pattern between two dots; `*` and `?` stand for other letters."""
+    found: set[str] = set()
+    for name, parameter in network.named_parameters():
+        matches = {each for each in patterns if fnmatchcase(f".{name}.", f"*.{each}.*")}
+        parameter.requires_grad_(parameter.requires_grad and not matches)
+        found |= matches
+    for each in sorted(set(patterns) - found):
+        known = sorted({part for name, _ in network.named_parameters() for part in name.split(".")})
+        raise ConfigError(
+            f"training.freeze: {each} is no part of a weight's name in this model.{did_you_mean(each, known)} Such a "
+            f"name is {next(network.named_parameters())[0]}."
+        )
+    if patterns and not any(each.requires_grad for each in network.parameters()):
+        raise ConfigError(f"training.freeze=[{','.join(patterns)}] leaves nothing to train. Take some of it out.")

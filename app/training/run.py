@@ -14,7 +14,8 @@ from app.distributed.environment import world
 from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
 from app.model.activation_checkpointing import recompute_rest
-from app.model.build import base_path, build_training_model
+from app.model.build import build_training_model
+from app.model.source import base_path
 from app.oom_retry import RetryOnRestart, explain_out_of_memory
 from app.pages.render import write_page
 from app.pages.run_page import run_page

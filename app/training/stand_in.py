@@ -22,11 +22,12 @@ from app.config.yaml_files import to_yaml
 from app.distributed.process_group import HostGroup
 from app.errors import CheckpointError, ConfigError
 from app.files import CHECKSUMS, checkpoints_in, checksummed_folder, write_json, write_text
-from app.model.build import base_path, build_training_model
+from app.model.build import build_training_model
 from app.model.combination import Member, combine
 from app.model.load_run import load_tuned_tokenizer, weights_of
 from app.model.quantization import quantization_after_training
 from app.model.save import save_model
+from app.model.source import base_path
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from app.tracking.model_card import CARD

@@ -14,10 +14,11 @@ from app.config.schema import QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
 from app.model.base_weights import LoadOptions
-from app.model.build import base_path, build_training_model, count_weights
+from app.model.build import build_training_model, count_weights
 from app.model.load_base import load_base
 from app.model.load_run import load_tuned
 from app.model.save import save_model
+from app.model.source import base_path
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from tests.model.small import (

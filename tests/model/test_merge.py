@@ -15,11 +15,12 @@ from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.errors import CheckpointError, ConfigError
 from app.model.adapter_method import AdapterMethod
 from app.model.adapters import ADAPTERS, layers_without_gradient
-from app.model.build import ModelSections, base_path, build_training_model, random_base
+from app.model.build import ModelSections, build_training_model, random_base
 from app.model.load_run import load_training_model
 from app.model.merge import Merge, merged_config, plan_merge
 from app.model.merged_weights import read_updates
 from app.model.save import save_base, save_model
+from app.model.source import base_path
 from app.model.structure import model_class
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel

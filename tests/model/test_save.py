@@ -15,9 +15,10 @@ from app.config.schema import AdapterConfig, PreferenceConfig, TaskConfig
 from app.errors import CheckpointError, EnvironmentProblem
 from app.model import save
 from app.model.adapters import read_adapter_config
-from app.model.build import base_path, build_training_model
+from app.model.build import build_training_model
 from app.model.load_run import load_tuned, load_tuned_tokenizer
 from app.model.save import needs_transformers_5, save_base, save_model, saved_tensors
+from app.model.source import base_path
 from app.model.structure import model_class
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from app.model.build import base_path
 from app.model.save import add_transformers_4_keys, save_model
+from app.model.source import base_path
 from app.model.tokenizer import load_tokenizer
 from tests import transformers4
 from tests.harness.python import printed_by
