@@ -1,4 +1,8 @@
-"""An adapter that goes on from another one: the same base, the same layers, and its weights."""
+"""Where an adapter begins: at another one of the same base and layers, or at numbers that its base gave up.
+
+The latter (PiSSA, OLoRA, CorDA) are kept with the run: at its end the adapter is saved as the difference from them,
+which is one of the ordinary base.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,18 +10,24 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from app.config.adapter_start import check_start, start_folder
-from app.config.adapters import ADAPTER_WEIGHTS
+from app.config.adapters import ADAPTER_WEIGHTS, changes_base
 from app.config.finished_run import read_manifest
 from app.config.load import read_run
 from app.config.schema import RunConfig
-from app.distributed.fsdp import local, own_rows
-from app.errors import ConfigError, refuse
+from app.distributed.environment import world
+from app.distributed.fsdp import local, own_rows, whole_tensors
+from app.errors import CheckpointError, ConfigError, refuse
+from app.files import checksummed_folder, verify_checksums
 from app.model.adapters import PREFIX, read_adapter_config
+from app.model.save import saved_tensors
 from app.model.source import weight_files, weights_fingerprint
 from app.model.text_part import TextPart
+from app.model.training_model import TrainingModel
+from app.training.resolve import ResolvedRun
 
 
 def load_start(
@@ -86,3 +96,40 @@ def _load(folder: Path, run: RunConfig, trained: Mapping[str, nn.Parameter], par
                 )
             if own.numel():
                 own.copy_(rows[own_rows(parameter)])
+
+
+def drawn_start(resolved: ResolvedRun, model: TrainingModel) -> dict[str, Tensor]:
+    """Copies of the halves as they were drawn, by their names in files; call it before a checkpoint is loaded."""
+    if not changes_base(resolved.config.adapter):
+        return {}
+    named = {name: each.detach() for name, each in saved_tensors(model).items() if ".lora_" in name}
+    found = named.items() if model.sharding is None else whole_tensors(named)
+    return {name.replace(".default.", "."): each.to("cpu", copy=True) for name, each in found if world().is_first}
+
+
+def keep_start(drawn: dict[str, Tensor], resolved: ResolvedRun, folder: Path) -> None:
+    """Write the start of a new run; that of a continued one must be what was drawn again, or its base is another."""
+    if not drawn:
+        return
+    if not resolved.checkpoint:
+        with checksummed_folder(folder) as target:
+            save_file(drawn, target / ADAPTER_WEIGHTS)
+        return
+    known = read_start(folder)
+    if known.keys() != drawn.keys() or not all(torch.equal(known[name], each) for name, each in drawn.items()):
+        raise CheckpointError(
+            f"adapter.init={resolved.config.adapter.init}: what is computed from the base here differs from {folder}, "
+            "so the base would be another. Continue on the machine and with the packages of the first start, or begin "
+            "again in another output_dir."
+        )
+
+
+def read_start(folder: Path) -> dict[str, Tensor]:
+    """The start that a run keeps; refused where it is damaged or lost."""
+    problem = verify_checksums(folder, (ADAPTER_WEIGHTS,)) if folder.is_dir() else "it is not there"
+    if problem:
+        raise CheckpointError(
+            f"{folder}: the numbers that the adapter began with cannot be used ({problem}). Bring the folder back, or "
+            "start a new run."
+        )
+    return load_file(folder / ADAPTER_WEIGHTS)

@@ -19,10 +19,10 @@ from app.model.save import needs_transformers_5, save_model, saved_tensors
 from app.model.structure import BaseModel
 from app.tracking.model_card import CARD, Loading, model_card
 from app.tracking.recorder import Recorder, samples_table
+from app.training.adapter_start import read_start
 from app.training.memory import Predicted
 from app.training.resolve import ResolvedRun
 from app.training.scores import finite
-from app.training.start_adapter import read_start
 from app.training.summary import closing_message
 from app.training.trained_state import load_weights
 from app.training.trainer import Trainer

@@ -24,6 +24,7 @@ from app.tracking.console import Console
 from app.tracking.formatting import align, format_bytes
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
+from app.training.adapter_start import drawn_start, keep_start
 from app.training.auto_settings import AutoPlanner
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.final_model import record_stop, write_final
@@ -41,7 +42,6 @@ from app.training.setup import (
     stepper_of,
     trainer_parts,
 )
-from app.training.start_adapter import drawn_start, keep_start
 from app.training.storage_counter import kept_bytes
 from app.training.summary import manifest_facts, rehearsal_message, resumed_split_note, run_table
 from app.training.trainer import Parts, Trainer

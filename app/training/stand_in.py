@@ -32,11 +32,10 @@ from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from app.tracking.model_card import CARD
 from app.tracking.recorder import read_result
-from app.training.adapter_start import base_hash_of
+from app.training.adapter_start import base_hash_of, read_start
 from app.training.checkpoint import choices_of, damage_of, progress_of
 from app.training.choices import Choices, sections_of
 from app.training.scores import finite
-from app.training.start_adapter import read_start
 from app.training.trained_state import load_weights
 
 _OWN = {"final", "result.json", "run.yaml", "checkpoints"}
