@@ -20,9 +20,19 @@ from app.model.losses import log_probabilities
 from app.model.preference import LABEL_PREFERENCES, PREFERENCES, Answers, is_wanted
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
-from app.training.class_counts import CLASS_COUNTS
-from app.training.counts import ANSWERS, EXACT, HITS, LABELS, LOSS, NUM_BASIC, WEIGHT, Counts, Sums
-from app.training.tag_counts import count_tags
+from app.training.counts import (
+    ANSWERS,
+    CLASS_COUNTS,
+    EXACT,
+    HITS,
+    LABELS,
+    LOSS,
+    NUM_BASIC,
+    WEIGHT,
+    Counts,
+    Sums,
+    count_tags,
+)
 
 ALSO = "also_"  # begins the names of metrics of `eval.also`
 _TIE = 1e-3  # a smaller margin is rounding: before step 1 the model is its own reference

@@ -8,8 +8,7 @@ import torch
 from app.config.commands import AnswersConfig
 from app.config.hardware import read_hardware
 from app.config.tasks import TASKS
-from app.memory.answers import plan_answers
-from app.memory.check import check_memory
+from app.memory.check import check_memory, plan_answers
 from app.memory.fit import machine_of
 from app.memory.planner import Planner
 from app.model.adapters import add_adapter

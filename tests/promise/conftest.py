@@ -28,7 +28,7 @@ from app.model.losses import LOSSES
 from app.model.problems import PROBLEM_LOSSES
 from app.model.quantization import QUANTIZATIONS
 from app.train import train
-from app.training.class_counts import CLASS_COUNTS
+from app.training.counts import CLASS_COUNTS
 from app.training.samples import ANSWERS
 from app.training.scores import COUNTS
 from app.training.trainer import Trainer
@@ -49,7 +49,7 @@ TABLES: dict[str, dict[str, Any]] = {
         "app.config.problems.PROBLEMS": PROBLEMS,
         "app.data.labels.LABELLINGS": LABELLINGS,
         "app.model.problems.PROBLEM_LOSSES": PROBLEM_LOSSES,
-        "app.training.class_counts.CLASS_COUNTS": CLASS_COUNTS,
+        "app.training.counts.CLASS_COUNTS": CLASS_COUNTS,
     },
     "task": {
         "app.config.tasks.TASKS": TASKS,

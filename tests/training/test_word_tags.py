@@ -17,9 +17,9 @@ from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.objectives import LabelledTokens
 from app.distributed.process_group import Runtime
 from app.errors import DataError
+from app.training.counts import are_entities
 from app.training.preparation import Prepared, prepare_run
 from app.training.scores import counts_of, score, score_rows
-from app.training.tag_counts import are_entities
 from tests.data.small import write_jsonl
 from tests.training.conftest import small_run, stepper_of
 
