@@ -1,5 +1,6 @@
 """Where an adapter goes on from: a run, a folder or the hub. What of its settings holds for the run that goes on."""
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -69,9 +70,13 @@ def _begun_with(typed: Mapping[str, Any]) -> Mapping[str, Any]:
     if resume is None:
         return {}
     given = Path(str(typed.get("output_dir", "") if resume == "auto" else resume)).expanduser()
-    run = given.parent.parent if given.parent.name == "checkpoints" else given
+    return _section(given.parent.parent if given.parent.name == "checkpoints" else given, "adapter")
+
+
+def _section(run: Path, name: str) -> Mapping[str, Any]:
+    """A section of the run.yaml of a run; empty where there is none."""
     try:
-        section = read_yaml(run / "run.yaml")["adapter"]
+        section = read_yaml(run / "run.yaml")[name]
     except (OSError, ValueError, YAMLError, LookupError, TypeError):
         return {}
     return section if isinstance(section, dict) else {}
@@ -101,6 +106,7 @@ def check_start(run: RunConfig) -> Iterator[str]:
     if found.get("peft_type") != "LORA":
         yield f"{given}: it is of {found.get('peft_type')}, and runs go on from LoRA alone. Give another one."
         return
+    yield from _other_tokens(adapter, found, folder.parent)
     other = [
         f"adapter.{key}={format_value(found[name])}"
         for key, name in (KEPT | {each: each for each in ("rank_pattern", "alpha_pattern")}).items()
@@ -111,3 +117,17 @@ def check_start(run: RunConfig) -> Iterator[str]:
             f"{given}: it goes on with its own rank and scale. Type {' '.join(other)}, or leave "
             f"{'it' if len(other) == 1 else 'them'} out."
         )
+
+
+def _other_tokens(adapter: AdapterConfig, found: Mapping[str, Any], run: Path) -> Iterator[str]:
+    """Rows of tokens that the adapter has and the run does not train, or the other way; ids of new ones come later."""
+    rows = found.get("trainable_token_indices")
+    ids = sorted(next(iter(rows.values()))) if isinstance(rows, dict) and rows else []
+    if not isinstance(adapter.train_tokens, list) or sorted(adapter.train_tokens) == ids:
+        return
+    texts = _section(run, "model").get("add_tokens")
+    new = f"model.add_tokens={json.dumps(texts, ensure_ascii=False)} adapter.train_tokens=new" if texts else ""
+    yield (
+        f"adapter.start={adapter.start}: it has rows of {len(ids) or 'no'} tokens, and this run trains those of "
+        f"{len(adapter.train_tokens) or 'none'} or of others. Type {new or f'adapter.train_tokens={ids}'}."
+    )

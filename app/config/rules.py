@@ -116,7 +116,8 @@ def _new_tokens_are_trained(run: RunConfig) -> Iterator[str]:
     if any(not text.strip() for text in texts) or len(set(texts)) < len(texts):
         yield f"{given}: give each text once, and none that is empty."
     elif texts and run.adapter.kind != "none" and not trained:
-        yield f"{given}: an adapter leaves their rows as they are. Set adapter.train_tokens=new, or recipe=full."
+        other = "adapter=lora " if run.adapter.kind == "peft" else ""
+        yield f"{given}: an adapter leaves their rows as they are. Set {other}adapter.train_tokens=new, or recipe=full."
     elif trained == "new" and not texts:
         yield "adapter.train_tokens=new without new tokens. Give model.add_tokens=[...], or the ids of tokens."
 

@@ -38,7 +38,8 @@ class ModelConfig:
     revision: str | None = None  # branch, tag or commit of the hub
     weights: str = choice("pretrained", "random")  # random builds the model from model.architecture, without a network
     tokenizer: str | None = None  # folder or hub id of another tokenizer; null: that of the model
-    add_tokens: list[str] = field(default_factory=list)  # texts that become one token each, in unused rows
+    add_tokens: list[str] = field(default_factory=list)  # texts that become one token each
+    vocab_size: int | None = number(None, at_least=1)  # rows of the embedding; null: as many as the tokens need
     chat_template: str | None = None  # file, or name of a template that ships; null: the tokenizer's
     template_options: dict[str, Any] = field(default_factory=dict)  # what the template reads: enable_thinking, say
     norm: str = choice("own", "low", "fp32", default="own")  # LayerNorms under autocast: low is in bf16 or fp16

@@ -135,7 +135,8 @@ class AdapterExport(Export):
         return sum(len(each.shape) > 1 for each in fully_trained_weights(self.final).values())
 
     def remarks(self) -> list[tuple[str, str]]:
-        return [("vllm", in_vllm(read_json(self.final / _ADAPTER)))] if task_of(self.sections.task).writes_text else []
+        model, adapter = self.sections.model, read_json(self.final / _ADAPTER)
+        return [("vllm", in_vllm(adapter, model.vocab_size))] if task_of(self.sections.task).writes_text else []
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
         inside, sections = folder / "base", self.sections
@@ -150,6 +151,7 @@ class AdapterExport(Export):
             "base": str(inside if inside.is_dir() else sections.model.path),
             "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
             "bitsandbytes": bitsandbytes,
+            "vocab_size": sections.model.vocab_size,
         }
         return by_transformers(folder, loading, reference, self.evaluation)
 
@@ -185,7 +187,10 @@ class MergedExport(Export):
         if self.config.names == "text":
             write_config(self.evaluation.base.on_meta(), EXPORTED[self.config.dtype], folder)
         else:
-            write_json_unflushed(folder / "config.json", merged_config(self.config_folder, self.config.dtype))
+            rows = self.sections.model.vocab_size
+            resized = {} if rows is None else {"vocab_size": rows}
+            config = merged_config(self.config_folder, self.config.dtype)
+            write_json_unflushed(folder / "config.json", config | resized)
         add_transformers_4_keys(folder, type(self.evaluation.base.on_meta().config))
         return self.merge.write(folder, self.config.shard_gb * 1e9)
 

@@ -38,6 +38,8 @@ def load(plan: dict[str, Any]) -> Any:
     lm = getattr(transformers, plan["auto_class"]).from_pretrained(plan["base"] or plan["folder"], **options)
     if plan["stacks"]:
         round_stacks(lm, plan["stacks"], plan["bitsandbytes"])
+    if plan["vocab_size"] is not None:
+        lm.resize_token_embeddings(plan["vocab_size"])
     if plan["base"] is not None:
         from peft import PeftModel
 

@@ -256,6 +256,7 @@ def by_transformers(
             "base": None,
             "dtype": "float32",
             "bitsandbytes": None,
+            "vocab_size": None,
             "stacks": [],
             "digest": False,
             "unpacked": None,

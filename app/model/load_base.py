@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from app.config.schema import ModelConfig
 from app.config.tasks import Task
@@ -21,7 +21,7 @@ from app.model.base_weights import Base, LoadOptions, SourceTensor, drawn_parame
 from app.model.conversion import FolderReader, require_packed_alike, stored_format
 from app.model.head import in_backbone
 from app.model.quantization import Quantizer
-from app.model.safetensors_files import stored_tensors
+from app.model.safetensors_files import is_resized, stored_tensors, with_mean_rows
 from app.model.source import fetch_folder, read_config, require_weights
 from app.model.structure import build, class_in_folder, numbers_in_folder, numbers_in_yaml, text_part_in
 from app.oom_retry import is_out_of_memory
@@ -86,7 +86,9 @@ def _one_for_each(
     shared: dict[int, list[str]] = {}  # names of tied parameters
     for name, each in lm.state_dict(keep_vars=True).items():
         shared.setdefault(id(each), []).append(name)
-        if name in found and found[name].shape != each.shape:
+        if name in found and is_resized(config, found[name].shape, each.shape):
+            found[name] = _resized(found[name], each.shape)
+        elif name in found and found[name].shape != each.shape:
             if in_backbone(lm, name) or not task.has_classes:
                 raise ValueError(f"{name} is {tuple(found[name].shape)}, the model has {tuple(each.shape)}")
             del found[name]
@@ -104,6 +106,18 @@ def _one_for_each(
             if name in drawn:
                 found[name] = in_memory(name, numbers)
     return list(found.values())
+
+
+def _resized(tensor: SourceTensor, shape: torch.Size) -> SourceTensor:
+    """A tensor with the rows of a larger vocabulary."""
+
+    def rows(low: int, high: int) -> Tensor:
+        return tensor.rows(low, high) if high <= tensor.shape[0] else whole()[low:high]
+
+    def whole() -> Tensor:
+        return with_mean_rows(tensor.whole(), shape[0])
+
+    return replace(tensor, shape=shape, whole=whole, rows=rows)
 
 
 def _untie_different(lm: Any, names: list[str], found: dict[str, SourceTensor]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.config.schema import ModelConfig
 from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
 from app.model.build import DTYPES, ModelSections
@@ -19,7 +20,7 @@ from app.model.converted_weights import ConvertedWeights
 from app.model.experts import adapted_weight, stacks_of
 from app.model.merged_weights import fully_trained_weights
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
-from app.model.safetensors_files import StoredTensor, size_of, stored_tensors, widest_first, write_weights
+from app.model.safetensors_files import StoredTensor, is_resized, size_of, stored_tensors, widest_first, write_weights
 from app.model.structure import BaseModel
 from app.model.text_part import TextPart
 
@@ -158,7 +159,7 @@ def plan_merge(
     converted = ConvertedWeights.of(whole, reader, wanted, unpacked=base.unpacked_format is not None)
     stored = {name: file for name, file in reader.stored_names().items() if file in tensors}
     of_text = stored if part is None else {part.in_text(name) or "": file for name, file in stored.items()}
-    tensors = converted.in_place(tensors, EXPORTED[dtype])
+    tensors = converted.in_place(_resized(sections.model, lm, stored, tensors), EXPORTED[dtype])
     texts = {file for name, file in of_text.items() if name} | converted.names.keys()
     beside = set() if part is None else tensors.keys() - texts  # files' tensors of what the text part is a part of
     tensors = _with_whole(lm, tensors, of_text, trained_whole, pooled=task.has_classes)
@@ -183,6 +184,19 @@ def plan_merge(
 
 def _name_in_text(part: TextPart | None, name: str) -> str:
     return name if part is None else part.in_text(name) or name
+
+
+def _resized(
+    config: ModelConfig, lm: Any, stored: Mapping[str, str], tensors: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The tensors, some with the rows of a larger vocabulary; `stored`: their names by those of the model."""
+    wanted = {stored[name]: each.shape for name, each in lm.state_dict().items() if name in stored}
+    resized = {
+        name: replace(each, shape=wanted[name])
+        for name, each in tensors.items()
+        if name in wanted and is_resized(config, each.shape, wanted[name])
+    }
+    return {**tensors, **resized}
 
 
 def _packed_weights(lm: Any, quantizer: Quantizer | None) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from app.config.schema import ModelConfig
 from app.model.source import INDEX, weight_files
 
 _DTYPES = {
@@ -35,13 +36,30 @@ class StoredTensor:
 
     file: Path
     name: str  # in that file
-    shape: torch.Size
+    shape: torch.Size  # or one with more rows: see `with_mean_rows`
     dtype: torch.dtype
 
     def read(self) -> Tensor:
         with safe_open(str(self.file), "pt") as content:
             tensor: Tensor = content.get_tensor(self.name)
+        return with_mean_rows(tensor, self.shape[0]) if self.shape else tensor
+
+
+def is_resized(config: ModelConfig, stored: torch.Size, wanted: torch.Size) -> bool:
+    """Whether a tensor lacks rows of the vocabulary alone."""
+    return config.vocab_size is not None and stored < wanted == (config.vocab_size, *stored[1:])
+
+
+def with_mean_rows(tensor: Tensor, rows: int) -> Tensor:
+    """A tensor of so many rows: those beyond its own are the mean of its own, in fp32.
+
+    transformers' `resize_token_embeddings` draws them from a narrow normal distribution around that mean.
+    """
+    if len(tensor) >= rows:
         return tensor
+    total = sum(part.double().sum(0) for part in tensor.split(4096))
+    mean = torch.as_tensor(total / len(tensor), dtype=torch.float32)
+    return torch.cat([tensor.float(), mean.expand(rows - len(tensor), *tensor.shape[1:])])
 
 
 Described = TypeVar("Described", Tensor, StoredTensor)

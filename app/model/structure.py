@@ -79,10 +79,17 @@ class BaseModel:
 
     def vocabulary(self, largest: int) -> int:
         """How many ids the embedding has a row for; as config.json says it where that holds the `largest` one."""
-        told = self.stored.get("vocab_size")
+        told = self.config.vocab_size or self.stored.get("vocab_size")
         if isinstance(told, int) and largest < told:
             return told
         return int(self.on_meta().get_input_embeddings().num_embeddings)
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether transformers resizes the vocabulary of its kind in one embedding and its head, and no more."""
+        lm = self.on_meta()
+        is_plain = type(lm).resize_token_embeddings is transformers.PreTrainedModel.resize_token_embeddings
+        return is_plain and bool(lm.get_input_embeddings().num_embeddings == self.numbers.vocab_size)
 
     @cached_property
     def text_part(self) -> TextPart | None:
@@ -151,7 +158,7 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
         if name in numbers and own in numbers and numbers[name] != numbers[own]
     )
     try:
-        return _configured(task, text_numbers(transformers.AutoConfig.for_model(kind, **numbers), task))
+        return _configured(config, task, text_numbers(transformers.AutoConfig.for_model(kind, **numbers), task))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as fault:
         reason = gist(fault.__cause__ or fault)
         raise ConfigError(
@@ -166,7 +173,7 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
     _require_no_other_classes(config, task, numbers)
     if quantised is not None and quantised["quant_method"] != BITSANDBYTES:
         vars(numbers).pop("quantization_config", None)  # the weights are unpacked as they are read
-    return _configured(task, numbers)
+    return _configured(config, task, numbers)
 
 
 def whole_numbers(config: ModelConfig, folder: Path) -> Any:
@@ -208,8 +215,16 @@ def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> 
         )
 
 
-def _configured(task: Task, numbers: Any) -> Any:
-    """The configuration with the labels of the run."""
+def _configured(config: ModelConfig, task: Task, numbers: Any) -> Any:
+    """The configuration with the labels and the vocabulary of the run."""
+    rows = getattr(numbers, "vocab_size", None) or 0
+    if config.vocab_size is not None and config.vocab_size < rows:
+        raise ConfigError(
+            f"model.vocab_size={config.vocab_size}: the base has {rows} rows, and none are cut. Give as many or more, "
+            "or null."
+        )
+    if config.vocab_size is not None:
+        numbers.vocab_size = config.vocab_size
     if task.labels:
         numbers.id2label = dict(enumerate(task.labels))
         numbers.label2id = {label: at for at, label in enumerate(task.labels)}

@@ -47,6 +47,7 @@ class Loading:
     commands: str = ""  # that load it, where no code of Python does
     own_classes: bool = False  # the adapter brings a config.json that names the classes
     needs_transformers_5: bool = False
+    rows: int | None = None  # of the embedding, where the adapter needs more than its base has
 
     @property
     def is_adapter(self) -> bool:
@@ -80,6 +81,8 @@ class Loading:
             yield "classes = AutoConfig.from_pretrained(here)"
             options += ", config=classes"
         yield f"base = {self.auto_class}.from_pretrained({place}, {options})"
+        if self.rows is not None:
+            yield f"base.resize_token_embeddings({self.rows})  # rows for new tokens"
 
 
 def model_card(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapping[str, Any], loading: Loading) -> str:
@@ -138,7 +141,7 @@ def _base_name(model: Mapping[str, Any]) -> str:
 
 
 def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
-    refused = problems_in_vllm(loading.adapter or {"peft_type": "LORA"})
+    refused = problems_in_vllm(loading.adapter or {"peft_type": "LORA"}, loading.rows)
     if loading.made_of:
         yield loading.made_of
     if loading.quantized:

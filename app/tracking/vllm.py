@@ -31,16 +31,17 @@ _IGNORED = (
 )
 
 
-def in_vllm(adapter: Mapping[str, Any]) -> str:
-    """What happens to an adapter, line by line, and the options to serve it with."""
-    if lines := problems_in_vllm(adapter):
+def in_vllm(adapter: Mapping[str, Any], rows: int | None = None) -> str:
+    """What happens to an adapter, line by line, and the options to serve it with; `rows`: as in `problems_in_vllm`."""
+    if lines := problems_in_vllm(adapter, rows):
         return "\n".join([*lines, f"give it kind=merged (rules of vLLM {VERSION}, not run)"])
     return f"takes it with {options_of_vllm(adapter, _DEFAULT_RANK)} (rules of vLLM {VERSION}, not run)"
 
 
-def problems_in_vllm(adapter: Mapping[str, Any]) -> list[str]:
-    """What it refuses of an adapter, and what it ignores."""
+def problems_in_vllm(adapter: Mapping[str, Any], rows: int | None = None) -> list[str]:
+    """What it refuses of an adapter, and what it ignores; `rows` that its base must be given before it is loaded."""
     refused, ignored = (_broken(rules, adapter) for rules in (_REFUSED, _IGNORED))
+    refused += [] if rows is None else [f"a vocabulary of other than its base's rows, {rows}"]
     if _rank(adapter) > _RANKS[-1]:
         refused.append(f"rank {_rank(adapter)}, above {_RANKS[-1]}")
     return [f"refuses {each}" for each in refused] + [f"ignores {each}" for each in ignored]

@@ -76,6 +76,7 @@ def loading_of(sections: ModelSections, base: BaseModel, folder: Path, drawn: Pa
         quantized="" if trained_by is None else trained_by.card,
         bitsandbytes=None if adapter is None else sections.bitsandbytes_arguments(base),
         own_classes=adapter is not None and task_of(sections.task).has_classes,
+        rows=sections.model.vocab_size,
         needs_transformers_5=needs_transformers_5(drawn if base_inside else folder),
     )
 

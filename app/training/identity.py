@@ -30,6 +30,7 @@ ROLES = {
     "model.weights": COMPARED,
     "model.tokenizer": SETTLED,  # by the tokens, as all that they are made of
     "model.add_tokens": SETTLED,
+    "model.vocab_size": COMPARED,
     "model.chat_template": SETTLED,
     "model.template_options": SETTLED,
     "model.norm": COMPARED,

@@ -13,7 +13,7 @@ from app.config.dataset import formats_for, has_chats, paths_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.problems import PROBLEMS
 from app.config.rules import problems_of
-from app.config.schema import AdapterConfig, RunConfig, TaskConfig, TrainingConfig
+from app.config.schema import RunConfig, TaskConfig, TrainingConfig
 from app.config.tasks import Task, labelling_of, task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.detect_format import detect_formats
@@ -26,8 +26,9 @@ from app.errors import ConfigError, refuse
 from app.model.source import positions_text
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer, new_ids
-from app.safe_text import many
 from app.training.auto_settings import with_packing
+
+ROWS_MULTIPLE = 64  # of a resized vocabulary: matrix products of other sizes leave tensor cores idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,10 @@ def prepare_run(
         weights, problems = _class_weights(task, data)
         report(problems)
         task = replace(task, class_weights=weights)
-    adapter = _with_new_rows(run, base, tokenizer)
+    run = _with_new_rows(run, base, tokenizer, say)
+    adapter = run.adapter
+    if run.model.vocab_size != base.config.vocab_size:
+        base = replace(base, config=replace(base.config, vocab_size=run.model.vocab_size))
     objective = build_objective(task, tokenizer, run.seed, bidirectional=base.is_bidirectional)
     report(_unknown_ids(run, base, data.train, data.eval))
     part = None if run.adapter.start is None else base.text_part
@@ -154,18 +158,43 @@ def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, li
         ]
 
 
-def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any) -> AdapterConfig:
-    """The adapter, with the ids of new tokens for `train_tokens=new`; tokens without a row are refused."""
-    ids = new_ids(run.model, tokenizer)
-    rows = base.vocabulary(max(ids)) if ids else 0
-    if ids and max(ids) >= rows:
-        first = min(ids)
+def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any, say: Callable[[str], None]) -> RunConfig:
+    """The run with the ids of new tokens for `train_tokens=new`, and with rows for those that have none."""
+    ids, given = new_ids(run.model, tokenizer), run.model.vocab_size
+    last = max(ids, default=-1)
+    rows = base.vocabulary(last)
+    if last >= rows and given is not None:
         raise ConfigError(
-            f"model.add_tokens: the first new token has the id {first}, and the model has rows for ids up to "
-            f"{rows - 1}: {max(0, rows - first)} unused ones for {many(len(ids), 'token')}. Resize the base first, as "
-            "docs/recipes.md (new tokens) shows, and give its folder as model.path."
+            f"model.vocab_size={given}: new tokens have ids up to {last}. Give {last + 1} or more, or null."
         )
-    return replace(run.adapter, train_tokens=ids) if run.adapter.train_tokens == "new" else run.adapter
+    if last >= rows:
+        given = (last // ROWS_MULTIPLE + 1) * ROWS_MULTIPLE
+    adapter = replace(run.adapter, train_tokens=ids) if run.adapter.train_tokens == "new" else run.adapter
+    run = replace(run, model=replace(run.model, vocab_size=given), adapter=adapter)
+    refuse(_resizing_problems(run, base))
+    if last >= rows:
+        say(f"note    model.vocab_size={given}: the base has {rows} rows; the new ones are their mean")
+    return run
+
+
+def _resizing_problems(run: RunConfig, base: BaseModel) -> Iterator[str]:
+    """Why the vocabulary cannot have `model.vocab_size` rows."""
+    rows, texts = run.model.vocab_size, run.model.add_tokens
+    if rows is None:
+        return
+    given = "model.add_tokens" if texts else f"model.vocab_size={rows}"
+    other = "Resize the base with transformers, and give its folder as model.path."
+    if run.model.weights == "random":
+        yield f"{given}: the weights are random. Set model.architecture.vocab_size={rows}."
+    elif base.text_part is not None:
+        yield f"{given}: only the text part of the model is read, whose vocabulary is not resized here. {other}"
+    elif not base.is_resizable:
+        yield f"{given}: a model of kind {base.numbers.model_type} has more tensors by token than two. {other}"
+    elif base.task.has_classes and run.adapter.kind != "none":
+        yield (
+            f"{given}: final/ has a config.json for the classes, with which other programs load the base as it is. "
+            "Set recipe=full, or resize the base with transformers and give its folder as model.path."
+        )
 
 
 def with_planned_rows(run: RunConfig) -> RunConfig:

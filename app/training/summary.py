@@ -218,6 +218,11 @@ def closing_message(
         reached += (
             f"\nnote    no token reached {experts['untrained']} of {experts['total']} experts: they are as they were"
         )
+    if what == "adapter" and run.model.vocab_size is not None:
+        reached += (
+            "\nnote    other programs load the adapter on the base after "
+            f"base.resize_token_embeddings({run.model.vocab_size}), as final/README.md shows; or export kind=merged"
+        )
     wanted, start = "chosen_log_probability", progress.start_metrics
     if wanted in start and metrics[wanted] < start[wanted]:
         fall = f"{start[wanted]:.3f} -> {metrics[wanted]:.3f} a token"

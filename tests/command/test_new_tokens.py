@@ -1,4 +1,4 @@
-"""`model.add_tokens`: texts that become one token each, in unused rows of the vocabulary."""
+"""`model.add_tokens`: texts that become one token each, in unused rows of the vocabulary or in new ones."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,16 @@ import yaml
 from tests.harness.runs import FINISHED, Zygote
 
 TEXTS = ("<call>", "</call>")
-GIVEN = (
-    *FINISHED["lora"],
+ROWS = (
     "dataset=messages",
     "dataset.path=calls.jsonl",
     "dataset.eval_fraction=0.3",
     'model.add_tokens=["<call>","</call>"]',
 )
+GIVEN = (*FINISHED["lora"], *ROWS)
+BINS = ("batching.tokens=64", "batching.accumulation=1", "eval.samples=0")
+# of 1,536 rows, all of them used
+SHIPPED = (*ROWS, "model=tiny", "precision=fp32", "launch.threads=1", "dataset.max_length=64", *BINS)
 
 
 def answer(number: int) -> dict[str, str]:
@@ -51,9 +54,24 @@ def test_new_tokens_are_trained_saved_and_exported(place: Path, zygote: Zygote) 
     assert AutoTokenizer.from_pretrained(str(place / "merged")).convert_tokens_to_ids(list(TEXTS)) == ids
 
 
+def test_vocabulary_without_unused_rows_is_resized(place: Path, zygote: Zygote) -> None:
+    words = ("recipe=lora", "adapter.train_tokens=new", "training.max_steps=2", "output_dir=run")
+    ended = zygote.finish(place, *SHIPPED, *words)
+    assert "note    model.vocab_size=1600: the base has 1536 rows; the new ones are their mean" in ended.stdout
+    assert "on the base after base.resize_token_embeddings(1600), as final/README.md shows" in ended.stdout
+    assert yaml.safe_load((place / "run" / "run.yaml").read_text())["model"]["vocab_size"] == 1600
+    assert "base.resize_token_embeddings(1600)  # rows" in (place / "run" / "final" / "README.md").read_text()
+
+
 def test_new_tokens_without_rows_or_that_are_known_are_refused(place: Path, zygote: Zygote) -> None:
     new = ("adapter.train_tokens=new", "output_dir=run")
     ended = zygote.run(place, *GIVEN, *new, code=2)
-    assert "0 unused ones for 2 tokens. Resize the base first" in ended.stderr
+    assert "add_tokens: the weights are random. Set model.architecture.vocab_size=1600." in ended.stderr
     ended = zygote.run(place, *GIVEN, *new, 'model.add_tokens=["a"]', code=2)
     assert "model.add_tokens: 'a' is a token of the tokenizer of" in ended.stderr
+    shipped = (*SHIPPED, *new, "recipe=lora")
+    zygote.refused(
+        place, *shipped, "model.vocab_size=9", message="model.vocab_size=9: the base has 1536 rows, and none"
+    )
+    message = "model.vocab_size=1537: new tokens have ids up to 1537. Give 1538 or more"
+    zygote.refused(place, *shipped, "model.vocab_size=1537", message=message)

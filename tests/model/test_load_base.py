@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
 
 from app.config.groups import CONF
 from app.config.schema import QuantizationConfig
@@ -24,6 +25,7 @@ from app.model.tokenizer import load_tokenizer
 from tests.model.small import (
     CAUSAL,
     KINDS,
+    VOCABULARY,
     batch_of,
     built,
     documents_of,
@@ -72,6 +74,20 @@ def test_wrong_numbers_are_refused() -> None:
         load(model_config(architecture=numbers("gpt2") | {"hidden_size": 16, "n_embd": 8}))
     with pytest.raises(ConfigError, match=r"model\.architecture \(model_type: llama\)"):
         load(model_config(architecture=numbers("llama") | {"hidden_size": "wide"}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi"])  # an own head, a tied one, one with a bias
+def test_resized_vocabulary_has_the_mean_in_its_new_rows(kind: str, tmp_path: Path) -> None:
+    built(kind, "eager").save_pretrained(str(tmp_path))
+    ours = load(model_config(path=str(tmp_path), vocab_size=100))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    theirs.resize_token_embeddings(100)
+    found, expected = ours.state_dict(), theirs.state_dict()
+    assert ours.config.vocab_size == 100
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=2e-4)  # they draw closely around the mean
+        assert found[name][:VOCABULARY].equal(each[:VOCABULARY])
 
 
 @pytest.mark.parametrize("kind", KINDS)
