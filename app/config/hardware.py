@@ -40,13 +40,6 @@ class HardwareConfig:
         return (int(major), int(minor or 0)) >= _MIN_FP8_CAPABILITY
 
 
-@dataclass(kw_only=True, slots=True)
-class _Root:
-    """Wrapper so that messages name the keys as they are typed."""
-
-    hardware: HardwareConfig
-
-
 def read_hardware(overrides: Sequence[str]) -> HardwareConfig | None:
     """Parse `hardware=` and `hardware.KEY=` options; return None for the local machine."""
     given = {key_of(text): text.partition("=")[2].strip("'\"") for text in overrides}
@@ -92,4 +85,4 @@ def _read(name: str, changes: Mapping[str, Any]) -> HardwareConfig:
         raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
     if not isinstance(facts, dict):
         raise ConfigError(f"{file}: expected label:, memory_gib: and so on, as in the other files of the folder.")
-    return parse_section(_Root, {"hardware": {"name": name, **facts, **changes}}).hardware
+    return parse_section(HardwareConfig, {"name": name, **facts, **changes}, "hardware.")

@@ -23,10 +23,11 @@ from app.errors import refuse
 Section = TypeVar("Section")
 
 
-def parse_section(schema: type[Section], data: Mapping[str, Any]) -> Section:
-    """Validate `data` as a `schema` object; one ConfigError has every problem."""
+def parse_section(schema: type[Section], data: Mapping[str, Any], prefix: str = "") -> Section:
+    """Validate `data` as a `schema` object; one ConfigError has every problem, its keys as typed, with the `prefix`."""
     problems: list[str] = []
-    result: Section = _section(schema, data, "", field_types(schema), problems)
+    known = [f"{prefix}{key}" for key in field_types(schema)]
+    result: Section = _section(schema, data, prefix, known, problems)
     refuse(problems)
     return result
 

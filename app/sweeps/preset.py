@@ -67,13 +67,6 @@ class Preset:
 NO_PRESET = Preset("", SweepConfig(proposer="grid"))
 
 
-@dataclass(kw_only=True, slots=True)
-class _Root:
-    """Wrapper so that messages name the keys as they are typed."""
-
-    sweep: SweepConfig = field(default_factory=SweepConfig)
-
-
 def is_sweep_key(text: str) -> bool:
     """Whether an override is for the sweep, not for its trials."""
     return key_of(text).partition(".")[0] == GROUP
@@ -98,7 +91,7 @@ def read_preset(words: Sequence[str]) -> Preset:
         data["space"].pop(key.removeprefix(_SPACE), None)  # null removes a key from the space
         if value is not None:
             data["space"][key.removeprefix(_SPACE)] = value
-    config = parse_section(_Root, {GROUP: data}).sweep
+    config = parse_section(SweepConfig, data, f"{GROUP}.")
     if config.proposer == "rungs":
         refuse(
             f"{key}: sweep={name} has rungs, which its file names. Leave it out; {_OF_LADDER}=small makes them small."
