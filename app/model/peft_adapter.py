@@ -80,6 +80,11 @@ class PeftAdapter(AdapterMethod):
         refuse(self._field_problems(known - RESERVED_FIELDS))
         given = {key: value for key, value in shared.items() if key in known}
         lacking = [key for key, value in shared.items() if key not in known and value]
+        if "ensure_weight_tying" in lacking:
+            raise ConfigError(
+                f"adapter.train_whole: the embedding is tied to the head, and with adapter.method={self.name} PEFT "
+                "trains them apart. Leave it out, or set adapter=lora."
+            )
         if lacking:
             raise ConfigError(f"adapter.method={self.name}: PEFT has no {lacking[0]} with it. Set adapter=lora.")
         if "fan_in_fan_out" in known:

@@ -116,6 +116,11 @@ WRONG = {
     ("adapter.method=c3a",): r"^adapter\.method=C3A: PEFT cannot adapt this model so \(The block size should be",
     ("adapter.method=oft", "adapter.targets=[qproj]"): r"^adapter\.targets: qproj matches no linear layer",
     ("adapter.method=ln_tuning", "adapter.targets=[q_proj]"): r"^adapter\.targets: q_proj matches no norm",
+    (
+        "adapter.method=oft",
+        "adapter.train_whole=[embed_tokens]",
+        "model.architecture.tie_word_embeddings=true",
+    ): r"^adapter\.train_whole: the embedding is tied to the head, and with adapter\.method=OFT PEFT trains them apart",
     ("adapter=lora", "adapter.fields.r=8"): r"^adapter\.fields\.r=8: adapter=lora does not read it",
     ("adapter.r=8",): r"^adapter\.r=8: adapter=peft does not read it",
     ("adapter.start=runs/other",): r"^adapter\.start=runs/other: adapter=peft does not read it",
