@@ -9,7 +9,7 @@ from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
 from app.memory.meta_model import MetaModel
 from app.training.choices import sections_of
 from tests.harness.composed import composed
-from tests.memory.truth import EXPERTS, PACKED, small_run
+from tests.memory.truth import PACKED, small_run
 
 NEAR = 4096  # bytes: the stack of gradient norms is rounded up
 
@@ -53,23 +53,6 @@ def test_largest_parts_of_recomputed_layers_are_their_inputs_and_all_gradients()
     assert plan.largest["gradients"] > plan.anatomy["gradients"]
     assert plan.largest["saved_activations"] >= inputs
     assert all(plan.largest[kind] >= size for kind, size in plan.anatomy.items())
-
-
-@pytest.mark.parametrize(
-    ("kind", "attention", "has_scores"),
-    [("gemma2", "auto", True), ("gemma2", "flash", False), ("gpt_oss", "flash", True), ("llama", "sdpa", False)],
-)
-def test_plan_for_gpu_has_scores_of_attention_that_the_run_takes(kind: str, attention: str, has_scores: bool) -> None:
-    """Plain attention keeps the square of a document's length: for sinks, and for soft-capping without flash-attn."""
-    words = [f"model.architecture.model_type={kind}", *EXPERTS[1:]]
-    run = small_run("recipe=full", "precision=bf16", f"attention={attention}", *words)
-    whole, apart = (
-        plan_memory(run, replace(PACKED, documents=documents, longest=max(documents)), steps_only=True).peak_bytes
-        for documents in ((192,), (64, 64, 64))
-    )
-    layers, heads, fp32 = 3, 4, 4
-    more = layers * heads * fp32 * (192**2 - 3 * 64**2) if has_scores else 0  # the weights of softmax at the least
-    assert more <= whole - apart <= 8 * more
 
 
 def test_plan_of_unequal_layers_traces_all_or_some_periods() -> None:
@@ -131,14 +114,3 @@ def test_sharded_plan_of_eight_processes_has_an_eighth_of_states() -> None:
     for part in ("trained_weights", "optimizer_states"):
         assert eighth.anatomy[part] == pytest.approx(whole.anatomy[part] / 8, rel=0.05)
     assert eighth.anatomy["gathered_weights"] > 0 == whole.anatomy["gathered_weights"]
-
-
-def test_keys_that_sdpa_repeats_are_planned() -> None:
-    """2 heads of keys and values for 4 of queries: a window has a mask, which torch's flash kernel does not take."""
-    words = ("model.architecture.model_type=mistral", "recipe=lora", "precision=bf16", "attention=sdpa")
-    shared, repeated = (
-        plan_memory(small_run(*words, f"+model.architecture.sliding_window={window}"), PACKED, exact=True)
-        for window in (512, 8)
-    )
-    more = 3 * 2 * 192 * 128 // 2 * 2  # layers, keys and values, tokens, half of the heads, 16 bits
-    assert repeated.largest["saved_activations"] - shared.largest["saved_activations"] >= more

@@ -1,13 +1,78 @@
-"""recipe=kto from the command line: it learns from labelled answers, and goes on with its reference."""
+"""recipe=dpo and recipe=kto from the command line: a reference is made once, kept, and never made again from trained
+weights.
+"""
 
+import math
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.command.test_preference import BRIEF, killed_at_step_3
-from tests.harness.runs import Zygote, metrics, result, same_ending
+from app.config.export_settings import export_config
+from app.evaluation.run import prepare_evaluation
+from app.exports.verify import reference_of
+from tests.harness.runs import SMALL, Zygote, has_reached, metrics, result, same_ending
 
+BRIEF = (
+    *SMALL,
+    "dataset.max_length=48",
+    "batching.tokens=96",
+    "training.max_steps=6",
+    "checkpoint.every=2",
+    "eval.at_start=true",
+)
+COMMAND = (*BRIEF, "recipe=dpo", "optimizer.lr=5e-3")
 KTO = (*BRIEF, "recipe=kto", "optimizer.lr=5e-3", "dataset.max_rows=60")
+EVALUATION = {"eval_loss", "pair_accuracy", "reward_margin", "exact_match"}
+
+
+def killed_at_step_3(zygote: Zygote, folder: Path, *words: str) -> None:
+    run = zygote.start(folder, *words)
+    run.until(partial(has_reached, folder / "parts", 3))
+    run.kill()
+
+
+def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    zygote.finish(tmp_path, *COMMAND, "output_dir=whole")
+    first, last = metrics(whole)[0], result(whole)["final_metrics"]
+    assert [first["eval_loss"], metrics(whole)[1]["loss"]] == pytest.approx([math.log(2)] * 2, rel=1e-6)
+    assert "pair_accuracy" not in first, "each pair is a tie"
+    assert last.keys() >= EVALUATION
+    assert last["reward_margin"] > 0.05
+    assert last["pair_accuracy"] > 0.6
+
+    (kept,) = (tmp_path / "cache" / "app-finetune" / "references").iterdir()
+    made = kept.stat().st_mtime_ns
+    zygote.finish(tmp_path, *COMMAND, "output_dir=other", "preference.beta=0.5", "training.max_steps=1")
+    assert [each.stat().st_mtime_ns for each in kept.parent.iterdir()] == [made], "runs with another beta share it"
+    drawn = ("adapter=peft", "adapter.method=C3A", "adapter.fields={block_size: 16}", "training.max_steps=1")
+    zygote.finish(tmp_path, *COMMAND, *drawn, "output_dir=drawn")
+    assert metrics(tmp_path / "drawn")[0]["eval_loss"] == pytest.approx(math.log(2), rel=1e-6), "it begins elsewhere"
+    shutil.rmtree(next(each for each in kept.parent.iterdir() if each != kept))
+
+    words = (*COMMAND, "output_dir=parts")
+    killed_at_step_3(zygote, tmp_path, *words)
+    shutil.rmtree(kept.parent)  # the reference of a run is its own
+    zygote.run(tmp_path, *words, "resume=auto", code=0)
+    same_ending(whole, parts)
+    assert not kept.exists()
+
+    beta = "preference.beta: the checkpoint has 0.1, this run has 0.2"
+    zygote.refused(tmp_path, *words, "preference.beta=0.2", "resume=auto", message=beta)
+    shutil.rmtree(parts / "reference")
+    lost = "the reference of this run cannot be used (it is not there), and the model has been trained since"
+    zygote.refused(tmp_path, *words, "resume=auto", message=lost)
+
+    assert "pair accuracy" in zygote.finish(tmp_path, "run=whole", module="app.evaluate").stdout
+    exported = export_config([f"run={whole}", "kind=merged", f"to={tmp_path}/out"])
+    compared = reference_of(prepare_evaluation(exported, whole, {}, tuned=True, say=lambda _: None))
+    assert {*map(len, compared.targets)} != {0}, "of each pair the wanted answer"
+    assert compared.loss(compared.logits) == pytest.approx(-last["chosen_log_probability"], rel=0.5)
+    other_rows = ("run=whole", "dataset.eval_path=asset:sample/pairs.jsonl.gz")
+    message = "of these rows the run has no reference for"
+    zygote.refused(tmp_path, *other_rows, module="app.evaluate", message=message)
 
 
 def test_kto_learns_from_labels_and_goes_on_with_its_reference(zygote: Zygote, tmp_path: Path) -> None:

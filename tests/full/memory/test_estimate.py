@@ -102,6 +102,34 @@ def test_large_model_takes_seconds_imports_included(
     assert float(seconds) < 20, "processor time; the target is 10 s on two idle cores"
 
 
+@pytest.mark.parametrize(
+    ("kind", "attention", "has_scores"),
+    [("gemma2", "auto", True), ("gemma2", "flash", False), ("gpt_oss", "flash", True), ("llama", "sdpa", False)],
+)
+def test_plan_for_gpu_has_scores_of_attention_that_the_run_takes(kind: str, attention: str, has_scores: bool) -> None:
+    """Plain attention keeps the square of a document's length: for sinks, and for soft-capping without flash-attn."""
+    words = [f"model.architecture.model_type={kind}", *EXPERTS[1:]]
+    run = small_run("recipe=full", "precision=bf16", f"attention={attention}", *words)
+    whole, apart = (
+        plan_memory(run, replace(PACKED, documents=documents, longest=max(documents)), steps_only=True).peak_bytes
+        for documents in ((192,), (64, 64, 64))
+    )
+    layers, heads, fp32 = 3, 4, 4
+    more = layers * heads * fp32 * (192**2 - 3 * 64**2) if has_scores else 0  # the weights of softmax at the least
+    assert more <= whole - apart <= 8 * more
+
+
+def test_keys_that_sdpa_repeats_are_planned() -> None:
+    """2 heads of keys and values for 4 of queries: a window has a mask, which torch's flash kernel does not take."""
+    words = ("model.architecture.model_type=mistral", "recipe=lora", "precision=bf16", "attention=sdpa")
+    shared, repeated = (
+        plan_memory(small_run(*words, f"+model.architecture.sliding_window={window}"), PACKED, exact=True)
+        for window in (512, 8)
+    )
+    more = 3 * 2 * 192 * 128 // 2 * 2  # layers, keys and values, tokens, half of the heads, 16 bits
+    assert repeated.largest["saved_activations"] - shared.largest["saved_activations"] >= more
+
+
 def planned_preset(experiment: str, hardware: str) -> Planned:
     words = [f"experiment={experiment}", "dataset=messages", "dataset.path=none.jsonl"]
     (card,) = (each for each in all_hardware() if each.name == hardware)
