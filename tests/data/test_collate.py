@@ -115,6 +115,9 @@ def test_loader_ranks_share_step_with_even_work(case: tuple[list[int], int, int,
             work = [sum(n * n for batch in share for n in batch.lengths) for share in shares]
             hardest = max(sum(n * n for n in batch.lengths) for batch in whole)
             assert max(work) - min(work) <= hardest
+    first = [[batch.ids.tolist() for batch in loader.first_epoch()] for loader in (alone, *ranks)]
+    assert all(each == first[0] for each in first)
+    assert sum(batch.num_tokens for batch in alone.first_epoch()) == sum(lengths)
 
 
 @given(st.lists(st.integers(2, 20), min_size=1, max_size=60), st.integers(0, 40))
