@@ -35,6 +35,14 @@ class Packer(Protocol):
         """The weight of such a layer."""
 
 
+def packed_and_unpacked(packer: Packer, weight: Tensor) -> Tensor:
+    """A weight [out, in] as the packed layer has it."""
+    rows, columns = weight.shape
+    layer = nn.Linear(columns, rows, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return packer.unpacked(packer.quantized(layer), weight.dtype)
+
+
 def expert_modules(network: nn.Module) -> dict[str, Any]:
     """Modules that call transformers' interface, and have stacks [experts, a, b], by name."""
     return {n: m for n, m in network.named_modules() if hasattr(m, "is_transposed") and stack_shapes(m)}

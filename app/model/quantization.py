@@ -74,12 +74,9 @@ class Quantizer(ABC):
     def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
         """The quantised layers inside `network`, as fused passes multiply by them; PEFT computes those left out."""
 
+    @abstractmethod
     def rounded(self, weight: Tensor) -> Tensor:
         """A weight [out, in] as the quantised layer has it, in the dtype that it came in."""
-        rows, columns = weight.shape
-        layer = nn.Linear(columns, rows, bias=False, device="meta")
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        return self.unpacked(self.quantized(layer), weight.dtype)
 
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
         """Why a layer of these sizes cannot be quantised."""
@@ -128,6 +125,7 @@ class Bits4(Quantizer):
     use_stored_shapes = staticmethod(nf4.use_stored_shapes)
     fake = staticmethod(nf4.fake)
     constants = staticmethod(nf4.constants)
+    rounded = experts.packed_and_unpacked
     fused_forms = staticmethod(nf4.fused_forms)
 
     kind: str  # nf4 or fp4
@@ -173,6 +171,7 @@ class Bits8(Quantizer):
     """Eight bits while training; later the adapter is used on the ordinary base, as there is little to make up for."""
 
     needed_by_adapter = False
+    rounded = experts.packed_and_unpacked
     layer: type[Int8Linear] | type[Fp8Linear]
 
     def quantized(self, layer: Any) -> nn.Module:
