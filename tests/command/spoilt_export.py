@@ -46,7 +46,7 @@ def _spoil_files(spoil: Callable[[Path], None], kind: type[MergedExport] = Merge
 def main() -> None:
     match os.environ["SPOIL"]:
         case "careless":
-            Bits4.rounded = _as_it_was  # type: ignore[method-assign,assignment]
+            Bits4.rounded = _as_it_was  # type: ignore[assignment]
         case "disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
         case "tensor":
