@@ -41,6 +41,7 @@ _SECONDARY_SECONDS = 5.0  # in which others fail because a peer was killed
 # Set in a process that is about to end: what it then loses is no failure of its own.
 _ENDING = threading.Event()
 _WATCHING = threading.Event()
+_CONNECTED = threading.Event()  # the thread that watches, to the store
 _SEEN: list["_Raised"] = []  # the failure of another process that this one is about to end with
 
 
@@ -144,6 +145,10 @@ class FailureFlag:
 
         threading.Thread(target=self._watch, args=(launcher,), name="failure flag", daemon=True).start()
 
+    def wait_until_connected(self) -> None:
+        """Return when the thread of `watch` reads the environment no more, once the processes have met."""
+        _CONNECTED.wait(AGENT_SECONDS)
+
     def raise_first(self, code: int, text: str, *, has_met: bool) -> _Raised | None:
         """Raise the flag; where another process was first, return what that one raised."""
         _ENDING.set()
@@ -183,6 +188,7 @@ class FailureFlag:
         try:
             store = _store(MEETING_SECONDS if launcher is None else AGENT_SECONDS)
             was_reached = True
+            _CONNECTED.set()
             while launcher in (None, os.getppid()):
                 if _ENDING.wait(POLL_SECONDS):
                     return

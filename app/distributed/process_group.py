@@ -181,8 +181,9 @@ def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
     here = world()
     flag = FailureFlag(here.rank) if here.is_joined else None
     if flag is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torch would warn that it is not set
         flag.watch()  # another process may fail before it meets this one
-    accelerator = _accelerator(threads)
+    accelerator = _accelerator(flag)
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     # for numbers that are on the host already: NCCL would take them over the device and back
@@ -195,17 +196,15 @@ def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
     return runtime
 
 
-def _accelerator(threads: int) -> Any:
-    from accelerate import Accelerator, InitProcessGroupKwargs
+def _accelerator(flag: FailureFlag | None) -> Any:
+    from accelerate import Accelerator, PartialState
 
     on_cpu = not torch.cuda.is_available()
-    handlers: list[Any] = []
-    if world().is_joined:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torch would warn that it is not set
-        handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_TIMEOUT)]
+    if flag is not None:
+        PartialState(cpu=on_cpu, backend="gloo" if on_cpu else "nccl", timeout=_TIMEOUT)  # the processes meet
+        flag.wait_until_connected()  # Accelerator empties the environment for a moment
     return Accelerator(
         cpu=on_cpu,  # without it, two processes on a machine without a GPU would each train alone
         mixed_precision="no",
         gradient_accumulation_steps=1,
-        kwargs_handlers=handlers,
     )

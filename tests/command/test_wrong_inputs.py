@@ -231,7 +231,7 @@ def test_resume_with_other_settings_is_refused(zygote: Zygote, tmp_path: Path, f
 
 
 def test_output_folder_in_use_is_refused(zygote: Zygote, tmp_path: Path) -> None:
-    busy = zygote.start(tmp_path, *SMALL, "output_dir=run")
+    busy = zygote.start(tmp_path, *SMALL, "training.epochs=200", "output_dir=run")
     try:
         busy.until((tmp_path / "run" / "metrics.jsonl").exists)
         zygote.refused(tmp_path, *SMALL, "output_dir=run", "resume=auto", message="is using it; wait until that ends")

@@ -17,7 +17,7 @@ from app.training.summary import closing_message
 
 
 def test_closing_message_scores_and_command(tmp_path: Path) -> None:
-    model = SimpleNamespace(trust_remote_code=False)
+    model = SimpleNamespace(trust_remote_code=False, vocab_size=None)
     dataset = DatasetConfig(eval_path=None, eval_split=None, eval_fraction=0.0)
     run: Any = SimpleNamespace(
         adapter=SimpleNamespace(kind="lora"), model=model, task=TaskConfig(kind="causal"), dataset=dataset
