@@ -1,13 +1,18 @@
 """What a runtime remarks on the machine that it was started on."""
 
 import os
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from app.config.load import compose_run
 from app.config.schema import LaunchConfig
+from app.distributed import failures
 from app.distributed.process_group import machine_notes, start
+from tests.harness.runs import Zygote
 
 
 @pytest.mark.parametrize(
@@ -47,3 +52,31 @@ def test_accelerate_does_not_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = torch.rand(2)
     start(LaunchConfig(num_processes=1, threads=1), "fp32", seed=3)
     assert torch.equal(torch.rand(2), drawn)
+
+
+def main() -> None:
+    """One of two processes whose thread is late to the store; it ends with 9 if the environment is emptied before."""
+    connect: Any = failures._store
+    clear = os.environ.clear
+    reached = []
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        reached.append(connect(*arguments))
+        return reached[0]
+
+    def cleared(_environment: Any) -> None:
+        if not reached:
+            os._exit(9)
+        clear()
+
+    vars(failures)["_store"] = late
+    environment: Any = type(os.environ)
+    environment.clear = cleared
+    start(LaunchConfig(num_processes=1, threads=1), "fp32", seed=3).leave()
+    assert reached
+
+
+def test_environment_is_not_emptied_while_a_thread_reads_it(zygote: Zygote, tmp_path: Path) -> None:
+    """A thread that reads what another one changes may end the process by a segmentation fault."""
+    zygote.run_together(tmp_path, 2, module="tests.distributed.test_process_group", code=0)
