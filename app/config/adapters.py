@@ -87,7 +87,7 @@ def _init_problems(run: RunConfig) -> Iterator[str]:
     elif adapter.init == "loftq" and run.quantization.kind not in {"nf4", "fp4"}:
         yield (
             f"{init} corrects a base in 4 bits, and quantization.kind={run.quantization.kind} has none. Set "
-            "recipe=qlora, or adapter.init=pissa."
+            "quantization=nf4, or adapter.init=eva."
         )
     if adapter.dora and (changes_base(adapter) or adapter.init == "loftq"):
         cause = "the lengths would be those of a base without what the adapter begins with"

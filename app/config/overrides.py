@@ -152,7 +152,8 @@ def _parsed(text: str, schema: type) -> Override:
             return parse_override(f'{key}="{value}"')
         reason = " ".join(str(fault).splitlines()[0].split())
         shown, name = text[:_MAX_KEY_CHARACTERS], key[:_MAX_KEY_CHARACTERS]
-        raise ConfigError(f"{shown!r} cannot be read: {reason}. Quote the value: '{name}=\"...\"'.") from None
+        quoted = '["..."]' if value.startswith("[") else '"..."'
+        raise ConfigError(f"{shown!r} cannot be read: {reason}. Quote the value: '{name}={quoted}'.") from None
 
 
 def _problems(override: Override, text: str, schema: type) -> Iterator[str]:

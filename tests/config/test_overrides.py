@@ -25,6 +25,7 @@ REFUSED = [
     ("", "'' is not an override. Write key=value or group=choice."),
     ("=3", "'=3' is not an override."),
     ("model.=3", "'model.=3' cannot be read"),
+    ("model.add_tokens=[<x>]", "Quote the value: 'model.add_tokens=[\"...\"]'"),
     ("~resume", "~resume: nothing can be taken out of a run. Set resume to null, none or 0, where it takes that."),
     ("model@here=tiny", "model@here=tiny: model has one place in a run. Write model=..."),
     ("model=null", "model=null: there is no such model. Choose one of bert, bert_large, folder, gemma3_"),
