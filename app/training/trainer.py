@@ -122,7 +122,7 @@ class Trainer:
         if progress.step == 0:
             self._evaluate_at_start()
         self._window.started = time.perf_counter()  # answers before the first step are no training
-        while not self._at_end():
+        while not self._has_ended():
             result = self.take_step()
             if progress.step == config.training.stop_after:
                 request.exit_code = START_ME_AGAIN
@@ -131,7 +131,7 @@ class Trainer:
             if asked or due or self._at_end() or progress.step == 1:
                 self._report(result)
             improved = self._evaluate_if_due()
-            ended = self._at_end() or 0 < config.eval.patience <= progress.evals_without_gain
+            ended = self._has_ended()
             to_keep = improved and config.checkpoint.final == "best"
             if asked or ended or to_keep or self._due(config.checkpoint.every):
                 self._save()
@@ -192,6 +192,10 @@ class Trainer:
 
     def _at_end(self) -> bool:
         return self.progress.step >= self.parts.plan.steps
+
+    def _has_ended(self) -> bool:
+        """Whether all steps are done, or patience has ended the run, in this start or one before."""
+        return self._at_end() or 0 < self._config.eval.patience <= self.progress.evals_without_gain
 
     def _evaluate_at_start(self) -> None:
         """Score held-out rows and answer prompts before the first step; this is never the best evaluation."""

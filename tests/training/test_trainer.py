@@ -121,6 +121,8 @@ def test_patience_ends_a_run_without_gain(make_loop: MakeLoop, folder: Path) -> 
     assert [line["step"] for line in notebook.evaluations] == [0, 1, 2, 3]
     assert loop.progress.best_step == 1
     assert saved(folder) == [1, 3], "the best one, and the end"
+    assert loop.fit(StopRequest()) is True
+    assert loop.progress.step == 3, "a start after the end trains no further"
 
 
 @pytest.mark.parametrize(("losses", "best_step"), [([math.nan, 2.0], 4), ([math.nan, math.nan], 0)])
