@@ -51,7 +51,8 @@ class LossScale:
         self._finite_steps = torch.zeros((), dtype=torch.int32, device=device)  # since it changed
 
     def update(self, finite: Tensor) -> None:
-        torch._amp_update_scale_(self.value, self._finite_steps, (~finite).float(), 2.0, 0.5, GROWTH_INTERVAL)
+        found_inf = (~finite).float().to(self.value.device)
+        torch._amp_update_scale_(self.value, self._finite_steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
 
     def state_dict(self) -> dict[str, Any]:
         """State under the names of torch's GradScaler."""

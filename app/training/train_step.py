@@ -183,12 +183,13 @@ class Stepper:
     def _update(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Clip and step; skip the step where the gradient is not finite."""
         norm = self._reduction.total(squares(gradients, self._runtime.device)).sqrt()
-        if self.scale is not None:
-            norm = norm / self.scale.value
+        scale = None if self.scale is None else self.scale.value.to(norm.device)  # offloaded shards are on the host
+        if scale is not None:
+            norm = norm / scale
         skipped = ~torch.isfinite(norm)
-        if self._clip > 0 or self.scale is not None:
+        if self._clip > 0 or scale is not None:
             factor = (self._clip / (norm + 1e-6)).clamp(max=1.0) if self._clip > 0 else torch.ones_like(norm)
-            torch._foreach_mul_(gradients, factor if self.scale is None else factor / self.scale.value)
+            torch._foreach_mul_(gradients, factor if scale is None else factor / scale)
         if self._skips_on_device:
             step_unless(self.optimizer, skipped.float())
         elif not bool(skipped):

@@ -1,16 +1,20 @@
 """The gradient and the loss of a step do not depend on how its rows are split, and are those of the plain formula."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.data.loader import Loader
+from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
+from app.optim.gradient_scaling import LossScale
 from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of, trainee_of
 
@@ -127,6 +131,17 @@ def test_fp16_overflow_lowers_the_scale_and_skips(runtime: Runtime, loader_of: C
     hook.remove()
     assert stepper.scale.value == 2.0**15
     assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.trained().values(), strict=True))
+
+
+def test_fp16_gradients_of_offloaded_shards_are_scaled_on_the_host() -> None:
+    stepper = Stepper.__new__(Stepper)
+    with FakeTensorMode():
+        device = torch.device("cuda")
+        stepper.optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
+        stepper.scale, stepper._clip, stepper._skips_on_device = LossScale(device), 1.0, True
+        stepper._runtime, stepper._reduction = SimpleNamespace(device=device), GradientReduction([])  # type: ignore[assignment]
+        norm, skipped = stepper._update([torch.ones(2)])
+        assert norm.device == skipped.device == torch.device("cpu"), "a factor on the GPU would multiply none of them"
 
 
 def test_lr_ratio_trains_as_lora_plus_of_peft(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
