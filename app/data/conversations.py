@@ -55,7 +55,7 @@ def preference(row: Row, columns: Columns) -> Comparison:
     start = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
     start -= chosen == rejected  # which the caller drops: their last messages are the answers
     answers = chosen[start:], rejected[start:]
-    if start == 0 or not all(answers) or answers[0][0]["role"] != answers[1][0]["role"]:
+    if start == 0 or not all(answers) or {side[0]["role"] for side in answers} != {"assistant"}:
         raise RowProblem("the two answers follow different conversations")
     for name, answer in zip((columns.chosen, columns.rejected), answers, strict=True):
         _require_answer(answer, name)

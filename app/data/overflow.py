@@ -41,19 +41,17 @@ def fit(sample: Tokens, max_length: int, policy: str, counts: Counts) -> list[To
 
 def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: Counts) -> list[Tokens]:
     """Apply the policy to two answers that are never parted, by the longer one; give them as one row."""
-    chosen, rejected = sides
-    if np.array_equal(chosen.ids, rejected.ids):
-        counts.equal_answers += 1
-        return []
     lengths = [len(side.ids) + side.more for side in sides]
-    if not fit(sides[lengths.index(max(lengths))], max_length, policy, counts):
-        return []
     cut = [
         [side] if n <= max_length else POLICIES[policy](side, max_length)
         for side, n in zip(sides, lengths, strict=True)
     ]
     kept = [part for parts in cut for part in parts]
-    if len(kept) < len(sides):
+    chosen, rejected = kept if len(kept) == len(sides) else sides
+    if np.array_equal(chosen.ids, rejected.ids):  # some only without their ends
+        counts.equal_answers += 1
+        return []
+    if not fit(sides[lengths.index(max(lengths))], max_length, policy, counts) or len(kept) < len(sides):
         return []
     ids, masks = ([getattr(part, name) for part in kept] for name in ("ids", "loss_mask"))
     return [Tokens(np.concatenate(ids), np.concatenate(masks), second_start=len(ids[0]))]

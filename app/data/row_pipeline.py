@@ -185,9 +185,9 @@ class _Pipeline:
         for part in kept:
             # Samples of one conversation repeat each other, so all go to training or all to evaluation; the pieces
             # of a text do not.
-            # Answers that are compared go by their prompt.
+            # Answers that are compared go by their prompt, if they have one.
             deciding = (part if self._policy == "split" else kept[-1]).ids
-            if shape.learnt_by:
+            if shape.learnt_by and row.samples[0].spans[0][0]:
                 deciding = deciding[: int(np.argmax(part.loss_mask))]
             self._writer.add(location, part, digest(deciding))
             counts.samples += 1

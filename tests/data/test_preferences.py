@@ -86,6 +86,10 @@ def test_plain_texts_part_after_their_prompt(row: dict[str, str], tmp_path: Path
     ("row", "reason"),
     [
         ({"chosen": chat("Hi", "a"), "rejected": chat("Ho", "b")}, "the two answers follow different conversations"),
+        (
+            {"chosen": chat("Hi", "a", system="s"), "rejected": chat("Ho", "b", system="s")},
+            "the two answers follow different conversations",
+        ),
         ({"prompt": "Hi", "chosen": "", "rejected": "b"}, "column 'chosen' has an empty answer"),
         ({"prompt": "Hi", "chosen": "a"}, "dataset.format=preference needs a column 'rejected'"),
         ({"prompt": "Hi", "chosen": 3, "rejected": "b"}, "column 'chosen' must be a list of messages"),
@@ -110,7 +114,9 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(tmp_path: Path) -> Non
     lines = "\n".join(data.report.lines())
     assert "train: 1 pair of equal answers dropped" in lines
     assert "train: 1 sample longer than dataset.max_length" in lines
-    cut = read(write_jsonl(tmp_path / "b.jsonl", [long]), on_overflow="truncate")
+    alike = {"prompt": "Hi", "chosen": "word " * 300 + "a", "rejected": "word " * 300 + "b"}
+    cut = read(write_jsonl(tmp_path / "b.jsonl", [long, alike]), on_overflow="truncate")
+    assert (len(cut.train), cut.report.train.equal_answers) == (1, 1)
     assert next(len(each.ids) for each in Comparisons().label(cut.train, 0, epoch=0)) == 200
 
 
@@ -123,6 +129,15 @@ def test_answers_to_one_prompt_stay_in_one_split(tmp_path: Path) -> None:
     ]
     assert all(prompts)
     assert not prompts[0] & prompts[1]
+
+
+@pytest.mark.parametrize("fmt", ["preference_text", "preference_label_text"])
+def test_answers_without_a_prompt_are_held_out_one_by_one(fmt: str, tmp_path: Path) -> None:
+    names = ("chosen", "rejected") if fmt == "preference_text" else ("completion", "label")
+    rows = [dict(zip(names, (f"yes {at}", "1"), strict=True)) for at in range(100)]
+    data = read(write_jsonl(tmp_path / "a.jsonl", rows), fmt, eval_fraction=0.3)
+    assert data.eval is not None
+    assert 10 < len(data.eval) < 50
 
 
 def halves(data: Data) -> list[Data]:
