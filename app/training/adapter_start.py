@@ -108,20 +108,22 @@ def drawn_start(resolved: ResolvedRun, model: TrainingModel) -> dict[str, Tensor
 
 
 def keep_start(drawn: dict[str, Tensor], resolved: ResolvedRun, folder: Path) -> None:
-    """Write the start of a new run; that of a continued one must be what was drawn again, or its base is another."""
+    """Write the start of a run that is new, or goes on in another folder; that of a continued one must be what was
+    drawn again, or its base is another.
+    """
     if not drawn:
         return
-    if not resolved.checkpoint:
-        with checksummed_folder(folder) as target:
-            save_file(drawn, target / ADAPTER_WEIGHTS)
-        return
-    known = read_start(folder)
+    kept = resolved.kept_with_run(folder)
+    known = read_start(kept) if resolved.checkpoint else drawn
     if known.keys() != drawn.keys() or not all(torch.equal(known[name], each) for name, each in drawn.items()):
         raise CheckpointError(
-            f"adapter.init={resolved.config.adapter.init}: what is computed from the base here differs from {folder}, "
+            f"adapter.init={resolved.config.adapter.init}: what is computed from the base here differs from {kept}, "
             "so the base would be another. Continue on the machine and with the packages of the first start, or begin "
             "again in another output_dir."
         )
+    if not (resolved.checkpoint and folder.is_dir()):
+        with checksummed_folder(folder) as target:
+            save_file(drawn, target / ADAPTER_WEIGHTS)
 
 
 def read_start(folder: Path) -> dict[str, Tensor]:

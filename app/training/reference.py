@@ -35,15 +35,16 @@ def with_reference(resolved: ResolvedRun, model: TrainingModel, folder: Path, fi
     """The run with the reference that its loss reads, if it reads one; that of a continued run is in `folder`."""
     if not resolved.config.preference.has_reference:
         return resolved
-    reference = read_reference(folder) if resolved.checkpoint else _made(resolved, model, fingerprint)
+    kept = resolved.kept_with_run(folder)
+    reference = read_reference(kept) if resolved.checkpoint else _made(resolved, model, fingerprint)
     splits = (rows for rows in (resolved.data.train, resolved.data.eval) if rows is not None)
     return resolved.with_objective(comparing(resolved.objective, reference, *splits))
 
 
 def keep_reference(resolved: ResolvedRun, folder: Path) -> None:
-    """Write the reference of a new run, if it has one."""
+    """Write the reference of a run that is new, or goes on in another folder, if it has one."""
     objective = resolved.objective
-    if isinstance(objective, Compared) and objective.reference and not resolved.checkpoint:
+    if isinstance(objective, Compared) and objective.reference and not (resolved.checkpoint and folder.is_dir()):
         _write(folder, objective.reference)
 
 
@@ -117,6 +118,7 @@ def _key(resolved: ResolvedRun, fingerprint: str | None) -> str:
         "base": fingerprint or [run.model.path, run.model.architecture, run.seed],
         "start": start_hash(run.adapter) | own,
         "quantization": asdict(run.quantization),
+        "vocabulary": run.model.vocab_size,
         "computed": [choices.precision, choices.attention, run.model.norm, torch.__version__],
         "code": _CODE_VERSION,
     }

@@ -60,6 +60,10 @@ class ResolvedRun(Prepared):
         layout = self.layout(self.config.eval.rows)
         return partial(eval_batches, rows, layout, self.runtime.processes, self.runtime.rank)
 
+    def kept_with_run(self, folder: Path) -> Path:
+        """The folder; that of the checkpoint's run for one that goes on elsewhere and does not have it yet."""
+        return folder if folder.is_dir() or not self.checkpoint else self.checkpoint.parents[1] / folder.name
+
     def with_objective(self, objective: Objective) -> "ResolvedRun":
         """The same run with another objective, in its loader too."""
         found = replace(self, objective=objective)

@@ -52,6 +52,10 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     assert metrics(tmp_path / "drawn")[0]["eval_loss"] == pytest.approx(math.log(2), rel=1e-6), "it begins elsewhere"
     shutil.rmtree(next(each for each in kept.parent.iterdir() if each != kept))
 
+    zygote.finish(tmp_path, *COMMAND, "output_dir=elsewhere", "resume=whole/checkpoints/step-000004")
+    assert result(tmp_path / "elsewhere")["final_metrics"] == last
+    assert (tmp_path / "elsewhere" / "reference").is_dir(), "it goes along"
+
     words = (*COMMAND, "output_dir=parts")
     killed_at_step_3(zygote, tmp_path, *words)
     shutil.rmtree(kept.parent)  # the reference of a run is its own

@@ -143,6 +143,14 @@ def test_loftq_is_of_the_ordinary_nf4_base(tmp_path: Path, models: list[Any]) ->
     assert notes == [1, 1], "a resume computes nothing anew"
 
 
+def test_what_pissa_began_with_goes_along_to_another_folder(tmp_path: Path) -> None:
+    words = ("recipe=lora", "adapter.init=pissa")
+    whole = run(tmp_path / "whole", *words, "checkpoint.every=2")
+    saved = min((whole / "checkpoints").iterdir())
+    other = run(tmp_path / "other", *words, "checkpoint.every=2", f"resume={saved}")
+    assert all(torch.equal(each, weights(other)[name]) for name, each in weights(whole).items())
+
+
 REFUSED = {
     ("adapter.init=lora_ga",): r"adapter\.init=lora_ga takes gradients before the first step",
     ("adapter.init=loftq",): r"adapter\.init=loftq corrects a base in 4 bits",
