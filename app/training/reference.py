@@ -5,7 +5,10 @@ It is scored once, kept with the run, and never made again from trained weights.
 
 import hashlib
 import json
+import shutil
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -92,8 +95,21 @@ def _made(resolved: ResolvedRun, model: TrainingModel, fingerprint: str | None) 
         for rows in (resolved.data.train, resolved.data.eval):
             for part in () if rows is None else compared_rows(resolved.objective, rows):
                 found |= _scored(resolved, model, part)
-        _write(kept, found)
+        _share(kept, found)
     return found
+
+
+def _share(kept: Path, reference: Reference) -> None:
+    """Keep the scores for other runs, several of which may be here at once: the first to rename its folder stays."""
+    if not world().is_first:
+        return
+    own = kept.with_name(uuid.uuid4().hex)
+    _write(own, reference)
+    if verify_checksums(kept, (_FILE,)):
+        shutil.rmtree(kept, ignore_errors=True)
+    with suppress(OSError):
+        own.rename(kept)
+    shutil.rmtree(own, ignore_errors=True)
 
 
 def _scored(resolved: ResolvedRun, model: TrainingModel, rows: TokenRows) -> dict[int, tuple[float, ...]]:
