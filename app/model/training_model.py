@@ -149,7 +149,7 @@ class TrainingModel(nn.Module):
             return embeddings
         lines, width, size = embeddings.shape
         tokens = [length for length in self._lengths for _ in range(length if lines == 1 else width)]
-        lengths = torch.tensor(tokens + [width] * (lines * width - len(tokens)), device=embeddings.device)
+        lengths = _on(embeddings.device, tokens + [width] * (lines * width - len(tokens)))
         scale = (alpha / (lengths * size).sqrt()).to(embeddings.dtype).view(lines, width, 1)
         return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * scale
 
@@ -174,7 +174,7 @@ class TrainingModel(nn.Module):
             return {"position_ids": positions + self.first_position, "documents": documents}
         if documents is None or lengths is None:
             return {}
-        ends = torch.tensor(lengths, device=positions.device)[:, None]
+        ends = _on(positions.device, lengths)[:, None]
         return {"attention_mask": (torch.arange(positions.shape[1], device=positions.device) < ends).long()}
 
     def segment_arguments(self, segments: Tensor | None) -> dict[str, Tensor]:
@@ -255,3 +255,8 @@ def freeze(network: nn.Module, patterns: Collection[str]) -> None:
         )
     if patterns and not any(each.requires_grad for each in network.parameters()):
         raise ConfigError(f"training.freeze=[{','.join(patterns)}] leaves nothing to train. Take some of it out.")
+
+
+def _on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """Numbers of the host, for which it does not wait."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
