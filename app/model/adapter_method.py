@@ -21,7 +21,7 @@ class AdapterMethod(ABC):
     peft_type: ClassVar[str] = ""  # in adapter_config.json
     # its own keys in that file, with the values that runs write
     written: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
-    of_text_parts: ClassVar[bool] = True  # whether it is saved by the names of a whole whose text part is trained
+    of_text_parts: ClassVar[bool] = True  # whether it can be saved with the names of a composite model (vision, audio)
 
     config: AdapterConfig
 

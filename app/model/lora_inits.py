@@ -122,7 +122,7 @@ def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def corda_halves(layer: Any, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B whose scaled product is U U^T W, where U are the leading left singular vectors of W C.
+    """A and B with the scaled product U U^T W. U: the leading left singular vectors of W C.
 
     C are the moments of the inputs, of mean 1 on the diagonal: of inputs that are alike in all directions it is PiSSA.
     """

@@ -241,7 +241,7 @@ def first_position(lm: Any) -> int:
 
 
 def freeze(network: nn.Module, patterns: Collection[str]) -> None:
-    """Leave the weights untrained whose names have a pattern between two dots; `*` and `?` stand for other letters."""
+    """Freeze weights by name: a pattern matches between two dots; `*` and `?` are wildcards."""
     found: set[str] = set()
     for name, parameter in network.named_parameters():
         matches = {each for each in patterns if fnmatchcase(f".{name}.", f"*.{each}.*")}

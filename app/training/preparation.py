@@ -162,7 +162,7 @@ def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any, say: Callabl
     """The run with the ids of new tokens for `train_tokens=new`, and with rows for those that have none."""
     ids, given = new_ids(run.model, tokenizer), run.model.vocab_size
     last = max(ids, default=-1)
-    rows = base.vocabulary(last)
+    rows = base.vocabulary(last) if ids else 0
     if last >= rows and given is not None:
         raise ConfigError(
             f"model.vocab_size={given}: new tokens have ids up to {last}. Give {last + 1} or more, or null."
@@ -187,7 +187,7 @@ def _resizing_problems(run: RunConfig, base: BaseModel) -> Iterator[str]:
     if run.model.weights == "random":
         yield f"{given}: the weights are random. Set model.architecture.vocab_size={rows}."
     elif base.text_part is not None:
-        yield f"{given}: only the text part of the model is read, whose vocabulary is not resized here. {other}"
+        yield f"{given}: the vocabulary of the text part of a larger model is not resized. {other}"
     elif not base.is_resizable:
         yield f"{given}: a model of kind {base.numbers.model_type} has more tensors by token than two. {other}"
     elif base.task.has_classes and run.adapter.kind != "none":

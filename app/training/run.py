@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from app.errors import AppError, EnvironmentProblem
 from app.model.activation_checkpointing import recompute_rest
 from app.model.build import build_training_model
 from app.model.source import base_path
+from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, explain_out_of_memory
 from app.pages.render import write_page
 from app.pages.run_page import run_page
@@ -64,17 +66,13 @@ def train_in(
     if run.dry_run:
         return _report_dry_run(folder, resolved, console, forecast)
     _require_host_memory(forecast, runtime)
-    torch.ones(1, device=runtime.device)  # on a GPU it makes the context
-    in_use["context"] = device_used_bytes()
-    place, sharding = base_path(run.model, folder.base), runtime.sharding(run.parallel)
-    rows = resolved.loader.first_epoch if changes_base(run.adapter) or not resolved.checkpoint else None
-    model = build_training_model(resolved.sections, runtime.device, run.seed, place, sharding, rows)
+    in_use["context"] = _bytes_with_context(runtime.device)
+    model = _build(resolved, base_path(run.model, folder.base))
     checks = check_on_loader(model, resolved.loader, runtime.device)
     stepper = stepper_of(model, run, runtime, resolved.choices.precision)
     runtime.seed(run.seed)  # anew, whatever was built before
     fingerprint = shared_fingerprint(resolved)
-    identity = resolved.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
-    checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, resolved.stored_choices())
+    checkpoints = _checkpoints(resolved, model, folder.checkpoints, fingerprint)
     drawn = drawn_start(resolved, model)
     progress = restore_progress(resolved, checkpoints, stepper, fingerprint)
     resolved = with_reference(resolved, model, folder.reference, fingerprint)
@@ -102,6 +100,24 @@ def train_in(
     if resume_hint and not is_complete:
         recorder.message(resume_hint)  # the last line, ready to be copied
     return code
+
+
+def _bytes_with_context(device: torch.device) -> int | None:
+    torch.ones(1, device=device)  # on a GPU it makes the context
+    return device_used_bytes()
+
+
+def _build(resolved: ResolvedRun, place: str) -> TrainingModel:
+    """Build the model; a new adapter may begin with rows of the run."""
+    run, runtime = resolved.config, resolved.runtime
+    rows = resolved.loader.first_epoch if changes_base(run.adapter) or not resolved.checkpoint else None
+    sharding = runtime.sharding(run.parallel)
+    return build_training_model(resolved.sections, runtime.device, run.seed, place, sharding, rows)
+
+
+def _checkpoints(resolved: ResolvedRun, model: TrainingModel, folder: Path, fingerprint: str | None) -> Checkpoints:
+    identity = resolved.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
+    return Checkpoints(folder, resolved.config.checkpoint, identity, resolved.stored_choices())
 
 
 def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
