@@ -6,7 +6,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.config import CordaConfig
-from peft.tuners.lora.corda import preprocess_corda
 from torch import Tensor
 
 from app.batch import Batch
@@ -80,6 +79,8 @@ def test_eva_begins_with_leading_right_singular_vectors_of_real_inputs(
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_corda_splits_the_base_as_peft_does(kind: str) -> None:
+    from peft.tuners.lora.corda import preprocess_corda
+
     (document,) = documents_of((60,))
     model = begun("corda", kind, [packed([document])])
     lm, _ = inputs_of(kind, [])
