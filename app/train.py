@@ -10,7 +10,6 @@ python -m app.train -m recipe=lora,full seed=1,2,3    a sweep: one run for each 
 
 import os
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 import hydra
@@ -51,7 +50,7 @@ def train(run: RunConfig, resume_hint: str = "") -> int:
     if count:
         from app.training.checkpoint import DEPTH
 
-        return train_in_processes(count, run, resume_hint, Path(run.output_dir) / "checkpoints" / DEPTH)
+        return train_in_processes(count, run, resume_hint, RunFolder.joined(run.output_dir).checkpoints / DEPTH)
     if not world().is_first:
         return _train_in(RunFolder.joined(run.output_dir), run, Console(enabled=False), resume_hint)
     with RunFolder.claim(run.output_dir, run.resume) as folder:

@@ -28,15 +28,17 @@ from app.files import (
     DISK_ERRORS,
     SAVE_NUMBER,
     STATE,
+    WENT_BACK,
     checkpoints_in,
     checksummed_folder,
     delete_folder,
+    next_save_number,
     read_json,
     remove_temp_dirs,
     report_write_errors,
-    save_number,
     temp_dir_of,
     verify_checksums,
+    write_json,
 )
 from app.optim.optimizer_state import flatten, group_settings, load_state, saved_groups
 from app.training.identity import differences
@@ -97,7 +99,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
     if tidy:
         remove_temp_dirs(folder)
     if resume != "auto":
-        return _intact(Path(resume)), []
+        return _intact(Path(resume).expanduser()), []
     remarks: list[str] = []
     for save in reversed(checkpoints_in(folder)):
         fault = damage_of(save)
@@ -144,9 +146,8 @@ class Checkpoints:
                 with report_write_errors(target, DISK_ERRORS):
                     sharded.save(named_tensors(stepper), temp_dir_of(target) / SHARDS, host_group.group)
             return []
-        numbers = [each for each in map(save_number, self.folder.glob("step-*")) if each != math.inf]
         state = {
-            SAVE_NUMBER: max(numbers, default=0) + 1,
+            SAVE_NUMBER: next_save_number(self.folder),
             "identity": self._identity,
             "choices": self._choices,
             "progress": asdict(progress),
@@ -189,6 +190,12 @@ class Checkpoints:
         if f"{rank}.cuda" in random and torch.cuda.is_available():
             torch.cuda.set_rng_state(random[f"{rank}.cuda"])
         return parse_section(Progress, state["progress"])
+
+    def go_back_to(self, save: Path) -> None:
+        """Count a checkpoint as the last saved: a start killed before its first save is to go on from it again."""
+        if save.resolve().parent == self.folder.resolve() and checkpoints_in(self.folder)[-1].name != save.name:
+            # the next save has the same place and a later step
+            write_json(self.folder / WENT_BACK, {save.name: next_save_number(self.folder)})
 
     def note_depth(self, depth: int) -> None:
         """Tell the next start to split deeper: this one cannot repeat its micro-batch."""

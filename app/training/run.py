@@ -76,6 +76,8 @@ def train_in(
     drawn = drawn_start(resolved, model)
     progress = restore_progress(resolved, checkpoints, stepper, fingerprint)
     resolved = with_reference(resolved, model, folder.reference, fingerprint)
+    if resolved.checkpoint and run.resume != "auto" and world().is_first:
+        checkpoints.go_back_to(resolved.checkpoint)  # before later lines are cut
     with (
         listening(answers_signal=world().is_first) as request,
         _opened(folder, resolved, console, progress.step if resolved.checkpoint else -1) as recorder,

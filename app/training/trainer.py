@@ -16,6 +16,7 @@ from app.distributed.fsdp import local
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
 from app.model.adapters import CHECKED_STEPS, layers_without_gradient
+from app.oom_retry import try_or_none
 from app.safe_text import listed
 from app.signals import START_ME_AGAIN, StopRequest
 from app.tracking.recorder import Recorder
@@ -89,7 +90,8 @@ class Prefetch:
 
     def _made(self, step: int) -> list[Batch]:
         batches = self._make(step)
-        return [batch.pinned() for batch in batches] if self._pins else batches
+        pinned = try_or_none(lambda: [batch.pinned() for batch in batches]) if self._pins else None
+        return batches if pinned is None else pinned  # the host may have no memory left to pin
 
 
 class Trainer:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from app import train
 from app.config.load import compose_run
 from app.distributed import launch
 from app.signals import CODES
@@ -25,6 +26,14 @@ def test_launcher_signal_forwarded_to_processes(number: int, monkeypatch: pytest
 def test_launcher_agent_leaves_stop_signals_alone(tmp_path: Path) -> None:
     handled = launch.elastic_config(2, str(tmp_path)).signals_to_handle.split(",")
     assert not {number.name for number in CODES} & set(handled)
+
+
+def test_launcher_finds_the_noted_depth_of_a_folder_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(train, "train_in_processes", lambda _count, _run, _command, file: launch.read_depth(file))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "depth.json").write_text("3")
+    assert train.train(compose_run(["output_dir=~/run", "launch.num_processes=2"])) == 3
 
 
 @pytest.mark.parametrize(("offload", "processes", "joined", "refused"), [

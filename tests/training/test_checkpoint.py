@@ -91,6 +91,11 @@ def save(both: list[Path]) -> Path:
     return one
 
 
+def test_resume_begins_at_home(save: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    assert find_checkpoint(folder, f"~/{save.name}") == (save, [])
+
+
 def test_checkpoint_contains_no_pickle(save: Path) -> None:
     assert {file.suffix for file in save.iterdir()} == {".safetensors", ".json"}
 

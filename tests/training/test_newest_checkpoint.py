@@ -1,4 +1,4 @@
-"""The newest checkpoint is the one saved last, whatever its step and the times of its files."""
+"""The newest checkpoint is the one saved or gone back to last, whatever its step and the times of its files."""
 
 import errno
 import json
@@ -31,11 +31,11 @@ class Branch:
 
 BRANCHES = {
     "newest first": Branch((2, 4, 6), resumed=6, then=8, left=(6, 8)),
-    "back to an earlier step": Branch((2, 4, 6), resumed=2, then=3, left=(3, 6)),
-    "back, and best": Branch((2, 4, 6), resumed=2, then=3, left=(2, 3, 6), best=2),
-    "back, without a count": Branch((2, 4, 6), resumed=2, then=3, left=(3, 6), counted=False),
+    "back to an earlier step": Branch((2, 4, 6), resumed=2, then=3, left=(2, 3)),
+    "back, and best": Branch((2, 4, 6), resumed=2, then=3, left=(2, 3, 4), best=4),
+    "back, without a count": Branch((2, 4, 6), resumed=2, then=3, left=(2, 3), counted=False),
     "one kept": Branch((2, 4), resumed=2, then=3, left=(3,), keep=1),
-    "damaged ones do not count": Branch((3, 8, 9), resumed=3, then=5, left=(3, 5, 8, 9), damaged=(8, 9)),
+    "damaged ones do not count": Branch((3, 8, 9), resumed=3, then=5, left=(3, 5), damaged=(8, 9)),
     "damaged ones end": Branch((3, 8, 9, 3, 4), resumed=4, then=5, left=(4, 5), damaged=(8, 9)),
 }
 
@@ -52,10 +52,12 @@ def test_newest_is_the_last_saved(name: str, stepper: Stepper, folder: Path) -> 
     for age, place in enumerate(reversed(places)):
         os.utime(place, (age, age))  # as after a copy: times of files say nothing
 
-    saver = checkpoints(folder, branch.keep)
-    saver.load(folder / f"step-{branch.resumed:06d}", stepper, ALONE)
+    saver, resumed = checkpoints(folder, branch.keep), folder / f"step-{branch.resumed:06d}"
+    saver.load(resumed, stepper, ALONE)
+    saver.go_back_to(resumed)
+    assert find_checkpoint(folder, "auto") == (resumed, [])
     newest = saved(saver, Progress(step=branch.then, best_step=branch.best), stepper)
-    assert sorted(int(save.name.removeprefix("step-")) for save in folder.iterdir()) == list(branch.left)
+    assert sorted(int(save.name.removeprefix("step-")) for save in folder.glob("step-*")) == list(branch.left)
     assert find_checkpoint(folder, "auto") == (newest, [])
     assert find_checkpoint(folder.parent / "elsewhere", str(folder.parent)) == (newest, [])
     with pytest.raises(EnvironmentProblem, match=f"resume={newest}"), report_write_errors(folder.parent / "log.txt"):

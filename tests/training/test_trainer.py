@@ -254,6 +254,18 @@ def test_prefetch_pins_all_tensors_for_a_gpu(
     assert all(torch.equal(a, b) for a, b in zip(batch.tensors, batch.to(CPU).tensors, strict=True))
 
 
+def test_prefetch_without_memory_to_pin_gives_pageable_batches(
+    monkeypatch: pytest.MonkeyPatch, packed_loader_of: Callable[..., Loader]
+) -> None:
+    def pin(_tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    loader = packed_loader_of(256, 1)
+    (batch,), (made,) = Prefetch(loader.batches, GPU).batches(0), loader.batches(0)
+    assert all(torch.equal(a, b) for a, b in zip(batch.tensors, made.tensors, strict=True))
+
+
 def test_prefetch_stops_at_the_end_of_the_run(make_loop: MakeLoop) -> None:
     made: list[int] = []
     loop, _ = make_loop(small_run("recipe=full", "training.stop_after=3", *QUIET), 5)
