@@ -36,8 +36,8 @@ _BY_PAIRS, _BY_LABELS = ("recipe=dpo", "recipe=orpo", "recipe=simpo"), ("recipe=
 ROW_FORMATS: Mapping[str, RowFormat] = {
     "messages": RowFormat(("messages",), _OF_CHATS, message=_MESSAGE, any_column=True),
     "sharegpt": RowFormat(("conversations",), _OF_CHATS, message=("from", "value"), any_column=True),
-    "instruction": RowFormat(("instruction", "output"), ("input", "history", "system")),
-    "question_answer": RowFormat(("question", "answer"), ("system",)),
+    "instruction": RowFormat(("instruction", "output"), ("input", "history", *_OF_CHATS)),
+    "question_answer": RowFormat(("question", "answer"), _OF_CHATS),
     "prompt_completion": RowFormat(("prompt", "completion"), content="answer", train_on=("auto", "completion", "all")),
     "chat_completion": RowFormat(("prompt", "completion"), _OF_CHATS, train_on=_COMPLETION, message=_MESSAGE),
     "text": RowFormat(("text",), content="text", train_on=("auto", "all"), overflow="split"),

@@ -217,6 +217,8 @@ class Renderer:
 def _require_whole(*answers: RenderedRow) -> None:
     if any(len(each.samples) > 1 for each in answers):
         raise RowProblem("the chat template rewrites earlier turns of an answer, which cannot be compared then")
+    if any(sample.weights for each in answers for sample in each.samples):
+        raise RowProblem("a message has a weight, and answers are judged as a whole; only weight=0 is read, or 1")
 
 
 def _labelled(answer: RenderedRow, label: str) -> RenderedRow:

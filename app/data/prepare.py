@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from app.chat_rendering import ConversationRefused, render_chat
-from app.config.dataset import has_chats, has_pairs, sources_of
+from app.config.dataset import has_chats, has_pairs, paths_of, sources_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import ROW_FORMATS
 from app.data.chat_template import missing_markers, other_template
@@ -74,8 +74,8 @@ def prepare(
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=labels)
     eval_rows = eval_source(config)
     pool = _pool(config, rows_of)
-    _require_equal_sizes(pool.rows)
     known = tuple(classes or pool.rows.class_counts())
+    _require_equal_labels(pool.rows, config, () if classes else known)
     report = DataReport(pool.total(), notes=[*notes, *unread_splits(config), *_notes(config, tokenizer)])
     if eval_rows is not None:
         chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, config, known=replace(labels, classes=known))
@@ -186,8 +186,11 @@ def _rows(
     )
     counts = Counts(**facts)
     counts.source = source.name  # the cached entry may name another path with the same content
-    column = str(getattr(config.columns, ROW_FORMATS[config.format].needs[-1]))  # the last is that of labels or tags
-    rows = _of_classes(rows.labelled_as(known.labelling), known.classes, counts, column)
+    shape = ROW_FORMATS[config.format]
+    column = str(getattr(config.columns, shape.needs[-1]))  # the last is that of labels or tags
+    # answers may have either label, whichever the trained ones have
+    classes = () if shape.learnt_by else known.classes
+    rows = _of_classes(rows.labelled_as(known.labelling), classes, counts, column)
     judge(config, source, counts)
     return _first(rows, max_rows, counts), counts
 
@@ -218,14 +221,20 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts, column: s
     return chosen
 
 
-def _require_equal_sizes(rows: TokenRows) -> None:
-    """Refuse sources of a mix that have other numbers of numbers."""
+def _require_equal_labels(rows: TokenRows, config: DatasetConfig, found: Sequence[str]) -> None:
+    """Refuse other numbers of numbers in the sources of a mix, and classes `found` that files write differently."""
     sizes = {len(LABELLINGS[rows.labelling].classes(label)) for label in rows.labels}
     if not LABELLINGS[rows.labelling].named and len(sizes) > 1:
         raise DataError(
             f"dataset.mix: its sources have {' and '.join(map(str, sorted(sizes)))} numbers a row. Give sources of as "
             "many numbers each."
         )
+    for name in ("False", "True"):  # as tables of text have what is false and true in JSON
+        if {name, name.lower()} <= {*found}:
+            raise DataError(
+                f"dataset.path={paths_of(config)}: the labels {name} and {name.lower()} would be two classes. "
+                "Write one of them in all rows."
+            )
 
 
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:

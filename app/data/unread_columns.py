@@ -23,8 +23,8 @@ _PAIRS = {
 
 def is_missed(config: DatasetConfig, name: str, found: Any, samples: Sequence[RenderedText]) -> bool:
     """Whether an unread column says what no sample does: a text, earlier turns, or 0 or 1 as a judgement."""
-    if getattr(config.columns, name, name) != name:  # null, or another column in its place, on purpose
-        return False
+    if name in fields_of(config.format) and getattr(config.columns, name) != name:
+        return False  # null, or another column in its place, on purpose
     if name in JUDGING:
         return config.format not in WITHOUT_ANSWERS and not isinstance(found, bool) and found in _JUDGEMENTS
     if name == "history" and is_history(found):

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig
 
 from app.config.export_settings import ExportConfig
+from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.evaluation.run import Evaluation
@@ -135,8 +136,13 @@ class AdapterExport(Export):
         return sum(len(each.shape) > 1 for each in fully_trained_weights(self.final).values())
 
     def remarks(self) -> list[tuple[str, str]]:
-        model, adapter = self.sections.model, read_json(self.final / _ADAPTER)
-        return [("vllm", in_vllm(adapter, model.vocab_size))] if task_of(self.sections.task).writes_text else []
+        if not task_of(self.sections.task).writes_text:
+            return []
+        found = in_vllm(read_json(self.final / _ADAPTER), self.sections.model.vocab_size)
+        rounds_to = QUANTIZATION_KINDS[self.sections.quantization.kind].rounds_to
+        if rounds_to:
+            found += f"\nanswers are others on a base that is not rounded to {rounds_to}: give it kind=merged"
+        return [("vllm", found)]
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
         inside, sections = folder / "base", self.sections

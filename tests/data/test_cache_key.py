@@ -69,12 +69,14 @@ def test_cache_key_columns_and_format_change_it(tmp_path: Path) -> None:
     for changes in (
         {"fmt": "instruction"},
         {"fmt": "instruction", "columns": {"input": "text"}},
+        {"fmt": "instruction", "columns": {"tools": None}},
+        {"fmt": "instruction", "columns": {"chat_template_kwargs": None}},
         {"fmt": "text"},
         {"fmt": "text", "columns": {"text": "output"}},
         {"fmt": "text", "columns": {"prompt": "unused"}},  # the same as without
     ):
         prepare(config(path, **changes), tokenizer(), str(tmp_path))
-    assert len(entries(tmp_path)) == 4
+    assert len(entries(tmp_path)) == 6
 
 
 def test_cache_key_tokenizer_template_and_code_change_it(

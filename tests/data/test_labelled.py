@@ -73,6 +73,13 @@ def test_labels_equal_in_all_file_kinds(tmp_path: Path) -> None:
     assert in_order({"b", "a", "B", "10"}) == ["10", "B", "a", "b"]
 
 
+def test_labels_that_differ_as_files_write_true_are_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", labelled(("rain", True), ("cat", False)))
+    (tmp_path / "b.csv").write_text("text,label\ntwo,True\n")
+    with pytest.raises(DataError, match=r"^dataset\.path=.*: the labels True and true would be two classes\."):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("label", "why"),
     [

@@ -97,6 +97,7 @@ def test_plain_texts_part_after_their_prompt(row: dict[str, str], tmp_path: Path
             {"chosen": [*chat("Hi", "a"), *QUESTION], "rejected": chat("Hi", "a")},
             "the two answers follow different conversations",
         ),
+        ({**SHAPES["messages"], "chosen": {**YES, "weight": 0.5}}, "a message has a weight, and answers are judged"),
     ],
 )
 def test_row_that_compares_nothing_is_named(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -198,6 +199,7 @@ def test_plain_text_with_a_label_parts_after_its_prompt(tmp_path: Path) -> None:
         ({"prompt": "Hi", "completion": "a"}, "dataset.format=preference_label needs a column 'label'"),
         ({"prompt": "Hi", "completion": " ", "label": True}, "column 'completion' has an empty answer"),
         ({"completion": "a", "label": True}, "column 'completion' has no answer to a prompt"),
+        ({"prompt": "Hi", "completion": {**YES, "weight": 2}, "label": True}, "a message has a weight, and answers"),
         (SHAPES["messages"], "column 'rejected' makes this preference data"),
     ],
 )
@@ -206,6 +208,14 @@ def test_answer_without_a_judgement_is_named(row: dict[str, Any], reason: str, t
     with pytest.raises(DataError) as error:
         read(path, "preference_label")
     assert str(error.value).startswith(f"a.jsonl:2: {reason}")
+
+
+def test_held_out_answers_may_have_a_label_that_no_trained_one_has(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [LABELLED["messages"]])
+    other = write_jsonl(tmp_path / "b.jsonl", [{**LABELLED["messages"], "label": False}])
+    held_out = read(path, "preference_label", eval_path=str(other)).report.eval
+    assert held_out is not None
+    assert (held_out.classes, held_out.bad_rows) == ({"false": 1}, 0)
 
 
 def test_mismatched_rows_have_the_answer_of_another_prompt(tmp_path: Path) -> None:

@@ -113,6 +113,12 @@ def test_unread_input_in_mix_names_its_section(tmp_path: Path) -> None:
         prepare(replace(config(tmp_path), path=None, mix=mix), tokenizer(), str(tmp_path / "cache"))
 
 
+def test_unread_input_is_found_whatever_columns_other_formats_have(tmp_path: Path) -> None:
+    row = {"question": "q", "answer": "a", "input": "It rains."}
+    with pytest.raises(DataError, match="not read, though the answers may need it: input"):
+        data(tmp_path, [row], "question_answer", columns={"input": None})
+
+
 def test_unread_input_of_a_finished_run_stops_no_scoring(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [STOPS[0][1]])
     asked = config(path, "question_answer", eval_path=path)

@@ -29,6 +29,8 @@ def test_adapter_export_of_random_base_includes_it(
     before = content_of(run)
     ended = export(zygote, tmp_path, run, "kind=adapter")
     assert (ended.code, ended.stderr) == (0, "")
+    assert "takes it with" in ended.stdout
+    assert "answers are others on a base that is not rounded to four bits" in ended.stdout
     assert content_of(run) == before
     out = tmp_path / "out"
     assert not list(tmp_path.glob(".writing*"))
