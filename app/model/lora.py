@@ -28,6 +28,17 @@ def _is_pattern(value: Any) -> bool:
     )
 
 
+def _without_order(pattern: Mapping[str, Any], layers: list[str]) -> dict[str, Any]:
+    """A pattern with one name for each layer: of several that end a layer's name the longest counts.
+
+    PEFT takes the first, and sorts them when it saves: a loaded adapter would have other scales than the trained one.
+    """
+    if not any(name.endswith(f".{other}") for name in pattern for other in pattern):
+        return dict(pattern)
+    fitting = {layer: [name for name in pattern if f".{layer}".endswith(f".{name}")] for layer in layers}
+    return {layer: pattern[max(names, key=len)] for layer, names in fitting.items() if names}
+
+
 def _is_token_rows(value: Any) -> bool:
     return value is None or (
         isinstance(value, dict)
@@ -109,8 +120,8 @@ class Lora(AdapterMethod):
             lora_dropout=config.dropout,
             use_rslora=config.rslora,
             use_dora=config.dora,
-            rank_pattern=dict(config.rank_pattern),
-            alpha_pattern=dict(config.alpha_pattern),
+            rank_pattern=_without_order(config.rank_pattern, layers),
+            alpha_pattern=_without_order(config.alpha_pattern, layers),
             init_lora_weights=True if is_drawn else config.init,
             fan_in_fan_out=any(map(is_conv1d, modules)),
             target_parameters=sorted({".".join(name.rsplit(".", 2)[-2:]) for name in stacks}) or None,

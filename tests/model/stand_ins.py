@@ -12,7 +12,7 @@ Window = tuple[int, int]
 
 # needs that every such kernel can serve
 NEEDS = Needs(
-    packed=True, compute=torch.bfloat16, softcap=False, sinks=False, dropout=False, key_size=64, value_size=64
+    packed=True, compute=torch.bfloat16, softcap=False, sinks=False, dropout=False, heads=frozenset({(64, 64)})
 )
 
 

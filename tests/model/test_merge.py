@@ -155,6 +155,15 @@ def test_merged_is_the_base_that_was_trained_against_and_the_adapter(
     assert distance(logits(base), ours) > 1e-2
 
 
+def test_longest_name_of_a_pattern_counts_in_training_and_in_the_files(tmp_path: Path) -> None:
+    pattern = {"down_proj": 8.0, "layers.1.mlp.down_proj": 64.0}
+    run = tuned(tmp_path, adapter=lora(rank_pattern={"down_proj": 2}, alpha_pattern=pattern))
+    lm = run.training_model.language_model
+    scales = [lm.get_submodule(f"model.layers.{at}.mlp.down_proj").scaling["default"] for at in (0, 1)]
+    assert scales == [4.0, 32.0]
+    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.training_model)) <= NOISE
+
+
 @pytest.mark.parametrize(("kind", "nf4"), [("mixtral", False), ("qwen3_moe", True), ("gpt_oss", True)])
 def test_stacks_of_experts_are_merged_in_the_tensors_of_the_files(tmp_path: Path, kind: str, nf4: bool) -> None:
     run = tuned(tmp_path, kind, lora(experts=True), nf4=nf4)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from app.batch import PackedSequences
-from app.config.schema import AttentionConfig
+from app.config.schema import AttentionConfig, ModelConfig
 from app.errors import ConfigError
 from app.model.attention import BACKENDS, Backend, Needs, Rules, needs_of, register, sdpa, select, varlen
 from app.model.attention.requirements import Kernel
 from app.model.attention.varlen import varlen_kernel, varlen_requires
 from app.model.structure import BaseModel
+from scripts.tiny_kinds import architecture
 from tests.choices import pairwise
 from tests.model import stand_ins
 from tests.model.small import CAUSAL, KINDS, built, model_config
@@ -212,9 +213,9 @@ def rich_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dropout": True}, "sdpa"),
         ({"compute": None}, "sdpa"),
         ({"packed": False}, "sdpa"),
-        ({"key_size": 12, "value_size": 12}, "sdpa"),
-        ({"key_size": 320, "value_size": 320}, "sdpa"),
-        ({"key_size": 192, "value_size": 128}, "sdpa"),
+        ({"heads": {(12, 12)}}, "sdpa"),
+        ({"heads": {(256, 256), (320, 320)}}, "sdpa"),
+        ({"heads": {(192, 128)}}, "sdpa"),
     ],
 )
 def test_auto_attention_takes_first_backend_that_serves_all_needs(changes: dict[str, Any], chosen: str) -> None:
@@ -235,7 +236,7 @@ def test_auto_attention_without_flash_attn_takes_varlen(monkeypatch: pytest.Monk
     [
         ("varlen", {"softcap": True, "compute": None}, "float32 arithmetic .* and soft-capping"),
         ("flash", {"packed": False, "sinks": True}, r"padded rows \(batching\.packing=false\) and attention sinks"),
-        ("varlen", {"key_size": 12, "value_size": 12}, "heads of 12 numbers"),
+        ("varlen", {"heads": {(12, 12)}}, "heads of 12 numbers"),
     ],
 )
 def test_named_backend_that_cannot_serve_is_refused(kind: str, changes: dict[str, Any], words: str) -> None:
@@ -301,4 +302,19 @@ def test_needs_read_from_model_on_meta(kind: str) -> None:
     assert needs.softcap == (kind == "gemma2")
     assert needs.sinks == (kind == "gpt_oss")
     assert needs.dropout == (kind == "gpt2")
-    assert (needs.key_size, needs.value_size) == ((16, 12) if kind == "deepseek_v3" else (8, 8))
+    assert needs.heads == {(16, 12) if kind == "deepseek_v3" else (8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [
+        ("gemma4_text", {(16, 16), (512, 512)}),  # by layer: its configuration has no one number
+        ("qwen3_vl", {(16, 16)}),  # the numbers of the decoder stand in a part of its configuration
+        ("mimo_v2_flash", {(16, 24)}),
+        ("mamba", set()),
+    ],
+)
+def test_needs_of_kinds_whose_configuration_has_no_plain_head_size(kind: str, heads: set[tuple[int, int]]) -> None:
+    numbers = architecture(kind) | ({"v_head_dim": 24} if kind == "mimo_v2_flash" else {})
+    given = ModelConfig(path="asset:tiny", weights="random", architecture=numbers)
+    assert needs_of(BaseModel(given, CAUSAL).on_meta(), torch.bfloat16, packed=True).heads == heads

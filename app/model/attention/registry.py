@@ -16,7 +16,7 @@ from app.batch import PackedSequences
 from app.config.model_kinds import OWN
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
-from app.model.attention.requirements import Kernel, Needs, Rules, cannot, refusals
+from app.model.attention.requirements import Kernel, Needs, Rules, cannot, is_capped, refusals
 from app.model.attention.sdpa import compiled_sdpa, sdpa
 from app.model.attention.varlen import varlen_on, varlen_requires
 
@@ -130,5 +130,4 @@ def own_attention(lm: Any) -> str:
 
     Ours has no key-value cache. Their sdpa has no sinks, and leaves out soft-capping silently (5.17).
     """
-    capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
-    return "sdpa" if lm._supports_sdpa and not capped else "eager"
+    return "sdpa" if lm._supports_sdpa and not is_capped(lm) else "eager"

@@ -33,39 +33,46 @@ class Needs:
     softcap: bool
     sinks: bool
     dropout: bool
-    key_size: int  # of one head of keys or queries
-    value_size: int
+    heads: frozenset[tuple[int, int]]  # sizes of a key and of a value: layers may differ
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Rules, PackedSequences | None], Tensor]
 
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_KEY_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")  # attributes of attention modules
 
 
 def dropouts_of(lm: Any) -> dict[str, float]:
     """The dropouts of attention weights by their names in config.json."""
-    return {name: rate for name in _DROPOUTS if (rate := getattr(lm.config, name, None))}
+    config = lm.config.get_text_config(decoder=True)
+    return {name: rate for name in _DROPOUTS if (rate := getattr(config, name, None))}
 
 
 def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
-    """Needs read from configuration and parameter names; `lm` may be on meta.
+    """Needs read from configuration, parameter names and attention modules; `lm` may be on meta.
 
-    A rule that does not show in the configuration is refused by the kernel (`require_rules`).
+    A rule that does not show in them is refused by the kernel (`require_rules`).
     """
-    config = lm.config
-    key_size = value_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if getattr(config, "qk_rope_head_dim", None) is not None:  # compressed keys and values
-        key_size, value_size = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     return Needs(
         packed=packed,
         compute=compute,
-        softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        softcap=is_capped(lm),
         sinks=any(name.endswith(".sinks") for name, _ in lm.named_parameters()),
         dropout=bool(dropouts_of(lm)),
-        key_size=key_size,
-        value_size=value_size,
+        heads=frozenset(_head_sizes(module) for module in lm.modules() if hasattr(module, "is_causal")),
     )
+
+
+def is_capped(lm: Any) -> bool:
+    """Whether attention is soft-capped, as the configuration says."""
+    return getattr(lm.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+
+
+def _head_sizes(attention: Any) -> tuple[int, int]:
+    """Numbers of a key and of a value of one head; 0 where the module does not say."""
+    key = next((getattr(attention, name) for name in _KEY_SIZES if hasattr(attention, name)), 0)
+    return key, getattr(attention, "v_head_dim", key)
 
 
 MAX_HEAD_SIZE = 256
@@ -79,16 +86,16 @@ def missing_gpu(device: torch.device) -> list[str]:
 
 def refusals(needs: Needs, *, softcap: bool = False) -> list[str]:
     """The needs that a variable-length kernel cannot serve, in words; `softcap`: this one can cap."""
-    size = needs.key_size
-    asked = {
+    asked: dict[str, Any] = {
         "padded rows (batching.packing=false)": not needs.packed,
         "float32 arithmetic (precision=fp32 or tf32)": needs.compute not in HALVES,
         "soft-capping": needs.softcap and not softcap,
         "attention sinks": needs.sinks,
         "dropout of attention weights": needs.dropout,
-        f"heads of {size} numbers (multiples of 8 up to {MAX_HEAD_SIZE})": size % 8 or size > MAX_HEAD_SIZE,
-        f"keys of {size} and values of {needs.value_size} numbers": size != needs.value_size,
     }
+    for key, value in sorted(needs.heads):
+        asked[f"heads of {key} numbers (multiples of 8 up to {MAX_HEAD_SIZE})"] = key % 8 or key > MAX_HEAD_SIZE
+        asked[f"keys of {key} and values of {value} numbers"] = key != value
     return [words for words, wanted in asked.items() if wanted]
 
 
