@@ -15,7 +15,7 @@ from app.config.finished_run import checkpoint_problems
 from app.config.hardware import HardwareConfig, missing_hardware_support, read_hardware
 from app.config.help import print_help_or_version
 from app.config.load import compose_run
-from app.config.overrides import check_overrides, key_of, split_arguments
+from app.config.overrides import check_overrides, key_of, split_arguments, unknown_user
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.config.validate import field_types, is_optional, leaf_keys, parse_section
@@ -79,9 +79,10 @@ def parse_command(
 ) -> Section:
     """Read `key=value ...` as a valid `schema` object. All text after the first `=` is the value, without quotes."""
     data: dict[str, Any] = {}
-    problems = []
+    problems = list[str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
+        problems += unknown_user(argument)
         if equals:
             section, _, leaf = key.rpartition(".")
             place = data.setdefault(section, {}) if section in field_types(schema) else data
@@ -252,6 +253,7 @@ def _report_problems(config: ReportConfig) -> Iterator[str]:
 
 CHECKS = ("data", "memory", "cluster", "quantization", "models")
 _DEFAULT_CHECKS = ("data", "memory")
+_OF_MODELS = ("quantization", "models")  # without rows, so that those of the sample need not suit the task
 
 
 @dataclass(kw_only=True, slots=True)
@@ -312,7 +314,9 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     run_overrides = [text for text in overrides if text not in own and text not in hardware_overrides]
     if (own or hardware_overrides) and "memory" not in checks:
         raise ConfigError(f"{' '.join([*own, *hardware_overrides])}: only app.check memory asks for it. Leave it out.")
-    run = compose_run(run_overrides)
+    names_rows = any(key_of(text).partition(".")[0] == "dataset" for text in run_overrides)
+    rows = [] if names_rows or checks[0] not in _OF_MODELS else ["dataset=auto", "dataset.path=rows"]
+    run = compose_run([*rows, *run_overrides])
     given = any(key_of(text) == "output_dir" for text in run_overrides)
     folder = Path(run.output_dir).expanduser() if given else None
     options = parse_command([f"{key_of(text)}={text.partition('=')[2]}" for text in own], _CheckOptions, lambda _: ())

@@ -186,7 +186,7 @@ def is_varied(overrides: Sequence[str]) -> bool:
 def _varied_run(overrides: Sequence[str]) -> RunConfig:
     """The run of `from=RUN` with the other overrides, in a folder of its own and from its first step."""
     changes = read_changes(overrides, RunConfig, ("",), {})
-    given = changes["varied_from"]
+    given = format_value(changes["varied_from"])
     file = Path(given).expanduser() / "run.yaml"
     if not file.is_file():
         raise CheckpointError(f"from={given}: there is no run.yaml in it. Give the output_dir of a run.")

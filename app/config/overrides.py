@@ -172,8 +172,17 @@ def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
         yield _unknown_key_problem(key, text.partition("=")[2], schema)
     elif override.is_sweep_override():
         yield _sweep_problem(key, text.partition("=")[2], schema)
+    elif takes_text(field_types(schema).get(key)):
+        yield from unknown_user(text.removeprefix("varied_"))
     else:
         yield from _wrong_choice(key, override.value())
+
+
+def unknown_user(text: str) -> Iterator[str]:
+    """The problem with `key=~NAME/folder` where no user has the name: pathlib raises for it."""
+    place = text.partition("=")[2].strip("'\"")
+    if place.startswith("~") and os.path.expanduser(place) == place:  # noqa: PTH111
+        yield f"{text}: there is no user {place.partition('/')[0][1:]}. Write the whole path, or ./{place}."
 
 
 def _other_command(section: str, text: str, schema: type) -> str | None:

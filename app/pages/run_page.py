@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from app.config.adapters import ADAPTER_KINDS, name_of
@@ -177,8 +176,7 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
         yield f"{name}{more.get(key, '')}", format_or(result.get(key), metric.text)
     losses = [y for _, y in run.points("loss") if y is not None]
     if losses:
-        newest = losses[-max(1, len(losses) // 10) :]
-        yield f"training loss, was {_SHORT(losses[0])}", _SHORT(fmean(newest))
+        yield f"last training loss, was {_SHORT(losses[0])}", METRICS["eval_loss"].text(losses[-1])
     steps, planned = result.get("steps", last.get("step")), section_of(run.manifest, "counts").get("steps")
     of = f" of {planned:,}" if planned and planned != steps else ""
     yield f"for {format_integer(steps)}{of} steps", format_or(run.seconds() if steps else None, format_duration)

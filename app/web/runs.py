@@ -57,6 +57,7 @@ class Runs:
         self.folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping: set[str] = set()
+        self._earlier: dict[str, dict[str, Any]] = {}  # results of what these processes continue
         self._composing = Lock()  # Hydra composes one configuration at a time
 
     def folders(self) -> dict[str, Path]:
@@ -90,7 +91,7 @@ class Runs:
     def _status(self, name: str) -> str:
         folder, result = self.folder / name, read_result(self.folder / name)
         if self._is_alive(name):
-            is_early = bool(result) or not is_run(folder)  # a result is that of an earlier start
+            is_early = not is_run(folder) or (bool(result) and result == self._earlier[name])
             return STOPPING if name in self._stopping else STARTING if is_early else RUNNING
         return status_in(folder, result and {"status": UNFINISHED, **result}) if is_run(folder) else NOT_STARTED
 
@@ -134,6 +135,7 @@ class Runs:
         if settings is None and _ACTIONS.get(self._status(name)) != "resume":
             raise ConfigError(f"{name}: only a run that was stopped or killed, or has failed, is resumed.")
         self._stopping.discard(name)
+        self._earlier[name] = read_result(self.folder / name)
         with report_write_errors(self._log(name)), self._log(name).open("ab" if settings is None else "wb") as log:
             self._processes[name] = subprocess.Popen(
                 self.command(name, settings), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -213,6 +213,7 @@ def test_check_models_lists_every_kind_without_torch(zygote: Zygote, tmp_path: P
 
 
 def test_check_models_of_a_folder_is_its_verdict(zygote: Zygote, tmp_path: Path) -> None:
+    assert look(zygote, tmp_path, "models", "model=bert")[::2] == (0, ""), "the rows of the sample are none for it"
     for kind, code in (("gpt2", 0), ("t5", 2)):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind, "n_layer": 1, "num_layers": 1}))

@@ -112,6 +112,7 @@ def test_generate_model_names_as_in_train(tmp_path: Path, monkeypatch: pytest.Mo
         (("run=a", "sweep=b"), "run=a and sweep=b each say whose page it is. Keep one."),
         (("run=a", "runs=b,c"), "run=a and runs=b,c each say whose page it is. Keep one."),
         (("runs=a",), "runs=a: a comparison needs two folders at least. For the page of one run give run=DIR."),
+        (("run=~no-user/a",), "run=~no-user/a: there is no user no-user. Write the whole path, or ./~no-user/a."),
         (("run=",), "run= is empty. Give a value, or run=null."),
         (("runs/mine",), "'runs/mine' is not key=value. Keys: run, sweep, runs, to."),
         (("rnu=a",), "rnu is not a key. Did you mean run?"),

@@ -89,6 +89,8 @@ def test_varied_run_can_be_swept(run: Path) -> None:
         ("adapter.r=x", "adapter.r=x: expected a whole number."),
         ("adapter.r=8", "adapter.r=8: adapter=none does not read it, so it changes nothing."),
         ("batching.tokens=64", "is more than a bin holds"),
+        ("from=~0", "from=~0: there is no user 0. Write the whole path, or ./~0."),
+        ("from=null", "from=null: there is no run.yaml in it."),
         ("from=nowhere", "from=nowhere: there is no run.yaml in it. Give the output_dir of a run."),
         ("hydra.mode=RUN", "hydra.mode: only a run composed from conf/ has such settings."),
     ],

@@ -34,7 +34,7 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
     assert tiles(page) == {
         "held-out loss, was 4.5": "2.7500",
         "exact match, was 0.00%": "97.14%",
-        "training loss, was 4": "2.5",
+        "last training loss, was 4": "2.5000",
         "for 3 of 100 steps": "0:01:30",
         "tokens a second, 31.1 samples": "5.2k",
         "peak memory of the process": "548 MB",
@@ -128,7 +128,7 @@ def test_run_page_scores_are_drawn_from_the_start(tmp_path: Path) -> None:
     assert (len(raw), drawn(chart(page, "Loss"), "raw")) == (80, [raw])
     assert [y for _, y in mean[4:-4]] == pytest.approx([3.0] * (len(mean) - 8), rel=0.04), "means over nine lines"
     assert [each.text for each in chart(page, "Loss").all("span", "key")] == ["train, smoothed", "held out"]
-    assert tiles(page)["training loss, was 4"] == "3", "of the last tenth"
+    assert tiles(page)["last training loss, was 4"] == "2.0000", "as the terminal and result.json have it"
     headings = [each.text for each in page.all("h2")]
     assert headings[0] == "Curves, by step"
 

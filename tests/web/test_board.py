@@ -1,6 +1,7 @@
 """The board over HTTP: who may ask, what the pages show of a finished run, and what is refused before anything runs."""
 
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ from app.web.runs import Runs
 from tests.conftest import _environment_of_processes
 from tests.harness.board import Served, served
 from tests.harness.runs import FinishedRuns, content_of, wait_until
-from tests.pages.folders import made_sweep, trial
+from tests.pages.folders import made_run, made_sweep, trial
 
 DONE = "done, <i>100%"  # a name that must be escaped
 PATH = f"/run/{quote(DONE)}"
@@ -168,6 +169,18 @@ def test_run_started_twice_at_once_is_started_once(monkeypatch: pytest.MonkeyPat
     assert runs.stop_command("new") == first, "the board can still stop the first one"
     runs.stop("new")
     runs._processes["new"].wait()
+
+
+def test_run_that_has_just_finished_is_not_starting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs, result = Runs(tmp_path), tmp_path / "one" / "result.json"
+    monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    made_run(tmp_path / "one", result={"status": "stopped"})
+    runs.start("one")
+    assert runs.row("one")["badge"][0] == "starting", "the result is that of the earlier start"
+    result.write_text(json.dumps({"status": "finished"}))
+    assert runs.row("one")["badge"][0] == "still running"
+    runs.stop("one")
+    runs._processes["one"].wait()
 
 
 def test_command_refuses_missing_folder_taken_port_and_missing_package(
