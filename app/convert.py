@@ -13,10 +13,12 @@ import yaml
 
 from app.config.commands import run_command
 from app.config.groups import choices_by_group
-from app.config.settings_conversion import PROGRAMS, Conversion, converted
+from app.config.overrides import unknown_user
+from app.config.setting_table import Conversion
+from app.config.settings_conversion import converted
 from app.config.validate import format_value
 from app.config.yaml_files import read_yaml
-from app.errors import ConfigError, gist
+from app.errors import ConfigError, gist, refuse
 from app.files import write_text
 from app.tracking.console import Console, open_console
 
@@ -32,20 +34,23 @@ def convert(file: Path, to: Path | None, console: Console) -> int:
     if to is not None and to.exists():
         raise ConfigError(f"to={to}: it exists. Give another name.")
     found = converted(data)
-    label = PROGRAMS[found.program]["label"]
-    groups_first = dict(sorted(found.words.items(), key=lambda word: word[0] not in choices_by_group()))
-    text = f"# From {file.name} of {label}.\n" + yaml.safe_dump(groups_first, sort_keys=False, allow_unicode=True)
+    text = as_file(found, file.name)
     for line in _lines(found):
         console.say(line)
-    console.say(
-        f"{label}: {len(found.carried)} settings carried, {len(found.needless)} needless, {len(found.lost)} lost"
-    )
+    counts = f"{len(found.carried)} settings carried, {len(found.needless)} needless, {len(found.lost)} lost"
+    console.say(f"{found.facts['label']}: {counts}")
     if to is None:
         console.say(f"\n{text}")
     else:
         write_text(to, text)
         console.say(f"file    {to}\ntry it  python -m app.check from={to}")
     return 0
+
+
+def as_file(found: Conversion, name: str) -> str:
+    """The words of a conversion as a file for `from=`, groups first."""
+    words = dict(sorted(found.words.items(), key=lambda word: word[0] not in choices_by_group()))
+    return f"# From {name} of {found.facts['label']}.\n" + yaml.safe_dump(words, sort_keys=False, allow_unicode=True)
 
 
 def _lines(found: Conversion) -> Iterator[str]:
@@ -63,6 +68,7 @@ def _command(arguments: Sequence[str]) -> int:
     if len(files) != 1 or others:
         raise ConfigError("Give one file: python -m app.convert config.yml to=mine.yaml")
     to = next((each.partition("=")[2] for each in arguments if each.startswith("to=")), None)
+    refuse(problem for each in arguments for problem in unknown_user(each if "=" in each else f"file={each}"))
     return convert(Path(files[0]).expanduser(), None if to is None else Path(to).expanduser(), open_console())
 
 

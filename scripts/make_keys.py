@@ -20,7 +20,7 @@ from app.config.groups import choices_by_group
 from app.config.hardware import all_hardware
 from app.config.load import default_values
 from app.config.schema import RunConfig
-from app.config.settings_conversion import PROGRAMS
+from app.config.setting_table import PROGRAMS
 from app.config.unread_keys import readers_of
 from app.config.validate import format_value, type_text
 

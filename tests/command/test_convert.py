@@ -1,5 +1,6 @@
 """Files of settings of other programs: what becomes of each setting, and that a run accepts the rest."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from app.config.load import compose_run
 from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
 from app.config.settings_conversion import Conversion, converted
-from app.convert import convert
+from app.convert import as_file, convert
 from app.errors import ConfigError
 from app.tracking.console import Console
 
@@ -65,6 +66,8 @@ warmup_steps: 10
 max_grad_norm: 0.5
 deepspeed: deepspeed_configs/zero3.json
 hub_model_id: me/mine
+fp8: true
+load_in_4bit: true
 """,
         {
             "recipe": "full",
@@ -74,7 +77,7 @@ hub_model_id: me/mine
             "schedule.warmup_steps": 10,
             "parallel": "zero3",
         },
-        {"datasets[0].roles_to_train", "hub_model_id"},
+        {"datasets[0].roles_to_train", "hub_model_id", "fp8", "load_in_4bit"},
     ),
     "axolotl_mix": (
         """
@@ -182,8 +185,8 @@ gradient_checkpointing: true
 eval_strategy: "no"
 report_to: [wandb]
 """,
-        {"recipe": "full", "dataset": "auto", "dataset.path": "org/chats", "batching.tokens": 2048},
-        {"report_to"},
+        {"recipe": "full", "dataset": "auto", "dataset.path": "org/chats", "batching.tokens": 2048, "tracker": "wandb"},
+        set(),
     ),
     "trl_lora": (
         """
@@ -260,6 +263,153 @@ seed: null
         },
         {"dataset._component_"},
     ),
+    "axolotl_several": (
+        """
+base_model: org/base-8b
+load_in_8bit: true
+adapter: lora
+datasets:
+  - {path: a.jsonl, type: chat_template, field_messages: turns}
+  - {path: b.jsonl, type: completion, field: body}
+  - {path: json, data_files: c.jsonl, ds_type: json, type: {field_instruction: q, field_output: a}}
+test_datasets: [{path: held.jsonl, type: alpaca}]
+dataset_prepared_path: last_run_prepared
+lora_target_linear: true
+lora_target_modules: [q_proj]
+lora_r: 8
+lora_alpha: 16
+bf16: auto
+tf32: true
+save_strategy: epoch
+save_steps: 500
+warmup_steps: 0
+warmup_ratio: 0.1
+deepspeed: deepspeed_configs/zero2.json
+tensor_parallel_size: 1
+quantize_moe_experts: true
+excess_length_strategy: raise
+output_dir: "${HOME}/x"
+""",
+        {
+            "recipe": "lora",
+            "quantization": "int8",
+            "dataset.mix.source1.columns.messages": "turns",
+            "dataset.mix.source2.columns.text": "body",
+            "dataset.mix.source2.format": "text",
+            "dataset.mix.source3.path": "c.jsonl",
+            "dataset.eval_path": "held.jsonl",
+            "dataset.columns.messages": None,
+            "cache_dir": None,
+            "adapter.targets": ["all-linear"],
+            "adapter.experts": None,
+            "precision": "auto",
+            "checkpoint.every": "1epoch",
+            "schedule.warmup_fraction": 0.1,
+            "schedule.final_fraction": 0.0,
+            "parallel": "zero2",
+            "dataset.on_overflow": "error",
+            "output_dir": "${HOME}/x",
+        },
+        set(),
+    ),
+    "llama_factory_8_bits": (
+        """
+model_name_or_path: org/base-8b
+pref_loss: orpo
+stage: dpo
+finetuning_type: lora
+quantization_bit: 8
+lora_rank: 8
+additional_target: embed_tokens,lm_head
+eval_dataset: held
+interleave_probs: 0.5,0.5
+per_device_train_batch_size: auto
+report_to: [tensorboard]
+device_map: auto
+""",
+        {
+            "recipe": "orpo",
+            "quantization": "int8",
+            "adapter.alpha": 16,
+            "schedule": "linear",
+            "schedule.warmup_steps": 0,
+            "training.epochs": 3,
+            "adapter.train_whole": ["embed_tokens", "lm_head"],
+            "tracker": "tensorboard",
+            "parallel": None,
+        },
+        {"eval_dataset", "interleave_probs", "per_device_train_batch_size"},
+    ),
+    "llama_factory_frozen": (
+        """
+model_name_or_path: org/base-8b
+stage: dpo
+pref_loss: hinge
+finetuning_type: freeze
+freeze_trainable_modules: all
+""",
+        {"recipe": "dpo", "adapter": "none", "training.freeze": None},
+        {"pref_loss", "freeze_trainable_modules"},
+    ),
+    "trl_4_bits_off": (
+        """
+model_name_or_path: org/base-0.5b
+dataset_name: org/chats
+dataset_test_split: test
+use_peft: true
+load_in_4bit: false
+bnb_4bit_quant_type: nf4
+torch_dtype: bfloat16
+assistant_only_loss: false
+chat_template_kwargs: {enable_thinking: false}
+rank_pattern: {q_proj: 8}
+max_steps: 100
+warmup_steps: 0.1
+config: other.yaml
+""",
+        {
+            "recipe": "lora",
+            "optimizer.lr": 2e-5,
+            "adapter.r": 16,
+            "precision": "bf16",
+            "dataset.train_on": "all",
+            "dataset.eval_split": "test",
+            "model.template_options.enable_thinking": False,
+            "adapter.rank_pattern.q_proj": 8,
+            "schedule.warmup_fraction": 0.1,
+        },
+        {"config"},
+    ),
+    "torchtune_steps_of_an_epoch": (
+        """
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer}
+model: {_component_: torchtune.models.llama3.lora_llama3_8b, lora_rank: 4, apply_lora_to_output: true}
+quantize_base: true
+dataset: {_component_: torchtune.datasets.chat_dataset, source: org/chats}
+metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: logs}
+epochs: 3
+max_steps_per_epoch: 10
+tensor_parallel_dim: 2
+""",
+        {"recipe": "qlora", "training.max_steps": 30, "schedule": "constant", "adapter.alpha": 16, "parallel": None},
+        {"model.apply_lora_to_output", "tensor_parallel_dim"},
+    ),
+    "odd_values": (
+        """
+base_model: org/base
+adapter: lora
+1: x
+max_steps: abc
+evals_per_epoch: [1]
+lora_target_modules: 5
+micro_batch_size: true
+unfrozen_parameters: [lm_head]
+rl: dpo
+load_in_8bit: true
+""",
+        {"recipe": "dpo", "training.freeze": None, "quantization": "int8"},
+        {"1", "max_steps", "evals_per_epoch", "lora_target_modules", "micro_batch_size", "unfrozen_parameters"},
+    ),
     "torchtune_qlora": (
         """
 tokenizer: {_component_: torchtune.models.qwen2_5.qwen2_5_tokenizer, max_seq_len: null}
@@ -275,30 +425,35 @@ batch_size: 2
 }
 
 
+@cache
 def conversion(name: str) -> Conversion:
     return converted(yaml.safe_load(FILES[name][0]))
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_setting_is_carried_needless_or_lost(name: str, tmp_path: Path) -> None:
-    found, (text, wanted, lost) = conversion(name), FILES[name]
+    found, (_, wanted, lost) = conversion(name), FILES[name]
     assert {key: found.words.get(key) for key in wanted} == wanted
     assert {*found.lost} == lost, found.lost
     told = {*found.carried, *found.needless, *{each.partition("[")[0] for each in found.lost}}
     assert {*found.settings} <= told
-    source, target = tmp_path / "config.yml", tmp_path / "mine.yaml"
-    source.write_text(text)
-    assert convert(source, target, Console(enabled=False)) == 0
+    (tmp_path / "mine.yaml").write_text(as_file(found, name))
     rows = ["dataset=auto", "dataset.path=org/mine"] if any("names no rows" in each for each in found.changed) else []
-    run: RunConfig = compose_run(split_arguments([f"from={target}", *rows])[0])
-    assert run.adapter.kind == ("none" if found.words["recipe"] == "full" else "lora")
+    run: RunConfig = compose_run(split_arguments([f"from={tmp_path / 'mine.yaml'}", *rows])[0])
+    is_full = found.words["recipe"] == "full" or found.words.get("adapter") == "none"
+    assert run.adapter.kind == ("none" if is_full else "lora")
 
 
 def test_meaning_that_changes_is_told() -> None:
-    (told,) = conversion("axolotl_qlora").changed
-    assert [each[:23] for each in conversion("torchtune_lora").changed][-1] == "the file names no rows "
+    told, default = conversion("axolotl_qlora").changed
+    assert [each[:23] for each in conversion("torchtune_qlora").changed] == ["the file leaves these t"]
     assert told.startswith("micro_batch_size: 2: rows are packed, so a micro-batch is a bin of 2 x 4096 = 8192 tokens")
-    assert conversion("axolotl_full").changed == []
+    assert default.endswith("so they are written out: schedule.final_fraction=0.0")
+    assert [each[:23] for each in conversion("trl_4_bits_off").changed] == [
+        "max_steps: 100: a run a",
+        "the file leaves these t",
+    ]
+    assert conversion("trl_full").changed[-1].endswith("dataset.train_on=all trains as before")
 
 
 @pytest.mark.parametrize(
@@ -315,6 +470,8 @@ def test_file_of_no_program_is_refused(text: str, message: str, tmp_path: Path) 
 def test_existing_file_is_kept(tmp_path: Path) -> None:
     source, target = tmp_path / "config.yml", tmp_path / "mine.yaml"
     source.write_text(FILES["trl_lora"][0])
+    assert convert(source, tmp_path / "new.yaml", Console(enabled=False)) == 0
+    assert (tmp_path / "new.yaml").read_text().startswith("# From config.yml of TRL.\ndataset: auto\nrecipe: lora\n")
     target.write_text("mine")
     with pytest.raises(ConfigError, match="it exists"):
         convert(source, target, Console(enabled=False))

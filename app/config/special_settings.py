@@ -1,0 +1,275 @@
+"""One setting of another program in the words of this one: by the table, or by code where no row can carry it."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from app.config.did_you_mean import setting_of
+from app.config.groups import choices_by_group
+from app.config.setting_table import UNSET, Conversion, by_table, lost, number
+from app.config.validate import format_value
+
+_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # of torchtune
+_MLP = ["gate_proj", "up_proj", "down_proj"]
+_NAMES_OF_ROWS = {"completion": "text", "pretrain": "text"}  # type of Axolotl's rows that is no chat
+_FILE_TYPES = ("json", "csv", "parquet", "text")  # as a path: its data_files are the rows
+_STAGE = re.compile(r"z(?:ero)?_?(?:stage)?_?([123])")  # of DeepSpeed, in the name of its file
+
+
+def translate(found: Conversion, name: str, value: Any) -> None:
+    """Carry a setting, or say why not; what the adapter, its bits and the rows are is read of the whole file."""
+    if name in (found.facts["rows"], found.facts["adapter"][0], *found.facts["four_bits"]):
+        return
+    special = _SPECIAL.get((found.program, name)) or _SPECIAL.get(("", name.rpartition(".")[2]))
+    is_lost = name in found.facts.get("lost", "").split()
+    (special or (lost if is_lost else by_table))(found, name, value)
+
+
+def _datasets(found: Conversion, name: str, value: Any) -> None:
+    """A list of data sets: of Axolotl, whose `type` may be a mapping of columns, or of TRL."""
+    sources = value if isinstance(value, list) else []
+    if not all(isinstance(each, Mapping) and "path" in each for each in sources) or not sources:
+        found.lost[name] = "its entries have no path"
+        return
+    read = [_source(found, f"{name}[{number}]", each) for number, each in enumerate(sources)]
+    if len(read) == 1:
+        words = {f"dataset.{key}": text for key, text in read[0].items() if key != "format"}
+        found.carry(name, dataset=read[0].get("format", "auto"), **words)
+    else:
+        mix = {f"dataset.mix.source{n}.{key}": text for n, each in enumerate(read, 1) for key, text in each.items()}
+        found.carry(name, dataset="mix", dataset__format="auto", **mix)
+
+
+def _source(found: Conversion, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of one data set; what it has besides is lost."""
+    keys = {"path": "path", "split": "split", "name": "hub_config", "revision": "revision"}
+    columns = {f"field_{each}": each for each in ("messages", "instruction", "input", "output", "system")}
+    keys |= {theirs: f"columns.{ours}" for theirs, ours in {**columns, "field": "text"}.items()}
+    kind = given.get("type")
+    source = {**given, **(kind if isinstance(kind, Mapping) else {})}
+    files = source.get("data_files")
+    if source["path"] in _FILE_TYPES and files:
+        source["path"] = files[0] if isinstance(files, list) and len(files) == 1 else files
+        del source["data_files"]
+    for key in source.keys() - {*keys, "type", "ds_type"}:
+        found.lost[f"{name}.{key}"] = f"{format_value(source[key])}: dataset.columns and dataset.format"
+    rows = _NAMES_OF_ROWS.get(str(kind))
+    return {keys[key]: source[key] for key in keys if key in source} | ({"format": rows} if rows else {})
+
+
+def _held_out(found: Conversion, name: str, value: Any) -> None:
+    """Axolotl's list of held-out data sets."""
+    if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], Mapping) or "path" not in value[0]:
+        found.lost[name] = "dataset.eval_path takes one file"
+        return
+    source = _source(found, f"{name}[0]", value[0])
+    found.carry(name, dataset__eval_path=source.pop("path"))
+    found.lost |= {f"{name}[0].{key}": "held-out rows are read as the others" for key in source if key != "format"}
+
+
+def _dataset(found: Conversion, name: str, value: Any) -> None:
+    """The path of a data set: a name of LLaMA-Factory's dataset_info.json is none."""
+    if value in UNSET:
+        found.needless[name] = "it is not set"
+    elif found.program == "llama_factory":
+        key = "dataset.eval_path" if name.startswith("eval") else "dataset"
+        found.lost[name] = (
+            f"{format_value(value)}: a name of dataset_info.json. Type {key}=FILE, or ORG/NAME of the hub"
+        )
+    else:
+        found.carry(name, dataset="auto", dataset__path=value)
+
+
+def _targets(found: Conversion, name: str, value: Any) -> None:
+    """Layers of an adapter, as a list or a text."""
+    names = value.split(",") if isinstance(value, str) else value
+    if value in UNSET:
+        found.needless[name] = "it is not set"
+    elif not isinstance(names, list):
+        found.lost[name] = f"{format_value(value)}: it is no list of names"
+    elif {"all", "all-linear"} & {*names} or found.has("lora_target_linear"):
+        found.carry(name, adapter__targets=["all-linear"])
+    else:
+        mlp = _MLP if found.settings.get("model.apply_lora_to_mlp") else []
+        found.carry(name, adapter__targets=[_LAYERS.get(str(each).strip(), str(each).strip()) for each in names] + mlp)
+
+
+def _per_epoch(found: Conversion, name: str, value: Any) -> None:
+    """A number of times an epoch."""
+    count = number(value)
+    if count:
+        found.carry(name, **{_every(name): f"{1 / count:.3g}epoch"})
+    elif value in UNSET:
+        found.needless[name] = "it is not set"
+    else:
+        found.lost[name] = f"{format_value(value)}: it is no number"
+
+
+def _strategy(found: Conversion, name: str, value: Any) -> None:
+    """`epoch`, `no`, or `steps`, whose number is a setting of its own."""
+    if value in ("epoch", "no", False):
+        found.carry(name, **{_every(name): "1epoch" if value == "epoch" else 0})
+    elif value in ("steps", None):
+        found.needless[name] = "the number of steps says it"
+    else:
+        found.lost[name] = f"{value}: {_every(name)} takes a number of steps, or a part of an epoch like 0.5epoch"
+
+
+def _steps(found: Conversion, name: str, value: Any) -> None:
+    """Steps between evaluations or checkpoints, which only the strategy `steps` reads."""
+    kind = name.partition("_")[0]
+    strategies = (f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
+    other = next((each for each in strategies if found.settings.get(each) not in ("steps", None)), "")
+    if other:
+        found.needless[name] = f"{other} says it"
+    else:
+        by_table(found, name, value)
+
+
+def _every(name: str) -> str:
+    return "checkpoint.every" if name.startswith("save") else "eval.every"
+
+
+def _steps_per_epoch(found: Conversion, name: str, value: Any) -> None:
+    """Steps of each epoch, of torchtune."""
+    steps, epochs = number(value), number(found.settings.get("epochs", 1))
+    if steps and epochs:
+        found.carry(name, training__max_steps=round(steps * epochs))
+    else:
+        found.needless[name] = "it is not set"
+
+
+def _warm_up(found: Conversion, name: str, value: Any) -> None:
+    """Steps of warm-up, a fraction below 1; where they are given too, transformers does not read the ratio."""
+    steps = number(value)
+    ratio = name.replace("steps", "ratio")
+    if steps is not None and 0 < steps < 1:
+        found.carry(name, schedule__warmup_fraction=steps)
+    elif name == ratio and found.has(name.replace("ratio", "steps")):
+        found.needless[name] = f"{name.replace('ratio', 'steps')} says it"
+    elif not steps and name != ratio and found.has(ratio):
+        found.needless[name] = f"{ratio} says it"
+    else:
+        by_table(found, name, value)
+
+
+def _precision(found: Conversion, name: str, value: Any) -> None:
+    """`bf16: auto` and the like."""
+    if value in (True, "auto", "full", "true"):
+        found.carry(name, precision="auto" if value == "auto" else name)
+    else:
+        found.needless[name] = "it is off"
+
+
+def _other_precision(found: Conversion, name: str, value: Any) -> None:
+    """The type of weights that are computed in another one, or of the rest of the arithmetic."""
+    decided = found.has("bf16", "fp16")
+    if decided:
+        found.needless[name] = f"{decided} decides"
+    else:
+        by_table(found, name, value)
+
+
+def _bits(found: Conversion, name: str, value: Any) -> None:
+    """Details of a base in four bits."""
+    if not any(found.settings.get(each) in (True, 4) for each in found.facts["four_bits"]):
+        found.needless[name] = "the base is not quantised"
+    elif name.endswith("quant_type"):
+        found.carry(name, quantization=value)
+    else:
+        found.carry(name, quantization__double_quant=value)
+
+
+def _deepspeed(found: Conversion, name: str, value: Any) -> None:
+    """The stage of ZeRO in the name of DeepSpeed's file."""
+    text = str(value).lower()
+    stage = _STAGE.search(text)
+    if value in UNSET:
+        found.needless[name] = "it is not set"
+    elif stage is None:
+        found.lost[name] = f"{format_value(value)}: its name has no stage. Type parallel=zero2 or parallel=zero3"
+    else:
+        offload = {"parallel__offload": True} if "offload" in text else {}
+        found.carry(name, parallel="zero3" if stage[1] == "3" else "zero2", **offload)
+
+
+def _attention(found: Conversion, name: str, _value: Any) -> None:
+    found.needless[name] = "attention=auto takes the fastest kernel that keeps packed documents apart"
+
+
+def _template(found: Conversion, name: str, value: Any) -> None:
+    """A chat template by its name there."""
+    if value in (*UNSET, "tokenizer_default", "default"):
+        found.needless[name] = "the tokenizer's own template is used"
+    else:
+        found.lost[name] = f"{value}: the tokenizer's own template is used, or model.chat_template=FILE"
+
+
+def _stage(found: Conversion, name: str, value: Any) -> None:
+    """LLaMA-Factory's word for a task."""
+    if value == "sft":
+        found.needless[name] = "it is the default"
+    elif value == "dpo" and setting_of(["llama_factory"], "pref_loss", found.settings.get("pref_loss")).get("here"):
+        found.needless[name] = "pref_loss says it"
+    else:
+        by_table(found, name, value)
+
+
+def _tracker(found: Conversion, name: str, value: Any) -> None:
+    """One tracker, as a text or a list."""
+    by_table(found, name, value[0] if isinstance(value, list) and len(value) == 1 else value)
+
+
+def _data_of_code(found: Conversion, name: str, value: Any) -> None:
+    if "dataset.source" in found.settings:
+        found.needless[name] = "dataset=auto finds the format"
+        return
+    found.lost[name] = f"{value}: rows that code chooses. Type dataset=FILE, or ORG/NAME of the hub"
+
+
+def _component(found: Conversion, name: str, value: Any) -> None:
+    """A class of torchtune, by its last name."""
+    here = setting_of(["torchtune"], name, value).get("here", "")
+    kind = str(value).rpartition(".")[2]
+    logger = kind.removesuffix("Logger").lower()
+    if here.startswith("optimizer="):
+        found.carry(name, optimizer=here.partition("=")[2])
+    elif "cosine" in kind:
+        found.carry(name, schedule="cosine")
+    elif logger in choices_by_group()["tracker"]:
+        found.carry(name, tracker=logger)
+    elif logger in ("disk", "stdout"):
+        found.needless[name] = "metrics.jsonl and the terminal have the metrics"
+    else:
+        found.lost[name] = f"{value}: it is not offered"
+
+
+_SPECIAL = {
+    ("axolotl", "datasets"): _datasets,
+    ("trl", "datasets"): _datasets,
+    ("axolotl", "test_datasets"): _held_out,
+    ("llama_factory", "dataset"): _dataset,
+    ("llama_factory", "eval_dataset"): _dataset,
+    ("trl", "dataset_name"): _dataset,
+    ("unsloth", "data.dataset"): _dataset,
+    ("axolotl", "chat_template"): _template,
+    ("llama_factory", "template"): _template,
+    ("llama_factory", "stage"): _stage,
+    ("torchtune", "dataset._component_"): _data_of_code,
+    ("torchtune", "dataset.source"): _dataset,
+    **{("torchtune", f"{each}._component_"): _component for each in ("optimizer", "lr_scheduler", "metric_logger")},
+    ("torchtune", "model.lora_attn_modules"): _targets,
+    ("torchtune", "max_steps_per_epoch"): _steps_per_epoch,
+    **{("", each): _targets for each in ("lora_target", "lora_target_modules", "target_modules")},
+    **{("", each): _per_epoch for each in ("evals_per_epoch", "saves_per_epoch")},
+    **{("", each): _strategy for each in ("eval_strategy", "evaluation_strategy", "save_strategy")},
+    **{("", each): _steps for each in ("eval_steps", "save_steps")},
+    **{("", each): _warm_up for each in ("warmup_steps", "warmup_ratio")},
+    **{("", each): _precision for each in ("bf16", "fp16")},
+    **{("", each): _other_precision for each in ("tf32", "torch_dtype", "bnb_4bit_compute_dtype")},
+    ("trl", "dtype"): _other_precision,
+    **{("", each): _bits for each in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "double_quantization")},
+    ("", "deepspeed"): _deepspeed,
+    ("", "report_to"): _tracker,
+    **{("", each): _attention for each in ("flash_attention", "flash_attn", "attn_implementation", "sdp_attention")},
+}
