@@ -10,7 +10,8 @@ import yaml
 from app.config.load import compose_run
 from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
-from app.config.settings_conversion import Conversion, converted
+from app.config.setting_table import Conversion
+from app.config.settings_conversion import converted
 from app.convert import as_file, convert
 from app.errors import ConfigError
 from app.tracking.console import Console
