@@ -10,14 +10,22 @@ from typing import Any
 
 from yaml import YAMLError
 
-from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME, RESERVED_FIELDS
 from app.config.schema import AdapterConfig, RunConfig
 from app.config.validate import format_value
 from app.config.yaml_files import read_yaml
 from app.files import read_object
 
-# keys that hold, by the names in an adapter's own file
-KEPT = {"r": "r", "alpha": "lora_alpha", "targets": "target_modules", "rslora": "use_rslora", "dora": "use_dora"}
+# keys of LoRA that hold, by the names in an adapter's own file
+KEPT = {
+    "r": "r",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+    "alpha": "lora_alpha",
+    "targets": "target_modules",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")  # of a layer, as Hydra takes it without quotes
 
@@ -56,21 +64,35 @@ def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(start, str) or not start:
         return {}
     found = read_object(adapter_folder(start) / ADAPTER)
-    values = {key: found.get(name) for key, name in KEPT.items()} if found else _begun_with(typed)
+    fields = typed.get("adapter.fields")
+    names = {*typed, *(f"adapter.fields.{name}" for name in (fields if isinstance(fields, dict) else ()))}
     return {
         f"adapter.{key}": value
-        for key, value in values.items()
-        if key in KEPT and f"adapter.{key}" not in typed and _is_plain(value)
+        for key, value in (_settings_in(found) if found else _begun_with(typed)).items()
+        if not any(f"{name}.".startswith(f"adapter.{key}.") for name in names) and _is_plain(value)
+        if not (key in KEPT and isinstance(value, str))
     }
 
 
-def _begun_with(typed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section `adapter` in the run.yaml of a run that is resumed."""
+def _settings_in(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in an adapter's own file that hold, by their keys; dropout may change."""
+    if found.get("peft_type") == "LORA":
+        return {key: found.get(name) for key, name in KEPT.items()}
+    own = (name for name in found if name.isidentifier() and name not in RESERVED_FIELDS and "dropout" not in name)
+    fields = {f"fields.{name}": found[name] for name in own}
+    return {"method": found.get("peft_type"), "targets": found.get("target_modules"), **fields}
+
+
+def _begun_with(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the section `adapter` in the run.yaml of a run that is resumed."""
     resume = typed.get("resume")
     if resume is None:
         return {}
     given = Path(str(typed.get("output_dir", "") if resume == "auto" else resume)).expanduser()
-    return _section(given.parent.parent if given.parent.name == "checkpoints" else given, "adapter")
+    section = _section(given.parent.parent if given.parent.name == "checkpoints" else given, "adapter")
+    fields = section.get("fields")
+    own = {f"fields.{name}": value for name, value in (fields if isinstance(fields, dict) else {}).items()}
+    return {key: section[key] for key in (*KEPT, "method") if key in section} | own
 
 
 def _section(run: Path, name: str) -> Mapping[str, Any]:
@@ -83,10 +105,12 @@ def _section(run: Path, name: str) -> Mapping[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a number or names, as a command line has them."""
+    """Whether it is a number, a name, or several, as a command line has them."""
+    if isinstance(value, dict):
+        return all(LAYER_NAME.fullmatch(str(name)) and _is_plain(each) for name, each in value.items())
     if isinstance(value, list):
-        return bool(value) and all(isinstance(each, str) and _NAME.fullmatch(each) for each in value)
-    return type(value) in (int, float, bool)
+        return all(map(_is_plain, value))
+    return bool(_NAME.fullmatch(value)) if isinstance(value, str) else type(value) in (int, float, bool)
 
 
 def check_start(run: RunConfig) -> Iterator[str]:
@@ -103,20 +127,28 @@ def check_start(run: RunConfig) -> Iterator[str]:
             "folder or hub id of an adapter."
         )
         return
-    if found.get("peft_type") != "LORA":
-        yield f"{given}: it is of {found.get('peft_type')}, and runs go on from LoRA alone. Give another one."
+    method, is_lora = found.get("peft_type"), found.get("peft_type") == "LORA"
+    if is_lora != (adapter.kind == "lora"):
+        wanted = "lora" if is_lora else "peft"
+        yield f"{given}: it is of {method}, and the run is of adapter={adapter.kind}. Type adapter={wanted}."
         return
     yield from _other_tokens(adapter, found, folder.parent)
     other = [
-        f"adapter.{key}={format_value(found[name])}"
-        for key, name in (KEPT | {each: each for each in ("rank_pattern", "alpha_pattern")}).items()
-        if type(found.get(name)) in (int, float, bool, dict) and found[name] != getattr(adapter, key)
+        f"adapter.{key}={format_value(value)}"
+        for key, value in _settings_in(found).items()
+        if key != "targets" and value != _setting(adapter, key) and not (value is None and is_lora)
     ]
     if other:
         yield (
-            f"{given}: it goes on with its own rank and scale. Type {' '.join(other)}, or leave "
-            f"{'it' if len(other) == 1 else 'them'} out."
+            f"{given}: it goes on with its own {'rank and scale' if is_lora else 'method and fields'}. Type "
+            f"{' '.join(other)}, or leave {'it' if len(other) == 1 else 'them'} out."
         )
+
+
+def _setting(adapter: AdapterConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    value = getattr(adapter, section)
+    return value.get(name) if name else value.upper() if section == "method" else value
 
 
 def _other_tokens(adapter: AdapterConfig, found: Mapping[str, Any], run: Path) -> Iterator[str]:

@@ -67,17 +67,24 @@ def saved_tensors(training_model: TrainingModel) -> dict[str, Tensor]:
     network: Any = training_model.network
     lm: Any = training_model.language_model
     if network is not lm:
-        from peft import get_peft_model_state_dict
-
-        kept = network.state_dict(keep_vars=True).keys()
-        buffers = {name: each for name, each in network.named_buffers(remove_duplicate=False) if name in kept}
-        own = {**dict(network.named_parameters(remove_duplicate=False)), **buffers, **training_model.trained()}
-        apart = {name: tensor.detach() for name, tensor in own.items()}  # one object a name: PEFT gives other names
-        saved = {id(each) for each in get_peft_model_state_dict(network, apart, save_embedding_layers=False).values()}
-        return {name: own[name] for name, tensor in apart.items() if id(tensor) in saved}
+        return dict(adapter_tensors(training_model).values())
     state: dict[str, Tensor] = lm.state_dict(keep_vars=True)
     tied = {name for name, source in lm.all_tied_weights_keys.items() if state.get(name) is state.get(source)}
     return widest_first({name: tensor.detach() for name, tensor in state.items() if name not in tied})
+
+
+def adapter_tensors(training_model: TrainingModel) -> dict[str, tuple[str, Tensor]]:
+    """The tensors of an adapter's file by their names there, each with its name in the network."""
+    from peft import get_peft_model_state_dict
+
+    network: Any = training_model.network
+    kept = network.state_dict(keep_vars=True).keys()
+    buffers = {name: each for name, each in network.named_buffers(remove_duplicate=False) if name in kept}
+    own = {**dict(network.named_parameters(remove_duplicate=False)), **buffers, **training_model.trained()}
+    apart = {name: tensor.detach() for name, tensor in own.items()}  # one object a name: PEFT gives other names
+    saved = get_peft_model_state_dict(network, apart, save_embedding_layers=False)
+    names = {id(tensor): name for name, tensor in saved.items()}
+    return {names[id(tensor)]: (name, own[name]) for name, tensor in apart.items() if id(tensor) in names}
 
 
 def _has_other_names_in_files(lm: Any) -> bool:

@@ -4,14 +4,13 @@ The latter (PiSSA, OLoRA, CorDA) are kept with the run: at its end the adapter i
 which is one of the ordinary base.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.config.adapter_start import check_start, start_folder
 from app.config.adapters import ADAPTER_WEIGHTS, changes_base
@@ -23,16 +22,14 @@ from app.distributed.fsdp import local, own_rows, whole_tensors
 from app.errors import CheckpointError, ConfigError, refuse
 from app.files import checksummed_folder, verify_checksums
 from app.model.adapters import PREFIX, read_adapter_config
-from app.model.save import saved_tensors
+from app.model.save import adapter_tensors, saved_tensors
 from app.model.source import weight_files, weights_fingerprint
 from app.model.text_part import TextPart
 from app.model.training_model import TrainingModel
 from app.training.resolve import ResolvedRun
 
 
-def load_start(
-    run: RunConfig, trained: Mapping[str, nn.Parameter], fingerprint: str | None, part: TextPart | None
-) -> list[str]:
+def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, part: TextPart | None) -> list[str]:
     """Load the adapter that a new run goes on from, if it has one; returns remarks.
 
     `fingerprint`: that of the base's weights. `part`: where the adapter's names are those of a whole.
@@ -43,7 +40,7 @@ def load_start(
     refuse(check_start(replace(run, resume=None)))
     config = read_adapter_config(folder)
     remarks = _require_same_base(run, folder, fingerprint, str(config.get("base_model_name_or_path")))
-    _load(folder, run, trained, part)
+    _load(folder, run, config["target_modules"], model, part)
     return remarks
 
 
@@ -74,28 +71,34 @@ def _require_same_base(run: RunConfig, folder: Path, fingerprint: str | None, na
 
 
 @torch.no_grad()
-def _load(folder: Path, run: RunConfig, trained: Mapping[str, nn.Parameter], part: TextPart | None) -> None:
-    """Load the weights as PEFT saves them; refused where it adapts other layers, or layers of other shapes."""
-    named = {name.replace(".modules_to_save", "").replace(".default", ""): each for name, each in trained.items()}
+def _load(folder: Path, run: RunConfig, targets: list[str], model: TrainingModel, part: TextPart | None) -> None:
+    """Load the tensors that PEFT saves; refused where it adapts other layers, or layers of other shapes."""
+    named = {name: each.detach() for name, (_, each) in adapter_tensors(model).items()}
     if part is not None:
         named = {f"{PREFIX}{part.in_whole(name.removeprefix(PREFIX))}": each for name, each in named.items()}
     given = f"adapter.start={run.adapter.start}"
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as saved:
-        if set(saved.keys()) != named.keys():
-            layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in saved.keys()})  # noqa: SIM118
+        odd = sorted(named.keys() ^ set(saved.keys()))
+        if odd and sorted(run.adapter.targets) == sorted(targets):
             raise ConfigError(
-                f"{given}: it is of {', '.join(layers)}, and adapter.targets=[{','.join(run.adapter.targets)}] means "
-                f"others here. Type adapter.targets=[{','.join(layers)}], or leave it out."
+                f"{given}: its file and this run differ in {odd[0]} among others. Type adapter.train_whole and "
+                "adapter.experts as it was trained with."
             )
-        for name, parameter in named.items():
-            rows, own = saved.get_slice(name), local(parameter.detach())
-            if tuple(rows.get_shape()) != tuple(parameter.shape):
+        if odd:
+            layers = ",".join(sorted({name.rpartition(".")[2] for name in targets}))
+            raise ConfigError(
+                f"{given}: it is of {layers.replace(',', ', ')}, and adapter.targets=[{','.join(run.adapter.targets)}] "
+                f"means others here. Type adapter.targets=[{layers}], or leave it out."
+            )
+        for name, tensor in named.items():
+            rows, own = saved.get_slice(name), local(tensor)
+            if tuple(rows.get_shape()) != tuple(tensor.shape):
                 raise ConfigError(
-                    f"{given}: {name} has the shape {rows.get_shape()}, and this model takes {list(parameter.shape)}. "
+                    f"{given}: {name} has the shape {rows.get_shape()}, and this model takes {list(tensor.shape)}. "
                     "Give the base of that adapter as model.path."
                 )
             if own.numel():
-                own.copy_(rows[own_rows(parameter)])
+                own.copy_(rows[own_rows(tensor)])
 
 
 def drawn_start(resolved: ResolvedRun, model: TrainingModel) -> dict[str, Tensor]:

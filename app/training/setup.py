@@ -109,8 +109,7 @@ def restore_progress(
     host_group, checkpoint = resolved.runtime.host_group, resolved.checkpoint
     progress = checkpoints.load(checkpoint, stepper, host_group) if checkpoint else Progress()
     if checkpoint is None:
-        trained = stepper.model.trained()
-        for remark in load_start(resolved.config, trained, fingerprint, resolved.base.text_part):
+        for remark in load_start(resolved.config, stepper.model, fingerprint, resolved.base.text_part):
             stepper.model.add_remark(remark)
     progress.depth = stepper.split_depth = max(progress.depth, checkpoints.noted_depth())
     return progress

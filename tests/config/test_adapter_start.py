@@ -32,6 +32,30 @@ def test_composed_run_has_rank_scale_and_layers_of_its_start(tmp_path: Path) -> 
     assert [text.partition("=")[0] for text in refused.value.problems] == ["adapter.start"]
 
 
+OFT = {"peft_type": "OFT", "oft_block_size": 16, "module_dropout": 0.1, "coft": False, "block_share": None}
+
+
+def test_composed_run_has_method_fields_and_layers_of_its_start(tmp_path: Path) -> None:
+    """What is typed stays, and is refused by its name; dropout may change."""
+    start = f"adapter.start={adapter_in(tmp_path / 'first', **OFT)}"
+    words = ["recipe=lora", "adapter=peft", start]
+    adapter = compose_run(words).adapter
+    assert (adapter.method, adapter.targets, adapter.r) == ("OFT", ["q_proj", "v_proj"], 0)
+    assert adapter.fields == {"r": 4, "lora_alpha": 8, "oft_block_size": 16, "coft": False}
+    same = ("adapter.method=oft", "adapter.fields={oft_block_size: 16, module_dropout: 0.2}")
+    assert not [*check_start(compose_run([*words, *same]))]
+    for typed, meant in {
+        "adapter.method=IA3": "adapter.method=OFT",
+        "adapter.fields={oft_block_size: 8}": "adapter.fields.oft_block_size=16",
+        "adapter.fields.coft=true": "adapter.fields.coft=false",
+        "adapter.fields.block_share=true": "adapter.fields.block_share=null",
+    }.items():
+        (problem,) = check_start(compose_run([*words, typed]))
+        assert problem.endswith(f"it goes on with its own method and fields. Type {meant}, or leave it out.")
+    (problem,) = check_start(compose_run(["recipe=lora", start]))
+    assert problem.endswith("it is of OFT, and the run is of adapter=lora. Type adapter=peft.")
+
+
 @pytest.mark.parametrize("odd", [{"r": "4"}, {"target_modules": ".*"}, {"target_modules": ["a b"]}])
 def test_settings_of_other_types_are_not_taken(odd: dict[str, Any], tmp_path: Path) -> None:
     kept = kept_settings({"adapter.start": str(adapter_in(tmp_path / "first", **odd))})

@@ -73,7 +73,7 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
 
     gone_on = build_training_model(parts, CPU, 0, str(folder))
     run = replace(compose_run(["recipe=lora"]), adapter=lora(targets=["all-linear"], start=str(final)))
-    load_start(run, gone_on.trained(), None, base.text_part)
+    load_start(run, gone_on, None, base.text_part)
     assert torch.equal(logits(gone_on.eval().language_model), tuned)
     assert relative(logits(load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)), tuned) < 1e-5
 

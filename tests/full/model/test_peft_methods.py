@@ -12,7 +12,7 @@ from peft import PeftType
 from safetensors.torch import load_file
 
 from app.config.adapters import ADAPTER_WEIGHTS
-from app.config.load import compose_run
+from app.config.load import compose_run, read_run
 from app.config.peft_methods import METHODS, REFUSED
 from app.config.schema import AdapterConfig, QuantizationConfig, RunConfig
 from app.errors import AppError
@@ -20,7 +20,7 @@ from app.model.build import build_training_model
 from app.model.save import saved_tensors
 from app.train import train
 from tests.full.model.test_adapter_methods import in_peft, logits, merged, models, run, weights
-from tests.harness.runs import SMALL, result
+from tests.harness.runs import SMALL, metrics, result
 from tests.model.small import batch_of, distance, documents_of, model_config, sections, wide_numbers
 
 __all__ = ("models",)
@@ -32,16 +32,20 @@ FIELDS = {
     "TINYLORA": {"u": 4},
     "VBLORA": {"num_vectors": 16, "vector_length": 16},
 }
-SHORT = ("training.max_steps=3", "eval.every=0", "eval.samples=0", "dataset.max_rows=40", "optimizer.lr=1e-2")
+SHORT = ("training.max_steps=3", "eval.every=3", "eval.samples=0", "dataset.max_rows=40", "optimizer.lr=1e-2")
 WIDER = "model.architecture.initializer_range=0.1"  # logits that one wrong weight moves
+
+
+def short() -> list[str]:
+    """Words of a short run."""
+    keys = {each.partition("=")[0] for each in SHORT}
+    return [*(each for each in SMALL if each.partition("=")[0] not in keys), *SHORT, WIDER, "recipe=lora"]
 
 
 @cache
 def settings() -> RunConfig:
-    """Of a short run: composed once."""
-    keys = {each.partition("=")[0] for each in SHORT}
-    small = [each for each in SMALL if each.partition("=")[0] not in keys]
-    return compose_run([*small, *SHORT, WIDER, "recipe=lora", "adapter=peft", "output_dir=somewhere"])
+    """Of such a run: composed once."""
+    return compose_run([*short(), "adapter=peft", "output_dir=somewhere"])
 
 
 def trained(folder: Path, method: str, targets: Sequence[str] = (), **given: Any) -> Path:
@@ -76,11 +80,31 @@ def test_method_trains_loads_and_merges(tmp_path: Path, models: list[Any], metho
             merged(whole, tmp_path / "merged")
 
 
-@pytest.mark.parametrize("method", ["LOKR", "VERA"])
+@pytest.mark.parametrize("method", ["LOKR"])
 def test_method_resumes_to_the_same_bits(tmp_path: Path, models: list[Any], method: str) -> None:
     whole = trained(tmp_path / "whole", method)
     trained(tmp_path / "parts", method, stop_after=2)
     parts = trained(tmp_path / "parts", method, resume="auto")
+    assert all(torch.equal(each, weights(parts)[name]) for name, each in weights(whole).items())
+
+
+@pytest.mark.parametrize("method", ["IA3", "LN_TUNING", "LOHA", "OFT", "VERA"])  # all 26 pass
+def test_method_goes_on_from_its_end_and_resumes_to_the_same_bits(tmp_path: Path, method: str) -> None:
+    """Method, fields and layers are those of the first run, untyped, on its base, with other drawn numbers."""
+    targets = () if METHODS[method].of_norms else ("q_proj", "v_proj", "down_proj")
+    first = trained(tmp_path / "first", method, targets)
+    words = [each for each in short() if not each.startswith("model.")]
+    words += ["adapter=peft", f"adapter.start={first}", f"model.path={first / 'base'}", "seed=3", "eval.at_start=true"]
+
+    def goes_on(name: str, *more: str) -> Path:
+        train(compose_run([*words, f"output_dir={tmp_path / name}", *more]))
+        return tmp_path / name
+
+    whole = goes_on("whole")
+    assert metrics(whole)[0]["eval_loss"] == pytest.approx(result(first)["eval_loss"], rel=1e-6)
+    assert read_run(whole / "run.yaml").adapter.method == method
+    goes_on("parts", "training.stop_after=2")
+    parts = goes_on("parts", "resume=auto")
     assert all(torch.equal(each, weights(parts)[name]) for name, each in weights(whole).items())
 
 
@@ -123,7 +147,7 @@ WRONG = {
     ): r"^adapter\.train_whole: the embedding is tied to the head, and with adapter\.method=OFT PEFT trains them apart",
     ("adapter=lora", "adapter.fields.r=8"): r"^adapter\.fields\.r=8: adapter=lora does not read it",
     ("adapter.r=8",): r"^adapter\.r=8: adapter=peft does not read it",
-    ("adapter.start=runs/other",): r"^adapter\.start=runs/other: adapter=peft does not read it",
+    ("adapter.start=runs/other",): r"^adapter\.start=runs/other: there is no adapter_config\.json",
 }
 
 
