@@ -8,7 +8,7 @@ import torch
 
 from app.model.build import count_weights
 from app.training.choices import Choices, sections_of
-from scripts.bench.contest import METHODS, SHAPES, run_of
+from scripts.bench.contest import run_of
 from scripts.bench.machine import Clock, mfu
 from tests.bench.test_workload import CONTEST
 
@@ -32,16 +32,6 @@ def test_shapes_have_weights_of_their_models(shape: str, billions: float) -> Non
     sections = sections_of(run, Choices(precision="bf16", attention="sdpa"))
     assert count_weights(sections).total == pytest.approx(billions * 1e9, rel=1e-3)
     assert run.model.weights == "random"
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", METHODS)
-def test_run_of_every_shape_and_method(shape: str, method: str) -> None:
-    run = run_of(replace(CONTEST, model=shape, method=method, settings=("training.clip=0.5",)))
-    assert run.optimizer.kind == "adamw"
-    assert run.batching.tokens == 2048
-    assert (run.adapter.r == 16) == (method != "full")
-    assert run.training.clip == 0.5
 
 
 def test_mfu_counts_four_or_six_operations_a_weight() -> None:

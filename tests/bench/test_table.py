@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.table import BEGIN, END, goals_for, groups, put_into, rates, ratios, report
+from scripts.bench.table import BEGIN, END, goals_for, groups, rates, ratios, report
 from tests.conftest import REPO
 
 
@@ -98,21 +98,6 @@ def test_report_names_failures_once() -> None:
     failed = {"framework": "unsloth", "model": "tiny", "method": "lora", "error": "needs a GPU"}
     text = report([*ROUNDS, failed, failed, {"stage": "micro", "item": "gemm", "error": "exit code 1"}])
     assert text[-4:] == ["", "- unsloth tiny lora: needs a GPU", "- micro gemm: exit code 1", ""]
-
-
-def test_report_of_operations_has_column_for_each_fact() -> None:
-    common = {"stage": "micro", "item": "gemm", "hardware": {"name": "GPU"}}
-    text = report([{"name": "q|k|v", "shape": [1, 2], "milliseconds": 0.5, **common}])
-    assert text[0] == "### gemm, GPU"
-    assert "| q\\|k\\|v | 1 x 2 | 0.5 |" in text
-
-
-def test_put_into_keeps_rest_of_document() -> None:
-    document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert put_into(document, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-    assert put_into(put_into(document, "newer\n"), "new\n") == put_into(document, "new\n")
-    with pytest.raises(SystemExit, match="needs the lines"):
-        put_into("without marks", "new")
 
 
 def test_table_runs_as_script(tmp_path: Path) -> None:

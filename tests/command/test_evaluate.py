@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from app.assets import ROOT
 from tests.harness.runs import Ended, FinishedRuns, Zygote, content_of, metrics
@@ -96,16 +95,6 @@ def test_evaluate_other_rows_keeps_the_scores_of_the_run(
     assert f"written {file}" in ended.stdout
     scores = json.loads(file.read_text())
     assert (scores["rows"], scores["rows_are"], scores["dataset"]) == (3, "other", "new.jsonl")
-
-
-def test_evaluate_without_held_out_rows_is_refused(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    finished.copy(tmp_path / "run")
-    settings = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
-    settings["dataset"]["eval_path"] = None
-    (tmp_path / "run" / "run.yaml").write_text(yaml.safe_dump(settings))
-    zygote.refused(
-        tmp_path, "run=run", module="app.evaluate", message="run=run: it held no rows out. Give dataset.path=FILE"
-    )
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,6 @@ def test_conf_every_file_composed() -> None:
     files = {f"{f.parent.name}={f.stem}" for f in OF_RUNS if f.parent != CONF and f.stem[0] != "_"}
     left = files - {word for words in RUNS for word in words}
     assert {word.partition("=")[0] for word in left - {"task=preference", "task=preference_label"}} == set(OF_RECIPES)
-    assert len(FILES) >= 46
-    assert len(CHOICES) >= 13
 
 
 def test_conf_adapters_and_quantizations_in_recipes() -> None:

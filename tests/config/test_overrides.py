@@ -19,7 +19,6 @@ from app.config.schema import RunConfig
 from app.config.validate import field_types, leaf_keys
 from app.errors import ConfigError
 from tests.config.small import refusal_of
-from tests.harness.python import python
 
 REFUSED = [
     ("", "'' is not an override. Write key=value or group=choice."),
@@ -142,25 +141,6 @@ def test_overrides_misspelt_key_and_wrong_value_both_reported() -> None:
     # what may follow from a misspelt word is not told
     problems = refusal_of("dataset=messages", "dataset.pth=rows.jsonl", "batching.tokns=64")
     assert [problem.partition(" ")[0] for problem in problems] == ["dataset.pth", "batching.tokns"]
-
-
-@pytest.mark.parametrize("given", ["training.max_stps=1", ""])
-def test_mistake_reported_before_torch_import(given: str, app_env: dict[str, str], tmp_path: Path) -> None:
-    """The empty one: a misspelt key in a YAML."""
-    copy = tmp_path / "conf"
-    shutil.copytree(groups.CONF, copy)
-    replace(copy / "config.yaml", "seed: 0", "sed: 0")
-    program = (
-        "import sys; from pathlib import Path; from app.config import groups\n"
-        f"groups.CONF = Path({str(copy)!r}); sys.argv = {['train', *([given] if given else [])]!r}\n"
-        "from app import train\n"
-        "try: train.main()\n"
-        "finally: print(sorted({'torch', 'transformers', 'numpy', 'datasets'} & sys.modules.keys()))"
-    )
-    ended = python("-c", program, cwd=tmp_path, env=app_env)
-    assert (ended.returncode, ended.stdout) == (2, "[]\n")
-    assert ended.stderr.startswith("error: ")
-    assert "Did you mean" in ended.stderr
 
 
 SLIPS: list[Callable[[str, int], str]] = [

@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 from app.config.load import compose_run, read_run, validated
 from app.config.schema import RunConfig
-from app.config.validate import leaf_keys
 from app.errors import CheckpointError, ConfigError
 from tests.config.small import data_with, problems_in, run_with
 
@@ -117,7 +116,3 @@ def test_run_yaml_malformed_refused(text: str | None, tmp_path: Path) -> None:
         file.write_text(text)
     with pytest.raises(CheckpointError, match=r"run\.yaml cannot be read as the configuration of a run: "):
         read_run(file)
-
-
-def test_schema_has_all_keys() -> None:
-    assert len(leaf_keys(RunConfig)) >= 75

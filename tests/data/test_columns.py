@@ -22,13 +22,6 @@ def parts(row: Any, **columns: str) -> list[Any]:
     return list(wanted_rows(rows, config("x", columns=columns), fields_of("instruction")))
 
 
-def test_wanted_rows_star_makes_row_of_each_element() -> None:
-    row = {"instruction": "add", "instances": [{"input": "1", "output": "2"}, {"input": "3", "output": "4"}]}
-    [first, second] = parts(row, **EACH)
-    assert first == ("a.jsonl:1 instances[0]", {"instruction": "add", "instances": {"*": row["instances"][0]}})
-    assert second == ("a.jsonl:1 instances[1]", {"instruction": "add", "instances": {"*": row["instances"][1]}})
-
-
 def test_wanted_rows_nested_list_of_text() -> None:
     row = {"a": [0, {"b": ["x", "y"]}]}
     assert [found for _, found in parts(row, output="a.1.b.*")] == [

@@ -35,26 +35,12 @@ GOLDEN = {
     "gemma": ["Rain is wet.<end_of_turn>", "You are welcome!<end_of_turn>"],
     "thinking": ["Rain is wet.<|im_end|>", "You are welcome!<|im_end|>"],
 }
-WHOLE = {
-    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-    "<|im_start|>assistant\nHello<|im_end|>\n",
-    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|>",
-}
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_loss_mask_assistant_turns_and_ends(kind: str) -> None:
     assert labels(kind, TALK) == [GOLDEN[kind]]
     assert labels(kind, TALK, "assistant") == [GOLDEN[kind]]
-
-
-@pytest.mark.parametrize("kind", WHOLE)
-def test_loss_mask_all_but_first_token(kind: str) -> None:
-    messages = chat("Hi", "Hello", system="Be brief.")
-    first = {"chatml": "<|im_start|>", "llama3": "<|begin_of_text|>"}[kind]
-    assert labels(kind, messages, "all") == [[WHOLE[kind].removeprefix(first)]]
 
 
 def of_two_columns(
@@ -94,15 +80,6 @@ def test_loss_mask_white_space_of_answer() -> None:
     assert labels("chatml", chat("Hi", " two \n")) == [[" two \n<|im_end|>"]]
 
 
-@pytest.mark.parametrize("kind", ["llama3", "mistral", "gemma"])
-def test_chat_has_one_bos(kind: str) -> None:
-    made = tokenizer(kind, adds_bos=True)
-    [text] = render_row(kind, TALK).samples
-    [sample] = Encoder(made).encode([text])
-    assert sample.ids[0] == made.bos_token_id
-    assert (sample.ids == made.bos_token_id).sum() == 1
-
-
 THOUGHT = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
 
 
@@ -137,20 +114,6 @@ def test_loss_mask_rewritten_prompt_refused() -> None:
     made.chat_template = "{{ messages | length }} {{ messages[-1]['content'] }}"
     with pytest.raises(RowProblem, match="rewrites what comes before message 1 once it is answered"):
         Renderer(made, "auto", "expand").render(Conversation(TALK[:2]))
-
-
-@pytest.mark.parametrize(
-    ("kind", "messages", "said"),
-    [
-        ("gemma", chat("Hi", "Hello", system="Be brief."), "System role not supported"),
-        ("gemma", chat("Hi", "Hello")[::-1], "roles must alternate"),
-        ("mistral", [{"role": "tool", "content": "3"}], "only user and assistant roles are supported"),
-        ("chatml", chat("Hi"), "has no assistant message: dataset.train_on=auto trains nothing of it"),
-    ],
-)
-def test_template_refusal_is_bad_row(kind: str, messages: list[dict[str, str]], said: str) -> None:
-    with pytest.raises(RowProblem, match=said):
-        render_row(kind, messages)
 
 
 def test_unseen_message_counted() -> None:

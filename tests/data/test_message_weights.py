@@ -7,15 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from app.batch import Batch
-from app.data.collate import Packed, Padded
-from app.data.objectives import NEXT_TOKEN
 from app.data.prepare import Data, prepare
-from app.data.token_dataset import RecordBatchView, TokenRows, as_columns, digest, record_batch
-from app.data.tokenizer import Tokens
+from app.data.token_dataset import TokenRows
 from tests.data.small import THINKING, chat, config, tokenizer, write_jsonl
 
 LONG = ["What is the capital of France?", "Paris.", "Write one line about rain.", "Rain falls on the roof."]
@@ -119,53 +113,3 @@ def test_message_weights_distinguish_duplicates(tmp_path: Path) -> None:
     assert len(data.train) == 3
     assert len(set(data.train.content_hashes.tolist())) == 3
     assert len(set(data.train.ids_hashes.tolist())) == 1
-
-
-@given(
-    st.lists(
-        st.lists(st.sampled_from([0.0, 1.0, 0.5, 0.1, 7.0]), min_size=1, max_size=12).filter(any),
-        min_size=1,
-        max_size=5,
-    ),
-    st.randoms(use_true_random=False),
-)
-def test_token_rows_return_any_weights(rows: list[list[float]], draw: Any) -> None:
-    given_rows = [np.array(row, np.float32) for row in rows]
-    samples = [Tokens(np.arange(len(row), dtype=np.int32), row > 0, weights=row) for row in given_rows]
-    batch = record_batch([as_columns(f"f:{at}", each, digest(each.ids)) for at, each in enumerate(samples)])
-    opened = TokenRows(RecordBatchView(batch))
-    chosen = [draw.randrange(2 * len(rows)) for _ in range(4)]
-    view = TokenRows.concat([opened, opened]).select(chosen)  # a mix of two
-    total = 0.0
-    for i, number in enumerate(chosen):
-        weights, found = given_rows[number % len(rows)], view.weights(i)
-        assert (found is None) == set(weights.tolist()).issubset({0.0, 1.0})
-        assert (view.loss_mask(i) if found is None else found).tolist() == weights.tolist()
-        total += float(weights.sum(dtype=np.float64))
-    assert view.label_weight == pytest.approx(total, rel=1e-6)
-    assert view.num_weighted == sum(view.weights(i) is not None for i in range(4))
-
-
-def labels_of(batch: Batch) -> list[tuple[int, float]]:
-    weights = [1.0] * batch.num_labels if batch.weights is None else batch.weights.per_target.tolist()
-    assert batch.label_weight == pytest.approx(sum(weights), rel=1e-12)
-    return list(zip(batch.targets.tolist(), weights, strict=True))
-
-
-def test_batch_has_weights_only_where_needed(tmp_path: Path) -> None:
-    made = tokenizer("chatml")
-    rows = prepared(tmp_path, [TALK, chat(*LONG), chat(*LONG[:2])], made).train
-    plain = prepared(tmp_path, [chat(*LONG)], made, name="plain").train
-    for layout in (Padded(4, pad_id=0), Packed(400, pad_id=0, max_length=200)):
-        mixed = layout.batch(rows, [np.array([0]), np.array([1])], 4, epoch=0)
-        weights = rows.weights(0)
-        assert weights is not None
-        at = np.flatnonzero(weights)
-        of_first = list(zip(rows.ids(0)[at].tolist(), weights[at].tolist(), strict=True))
-        of_second = [(token, 1.0) for token in plain.ids(0)[plain.loss_mask(0)].tolist()]
-        assert labels_of(mixed) == of_first + of_second
-        none = layout.batch(rows, [np.array([1]), np.array([2])], 4, epoch=0)
-        assert none.weights is None
-        assert none.label_weight == none.num_labels
-        assert layout.batch(rows, [], 4, epoch=0).label_weight == 0
-    assert NEXT_TOKEN.label(plain, 0, epoch=0)[0].weights is None

@@ -65,11 +65,6 @@ def test_bad_rows_at_most_five_reasons(tmp_path: Path) -> None:
     assert len(problems(write_jsonl(tmp_path / "a.jsonl", rows))) == 5
 
 
-def test_bad_rows_one_reason_once(tmp_path: Path) -> None:
-    [problem] = problems(write_jsonl(tmp_path / "a.jsonl", [{"chat": []}] * 7))
-    assert problem.startswith("a.jsonl:1 and 6 more rows: dataset.format=messages needs a column 'messages'")
-
-
 def test_bad_rows_one_reason_in_several_messages_once(tmp_path: Path) -> None:
     rows = [{"messages": [*chat("a", "b") * n, {"role": "user"}]} for n in range(3)]
     [problem] = problems(write_jsonl(tmp_path / "a.jsonl", rows))

@@ -1,7 +1,5 @@
 """The commands of a text are found as they stand there, and marks that mean nothing are told."""
 
-import pytest
-
 from tests.docs.blocks import Command, commands_in
 
 TEXT = """# Title
@@ -61,17 +59,3 @@ def test_commands_are_found_with_their_place_needs_and_what_is_printed() -> None
         Command("x.md:38", "python -m app.train seed=x", None, 2, "error: seed\n  two lines"),
         Command("x.md:41", "python -m app.train -m seed=1,2", None, 3, "some lines"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("<!-- needs luck -->\n\n    python", "x.md:1: needs luck: one of network"),
-        ("<!-- needs network: qwen -->\n\n    python", "x.md:3: no command has 'qwen' in it"),
-        ("<!-- needs network -->\n\ntext\n\n    python", "x.md:3: a mark stands before something that is no block"),
-        ("<!-- needs gpu -->\n\n```\nprinted\n```", "x.md:4: a mark without commands"),
-    ],
-)
-def test_marks_that_mean_nothing_are_told(text: str, told: str) -> None:
-    with pytest.raises(AssertionError, match=told):
-        commands_in(text, "x.md")

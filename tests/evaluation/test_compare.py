@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.evaluation.compare import RESAMPLES, Comparison, bound_of_none, interval, resampled
+from app.evaluation.compare import Comparison, bound_of_none, interval, resampled
 from app.training.counts import ANSWERS, EXACT, HITS, LABELS, LOSS, WEIGHT, Sums
 from app.training.scores import counts_of
 from tests.training.conftest import small_run
@@ -143,24 +143,6 @@ def test_clustered_rows_widen_the_interval() -> None:
         low, high = interval(drawn[:, 0] / drawn[:, 1])
         widths.append(high - low)
     assert widths[0] > 1.6 * widths[1], "four turns that are alike are worth little more than one"
-
-
-def test_resamples_have_mean_and_standard_error_of_the_rows() -> None:
-    """With and without groups, against the standard error of the mean."""
-    values = np.random.default_rng(1).exponential(size=5_000)
-    for groups in (2_048, 10_000):
-        total, count = resampled(np.stack([values, np.ones(5_000)], axis=1), hashes(5_000), groups).T
-        drawn = total / count
-        assert drawn.shape == (RESAMPLES,)
-        assert drawn.mean() == pytest.approx(values.mean(), rel=2e-3)
-        assert drawn.std() == pytest.approx(values.std() / math.sqrt(5_000), rel=0.06)
-
-
-def test_resample_has_as_many_rows_as_the_data() -> None:
-    ones = np.ones((4_097, 1))
-    drawn = resampled(ones, hashes(4_097))
-    assert set(np.unique(drawn)) <= {*range(3_900, 4_300)}, "groups differ by one row"
-    assert (resampled(ones[:2_000], hashes(2_000)) == 2_000).all()
 
 
 def test_resamples_do_not_depend_on_row_order_or_other_columns() -> None:

@@ -85,28 +85,9 @@ def test_tensor_that_makes_no_parameter_is_passed_over(tmp_path: Path) -> None:
     assert state(load(folder)).keys() == state(load(saved("llama", tmp_path / "plain"))).keys()
 
 
-def test_a_tensor_that_is_missing_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_is_told_with_its_folder(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path)
-    index = folder / "model.safetensors.index.json"
-    known = json.loads(index.read_text())
-    name = "model.layers.1.mlp.up_proj.weight"
-    file = folder / known["weight_map"].pop(name)
-    index.write_text(json.dumps(known))
-    save_file({n: t for n, t in load_file(file).items() if n != name}, file, metadata={"format": "pt"})
-    with pytest.raises(EnvironmentProblem, match=rf"lack 1 of the model's tensors \({name}\)"):
-        load(folder)
-
-
-@pytest.mark.parametrize("damage", ["shape", "cut", "gone"])
-def test_a_damaged_file_is_told_with_its_folder(damage: str, tmp_path: Path) -> None:
-    folder = saved("llama", tmp_path)
-    file = sorted(folder.glob("*.safetensors"))[1]
-    if damage == "shape":
-        save_file({n: t[:-1].clone() for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
-    elif damage == "cut":
-        file.write_bytes(file.read_bytes()[:-100])
-    else:
-        file.unlink()
+    sorted(folder.glob("*.safetensors"))[1].unlink()
     with pytest.raises(EnvironmentProblem, match=r"cannot be loaded") as refusal:
         load(folder)
     assert str(folder) in str(refusal.value)

@@ -4,6 +4,7 @@ Each document goes through the model's own forward, with its own attention and p
 cross-entropy.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from app.batch import Batch
 from app.config.schema import ModelConfig, TaskConfig
 from app.config.tasks import task_of
 from app.data.objectives import LabelledTokens
@@ -25,6 +27,7 @@ from app.model.load_base import drawing_by, load_base, read_weights
 from app.model.save import save_model
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
+from app.oom_retry import split_batch
 from tests.choices import taking_turns
 from tests.model.classes import CLASSES, LABELS, POOLED, adapted, in_one_row, in_rows, of_classes, rows
 from tests.model.small import distance, model_config, outcome
@@ -60,6 +63,17 @@ def test_class_loss_equals_one_document_at_a_time(kind: str, method: str) -> Non
         loss, found = outcome(training_model, layout(kind))
         assert loss == pytest.approx(expected_loss, rel=1e-5), layout.__name__
         assert distance(found, expected) <= 1e-5, layout.__name__
+
+
+@pytest.mark.parametrize("layout", [in_one_row, in_rows])
+def test_split_parts_keep_token_type_ids(layout: Callable[[str], Batch]) -> None:
+    model, whole = of_classes("bert").eval(), layout("bert")
+    parts = split_batch(whole, 2)
+    assert len(parts) == 3
+    loss = sum(float(model(part)[0].detach()) for part in parts)
+    assert loss == pytest.approx(float(model(whole)[0].detach()), rel=1e-5)
+    without = replace(whole, token_type_ids=None)
+    assert loss != pytest.approx(float(model(without)[0].detach()), rel=1e-4), "or it would show nothing"
 
 
 @pytest.mark.parametrize(("kind", "precision"), taking_turns(tuple(POOLED), ("fp32", "bf16")))

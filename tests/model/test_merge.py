@@ -1,22 +1,17 @@
 """Merged weights against the model that was trained, in memory and through files."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.errors import CheckpointError, ConfigError
-from app.model.adapter_method import AdapterMethod
-from app.model.adapters import ADAPTERS, layers_without_gradient
 from app.model.build import ModelSections, build_training_model, random_base
-from app.model.load_run import load_training_model
 from app.model.merge import Merge, merged_config, plan_merge
 from app.model.merged_weights import read_updates
 from app.model.save import save_base, save_model
@@ -24,18 +19,7 @@ from app.model.source import base_path
 from app.model.structure import model_class
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
-from tests.model.small import (
-    batch_of,
-    distance,
-    documents_of,
-    full,
-    lora,
-    model_config,
-    numbers,
-    sections,
-    task_of,
-    wide_numbers,
-)
+from tests.model.small import distance, documents_of, full, lora, model_config, numbers, sections, task_of, wide_numbers
 from tests.model.test_conversion import mxfp4_folder
 
 CPU = torch.device("cpu")
@@ -189,35 +173,6 @@ def test_experts_stored_in_mxfp4_are_merged_unpacked(tmp_path: Path) -> None:
     plan_merge(parts, read_updates(final), "fp32", CPU).write(merged, GIB)
     lm = model_class(task_of("gpt_oss")).from_pretrained(str(merged), attn_implementation="eager").eval()
     assert distance(logits(lm), in_fp32(run)) <= NOISE
-
-
-class Ia3(AdapterMethod):
-    """Outputs of a layer times a vector that begins at one."""
-
-    peft_type = "IA3"
-    written: ClassVar[Any] = {}
-    trained = (".ia3_l.default",)
-    moves_in: ClassVar[Any] = {1: ".ia3_l."}
-
-    def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
-        return IA3Config(**shared, feedforward_modules=[])
-
-
-@pytest.mark.parametrize("nf4", [False, True])
-def test_another_method_of_table_trained_loaded_and_merged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nf4: bool
-) -> None:
-    monkeypatch.setitem(ADAPTERS, "lora", Ia3)
-    run = tuned(tmp_path, nf4=nf4, adapter=lora(targets=["q_proj", "down_proj"]))
-    run.training_model(batch_of(documents_of((9, 4))))[0].backward()
-    gradients = {name: p.grad for name, p in run.training_model.trained().items()}
-    assert layers_without_gradient(lora(), gradients, 1) == layers_without_gradient(lora(), {}, 2) == []
-    silent = gradients | {"base_model.model.model.layers.1.mlp.down_proj.ia3_l.default": None}
-    assert layers_without_gradient(lora(), silent, 1) == ["model.layers.1.mlp.down_proj"]
-    ours, loaded = in_fp32(run.training_model), load_training_model(tmp_path, run.parts, CPU, 0, tuned=True)
-    assert torch.equal(in_fp32(loaded), ours)
-    assert distance(logits(run.merged(tmp_path / "merged")), ours) <= NOISE
-    assert distance(in_fp32(load_training_model(tmp_path, run.parts, CPU, 0, tuned=False)), ours) > 1e-2
 
 
 def test_merging_onto_the_base_before_it_was_packed_is_seen(tmp_path: Path) -> None:

@@ -36,16 +36,6 @@ def test_weight_decay_shrinks_matrices_only(kind: str) -> None:
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_zero_gradient_without_decay_changes_nothing(kind: str) -> None:
-    model, optimizer = built(kind, lr=0.1)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-
-
 @pytest.mark.parametrize("kind", sorted(BITSANDBYTES_KINDS))
 def test_states_of_8bit_kinds_have_8_bits(kind: str) -> None:
     model, optimizer = built(kind)
@@ -116,14 +106,6 @@ def test_muon_of_one_part_is_one_optimizer(trained: str, expected: type) -> None
     assert type(build_optimizer(section("muon"), model)) is expected
 
 
-def test_optimizer_has_only_trained_parameters() -> None:
-    model, _ = built("adamw")
-    model.wide.requires_grad_(False)
-    optimizer = build_optimizer(section("adamw"), model)
-    inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    assert inside == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-
-
 def test_muon_moves_matrix_as_far_as_adamw() -> None:
     model, optimizer = built("muon", lr=0.1)
     before = model.narrow.weight.detach().clone()
@@ -132,11 +114,6 @@ def test_muon_moves_matrix_as_far_as_adamw() -> None:
     optimizer.step()
     moved = (model.narrow.weight.detach() - before).square().mean().sqrt()
     assert 0.15 < moved / 0.1 < 0.25
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_check_of_installed_packages_is_empty(kind: str) -> None:
-    assert check(section(kind)) == []
 
 
 @pytest.mark.parametrize("kind", choices_by_group()["optimizer"])

@@ -78,19 +78,6 @@ def test_runner_failed_trials_unranked(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "2 of 5 trials failed; the same command tries them again" in shown.out
 
 
-def test_runner_all_finished(tmp_path: Path) -> None:
-    assert run(tmp_path, 1, 2) == 0
-    assert all(seconds > 0 for seconds in column(tmp_path, "seconds"))
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
-        "1-seed=1",
-        "1-seed=1.txt",
-        "2-seed=2",
-        "2-seed=2.txt",
-        "report.html",
-        "sweep.json",
-    ]
-
-
 def test_runner_restart_repeats_failed_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, 1, 10, 2) == 3
     first = content(tmp_path)["trials"]
@@ -102,15 +89,6 @@ def test_runner_restart_repeats_failed_only(tmp_path: Path, capfd: pytest.Captur
     starts = [(tmp_path / f"{name}.txt").read_text().count("resume=auto") for name in ("1-seed=1", "2-seed=10")]
     assert starts == [1, 2]
     assert capfd.readouterr().out.count("finished before, objective") == 2
-
-
-def test_runner_dry_run_not_finished(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert [run(tmp_path, 12), run(tmp_path, 12)] == [0, 0]
-    assert column(tmp_path, "status") == ["dry_run"]
-    assert content(tmp_path)["best"] is None
-    shown = capfd.readouterr().out
-    assert shown.count("\n  the plan\n") == 2
-    assert shown.count("best") == 0
 
 
 @pytest.mark.parametrize(("seed", "code"), [(20, 130), (21, 75), (22, 130), (75, 75), (130, 130)])
@@ -209,11 +187,6 @@ def test_trial_log_latest_step_of_this_start(tmp_path: Path) -> None:
         seen.append(printed.latest())
     assert seen == ["output  here", "output  here", "data  two lines", "step 1/9", "step 2/9", "step 2/9"]
     assert printed.text().startswith("output  here\n")
-
-
-def test_trial_log_missing_file(tmp_path: Path) -> None:
-    printed = TrialLog(tmp_path / "1.txt")
-    assert (printed.latest(), printed.text()) == ("starting", "")
 
 
 @pytest.mark.parametrize(

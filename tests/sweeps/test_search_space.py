@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.load import compose_run
-from app.sweeps.search_space import Dimension, Range, corners, dimensions_in, multiply_out, parse_multiple
+from app.sweeps.search_space import Dimension, Range, corners, dimensions_in, multiply_out
 
 
 def dimension(key: str, given: Any) -> Dimension:
@@ -125,14 +125,6 @@ def test_corners_one_value_at_a_time() -> None:
         ("seed=3", "optimizer.lr=0.1"),
         ("seed=1", "optimizer.lr=0.2"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "factor"),
-    [("0.5x", 0.5), ("1e-2x", 0.01), ("3X", 3.0), ("1", None), ("x", None), ("..x", None), (3, None)],
-)
-def test_parse_multiple(text: Any, factor: float | None) -> None:
-    assert parse_multiple(text) == factor
 
 
 def test_multiply_out_by_own_value() -> None:

@@ -17,7 +17,6 @@ from app.tracking.formatting import Sample
 from app.tracking.jsonl_metrics import read_lines
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import RESULT_KEYS, Recorder, samples_table
-from tests.harness.child import run
 from tests.tracking.test_jsonl_metrics import STEP
 
 NO_TRACKER = TrackerConfig(kind="none")
@@ -254,24 +253,3 @@ def test_samples_table_first_and_last_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lines", [[(0, "a", "b", "c")], [(4, "a", "b", "c"), (9, "a", "b", "b")]])
 def test_samples_table_without_both_ends_is_none(lines: list[Any], tmp_path: Path) -> None:
     assert samples_table(answers(tmp_path, *lines)) is None
-
-
-def test_recorder_full_disk_message_and_lines_kept(tmp_path: Path) -> None:
-    code = (
-        "import resource, sys\n"
-        "from app.config.schema import TrackerConfig\n"
-        "from app.tracking.output_dir import RunFolder\n"
-        "from app.tracking.recorder import Recorder\n"
-        "with RunFolder.claim(sys.argv[1], None) as folder:\n"
-        "    with Recorder.open(folder, TrackerConfig(kind='none'), {}, {}) as record:\n"
-        "        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
-        "        for step in range(1000): record.step({'step': step, 'loss': 1.5})\n"
-    )
-    returncode, _, err = run(code, str(tmp_path / "run"))
-    assert returncode == 1
-    assert "EnvironmentProblem" in err
-    assert "Type ulimit -f unlimited" in err
-    steps = [values["step"] for values in read_lines(tmp_path / "run" / "metrics.jsonl")]
-    assert steps == list(range(len(steps)))
-    assert len(steps) > 10
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"

@@ -19,20 +19,6 @@ from app.training.setup import check_on_loader
 from tests.training.conftest import small_run, trainee_of
 
 
-@pytest.mark.parametrize(("recipe", "precision"), [("lora", "fp32"), ("full", "bf16"), ("full", "fp16")])
-def test_check_packing_right_model_passes_unchanged(
-    recipe: str, precision: str, packed_loader_of: Callable[..., Loader]
-) -> None:
-    model = trainee_of(small_run(f"recipe={recipe}", f"precision={precision}"))
-    batch = packed_loader_of(128, 1).batches(0)[0]
-    assert len(batch.lengths) >= 2
-    before = float(model(batch)[0].detach())
-    check_packing(model, batch)
-    assert model.training
-    assert model.language_model.config._attn_implementation == attention.NAME
-    assert float(model(batch)[0].detach()) == before
-
-
 def leaking(first: int) -> attention.Kernel:
     """A kernel whose documents from number `first` on see each other."""
 

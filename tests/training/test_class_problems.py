@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from app.batch import IGNORE
 from app.config.schema import RunConfig
 from app.data.collate import Layout, Packed, Padded
 from app.data.labels import class_weights
@@ -37,7 +38,7 @@ def row(problem: str, i: int) -> dict[str, Any]:
     if problem in ("multi", "pos_weight"):
         return {"text": text, "label": chosen}
     if problem == "regression":
-        return {"text": text, "label": 0.5 * len(chosen) - 0.25}
+        return {"text": text, "label": 0.5 * len(chosen) - 0.25 if i != 9 else float(IGNORE)}  # which is a number too
     if problem == "numbers":
         return {"text": text, "label": [len(chosen), -0.5 * (i % 3)]}
     return {"text": text, "label": "none" if not chosen else chosen[0]}
@@ -176,6 +177,13 @@ def gradients(model: TrainingModel, batches: list[Any]) -> list[float]:
     for batch in batches:
         model(batch)[0].backward()
     return [float(each.grad.norm()) for each in model.parameters() if each.grad is not None]
+
+
+def test_macro_f1_ignores_absent_classes() -> None:
+    # three documents of classes 0, 0, 1, all taken for 0; class 2 is neither
+    sums = np.array([3.0, 3, 2, 0, 0, 3, *(2, 1, 0), *(3, 0, 0), *(2, 0, 0)])
+    run = small_run("task=classification", "task.labels=[a,b,c]", "dataset=labelled_text", "dataset.path=a.jsonl")
+    assert counts_of(run).metrics(sums)["macro_f1"] == pytest.approx((2 * 2 / 5 + 0) / 2)
 
 
 def test_balanced_weights_are_those_of_scikit_learn() -> None:

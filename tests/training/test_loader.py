@@ -85,20 +85,6 @@ def test_packed_rows_keep_positions_and_labels(rows: list[tuple[list[int], list[
     assert batch.num_tokens == batch.ids.shape[1] - (spare if capacity else 1)
 
 
-@pytest.mark.parametrize(("tokens", "micro"), [(64, 1), (64, 3), (256, 2)])
-def test_packed_epochs_keep_rows_and_reorder_bins(
-    tokens: int, micro: int, packed_loader_of: Callable[..., Loader], data: Data
-) -> None:
-    loader = packed_loader_of(tokens, micro)
-    first, second = seen(loader, 0), seen(loader, 1)
-    assert sorted(first) == sorted(second) == sorted(data.train.source_location(i) for i in range(len(data.train)))
-    shapes = {b.ids.shape for step in range(loader.steps_per_epoch) for b in loader.batches(step)}
-    assert shapes == {(1, tokens)}
-    steps = loader.steps_per_epoch
-    epochs = [{frozenset(loader.source_locations(step)) for step in range(e * steps, (e + 1) * steps)} for e in (0, 1)]
-    assert epochs[0] != epochs[1]
-
-
 def test_crowded_batch_has_most_rows(data: Data) -> None:
     layout = Packed(256, pad_id=0, max_length=256)
     crowded = batch_with_most_rows(data.train, layout)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from app.batch import IGNORE, Batch
+from app.batch import Batch
 from app.config.schema import PreferenceConfig, TaskConfig
 from app.data.collate import Layout, Packed, Padded
 from app.data.objectives import LabelledAnswers, LabelledTokens, label_next_tokens
@@ -21,7 +21,7 @@ from app.distributed.process_group import Runtime
 from app.model.chunked_loss import linear_head
 from app.model.losses import LOSSES, over_documents
 from app.model.training_model import TrainingModel
-from app.oom_retry import halve, split_batch
+from app.oom_retry import split_batch
 from app.training.counts import LABELS, LOSS, WEIGHT
 from app.training.scores import counts_of, score, score_rows
 from app.training.train_step import Stepper
@@ -31,7 +31,6 @@ from tests.training.conftest import small_run
 
 LENGTHS = ((9, 5), (12, 12), (4, 11))
 ANSWERS_FROM = 2
-NUMBERS = [0.25, float(IGNORE), -3.5]
 
 
 def preference(sums: Tensor, batch: Batch) -> Tensor:
@@ -167,21 +166,6 @@ def test_loss_over_documents_out_of_memory_stays_its_formula(layout: str, runtim
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_halve_never_parts_a_row(layout: str) -> None:
-    whole = batch_of(layout)
-    parts = split_batch(whole, 5)
-    assert [part.lengths for part in parts] == list(LENGTHS)
-    assert [halve(part) for part in parts] == [[], [], []]
-    for part in parts:
-        assert part.label_weight == 1.0
-        assert part.document_of_label is not None
-        assert part.document_of_label.unique().tolist() == [0, 1]
-    values = [part.document_values for part in parts if part.document_values is not None]
-    assert whole.document_values is not None
-    assert torch.equal(torch.cat(values), whole.document_values)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_are_scored_by_their_loss(layout: str, runtime: Runtime) -> None:
     model, counts = model_of(), counts_of(small_run())
     losses = formula(model).tolist()
@@ -275,26 +259,3 @@ def test_mismatched_answers_are_packed_into_bins_of_their_own() -> None:
     narrow = Packed(40, 0, 19, kto_objective()).batch(LABELLED, [np.array([0, 1], np.int64)], 3, epoch=0)
     assert [each.ids.shape for each in narrow.mean_of] == [(1, 40)] * len(narrow.mean_of)
     assert sum(len(each.lengths) for each in narrow.mean_of) == 2
-
-
-@dataclass(frozen=True, slots=True)
-class Regression:
-    """The last token is to give a number."""
-
-    documents_per_row: ClassVar[int] = 1
-    over_documents: ClassVar[bool] = False
-    marked: ClassVar[str] = "to be predicted"
-    bidirectional: bool = False
-
-    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
-        ids = rows.ids(i)
-        return (LabelledTokens(ids, np.array([len(ids) - 1]), np.array([NUMBERS[i]], np.float32)),)
-
-    def shown(self, rows: TokenRows, i: int) -> Any:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize("layout", [Packed(64, 0, 24, Regression()), Padded(3, 0, Regression())], ids=LAYOUTS)
-def test_numbers_as_targets_survive_halving(layout: Layout) -> None:
-    parts = split_batch(layout.batch(ROWS, [np.arange(3)], 8, epoch=0), 5)
-    assert torch.cat([part.targets for part in parts]).tolist() == NUMBERS

@@ -50,13 +50,6 @@ def test_scores_do_not_depend_on_batches(data: Data, runtime: Runtime, loader_of
     assert [each["eval_loss_margin"] for each in scores] == pytest.approx([1.96 * error] * len(layouts), rel=1e-4)
 
 
-def test_scores_of_two_processes_count_each_row_once(data: Data) -> None:
-    assert data.eval is not None
-    shares = [list(eval_batches(data.eval, Padded(3, pad_id=0), processes=2, rank=rank)) for rank in range(2)]
-    assert sum(b.num_labels for share in shares for b in share) == data.eval.num_trained
-    assert sum(len(b.lengths) for share in shares for b in share) == len(data.eval)
-
-
 def test_metrics_of_rows_without_answers_omit_exact_match() -> None:
     counts = counts_of(small_run())
 

@@ -161,20 +161,6 @@ def test_lr_ratio_trains_as_lora_plus_of_peft(runtime: Runtime, loader_of: Calla
     assert all(relative([each], [plain[name]]) <= 1e-5 for name, each in stepper.model.trained().items())
 
 
-def test_bf16_adapters_stay_fp32_and_the_base_is_bf16(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
-    stepper = stepper_of(small_run("recipe=lora", "precision=bf16"), runtime)
-    stepper.run(loader_of(1, 1).batches(0), 1e-3)
-    network = dict(stepper.model.network.named_parameters())
-    assert {p.dtype for p in network.values() if p.requires_grad} == {torch.float32}
-    assert {p.dtype for p in network.values() if not p.requires_grad} == {torch.bfloat16}
-
-
-def test_full_bf16_trains_fp32_weights() -> None:
-    """In plain bf16 most updates of a fine-tune would be rounded away."""
-    model = trainee_of(small_run("recipe=full", "precision=bf16"))
-    assert {p.dtype for p in model.trained().values()} == {torch.float32}
-
-
 @pytest.mark.parametrize(("recipe", "tokens"), [("full", 64), ("lora", 256), ("qlora", 64)])
 def test_packed_gradient_equals_padded(
     recipe: str,

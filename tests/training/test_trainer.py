@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.batch import Batch
 from app.data.loader import Loader
 from app.data.prepare import Data
 from app.errors import TrainingError
@@ -222,23 +221,6 @@ def test_skipped_step_reports_no_adapter(make_loop: MakeLoop) -> None:
     assert loop.progress.skipped_steps < 6
 
 
-def test_prefetch_gives_each_step_its_batches(loader_of: Callable[..., Loader]) -> None:
-    loader = loader_of(4, 2)
-    made: list[int] = []
-
-    def make(step: int) -> list[Batch]:
-        made.append(step)
-        return loader.batches(step)
-
-    prefetch = Prefetch(make, CPU)
-    for step, prepared in ((0, 1), (1, 2), (7, 8), (3, None), (3, 3)):
-        found = prefetch.batches(step)
-        assert all(torch.equal(a.ids, b.ids) for a, b in zip(found, loader.batches(step), strict=True))
-        if prepared is not None:
-            prefetch.prepare(prepared)
-    assert made == [0, 1, 2, 7, 8, 3, 3, 3], "what was prepared is not made again"
-
-
 def test_prefetch_pins_all_tensors_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, packed_loader_of: Callable[..., Loader]
 ) -> None:
@@ -264,21 +246,6 @@ def test_prefetch_without_memory_to_pin_gives_pageable_batches(
     loader = packed_loader_of(256, 1)
     (batch,), (made,) = Prefetch(loader.batches, GPU).batches(0), loader.batches(0)
     assert all(torch.equal(a, b) for a, b in zip(batch.tensors, made.tensors, strict=True))
-
-
-def test_prefetch_stops_at_the_end_of_the_run(make_loop: MakeLoop) -> None:
-    made: list[int] = []
-    loop, _ = make_loop(small_run("recipe=full", "training.stop_after=3", *QUIET), 5)
-
-    def make(step: int) -> list[Batch]:
-        made.append(step)
-        return loop.parts.loader.batches(step)
-
-    loop.prefetch = Prefetch(make, CPU)
-    loop.fit(StopRequest())
-    assert made == [0, 1, 2, 3]
-    loop.fit(StopRequest())
-    assert made == [0, 1, 2, 3, 4]
 
 
 class Readings(TorchDispatchMode):

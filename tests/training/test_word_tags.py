@@ -12,14 +12,14 @@ import torch
 from sklearn.metrics import f1_score
 
 from app.config.schema import RunConfig
-from app.data.collate import BinShape, Layout, Packed, Padded, collate_packed, collate_padded
-from app.data.loader import Loader, StepSplit, eval_batches
+from app.data.collate import BinShape, Packed, collate_packed, collate_padded
+from app.data.loader import Loader, StepSplit
 from app.data.objectives import LabelledTokens
 from app.distributed.process_group import Runtime
 from app.errors import DataError
 from app.training.counts import are_entities
 from app.training.preparation import Prepared, prepare_run
-from app.training.scores import counts_of, score, score_rows
+from app.training.scores import counts_of
 from tests.data.small import write_jsonl
 from tests.training.conftest import small_run, stepper_of
 
@@ -152,36 +152,6 @@ def test_entity_f1_of_random_tags_equals_a_plain_computation(names: tuple[str, .
             assert metrics["entity_f1"] == pytest.approx(f1(*told))
         else:
             assert "entity_f1" not in metrics
-
-
-def test_scores_do_not_depend_on_batches(tmp_path: Path, runtime: Runtime) -> None:
-    found = prepared(run_of(tmp_path))
-    run, names, rows = found.config, found.config.task.labels, found.data.eval
-    assert rows is not None
-    model = stepper_of(run, runtime).model.eval()
-    with torch.no_grad():
-        model.language_model.classifier.weight.mul_(40)  # so that all tags are chosen somewhere
-    counts, objective = counts_of(run), found.objective
-    layouts: list[Layout] = [Padded(3, 0, objective), Padded(100, 0, objective), Packed(96, 0, 96, objective)]
-    scored = [score(model, eval_batches(rows, layout), runtime, counts) for layout in layouts]
-    true, chosen = [], []
-    for i in range(len(rows)):
-        (row,) = objective.label(rows, i, 0)
-        logits = model.language_model(torch.from_numpy(row.ids.astype(np.int64))[None]).logits[0, row.at]
-        true.append([names[at] for at in row.targets])
-        chosen.append([names[at] for at in logits.argmax(-1)])
-    flat = [[tag for tags in side for tag in tags] for side in (true, chosen)]
-    assert len(set(flat[1])) > 2
-    expected = {
-        "accuracy": sum(a == b for a, b in zip(*flat, strict=True)) / len(flat[0]),
-        "macro_f1": float(f1_score(*flat, average="macro")),
-        "entity_f1": f1(true, chosen),
-    }
-    for each in scored:
-        assert {key: each[key] for key in expected} == pytest.approx(expected)
-        assert each["eval_loss"] == pytest.approx(scored[0]["eval_loss"], rel=1e-5)
-    sums = score_rows(model, eval_batches(rows, layouts[-1]), runtime, len(rows), counts)
-    assert {key: counts.metrics(sums.sum(axis=0))[key] for key in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,6 @@ def test_stage_of_a_ladder_runs_rungs_until_the_deadline(bench: Bench) -> None:
     assert (bench.folder / "out" / "single_gpu" / "ladder.md").read_text().startswith("# single_gpu")
 
 
-def test_stage_tests_runs_gpu_tier(bench: Bench) -> None:
-    (line,) = stage(bench, "tests", APP_PYTHON=sys.executable)
-    assert line["returncode"] == 0, line
-    assert "skipped" in line["said"]
-
-
 def test_crashed_item_is_reported(tmp_path: Path) -> None:
     code = "import sys; print('before'); sys.exit('out of memory')"
     found = run(Item("a", [sys.executable, "-c", code]), 60, tmp_path / "log")
@@ -122,32 +116,3 @@ def test_wrong_arguments_print_usage(arguments: tuple[str, ...], tmp_path: Path)
     ended = subprocess.run(["bash", SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 2
     assert "gpu_host.sh OUT_DIR STAGE..." in ended.stderr
-
-
-STAND_IN = """#!/usr/bin/env bash
-case "$*" in
-  "-m pip "*) printf 'pip %s\\n' "${*:3}" >>"$CALLS"; while [[ $1 != --target ]]; do shift; done; mkdir -p "$2" ;;
-  *) printf 'stage %s PYTHONPATH=%s\\n' "$3" "$PYTHONPATH" >>"$CALLS" ;;
-esac
-"""
-
-
-def test_wheels_are_unpacked_once(tmp_path: Path) -> None:
-    root, calls, site = tmp_path / "checkout", tmp_path / "calls", tmp_path / "site"
-    (root / "scripts" / "bench").mkdir(parents=True)
-    (root / ".whl").mkdir()
-    for name in ("trl-1.16.0-py3-none-any.whl", "torch-9.0-cp312.whl", "nvidia_cudnn-9.whl", "triton-9.whl"):
-        (root / ".whl" / name).touch()
-    script = root / "scripts" / "bench" / "gpu_host.sh"
-    script.write_text(Path(SCRIPT).read_text())
-    python = tmp_path / "python"
-    python.write_text(STAND_IN)
-    python.chmod(0o755)
-    env = {"PATH": "/usr/bin:/bin", "APP_PYTHON": str(python), "BENCH_SITE": str(site), "CALLS": str(calls)}
-    for _ in range(2):
-        subprocess.run(["bash", str(script), str(tmp_path / "out"), "micro", "ours"], env=env, check=True)
-    first, *stages = calls.read_text().splitlines()
-    assert first.endswith(f"--target {site} .whl/trl-1.16.0-py3-none-any.whl")
-    assert "--no-index" in first
-    assert "--no-deps" in first
-    assert stages == [f"stage {name} PYTHONPATH={root}:{site}" for name in ("micro", "ours")] * 2

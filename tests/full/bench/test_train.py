@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scripts.bench.table import allowed_at, furthest
-from scripts.bench.train import DIFFER, INCOMPLETE, in_turn, split_names, verdict
+from scripts.bench.train import DIFFER, INCOMPLETE, in_turn, verdict
 from tests.bench.test_workload import CONTEST
 from tests.conftest import REPO
 from tests.full.bench.conftest import Bench
@@ -76,14 +76,6 @@ def test_contender_that_does_not_start_is_reported(bench: Bench) -> None:
     assert "not measured: ours:attention=varlen" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    "options", [("--frameworks", "our"), ("--tokens-per-step", "97", "--accumulation", "2"), ("--length", "97")]
-)
-def test_wrong_options_are_refused(options: tuple[str, ...], bench: Bench) -> None:
-    bench.train(*options, code=2)
-    assert not bench.out.exists()
-
-
 def test_parent_process_loads_no_torch() -> None:
     """Its memory would be counted as its children's peak."""
     code = "import sys, scripts.bench.train; sys.exit('torch' in sys.modules)"
@@ -108,10 +100,6 @@ def test_furthest_compares_first_ten_losses() -> None:
     ours, theirs = [1.0] * 12, [1.0] * 10 + [2.0] * 2
     assert furthest({"ours": ours, "plain": theirs}) == {"plain": 0.0}
     assert furthest({"ours": ours, "plain": [*theirs[1:], 1.0]})["plain"] > allowed_at("bf16")
-
-
-def test_split_names_keeps_settings_together() -> None:
-    assert split_names("ours,ours:a=1,b.c=2,plain,ours:d=x") == ["ours", "ours:a=1,b.c=2", "plain", "ours:d=x"]
 
 
 @requires_trl

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tests.command.test_check import facts_in, look, memory_in
+from tests.command.test_check import look, memory_in
 from tests.conftest import RunApp
-from tests.data.small import chat, write_chats
 from tests.harness.runs import Zygote
 
 
@@ -33,17 +32,6 @@ def test_check_memory_that_does_not_fit_exits_with_2(zygote: Zygote, tmp_path: P
     rest = [word for word in words if word.partition("=")[0] not in named]
     code, _, wrong = look(zygote, tmp_path, "memory", *rest, *best.split(), *gpu)
     assert (code, wrong) == (0, ""), "the way in leads in"
-
-
-def test_check_without_arguments_checks_data_and_memory(zygote: Zygote, tmp_path: Path) -> None:
-    write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"))
-    words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={tmp_path / 'cache'}", "model.weights=random")
-    code, _, wrong = look(zygote, tmp_path, *words, "output_dir=look")
-    assert (code, wrong) == (0, "")
-    assert facts_in(tmp_path / "look")["rows"] == 1
-    facts = memory_in(tmp_path / "look")
-    assert (facts["device"], facts["lost_bytes"], facts["bound"]) == ("cpu", 0, None)
-    assert facts["context_bytes"] > 50e6
 
 
 def test_check_cluster_launches_its_processes(run_app: RunApp, tmp_path: Path) -> None:

@@ -60,20 +60,3 @@ def test_resumes_with_the_same_base(zygote: Zygote, tmp_path: Path, words: str) 
         assert ended.code in {0, 75}, ended.stderr
     same_ending(whole, parts)
     assert numbers(whole)
-
-
-# A rate at which a run in another rounding takes the same way: at that of the recipe two such runs part by a tenth.
-GATE = (
-    *("recipe=lora", "precision=fp32", "optimizer.lr=3e-4", "batching.accumulation=4"),
-    *("eval.samples=0", "training.max_steps=30", "launch.threads=1"),
-)
-
-
-def test_loss_on_eight_bits_is_close_to_bf16(zygote: Zygote, tmp_path: Path) -> None:
-    """A third of an epoch of the small model; docs/fp8.md has the whole for fp8."""
-    losses = {}
-    for kind in ("none", "fp8", "int8"):
-        run = tmp_path / kind
-        zygote.run(tmp_path, *GATE, f"quantization={kind}", f"output_dir={run}", code=0)
-        losses[kind] = result(run)["eval_loss"]
-    assert list(losses.values()) == pytest.approx([losses["none"]] * 3, rel=0.01)

@@ -68,20 +68,6 @@ def test_pages_load_nothing_and_fit_phone(tmp_path: Path, dark: bool) -> None:
         assert page["longest"] > shown[name][1] / 3 or name.startswith(("sweep", "check")), name
 
 
-def test_browser_measure_detects_faults(tmp_path: Path) -> None:
-    """A page that does what ours must not."""
-    bad = tmp_path / "bad.html"
-    bad.write_text(
-        "<!doctype html><body style='background:#fff'><p style='color:#aaa'>faint</p><script>console.log('said')"
-        "</script><img src='http://nowhere.invalid/x.png'><div style='width:2000px'>wide</div>"
-    )
-    found, said = looked_at(tmp_path, {"bad": (bad, PHONE)}, dark=False)
-    assert found["bad"]["asked"] == ["http://nowhere.invalid/x.png"]
-    assert found["bad"]["wide"] >= 2000
-    assert found["bad"]["worst"][0] < 2.5
-    assert any("said" in line for line in said)
-
-
 def test_content_security_policy_blocks_script(tmp_path: Path) -> None:
     """As if an element had slipped into a page."""
     page = run_page(made_run(tmp_path / "run", [step(1, 3.0)]))
