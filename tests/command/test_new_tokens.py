@@ -32,9 +32,9 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_new_tokens_are_trained_saved_and_exported(place: Path, zygote: Zygote) -> None:
+def test_new_tokens_are_trained_saved_and_exported(place: Path, quick_zygote: Zygote) -> None:
     rows = "model.architecture.vocab_size=2112"
-    zygote.run(place, *GIVEN, rows, "adapter.train_tokens=new", "output_dir=run", code=0)
+    quick_zygote.run(place, *GIVEN, rows, "adapter.train_tokens=new", "output_dir=run", code=0)
     run = place / "run"
     from transformers import AutoTokenizer
 
@@ -46,10 +46,10 @@ def test_new_tokens_are_trained_saved_and_exported(place: Path, zygote: Zygote) 
     adapter = json.loads((run / "final" / "adapter_config.json").read_text())
     assert all(each == ids for each in adapter["trainable_token_indices"].values())
 
-    zygote.finish(place, "run=run", "prompt=3 and 3?", "max_new_tokens=3", module="app.generate")
-    scored = zygote.finish(place, "run=run", module="app.evaluate")
+    quick_zygote.finish(place, "run=run", "prompt=3 and 3?", "max_new_tokens=3", module="app.generate")
+    scored = quick_zygote.finish(place, "run=run", module="app.evaluate")
     assert "these are the rows that the run held out" in scored.stdout
-    zygote.finish(place, "run=run", "kind=merged", "to=merged", module="app.export")
+    quick_zygote.finish(place, "run=run", "kind=merged", "to=merged", module="app.export")
     assert json.loads((place / "merged" / "export.json").read_text())["passed"]
     assert AutoTokenizer.from_pretrained(str(place / "merged")).convert_tokens_to_ids(list(TEXTS)) == ids
 

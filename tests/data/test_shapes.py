@@ -270,9 +270,10 @@ FILES = [
     Case("no-json.jsonl", b"hello\n" * 5, "none of its first rows can be read; no-json.jsonl:1: column 1"),
     Case("element.json", b"[" + GOOD + b", 7]", "[1]: each row must be a JSON object, this one is a number", (1, 1)),
 ]
+REFUSES = ":2: the chat template refuses the conversation"
 TEMPLATES = [
     Case("two-users.jsonl", said(*ASKED, *ASKED, *ANSWER), 2),
-    Case("two-users.jsonl", said(*ASKED, *ASKED, *ANSWER), ":2: the chat template refuses", (1, 1), kind="gemma"),
+    Case("two-users.jsonl", said(*ASKED, *ASKED, *ANSWER), f"{REFUSES}: roles must alternate", (1, 1), kind="gemma"),
     Case("answer-first.jsonl", said(*ANSWER, *ASKED, *ANSWER), 2),
     Case("no-answer.jsonl", said(*ASKED), ":2: has no assistant message: dataset.train_on=auto", (1, 1)),
     Case("no-messages.jsonl", said() + GOOD * 9, ":2: column 'messages' must be a list of messages, found an", (10, 1)),

@@ -38,20 +38,22 @@ def _base(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
-def test_killed_run_resumes_bit_for_bit_and_is_exported_as_its_whole(kind: str, zygote: Zygote, tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_for_bit_and_is_exported_as_its_whole(
+    kind: str, quick_zygote: Zygote, tmp_path: Path
+) -> None:
     base = _base(kind, tmp_path / "base")
     command = (*_ROWS, "model=folder", f"model.path={base}", "recipe=lora", "training.max_steps=9")
-    whole, killed = killed_and_resumed(zygote, tmp_path, tmp_path, *command, at=[random.randrange(1, 9)])
+    whole, killed = killed_and_resumed(quick_zygote, tmp_path, tmp_path, *command, at=[random.randrange(1, 9)])
     same_ending(whole, killed)
     assert result(whole)["final_metrics"]["eval_loss"] < result(whole)["start_metrics"]["eval_loss"]
-    zygote.run(tmp_path, f"run={killed}", "weights=both", module="app.evaluate", code=0)
-    zygote.run(tmp_path, f"run={killed}", "prompt=Hello", "max_new_tokens=4", module="app.generate", code=0)
+    quick_zygote.run(tmp_path, f"run={killed}", "weights=both", module="app.evaluate", code=0)
+    quick_zygote.run(tmp_path, f"run={killed}", "prompt=Hello", "max_new_tokens=4", module="app.generate", code=0)
 
     # a fresh process compares both with the run's model, by the class that config.json names
-    zygote.run(tmp_path, f"run={killed}", "kind=adapter", "to=adapter", module="app.export", code=0)
+    quick_zygote.run(tmp_path, f"run={killed}", "kind=adapter", "to=adapter", module="app.export", code=0)
     adapted = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
     assert all("language_model" in name for name in adapted)
-    zygote.run(tmp_path, f"run={killed}", "kind=merged", "dtype=fp32", "to=merged", module="app.export", code=0)
+    quick_zygote.run(tmp_path, f"run={killed}", "kind=merged", "dtype=fp32", "to=merged", module="app.export", code=0)
     before, after = (load_file(place / "model.safetensors") for place in (base, tmp_path / "merged"))
     assert before.keys() == after.keys()
     changed = [name for name in before if not before[name].equal(after[name])]
@@ -62,10 +64,10 @@ def test_killed_run_resumes_bit_for_bit_and_is_exported_as_its_whole(kind: str, 
     configs = [json.loads((place / "config.json").read_text()) for place in (base, tmp_path / "merged")]
     assert configs[0]["architectures"] == configs[1]["architectures"] == [configs[0]["architectures"][0]]
     words = (f"run={killed}", "kind=quantized", "quant=int8", "to=quantized")
-    zygote.run(tmp_path, *words, module="app.export", code=0)
+    quick_zygote.run(tmp_path, *words, module="app.export", code=0)
     if kind == "gemma3":
         alone = (f"run={killed}", "kind=merged", "names=text", "dtype=fp32", "to=text")
-        zygote.run(tmp_path, *alone, module="app.export", code=0)
+        quick_zygote.run(tmp_path, *alone, module="app.export", code=0)
         numbers = json.loads((tmp_path / "text" / "config.json").read_text())
         assert (numbers["model_type"], numbers["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
         assert not (tmp_path / "text" / copied).exists()
@@ -106,14 +108,14 @@ def _logits_by_plain_peft(base: BaseModel, final: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe", "gpt_oss"])
 def test_killed_run_of_packed_experts_is_resumed_and_loaded_by_plain_peft(
-    kind: str, zygote: Zygote, tmp_path: Path
+    kind: str, quick_zygote: Zygote, tmp_path: Path
 ) -> None:
     path = _mixture(kind, tmp_path / "base")
     words = ("recipe=qlora", "adapter.experts=true", "adapter.r=4", "task.router_loss=0.01", "training.max_steps=4")
     few = tuple(word for word in _ROWS if not word.startswith(("eval.", "dataset.max_rows", "checkpoint.every")))
     few += ("dataset.max_rows=30", "eval.every=0", "eval.samples=0", "checkpoint.every=1")
     command = (*few, "model=folder", f"model.path={path}", *words)
-    whole, killed = killed_and_resumed(zygote, tmp_path, tmp_path, *command, at=[random.randrange(1, 4)])
+    whole, killed = killed_and_resumed(quick_zygote, tmp_path, tmp_path, *command, at=[random.randrange(1, 4)])
     same_ending(whole, killed)
     assert result(killed)["experts"] == {"total": 8, "untrained": 0}
     lines = metrics(killed)
@@ -126,4 +128,4 @@ def test_killed_run_of_packed_experts_is_resumed_and_loaded_by_plain_peft(
         expected = lm(input_ids=_IDS, use_cache=False).logits
     assert distance(_logits_by_plain_peft(base, killed / "final"), expected) < 1e-5
     export = (f"run={killed}", "kind=merged", "dtype=fp32", "to=merged")
-    zygote.run(tmp_path, *export, module="app.export", code=0)
+    quick_zygote.run(tmp_path, *export, module="app.export", code=0)

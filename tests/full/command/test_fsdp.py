@@ -286,12 +286,12 @@ def test_fsdp_evaluation_and_samples_equal_those_of_one_process(
     assert len({each.read_text() if each.exists() else "" for each in samples}) == 1
 
 
-def test_fsdp_random_base_and_adapter_load_in_peft(zygote: Zygote, tmp_path: Path) -> None:
+def test_fsdp_random_base_and_adapter_load_in_peft(quick_zygote: Zygote, tmp_path: Path) -> None:
     """PEFT loads what comes out, on the base that is kept."""
     command = (*WIDE, *PLAIN, "recipe=lora", "training.max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
-    zygote.run_together(tmp_path, 1, *command, with_rate(1), f"output_dir={one}", code=0)
-    zygote.run_together(tmp_path, 2, *command, FSDP, with_rate(2), f"output_dir={two}", code=0)
+    quick_zygote.run_together(tmp_path, 1, *command, with_rate(1), f"output_dir={one}", code=0)
+    quick_zygote.run_together(tmp_path, 2, *command, FSDP, with_rate(2), f"output_dir={two}", code=0)
     left, right = (load_file(run / "base" / "model.safetensors") for run in (one, two))
     assert left.keys() == right.keys()
     assert all(left[name].equal(right[name]) for name in left)
@@ -301,7 +301,7 @@ def test_fsdp_random_base_and_adapter_load_in_peft(zygote: Zygote, tmp_path: Pat
     ids = torch.arange(3, 40)[None]
     plain = [AutoPeftModelForCausalLM.from_pretrained(str(run / "final"))(ids).logits for run in (one, two)]
     torch.testing.assert_close(plain[1], plain[0], rtol=1e-4, atol=1e-4)
-    zygote.run(tmp_path, f"run={two}", "to=out", "kind=merged", module="app.export", code=0)
+    quick_zygote.run(tmp_path, f"run={two}", "to=out", "kind=merged", module="app.export", code=0)
 
 
 def test_fsdp_final_best_takes_the_best_weights(zygote: Zygote, tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_masked_encoder_learns_and_exports(folder: Path, zygote: Zygote) -> None:
-    ended = zygote.run(folder, *SMALL, "output_dir=run", "training.epochs=6", code=0)
+def test_masked_encoder_learns_and_exports(folder: Path, quick_zygote: Zygote) -> None:
+    ended = quick_zygote.run(folder, *SMALL, "output_dir=run", "training.epochs=6", code=0)
     found = losses(folder / "run")
     assert sum(found[-3:]) < 0.7 * sum(found[:3])
     assert "[MASK]" in (folder / "run" / "samples.jsonl").read_text(), "a sample with its hidden tokens is kept"
@@ -57,13 +57,13 @@ def test_masked_encoder_learns_and_exports(folder: Path, zygote: Zygote) -> None
     assert type(lm).__name__ == "ModernBertForMaskedLM"
     assert tokenizer.mask_token == "[MASK]"
 
-    zygote.finish(folder, "run=run", "to=out", "kind=merged", module="app.export")
+    quick_zygote.finish(folder, "run=run", "to=out", "kind=merged", module="app.export")
     proof = json.loads((folder / "out" / "export.json").read_text())
     assert proof["passed"]
     assert 0 < proof["difference"] < proof["tolerance"]
     assert 'AutoModelForMaskedLM.from_pretrained(here, dtype="auto")' in (folder / "out" / "README.md").read_text()
 
-    refused = zygote.run(folder, "run=run", "prompt=x", module="app.generate", code=2)
+    refused = quick_zygote.run(folder, "run=run", "prompt=x", module="app.generate", code=2)
     assert "it was tuned with task=masked, and such a model writes no text" in refused.stderr
 
 

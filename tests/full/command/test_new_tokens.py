@@ -21,34 +21,34 @@ IDS = torch.tensor([[5, 1536, 70, 1537, 9]])
 PLANNED = 64 << 10  # bytes; of trained rows and their copies pieces are counted apart
 
 
-def test_adapter_of_a_resized_base_resumes_loads_and_goes_on(place: Path, zygote: Zygote) -> None:
+def test_adapter_of_a_resized_base_resumes_loads_and_goes_on(place: Path, quick_zygote: Zygote) -> None:
     words, whole = (*WORDS, *ADAPTER, "recipe=lora"), place / "whole"
-    zygote.finish(place, *words, "output_dir=whole")
-    started = zygote.start(place, *words, "output_dir=killed")
+    quick_zygote.finish(place, *words, "output_dir=whole")
+    started = quick_zygote.start(place, *words, "output_dir=killed")
     started.until(partial(has_reached, place / "killed", 3))
     started.kill()
-    zygote.run(place, *words, "output_dir=killed", "resume=auto", code=0)
+    quick_zygote.run(place, *words, "output_dir=killed", "resume=auto", code=0)
     same_ending(whole, place / "killed")
     as_planned(whole)
-    same_losses_on_a_folder_of_transformers(place, zygote, *words)
+    same_losses_on_a_folder_of_transformers(place, quick_zygote, *words)
 
-    zygote.finish(place, "run=whole", "kind=merged", "dtype=fp32", "to=merged", module="app.export")
+    quick_zygote.finish(place, "run=whole", "kind=merged", "dtype=fp32", "to=merged", module="app.export")
     assert json.loads((place / "merged" / "export.json").read_text())["passed"]
     merged = AutoModelForCausalLM.from_pretrained(place / "merged")
     assert distance(logits(merged), logits(loaded_as_the_card_says(whole / "final"))) <= 1e-5
 
-    zygote.finish(place, *words, "adapter.start=whole", "training.max_steps=1", "output_dir=second")
+    quick_zygote.finish(place, *words, "adapter.start=whole", "training.max_steps=1", "output_dir=second")
     begun = metrics(place / "second")[0]["eval_loss"]
     assert begun == pytest.approx(result(whole)["eval_loss"], rel=1e-6)
     other = [word for word in words if not word.startswith(("model.add_tokens", "adapter.train_tokens"))]
     message = 'Type model.add_tokens=["<call>", "</call>"] adapter.train_tokens=new.'
-    zygote.refused(place, *other, "adapter.start=whole", "output_dir=third", message=message)
+    quick_zygote.refused(place, *other, "adapter.start=whole", "output_dir=third", message=message)
 
 
-def test_adapter_of_a_resized_quantised_base_is_verified(place: Path, zygote: Zygote) -> None:
-    zygote.finish(place, *WORDS, *ADAPTER, "recipe=qlora", "output_dir=whole")
+def test_adapter_of_a_resized_quantised_base_is_verified(place: Path, quick_zygote: Zygote) -> None:
+    quick_zygote.finish(place, *WORDS, *ADAPTER, "recipe=qlora", "output_dir=whole")
     as_planned(place / "whole")
-    exported = zygote.finish(place, "run=whole", "kind=adapter", "to=adapter", module="app.export")
+    exported = quick_zygote.finish(place, "run=whole", "kind=adapter", "to=adapter", module="app.export")
     assert "passed: a fresh process differs by" in exported.stdout
     assert "refuses a vocabulary of other than its base's rows, 1600" in exported.stdout
 

@@ -38,12 +38,12 @@ def read(env: dict[str, str], folder: Path, base: Path | str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", ["adapter", "merged"])
 def test_final_and_export_transformers_4_reads_same_model(
-    what: str, zygote: Zygote, finished: FinishedRuns, tmp_path: Path, app_env: dict[str, str]
+    what: str, quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path, app_env: dict[str, str]
 ) -> None:
     run = finished("lora")
     folder, base = run / "final", run / "base" if what == "adapter" else ""
     if what == "merged":
-        zygote.run(tmp_path, f"run={run}", "to=out", "kind=merged", "dtype=fp32", module="app.export", code=0)
+        quick_zygote.run(tmp_path, f"run={run}", "to=out", "kind=merged", "dtype=fp32", module="app.export", code=0)
         folder = tmp_path / "out"
     plain = {name: value for name, value in app_env.items() if name != "PYTHONPATH"}
     now, before = read(plain, folder, base), read(transformers4.environment(plain), folder, base)

@@ -52,12 +52,12 @@ def answers(code: str, file: Path, questions: list[str], place: Path) -> list[st
     return done.stdout.splitlines()
 
 
-def test_small_model_answers_in_llama_cpp_as_here(zygote: Zygote, tmp_path: Path) -> None:
+def test_small_model_answers_in_llama_cpp_as_here(quick_zygote: Zygote, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     few = ("dataset.max_rows=1200", "dataset.eval_max_rows=16", "eval.samples=0", "launch.threads=1")
-    ended = zygote.run(tmp_path, "training.max_steps=60", f"output_dir={run}", *few)
+    ended = quick_zygote.run(tmp_path, "training.max_steps=60", f"output_dir={run}", *few)
     assert ended.code == 0, ended.stderr
-    ended = zygote.run(tmp_path, f"run={run}", "kind=gguf", f"to={out}", module="app.export")
+    ended = quick_zygote.run(tmp_path, f"run={run}", "kind=gguf", f"to={out}", module="app.export")
     assert ended.code == 0, ended.stdout + ended.stderr
     report = json.loads((out / "export.json").read_text())
     assert report["loss_difference"] < 0.02
@@ -65,7 +65,7 @@ def test_small_model_answers_in_llama_cpp_as_here(zygote: Zygote, tmp_path: Path
     questions = [row[0]["content"] for row in rows if len(row) == 2][::30][:6]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in questions))
     words = (f"run={run}", "prompts=asked.jsonl", "output=said.jsonl")
-    assert zygote.run(tmp_path, *words, module="app.generate").code == 0
+    assert quick_zygote.run(tmp_path, *words, module="app.generate").code == 0
     ours = [json.loads(line)["answer"] for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     guide = (REPO / "docs" / "serving.md").read_text()
     code = guide.partition("```python\n# ask.py\n")[2].partition("```")[0]
