@@ -106,6 +106,16 @@ def test_message_weights_survive_truncation(tmp_path: Path) -> None:
     assert plain.content_hashes.tolist() == unweighted.content_hashes.tolist()
 
 
+def test_message_weights_of_chosen_rows_are_theirs(tmp_path: Path) -> None:
+    rows = prepared(tmp_path, [TALK, chat(*LONG)]).train
+    chosen = TokenRows.concat([rows, rows]).select([3, 2, 0])
+    weights = [None if found is None else found.tolist() for found in map(chosen.weights, range(3))]
+    assert weights[0] is None
+    assert weights[1] == weights[2] == list(rows.weights(0))  # type: ignore[arg-type]
+    assert chosen.num_weighted == 2
+    assert chosen.label_weight == pytest.approx(2 * sum(weights[1] or ()) + rows.loss_mask(1).sum())
+
+
 def test_message_weights_distinguish_duplicates(tmp_path: Path) -> None:
     other = [TALK[0], {**TALK[1], "weight": 0.4}, *TALK[2:]]
     data = prepared(tmp_path, [TALK, other, TALK, chat(*LONG)], deduplicate=True)

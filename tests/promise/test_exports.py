@@ -1,7 +1,7 @@
 """A quantisation and a kind of export of a test, as one entry in each table of their kind."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,26 @@ class CoarseExport(NumpyExport):
         return rounded
 
 
+# what another program would say of it, and why it fails
+SPOILT: list[tuple[Callable[[Reloaded, float], Reloaded], str | None]] = [
+    (lambda found, _: found._replace(ids=[each + 1 for each in found.ids]), "it reads other tokens in row 0 of those"),
+    (lambda found, loss: found._replace(logits=None, loss=1.5 * loss), None),
+    (lambda found, _: found._replace(logits=None, loss=float("nan")), None),
+]
+
+
+def spoilt(spoil: Callable[[Reloaded, float], Reloaded]) -> type[Any]:
+    """An export whose reload is changed."""
+
+    def reload(self: NumpyExport, folder: Path, reference: Reference) -> Reloaded:
+        found = NumpyExport.reload(self, folder, reference)
+        assert isinstance(found, Reloaded)
+        assert found.loss is not None
+        return spoil(found, found.loss)
+
+    return type("Spoilt", (NumpyExport,), {"reload": reload})
+
+
 def test_export_passes_by_its_own_reload_alone(toys: Toys, run: Path) -> None:
     add_export(toys, NumpyExport)
     report = exported(toys, run, "numpy")
@@ -145,6 +165,11 @@ def test_export_passes_by_its_own_reload_alone(toys: Toys, run: Path) -> None:
     assert "weights.npz" in report["files"]
     add_export(toys, CoarseExport)
     assert not exported(toys, run, "coarse")["passed"]
+    for at, (spoil, why) in enumerate(SPOILT):
+        add_export(toys, spoilt(spoil))
+        report = exported(toys, run, f"spoilt-{at}")
+        assert not report["passed"]
+        assert why is None or report["failure"].startswith(why)
     unread = type("Unread", (NumpyExport,), {"reload": lambda *_: "no program reads it"})
     add_export(toys, unread)
     assert exported(toys, run, "unread")["failure"] == "no program reads it"
