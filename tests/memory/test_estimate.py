@@ -19,16 +19,9 @@ def extrapolated_and_exact(*overrides: str) -> tuple[MemoryPlan, MemoryPlan]:
     return plan_memory(run, shape), plan_memory(run, shape, exact=True)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("recipe=full", "training.recompute=5", "training.offload=true", "precision=bf16"),
-        ("recipe=lora", "training.recompute=4", "precision=bf16"),
-    ],
-    ids=" ".join,
-)
-def test_extrapolated_plan_equals_trace_of_all_layers(words: tuple[str, ...]) -> None:
-    check_extrapolated(*words)
+def test_extrapolated_plan_equals_trace_of_all_layers() -> None:
+    """Other recipes in tests/full/memory/test_estimate.py."""
+    check_extrapolated("recipe=full", "training.recompute=5", "training.offload=true", "precision=bf16")
 
 
 def check_extrapolated(*words: str) -> None:
