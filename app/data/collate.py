@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class Units:
 class Padded:
     """Each row by itself, padded to the longest of its micro-batch."""
 
+    unit_name: ClassVar[str] = "rows"
     rows: int  # of the data, in a micro-batch
     pad_id: int
     objective: Objective = NEXT_TOKEN
@@ -50,10 +51,6 @@ class Padded:
     @property
     def units_per_batch(self) -> int:
         return self.rows
-
-    @property
-    def unit_name(self) -> str:
-        return "rows"
 
     def units(
         self,
@@ -77,18 +74,12 @@ class Padded:
 class Packed:
     """Bins of `tokens`, filled best-fit over all rows; one bin is one micro-batch."""
 
+    unit_name: ClassVar[str] = "bins"
+    units_per_batch: ClassVar[int] = 1  # a longer bin does what more bins would
     tokens: int
     pad_id: int
     max_length: int  # no row has more tokens; at most `tokens`
     objective: Objective = NEXT_TOKEN
-
-    @property
-    def units_per_batch(self) -> int:
-        return 1  # a longer bin does what more bins would
-
-    @property
-    def unit_name(self) -> str:
-        return "bins"
 
     def units(self, rows: TokenRows, order: NDArray[np.int64], shuffle: np.random.Generator | None = None) -> Units:
         """Pack rows into bins in `order`; `shuffle` swaps rows between bins and keeps the number of bins."""

@@ -39,10 +39,6 @@ def _instruction(row: Row, columns: Columns) -> Conversation:
     return read_conversation([*earlier, *_pair(question, text(row, columns.output))], row, columns)
 
 
-def _question_answer(row: Row, columns: Columns) -> Conversation:
-    return read_conversation(_pair(text(row, columns.question), text(row, columns.answer)), row, columns)
-
-
 def _history(found: Any, column: str | None) -> list[Message]:
     """Earlier turns, `[[question, answer], ...]`."""
     if found is None:
@@ -95,14 +91,6 @@ def _plain_answer(prompt: str, found: str, column: str) -> Document:
     return Document(prompt + answer, completion_start=len(prompt))
 
 
-def _document(row: Row, columns: Columns) -> Document:
-    return Document(_nonempty(row, columns.text))
-
-
-def _labelled_text(row: Row, columns: Columns) -> Example:
-    return Example(_nonempty(row, columns.text), _label(row, columns.label))
-
-
 def _text_pair(row: Row, columns: Columns) -> Example:
     return Example(_nonempty(row, columns.sentence1), _label(row, columns.label), _nonempty(row, columns.sentence2))
 
@@ -123,11 +111,7 @@ def _tagged_words(row: Row, columns: Columns) -> Example:
     if odd:
         what = "empty" if words[odd[0]] == "" else repr(words[odd[0]])[:40]
         raise RowProblem(f"column {columns.tokens!r} must hold words, found {what} at place {odd[0]}")
-    try:
-        label = tags_as_text(tags)
-    except RowProblem as problem:
-        raise RowProblem(f"column {columns.tags!r} {problem}") from None
-    return words_with_tags(words, label)
+    return words_with_tags(words, _label(row, columns.tags, tags_as_text))
 
 
 def words_with_tags(words: Sequence[str], label: str = "[]") -> Example:
@@ -144,10 +128,10 @@ def _nonempty(row: Row, column: str) -> str:
     return found
 
 
-def _label(row: Row, column: str) -> str:
+def _label(row: Row, column: str, read: Callable[[Any], str] = as_text) -> str:
     """The label as text; whether it is one that the task learns is known when all rows are."""
     try:
-        return as_text(value(row, column))
+        return read(value(row, column))
     except RowProblem as problem:
         raise RowProblem(f"column {column!r} {problem}") from None
 
@@ -156,11 +140,13 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
     "messages": conversations.messages,
     "sharegpt": conversations.sharegpt,
     "instruction": _instruction,
-    "question_answer": _question_answer,
+    "question_answer": lambda row, names: read_conversation(
+        _pair(text(row, names.question), text(row, names.answer)), row, names
+    ),
     "prompt_completion": _prompt_completion,
     "chat_completion": conversations.chat_completion,
-    "text": _document,
-    "labelled_text": _labelled_text,
+    "text": lambda row, names: Document(_nonempty(row, names.text)),
+    "labelled_text": lambda row, names: Example(_nonempty(row, names.text), _label(row, names.label)),
     "text_pair": _text_pair,
     "tagged_words": _tagged_words,
     "preference": conversations.preference,

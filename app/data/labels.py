@@ -69,11 +69,6 @@ def tags_as_text(found: list[Any]) -> str:
     return as_text(found)
 
 
-def first_tags(label: str, number: int) -> str:
-    """The label of so many first words."""
-    return json.dumps(parts_of(label)[:number], ensure_ascii=False)
-
-
 def parts_of(label: str) -> list[str]:
     """The parts of a label that is a list; the label itself, where it is none."""
     if not label.startswith("["):
@@ -130,22 +125,6 @@ def _number_problem(label: str) -> str:
     return ""
 
 
-def _each_of(label: str, classes: Sequence[str]) -> NDArray[Any]:
-    return np.array([classes.index(part) for part in parts_of(label)], np.int32)
-
-
-def _one_of(label: str, classes: Sequence[str]) -> NDArray[Any]:
-    return np.array([classes.index(label)], np.int32)
-
-
-def _some_of(label: str, classes: Sequence[str]) -> NDArray[Any]:
-    return np.isin(np.array(classes, object), parts_of(label)).astype(np.float32)[None]
-
-
-def _numbers(label: str, _classes: Sequence[str]) -> NDArray[Any]:
-    return np.array([[float(part) for part in parts_of(label)]], np.float32)
-
-
 def _outputs(label: str) -> Sequence[str]:
     """Names of the numbers of a row."""
     count = len(parts_of(label))
@@ -177,16 +156,29 @@ def class_weights(labelling: str, classes: Sequence[str], counts: Mapping[str, i
 
 
 LABELLINGS: dict[str, Labelling] = {
-    "single": Labelling(lambda label: (label,), _one_of, _single_problem, _of_equal_sums),
+    "single": Labelling(
+        lambda label: (label,),
+        lambda label, classes: np.array([classes.index(label)], np.int32),
+        _single_problem,
+        _of_equal_sums,
+    ),
     "multi": Labelling(
         lambda label: tuple(dict.fromkeys(parts_of(label))),
-        _some_of,
+        lambda label, classes: np.isin(np.array(classes, object), parts_of(label)).astype(np.float32)[None],
         partial(_parts_problem, fraction=_FRACTION_OF_SEVERAL),
         _against_absence,
         weighs_answers=False,
     ),
     "tokens": Labelling(
-        parts_of, _each_of, partial(_parts_problem, fraction="a tag is a name or a whole number"), _of_equal_sums
+        parts_of,
+        lambda label, classes: np.array([classes.index(part) for part in parts_of(label)], np.int32),
+        partial(_parts_problem, fraction="a tag is a name or a whole number"),
+        _of_equal_sums,
     ),
-    "regression": Labelling(_outputs, _numbers, _number_problem, named=False),
+    "regression": Labelling(
+        _outputs,
+        lambda label, _classes: np.array([[float(part) for part in parts_of(label)]], np.float32),
+        _number_problem,
+        named=False,
+    ),
 }

@@ -37,36 +37,32 @@ class LabelledTokens:
 class Objective(Protocol):
     """What is asked of the rows of a task."""
 
-    documents_per_row: ClassVar[int]
-    over_documents: ClassVar[bool]  # whether the loss is a function of whole documents, not a sum over labels
-    marked: ClassVar[str]  # what people read of the marked tokens of a row
+    documents_per_row: ClassVar[int] = 1
+    over_documents: ClassVar[bool] = False  # whether the loss is a function of whole documents, not a sum over labels
+    marked: ClassVar[str] = "to be predicted"  # what people read of the marked tokens of a row
 
     @property
     def bidirectional(self) -> bool:
         """Whether tokens attend to those after them."""
+        return False
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
         """The documents of row i with their labels, a pure function of seed, epoch and row."""
 
     def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
         """For people: how much each token of row i counts in the loss, and what is predicted beside its tokens."""
+        weights = rows.weights(i)
+        return (rows.loss_mask(i).astype(np.float32) if weights is None else weights), ""
 
 
 @dataclass(frozen=True, slots=True)
-class NextToken:
+class NextToken(Objective):
     """Every state predicts the token after it, where the loss mask has that one."""
 
-    documents_per_row: ClassVar[int] = 1
-    over_documents: ClassVar[bool] = False
-    marked: ClassVar[str] = "to be predicted"
     bidirectional: bool = False
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
         return (label_next_tokens(rows.ids(i), rows.loss_mask(i), rows.weights(i)),)
-
-    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
-        weights = rows.weights(i)
-        return (rows.loss_mask(i).astype(np.float32) if weights is None else weights), ""
 
 
 NEXT_TOKEN = NextToken()
@@ -81,11 +77,9 @@ def label_next_tokens(
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedTokens:
+class MaskedTokens(Objective):
     """A share of each row's tokens, drawn anew in each epoch, is masked and predicted where it stood."""
 
-    documents_per_row: ClassVar[int] = 1
-    over_documents: ClassVar[bool] = False
     marked: ClassVar[str] = "hidden in the first epoch, to be predicted"
     share: float
     mask_id: int
@@ -129,17 +123,14 @@ class MaskedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Classification:
+class Classification(Objective):
     """One state predicts class or numbers: the first if the model is bidirectional, else the last that is no padding.
 
     Models of transformers look for that one too.
     """
 
-    documents_per_row: ClassVar[int] = 1
-    over_documents: ClassVar[bool] = False
-    marked: ClassVar[str] = "to be predicted"
     names: tuple[str, ...]
-    bidirectional: bool
+    bidirectional: bool = field()  # not the default of an objective
     pad_id: int | None
     labelling: str = "single"
     weights: tuple[float, ...] = ()  # of an answer by its class; (): all 1
@@ -150,16 +141,13 @@ class Classification:
         return (LabelledTokens(rows.ids(i), self.at(rows, i), targets, weights, second_start=rows.second_start(i)),)
 
     def at(self, rows: TokenRows, i: int) -> NDArray[np.int64]:
-        """The states that predict."""
-        return np.array([0 if self.bidirectional else self.last(rows.ids(i))])
+        """The states that predict; the first where all tokens are padding."""
+        ids = rows.ids(i)
+        real = np.flatnonzero(ids != self.pad_id) if self.pad_id is not None else np.arange(len(ids))
+        return np.array([0 if self.bidirectional or not len(real) else real[-1]])
 
     def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
         return np.zeros(len(rows.ids(i)), np.float32), ", ".join(parts_of(rows.class_of(i))) or "none"
-
-    def last(self, ids: NDArray[np.int32]) -> int:
-        """Index of the last token that is no padding; 0 where all are."""
-        real = np.flatnonzero(ids != self.pad_id) if self.pad_id is not None else np.arange(len(ids))
-        return int(real[-1]) if len(real) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +164,12 @@ class WordTags(Classification):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparisons:
+class Comparisons(Objective):
     """Each row is a wanted and an unwanted answer, two documents whose log-probabilities are compared."""
 
     documents_per_row: ClassVar[int] = 2
     over_documents: ClassVar[bool] = True
     marked: ClassVar[str] = "the wanted answer, then the unwanted one"
-    bidirectional: bool = False
     reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by its row's hash
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
@@ -193,18 +180,13 @@ class Comparisons:
         known = self.reference[int(rows.content_hashes[i])]
         return tuple(replace(side, values=(value,)) for side, value in zip(sides, known, strict=True))
 
-    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
-        return rows.loss_mask(i).astype(np.float32), ""
-
 
 @dataclass(frozen=True, slots=True)
-class LabelledAnswers:
+class LabelledAnswers(Objective):
     """Each row is one answer that is wanted or not; beside it goes a mismatched one, which tells how far all moved."""
 
-    documents_per_row: ClassVar[int] = 1
     over_documents: ClassVar[bool] = True
     marked: ClassVar[str] = "the answer, true where it is wanted"
-    bidirectional: bool = False
     reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by the hash of a row, mismatched or not
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn

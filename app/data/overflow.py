@@ -1,5 +1,6 @@
 """Samples longer than `dataset.max_length`: every policy counts what it does; nothing is cut silently."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from app.config.row_formats import ROW_FORMATS
 from app.data.data_report import Counts
-from app.data.labels import first_tags
+from app.data.labels import parts_of
 from app.data.tokenizer import Tokens
 
 
@@ -57,10 +58,6 @@ def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: Coun
     return [Tokens(np.concatenate(ids), np.concatenate(masks), second_start=len(ids[0]))]
 
 
-def _drop(_sample: Tokens, _max_length: int) -> list[Tokens]:
-    return []
-
-
 def _truncate(sample: Tokens, max_length: int) -> list[Tokens]:
     """Keep the beginning; nothing, if all that is trained comes after the cut. An example keeps its special tokens."""
     if sample.text_ids is not None:
@@ -93,11 +90,12 @@ def _truncate_example(sample: Tokens, text_ids: np.ndarray, max_length: int) -> 
     second, mask = sample.second_start, sample.loss_mask[stays]
     if sample.loss_mask.any() and not mask.any():
         return []
+    first_tags = json.dumps(parts_of(str(sample.label))[: int(mask.sum())], ensure_ascii=False)
     kept = replace(
         sample,
         ids=sample.ids[stays],
         loss_mask=mask,
-        label=first_tags(str(sample.label), int(mask.sum())) if mask.any() else sample.label,
+        label=first_tags if mask.any() else sample.label,
         text_ids=text_ids[stays],
         second_start=int(stays[:second].sum()) if second >= 0 else second,
     )
@@ -112,4 +110,8 @@ def _kept_lengths(lengths: list[int], available: int) -> list[int]:
     return [short, long] if lengths[0] <= lengths[1] else [long, short]
 
 
-POLICIES: dict[str, Callable[[Tokens, int], list[Tokens]]] = {"truncate": _truncate, "drop": _drop, "split": _split}
+POLICIES: dict[str, Callable[[Tokens, int], list[Tokens]]] = {
+    "truncate": _truncate,
+    "drop": lambda _sample, _max_length: [],
+    "split": _split,
+}

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,21 +31,16 @@ class Repository:
         return str(where)
 
 
-class _answered:  # noqa: N801
-    """Within it, what the hub or the network refuses is a message with a remedy."""
+@contextmanager
+def _answered(name: str, remedy: str) -> Iterator[None]:
+    """Turn what the hub or the network refuses into a message with a remedy."""
+    from httpx import HTTPError
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    def __init__(self, name: str, remedy: str) -> None:
-        self._name, self._remedy = name, remedy
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: Any, fault: BaseException | None, _trace: Any) -> None:
-        from httpx import HTTPError
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-        if isinstance(fault, OfflineModeIsEnabled | HfHubHTTPError | HTTPError | ConnectionError):
-            raise EnvironmentProblem(f"push={self._name}: {gist(fault)}. {self._remedy}.") from fault
+    try:
+        yield
+    except (OfflineModeIsEnabled, HfHubHTTPError, HTTPError, ConnectionError) as fault:
+        raise EnvironmentProblem(f"push={name}: {gist(fault)}. {remedy}.") from fault
 
 
 def repository(name: str, *, private: bool) -> Repository:

@@ -68,11 +68,6 @@ class Export(ABC):
         return self.evaluation.sections(tuned=True)
 
     @property
-    def config_folder(self) -> Path:
-        """Folder with config.json of a whole model; that of a classifier's adapter, with its classes, is final/."""
-        return self.final if (self.final / "config.json").is_file() else Path(self.sections.model.path)
-
-    @property
     @abstractmethod
     def copied(self) -> dict[str, Path]:
         """Files that are exported as they are, by their names in the export."""
@@ -195,7 +190,9 @@ class MergedExport(Export):
         else:
             rows = self.sections.model.vocab_size
             resized = {} if rows is None else {"vocab_size": rows}
-            config = merged_config(self.config_folder, self.config.dtype)
+            # final/ has that of a whole model, and of a classifier's adapter with its classes
+            place = self.final if (self.final / "config.json").is_file() else Path(self.sections.model.path)
+            config = merged_config(place, self.config.dtype)
             write_json_unflushed(folder / "config.json", config | resized)
         add_transformers_4_keys(folder, type(self.evaluation.base.on_meta().config))
         return self.merge.write(folder, self.config.shard_gb * 1e9)
