@@ -29,8 +29,8 @@ def named_like(words: Sequence[str], paths: Sequence[str]) -> str:
 
 
 def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The format of a question and its answer that reads context, history and system among the `others`, and the
-    columns that are called otherwise than its fields; no format where two inputs need one place.
+    """The format of a question and its answer that reads context, history and system among the `others`, and its
+    columns; no format where two inputs need one place.
     """
     inputs = [path for path in others if named_like(_MORE, [path])]
     if len(inputs) > 1:
@@ -40,7 +40,7 @@ def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, di
     if more or history:
         fmt, fields = "instruction", ("instruction", "output")
     chosen = {fields[0]: asks, fields[1]: answers, "input": more, "history": history, "system": system}
-    return fmt, {name: path for name, path in chosen.items() if path not in ("", name)}
+    return fmt, {name: path for name, path in chosen.items() if path}
 
 
 def is_history(found: Any) -> bool:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import ROW_FORMATS, TAGGED_FORMATS
@@ -28,6 +27,20 @@ class ColumnSet:
     format: str
     columns: Mapping[str, str]  # by field, where the column is called otherwise than the field
     others: frozenset[str] = field(default=frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A format, and the columns that it would read."""
+
+    format: str
+    columns: tuple[str, ...]
+    fits: int  # rows that have these columns
+    renamed: Mapping[str, str] = field(default_factory=dict)  # fields of dataset.columns, called otherwise
+
+    def reason(self, count: int) -> str:
+        holds = ROW_FORMATS[self.format].holds
+        return f"{self.fits} of the first {count} rows hold {holds} in {', '.join(self.columns)}"
 
 
 COLUMN_SETS = (
@@ -60,10 +73,8 @@ COLUMN_SETS = (
 )
 
 
-def known_sets(
-    rows: Sequence[Row], columns: Columns, formats: Iterable[str], least: float
-) -> Iterator[tuple[ColumnSet, tuple[str, ...], int]]:
-    """The sets that the columns of `rows` are as a whole, the columns read, and how many rows hold text in them."""
+def known_sets(rows: Sequence[Row], columns: Columns, formats: Iterable[str], least: float) -> Iterator[Candidate]:
+    """The sets that the columns of `rows` are as a whole."""
     names = {str(name) for row in rows for name in row}
     for each in COLUMN_SETS:
         shape = ROW_FORMATS[each.format]
@@ -73,19 +84,20 @@ def known_sets(
         also = {getattr(columns, field) for field in shape.may if field not in each.columns}
         if is_named or each.format not in formats or not needed <= names:
             continue
-        has = _has_list if each.format in TAGGED_FORMATS else _has_text
+        kind = list if each.format in TAGGED_FORMATS else str
         spare = names - needed - also - each.others - _ABOUT_A_ROW
         if all(_is_short(rows, name) for name in spare):
             fits = sum(
-                all(has(row, path, may_be_null=field in shape.may) for field, path in read.items()) for row in rows
+                all(_has(row, path, kind, may_be_null=field in shape.may) for field, path in read.items())
+                for row in rows
             )
             if fits >= least * len(rows):
-                yield each, tuple(read.values()), fits
+                yield Candidate(each.format, tuple(read.values()), fits, each.columns)
 
 
 def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
     """Command that reads these rows; empty where no name says which column asks or answers."""
-    paths = [path for path in _text_paths(rows[0]) if sum(_has_text(row, path) for row in rows) / len(rows) >= least]
+    paths = [path for path in _text_paths(rows[0]) if sum(_has(row, path) for row in rows) / len(rows) >= least]
     starred = next((path.partition(EVERY_ELEMENT)[0] for path in paths if EVERY_ELEMENT in path), "")
     paths = [path for path in paths if EVERY_ELEMENT not in path or path.partition(EVERY_ELEMENT)[0] == starred]
     if "labelled_text" in formats:
@@ -121,8 +133,8 @@ def _for_labels(config: DatasetConfig, key: str, rows: Sequence[Row], texts: Seq
     label = next((name for name in others if name not in _ABOUT_A_ROW), "")
     if not text or not label:
         return ""
-    chosen = {name: path for name, path in {"text": text, "label": label}.items() if path != name}
-    return f"If {label} is the label of {text}, type: {command('labelled_text', chosen, config, key)}"
+    words = command("labelled_text", {"text": text, "label": label}, config, key)
+    return f"If {label} is the label of {text}, type: {words}"
 
 
 def _text_paths(row: Row) -> Iterator[str]:
@@ -136,26 +148,19 @@ def _text_paths(row: Row) -> Iterator[str]:
             yield from (f"{name}.{key}" for key, inner in found.items() if isinstance(inner, str))
         elif isinstance(found, list) and found and isinstance(found[0], str):
             yield f"{name}{EVERY_ELEMENT}"
-        elif isinstance(found, list) and found and isinstance(found[0], dict) and not _is_judged(found[0]):
+        elif isinstance(found, list) and found and isinstance(found[0], dict):
+            if any(isinstance(inner, bool) for inner in found[0].values()):
+                continue  # which says that some elements are not to be learnt
             yield from (f"{name}{EVERY_ELEMENT}.{key}" for key, inner in found[0].items() if isinstance(inner, str))
 
 
-def _is_judged(element: Mapping[str, Any]) -> bool:
-    """Whether true or false in it says that some elements are not to be learnt."""
-    return any(isinstance(inner, bool) for inner in element.values())
-
-
-def _has_text(row: Row, path: str, *, may_be_null: bool = False) -> bool:
+def _has(row: Row, path: str, kind: type = str, *, may_be_null: bool = False) -> bool:
     head, _, inner = path.partition(EVERY_ELEMENT)
     found = value(row, head)
     if EVERY_ELEMENT in path:
         parts = [value({"*": each}, f"*{inner}") for each in found] if isinstance(found, list) else []
         return bool(parts) and all(isinstance(part, str) for part in parts)
-    return isinstance(found, str) or (may_be_null and found is None)
-
-
-def _has_list(row: Row, path: str, *, may_be_null: bool) -> bool:
-    return isinstance(value(row, path), list) or (may_be_null and value(row, path) is None)
+    return isinstance(found, kind) or (may_be_null and found is None)
 
 
 def _is_prose(rows: Sequence[Row], path: str) -> bool:

@@ -69,7 +69,7 @@ def optional_text(row: Row, path: str | None) -> str:
 
 def typed(key: str, fmt: str, columns: Mapping[str, str]) -> str:
     """The words to type that choose a format and its columns in the section `key`."""
-    return " ".join([f"{key}.format={fmt}", *_settings(key, {f"columns.{name}": at for name, at in columns.items()})])
+    return " ".join([f"{key}.format={fmt}", *_settings(key, _renamed(columns))])
 
 
 def command(
@@ -86,12 +86,15 @@ def command(
         return " ".join([typed(key, fmt, columns), *last])
     given = {name: getattr(config, name) for name in _SOURCE} if config else {"path": "FILE"}
     source = {name: found for name, found in given.items() if found not in (None, "train")}
-    renamed = {f"columns.{name}": path for name, path in columns.items()}
     task = ["task=classification"] if fmt in LABELLED_FORMATS else []
     task += ["task=tokens"] if fmt in TAGGED_FORMATS else []
     task += ROW_FORMATS[fmt].learnt_by[:1] if fmt in ROW_FORMATS else ()
-    words = [*task, f"dataset={fmt}", *_settings(key, {**source, **renamed}), *last]
+    words = [*task, f"dataset={fmt}", *_settings(key, {**source, **_renamed(columns)}), *last]
     return " ".join(["python -m app.check data", *words])
+
+
+def _renamed(columns: Mapping[str, str]) -> dict[str, str]:
+    return {f"columns.{name}": path for name, path in columns.items() if path != name}
 
 
 def _settings(key: str, values: Mapping[str, str]) -> Iterator[str]:

@@ -1,14 +1,14 @@
 """`dataset.format=auto`: which format the first rows have, and why; an error where none or several fit."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import islice
 from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import ROW_FORMATS, TAGGED_FORMATS
-from app.data.column_sets import known_sets, suggestion
+from app.data.column_sets import Candidate, known_sets, suggestion
 from app.data.columns import ABSENT, command, has, typed, value, wanted_rows
 from app.data.sources import Source, eval_source, train_source
 from app.data.types import Broken, Row, escaped, kind_of
@@ -19,23 +19,6 @@ from app.safe_text import listed
 INSPECTED_ROWS = 200
 _MIN_FITTING_SHARE = 0.9  # of the inspected rows; a bad row is reported when it is read
 _NEW_LINE = "\n    "
-
-_LABEL = "label"  # the field that need not hold text
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A format, and the columns that it would read."""
-
-    format: str
-    columns: tuple[str, ...]
-    fits: int  # rows that have these columns
-    renamed: Mapping[str, str] = field(default_factory=dict)  # fields of dataset.columns, called otherwise
-
-    def reason(self, count: int) -> str:
-        return (
-            f"{self.fits} of the first {count} rows hold {ROW_FORMATS[self.format].holds} in {', '.join(self.columns)}"
-        )
 
 
 def detect_formats(
@@ -92,10 +75,8 @@ def detect_format(config: DatasetConfig, source: Source, key: str, formats: Sequ
     problems = [each for row in rows if (each := unsupported_column(row, formats[0], config.columns, config))]
     if len(problems) > (1 - _MIN_FITTING_SHARE) * len(rows):
         raise DataError(f"{named}: in {len(problems)} of the first {len(rows)} rows, {problems[0]}")
-    fitting = _fitting(rows, config.columns, formats) or [
-        _Candidate(each.format, read, fits, each.columns)
-        for each, read, fits in known_sets(rows, config.columns, formats, _MIN_FITTING_SHARE)
-    ]
+    fitting = _fitting(rows, config.columns, formats)
+    fitting = fitting or [*known_sets(rows, config.columns, formats, _MIN_FITTING_SHARE)]
     if not fitting:
         raise DataError(_NEW_LINE.join(map(escaped, _unknown(named, key, rows, config, formats))))
     if len(fitting) > 1:
@@ -119,29 +100,29 @@ def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[R
     return rows
 
 
-def _fitting(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> list[_Candidate]:
+def _fitting(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> list[Candidate]:
     """The ways to read these rows. A column that has its usual name in one of them is not renamed for another."""
     found = [each for each in _candidates(rows, columns, formats) if each.fits >= _MIN_FITTING_SHARE * len(rows)]
     taken = {name for each in found if not each.renamed for name in each.columns}
     return [each for each in found if not each.renamed or each.columns[0] not in taken]
 
 
-def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> Iterator[_Candidate]:
+def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> Iterator[Candidate]:
     for fmt in formats:
         shape = ROW_FORMATS[fmt]
         names = tuple(getattr(columns, field) for field in shape.needs)
         there = dict(zip(shape.needs, names, strict=True))
         fits = sum(all(_fits(fmt, value(row, name), field) for field, name in there.items()) for row in rows)
-        yield _Candidate(fmt, names, fits)
+        yield Candidate(fmt, names, fits)
         if shape.any_column and fits < _MIN_FITTING_SHARE * len(rows):
             for name in (name for name in _names(rows) if name != names[0]):
                 fits = sum(_fits(fmt, row.get(name)) for row in rows)
-                yield _Candidate(fmt, (name,), fits, {shape.needs[0]: name})
+                yield Candidate(fmt, (name,), fits, {shape.needs[0]: name})
 
 
 def _fits(fmt: str, found: Any, field: str = "") -> bool:
     """Whether a column that the format needs may hold `found`. Labels are checked when the row is read."""
-    if field == _LABEL:
+    if field == "label":
         return found is not ABSENT and found is not None
     keys = ROW_FORMATS[fmt].message
     if fmt in TAGGED_FORMATS:
@@ -159,7 +140,7 @@ def _is_message(keys: Sequence[str], each: Any) -> bool:
     return keys[0] in given and not given.isdisjoint(keys[1:])
 
 
-def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
+def _note(found: Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
     given = [name for field in ROW_FORMATS[found.format].may if (name := getattr(columns, field))]
     may = [name for name in given if name not in found.columns and any(has(row, name) for row in rows)]
     also = f"; also read: {listed(may)}" if may else ""

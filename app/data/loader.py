@@ -73,7 +73,7 @@ class Loader:
 
     def with_most_rows(self) -> Batch:
         """The micro-batch with the most rows that an epoch can have."""
-        return _with_most_rows(self._rows, self._layout, self._order_of(0)[0])
+        return batch_with_most_rows(self._rows, self._layout, self._order_of(0)[0])
 
     def first_epoch(self) -> Iterator[Batch]:
         """The micro-batches of the first epoch in its order, the same for all processes."""
@@ -115,12 +115,9 @@ def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int 
         yield replace(batch, samples=tuple(int(i) for unit in chosen for i in unit))
 
 
-def batch_with_most_rows(rows: TokenRows, layout: Layout) -> Batch:
-    """The micro-batch with the most rows."""
-    return _with_most_rows(rows, layout, layout.units(rows, np.arange(len(rows))))
-
-
-def _with_most_rows(rows: TokenRows, layout: Layout, units: Units) -> Batch:
+def batch_with_most_rows(rows: TokenRows, layout: Layout, units: Units | None = None) -> Batch:
+    """The micro-batch with the most rows; without `units` of those in the order of the rows."""
+    units = units or layout.units(rows, np.arange(len(rows)))
     counts = np.diff(units.starts, append=len(units.order))
     most = np.argsort(-counts, kind="stable")[: layout.units_per_batch]
     return layout.batch(rows, [units[int(i)] for i in most], units.max_documents, epoch=0)

@@ -37,7 +37,7 @@ from app.data.types import (
 )
 from app.errors import ConfigError
 
-_WeightedSpan = tuple[Span, float]  # characters, and the loss weight of their tokens
+_Turn = tuple[str, Span]  # the conversation up to and with a turn, and what is trained of it
 _Pattern = tuple[tuple[str, ...], tuple[int, ...]]  # roles, and which messages are trained
 _MAX_PATTERNS = 4096
 # An empty thought, as templates write it for a model that is not to think; the prompt may have opened it already.
@@ -54,13 +54,6 @@ class RenderedRow:
     shortened: int = 0  # trained answers of which the template leaves out a part
     empty: tuple[str, ...] = ()  # columns or roles without text
     marked: int = 0  # messages with the text of a special token
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    text: str  # the conversation up to and with this turn
-    span: Span
-    weight: float
 
 
 class Renderer:
@@ -137,13 +130,12 @@ class Renderer:
         text, spans = skeleton.fill(rendered.messages) if skeleton else ("", [])
         if text != whole:
             return None
-        weights = [content.weights.get(index, 1.0) for index in pattern[1]]
-        return RenderedRow([_with_spans(text, list(zip(spans, weights, strict=True)))])
+        return RenderedRow([_with_spans(text, spans, [content.weights.get(index, 1.0) for index in pattern[1]])])
 
     def _skeleton(self, roles: Sequence[str], trained: Sequence[int]) -> Skeleton | None:
         rendered = RenderedConversation(self._tokenizer, placeholders(roles))
         try:
-            spans = [self._turn(rendered, index, 1.0).span for index in trained]
+            spans = [self._turn(rendered, index)[1] for index in trained]
             if _unseen(rendered) or not all(map(_only_adds, repeat(rendered), trained, spans)):
                 return None
         except (RowProblem, ConfigError):  # a template may refuse the placeholders, or fail at them
@@ -153,16 +145,17 @@ class Renderer:
     def _from_prefixes(self, rendered: RenderedConversation, content: Conversation) -> RenderedRow:
         whole, unseen = rendered.whole, _unseen(rendered)
         if self._train_on == "all":
-            return RenderedRow([_with_spans(whole, _all_but_untrained(rendered, content))], unseen=unseen)
+            return RenderedRow([_with_spans(whole, *_all_but_untrained(rendered, content))], unseen=unseen)
         indices = self._trained(content)
-        turns = [self._turn(rendered, index, content.weights.get(index, 1.0)) for index in indices]
-        messages = [rendered.messages[index] for index in indices]
-        cut = sum(not _is_whole(message, turn.text) for message, turn in zip(messages, turns, strict=True))
-        if all(whole.startswith(turn.text[: turn.span[1]]) for turn in turns):  # what follows a turn does not matter
-            spans = [(turn.span, turn.weight) for turn in turns]
-            return RenderedRow([_with_spans(whole, spans)], unseen=unseen, shortened=cut)
-        kept = turns if self._on_unstable == "expand" else turns[-1:]
-        samples = [_with_spans(turn.text, [(turn.span, turn.weight)]) for turn in kept]
+        turns = [self._turn(rendered, index) for index in indices]
+        weights = [content.weights.get(index, 1.0) for index in indices]
+        cut = sum(not _is_whole(rendered.messages[at], text) for at, (text, _) in zip(indices, turns, strict=True))
+        if all(whole.startswith(text[:end]) for text, (_, end) in turns):  # what follows a turn does not matter
+            return RenderedRow([_with_spans(whole, [span for _, span in turns], weights)], unseen=unseen, shortened=cut)
+        kept = slice(None) if self._on_unstable == "expand" else slice(-1, None)
+        samples = [
+            _with_spans(text, [span], [weight]) for (text, span), weight in zip(turns[kept], weights[kept], strict=True)
+        ]
         return RenderedRow(samples, unstable=True, unseen=unseen, shortened=cut)
 
     def _trained(self, content: Conversation) -> list[int]:
@@ -191,7 +184,7 @@ class Renderer:
             )
         return kept
 
-    def _turn(self, rendered: RenderedConversation, index: int, weight: float) -> _Turn:
+    def _turn(self, rendered: RenderedConversation, index: int) -> _Turn:
         through = rendered.prefix(index + 1)
         start = _start(rendered, index, through)
         if start is None:
@@ -202,8 +195,7 @@ class Renderer:
         text = self._without_final_eos(rendered, index, through)
         if self._thinking == "mask":
             start += _written_thought(rendered.messages[index], text[start:])
-        span = start, max(start, len(text.rstrip()))  # white space after the end is no answer
-        return _Turn(text, span, weight)
+        return text, (start, max(start, len(text.rstrip())))  # white space after the end is no answer
 
     def _without_final_eos(self, rendered: RenderedConversation, index: int, through: str) -> str:
         """Drop the token that closes a whole conversation, where the turn has an end of its own and is not the last."""
@@ -286,15 +278,14 @@ def _is_whole(message: Message, text: str) -> bool:
     return True
 
 
-def _with_spans(text: str, spans: Sequence[_WeightedSpan]) -> RenderedText:
+def _with_spans(text: str, spans: Sequence[Span], weights: Sequence[float]) -> RenderedText:
     """Weights are only given where one is not 1."""
-    weights = tuple(weight for _, weight in spans)
-    return RenderedText(text, tuple(span for span, _ in spans), False, weights if {*weights} - {1.0} else ())
+    return RenderedText(text, tuple(spans), False, tuple(weights) if {*weights} - {1.0} else ())
 
 
-def _all_but_untrained(rendered: RenderedConversation, content: Conversation) -> list[_WeightedSpan]:
-    """Spans of everything but the messages that are taken out, each with its weight."""
-    spans: list[_WeightedSpan] = []
+def _all_but_untrained(rendered: RenderedConversation, content: Conversation) -> tuple[list[Span], list[float]]:
+    """Spans of everything but the messages that are taken out, and their weights."""
+    spans: list[tuple[Span, float]] = []
     start = 0
     untrained = {index: 0.0 for index, trained in content.trained.items() if not trained}
     for index, weight in sorted({**content.weights, **untrained}.items()):
@@ -309,7 +300,8 @@ def _all_but_untrained(rendered: RenderedConversation, content: Conversation) ->
         spans += [((start, len(before)), 1.0), ((len(before), len(through)), weight)]
         start = len(through)
     spans.append(((start, len(rendered.whole)), 1.0))
-    return [((first, end), weight) for (first, end), weight in spans if end > first and weight]
+    kept = [(span, weight) for span, weight in spans if span[1] > span[0] and weight]
+    return [span for span, _ in kept], [weight for _, weight in kept]
 
 
 def _unseen(rendered: RenderedConversation) -> int:

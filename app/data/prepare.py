@@ -81,10 +81,8 @@ def prepare(
         chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, config, known=replace(labels, classes=known))
         report.shared = int(np.isin(chosen.ids_hashes, pool.rows.ids_hashes).sum())
         data = _with_epoch(pool, chosen, report)
-    elif config.eval_fraction > 0:
-        data = _hold_out(pool, config, report)
     else:
-        data = _with_epoch(pool, None, report)
+        data = _hold_out(pool, config, report)
     report.notes += _class_notes(known, data.train) if LABELLINGS[labelling].named else _number_notes(data.train)
     return replace(data, classes=known)
 

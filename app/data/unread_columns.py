@@ -38,7 +38,7 @@ def is_missed(config: DatasetConfig, name: str, found: Any, samples: Sequence[Re
 def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterator[str]:
     """Reasons why a run stops at the columns that are not read of the source with this section."""
     fmt, missed, rows = config.format, counts.missed, counts.rows_kept + counts.rows_lost
-    renamed = _renamed(fmt, config.columns)
+    columns = _columns_of(fmt, config.columns)
     inputs = [name for name, number in missed.items() if name in INPUTS and 2 * number > rows]
     if inputs and fmt not in WITHOUT_ANSWERS:
         places = {name: "input" if counts.missed_chars[name] and name != "system" else name for name in inputs}
@@ -47,7 +47,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
         counted = ", ".join(f"{name} ({missed[name]:,} of {rows:,} rows)" for name in inputs)
         yield (
             f"not read, though the answers may need it: {counted}. To read it, {how}\n"
-            f"    To train without it, type: {command(fmt, renamed, config, key, inputs)}"
+            f"    To train without it, type: {command(fmt, columns, config, key, inputs)}"
         )
     for name, number in missed.items():
         if name in JUDGING and number == counts.unread_columns.get(name):
@@ -55,7 +55,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
             yield (
                 f"column {name!r} is 0 or 1 in {number:,} of {rows:,} rows, which judges the answers as wrong"
                 " or right (preference data, as for KTO), and all of them would be learnt. Make rows of the right ones"
-                f" alone: {right}\n    If it judges nothing, type: {command(fmt, renamed, config, key, [name])}"
+                f" alone: {right}\n    If it judges nothing, type: {command(fmt, columns, config, key, [name])}"
             )
 
 
@@ -63,7 +63,7 @@ def _with_inputs(fmt: str, columns: Columns, places: Mapping[str, str]) -> tuple
     """The format and columns that read the columns of `places`, each in its field of `instruction`, besides what `fmt`
     reads; None where two need one place.
     """
-    read, names, fields = _renamed(fmt, columns), list(places), list(places.values())
+    read, names, fields = _columns_of(fmt, columns), list(places), list(places.values())
     if fmt in _PAIRS:
         asks, answers = (getattr(columns, field) for field in _PAIRS[fmt])
         read |= {"instruction": asks, "output": answers, **({"history": "null"} if "history" in names else {})}
@@ -73,10 +73,8 @@ def _with_inputs(fmt: str, columns: Columns, places: Mapping[str, str]) -> tuple
     if len({*fields}) < len(names):
         return None
     read |= dict(zip(fields, names, strict=True))
-    return fmt, {field: path for field, path in read.items() if field in fields_of(fmt) and path != field}
+    return fmt, {field: path for field, path in read.items() if field in fields_of(fmt)}
 
 
-def _renamed(fmt: str, columns: Columns) -> dict[str, str]:
-    """The columns of a format that are called otherwise than its fields."""
-    names = {field: getattr(columns, field) for field in fields_of(fmt)}
-    return {field: "null" if path is None else path for field, path in names.items() if path != field}
+def _columns_of(fmt: str, columns: Columns) -> dict[str, str]:
+    return {field: getattr(columns, field) or "null" for field in fields_of(fmt)}

@@ -132,8 +132,7 @@ def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
         taken_out = ", ".join(f".{name}" for name in (chosen, *unwanted))
         return f"jq -c '.{talk} += {more} | del({taken_out})' OLD.jsonl > NEW.jsonl"
     fmt, columns = _columns_of_wanted(row, chosen, talk, names)
-    renamed = {name: path for name, path in columns.items() if path != name}
-    return command(fmt, renamed, config, leave_out=unwanted) if fmt else ""
+    return command(fmt, columns, config, leave_out=unwanted) if fmt else ""
 
 
 def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -> tuple[str, dict[str, str]]:
