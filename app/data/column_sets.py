@@ -6,8 +6,19 @@ from dataclasses import dataclass, field
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import ROW_FORMATS, TAGGED_FORMATS
-from app.data.column_names import ANSWERING, ASKING, INPUTS, JUDGING, is_history, is_prose, named_like, pair_format
-from app.data.columns import EVERY_ELEMENT, command, value
+from app.data.columns import (
+    ANSWERING,
+    ASKING,
+    EVERY_ELEMENT,
+    INPUTS,
+    JUDGING,
+    command,
+    is_history,
+    is_prose,
+    named_like,
+    pair_format,
+    value,
+)
 from app.data.types import Row
 
 _ABOUT_A_ROW = frozenset(

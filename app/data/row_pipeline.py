@@ -23,7 +23,7 @@ from app.data.sources import Source
 from app.data.token_cache import RowWriter
 from app.data.token_dataset import digest
 from app.data.tokenizer import Encoder, Tokenizer, Tokens
-from app.data.types import Broken, Content, Conversation, Document, Located, RenderedText, Row, RowProblem
+from app.data.types import Broken, Content, Conversation, Document, Located, RenderedText, Row, RowProblem, sides_of
 from app.data.unread_columns import is_missed
 from app.errors import DataError
 
@@ -141,8 +141,8 @@ class _Pipeline:
     def _count_unread(self, row: Row, content: Content, rendered: RenderedRow) -> None:
         """Count columns that are not read, and keys of messages that the template does not name."""
         columns = self._config.columns
-        is_chat = isinstance(content, Conversation)
-        read = {*self._read_columns, tools_column(row, columns) or ""} if is_chat else self._read_columns
+        chats = [each for each in sides_of(content) if isinstance(each, Conversation)]
+        read = {*self._read_columns, tools_column(row, columns) or ""} if chats else self._read_columns
         for name in unread(row, read):
             count_name(self._counts.unread_columns, name)
             found = value(row, name)
@@ -153,12 +153,12 @@ class _Pipeline:
             marker = _FOREIGN_MARKER.search(content.text, 0, _MAX_MARKER_CHARS)
             if marker:
                 count_name(self._counts.foreign_markers, marker.group().strip())
-        if not isinstance(content, Conversation):
-            return
         names = self._renderer.names
-        for key in (key for message in content.messages for key in message if not names.reads_key(key)):
-            count_name(self._counts.unread_keys, key)
-        for name in (name for name in content.options if not names.reads_option(name)):
+        for at, chat in enumerate(chats):
+            messages = chat.messages[chat.completion_start if at else 0 :]  # two answers follow the same prompt
+            for key in (key for message in messages for key in message if not names.reads_key(key)):
+                count_name(self._counts.unread_keys, key)
+        for name in (name for name in (chats[0].options if chats else ()) if not names.reads_option(name)):
             count_name(self._counts.unread_columns, f"{columns.chat_template_kwargs}.{name}")
 
     def _write_row(self, location: str, row: RenderedRow, samples: Sequence[Tokens]) -> None:

@@ -101,6 +101,13 @@ class Judged:
 Content = Conversation | Document | Example | Comparison | Judged
 
 
+def sides_of(content: Content) -> tuple[Conversation | Document | Example, ...]:
+    """Both answers of a comparison, the wanted one first; else the content, or the answer, alone."""
+    if isinstance(content, Comparison):
+        return content.chosen, content.rejected
+    return (content.answer if isinstance(content, Judged) else content,)
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedText:
     """One sample before tokenisation, with its loss mask as character spans."""

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import WITHOUT_ANSWERS
-from app.data.column_names import INPUTS, JUDGING, is_history, is_prose
-from app.data.columns import command
+from app.data.columns import INPUTS, JUDGING, command, is_history, is_prose
 from app.data.formats import fields_of
 from app.data.types import RenderedText
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.column_names import ASKING, INPUTS, JUDGING, is_history, named_like, pair_format
-from app.data.columns import command
+from app.data.columns import ASKING, INPUTS, JUDGING, command, is_history, named_like, pair_format
 from app.data.conversations import SPEAKERS
-from app.data.types import Comparison, Content, Conversation, Document, Example, Judged, Row, RowProblem
+from app.data.types import Content, Conversation, Document, Example, Row, RowProblem, sides_of
 
 _MEDIA_COLUMN = re.compile(r"(image|video|audio)s?(_?(path|url|file|bytes)s?)?", re.IGNORECASE)
 # As LLaVA, LLaMA-Factory, Qwen-VL, Llama 3.2, Phi and Gemma write them. A tag that is closed, or quoted, is of HTML.
@@ -65,21 +64,15 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
 
 def refuse_media(content: Content) -> None:
     """RowProblem if a text has the placeholder of an image, a video or audio, or a message holds one."""
-    if isinstance(content, Comparison):
-        refuse_media(content.chosen)
-        refuse_media(content.rejected)
-        return
-    if isinstance(content, Judged):
-        refuse_media(content.answer)
-        return
-    for where, text in _texts(content):
-        found = "<" in text and _PLACEHOLDER.search(text)
-        if found:
-            raise RowProblem(_of_media(f"{where}the placeholder {found.group()}"))
-    for index, message in enumerate(content.messages if isinstance(content, Conversation) else ()):
-        for key, inner in message.items():
-            if _is_media(key, inner):
-                raise RowProblem(_of_media(f"message {index}: {key!r}"))
+    for side in sides_of(content):
+        for where, text in _texts(side):
+            found = "<" in text and _PLACEHOLDER.search(text)
+            if found:
+                raise RowProblem(_of_media(f"{where}the placeholder {found.group()}"))
+        for index, message in enumerate(side.messages if isinstance(side, Conversation) else ()):
+            for key, inner in message.items():
+                if _is_media(key, inner):
+                    raise RowProblem(_of_media(f"message {index}: {key!r}"))
 
 
 def _is_media(name: str, found: Any) -> bool:

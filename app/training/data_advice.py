@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from app.config.dataset import trains_answers
 from app.data import length_statistics
-from app.data.column_names import INPUTS
+from app.data.columns import INPUTS
 from app.data.data_report import MAX_DROPPED_SHARE, MAX_EVAL_FRACTION, MIN_EVAL_ROWS, eval_remedy
 from app.data.overflow import policy_for
 from app.data.sources import train_source

@@ -121,6 +121,17 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(tmp_path: Path) -> Non
     assert next(len(each.ids) for each in Comparisons().label(cut.train, 0, epoch=0)) == 200
 
 
+def test_keys_of_messages_that_no_template_reads_are_told(tmp_path: Path) -> None:
+    asked = [{**QUESTION[0], "mood": "x"}]
+    row: dict[str, Any] = {"prompt": asked, "chosen": {**YES, "mood": "x"}, "rejected": NO}
+    row["functions"] = [{"name": "rain"}]
+    counts = read(write_jsonl(tmp_path / "a.jsonl", [row])).report.train
+    assert (counts.unread_keys, counts.unread_columns) == ({"mood": 2}, {})
+    row = {"prompt": asked, "completion": YES, "label": True, "chat_template_kwargs": {"mood": 1}}
+    counts = read(write_jsonl(tmp_path / "b.jsonl", [row]), "preference_label").report.train
+    assert (counts.unread_keys, counts.unread_columns) == ({"mood": 1}, {"chat_template_kwargs.mood": 1})
+
+
 def test_answers_to_one_prompt_stay_in_one_split(tmp_path: Path) -> None:
     rows = [{"prompt": f"Hi {at % 20}", "chosen": f"yes {at}", "rejected": "no"} for at in range(200)]
     data = read(write_jsonl(tmp_path / "a.jsonl", rows), eval_fraction=0.3)
