@@ -18,10 +18,11 @@ from app.distributed.environment import world
 from app.distributed.fsdp import MeshSizes, mesh_sizes_of
 from app.memory import cuda_ops
 from app.memory.meta_model import MetaModel
-from app.memory.phases import MEMORY_KINDS, PHASES
+from app.memory.phases import BEGIN, MEMORY_KINDS, PHASES
 from app.memory.shape import Shape
-from app.memory.trace import Numbers, TraceSettings, trace
+from app.memory.trace import MOMENTS, Numbers, TraceSettings, trace
 from app.model.attention import register, register_kernel
+from app.model.lora_inits import MAX_MOMENT_BYTES, OF_INPUTS
 from app.model.structure import BaseModel
 from app.training.choices import Choices, choose_precision, recomputed_layers, sections_of
 from app.training.memory import Predicted
@@ -68,7 +69,8 @@ class Estimate:
         name = register(choices.attention)
         if on_gpu and choices.attention != OWN:
             name = register_kernel(partial(cuda_ops.attention, choices.attention), cuda_ops.ATTENTION)
-        self._settings = TraceSettings(run, shape, evaluated, on_gpu, mesh_sizes)
+        begins = run.adapter.init in OF_INPUTS and not steps_only and mesh_sizes is None
+        self._settings = TraceSettings(run, shape, evaluated, on_gpu, mesh_sizes, begins)
         self._meta_model = MetaModel(sections_of(run, choices), name)
         self._traces: dict[tuple[int, int], Numbers] = {}
         self.layers = self._meta_model.depth
@@ -119,6 +121,10 @@ def _plan(shape: Shape, numbers: Mapping[tuple[str, ...], int], *, exact: bool, 
         for phase in PHASES
         if any(name[0] == phase for name in numbers)
     }
+    if BEGIN in anatomies:
+        (total, left, decomposition), begin = (numbers[name] for name in MOMENTS), anatomies[BEGIN]
+        moments = min(total, max(MAX_MOMENT_BYTES, left) + left)
+        begin["temporary"] = moments + max(decomposition, begin["temporary"])
     phases = {phase: sum(sizes.values()) for phase, sizes in anatomies.items()}
     where = max(phases, key=phases.__getitem__)
     return MemoryPlan(

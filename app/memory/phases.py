@@ -25,6 +25,7 @@ MEMORY_KINDS = (
     "loss_head",  # logits and their gradients
 )
 
+BEGIN = "init of the adapter"  # from the inputs of its layers
 EMBEDDINGS = "forward, embeddings"  # only with sharding, which gathers embeddings and head in it
 FORWARD, HEAD, HEAD_BACKWARD, CLIP, OPTIMIZER = "forward", "head", "backward of the head", "clip", "optimizer"
 SAVE, EVALUATION = "save", "evaluation"
@@ -38,7 +39,7 @@ BACKWARD_SECOND = "backward, second layer"
 BACKWARD_FIRST = "backward, first layer"
 BACKWARD_BETWEEN = "backward, layers between"
 PHASES = (  # in order of execution
-    *(EMBEDDINGS, FORWARD, HEAD, HEAD_BACKWARD),
+    *(BEGIN, EMBEDDINGS, FORWARD, HEAD, HEAD_BACKWARD),
     *(BACKWARD_LAST, BACKWARD_SECOND_LAST, BACKWARD_SECOND_STORED, BACKWARD_FIRST_STORED, BACKWARD_BETWEEN),
     *(BACKWARD_LAST_RECOMPUTED, BACKWARD_SECOND_LAST_RECOMPUTED, BACKWARD_SECOND, BACKWARD_FIRST),
     *(CLIP, OPTIMIZER, SAVE, EVALUATION),

@@ -19,12 +19,13 @@ from app.memory.cuda_ops import CudaAutocast, PagedStates
 from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, materialise
 from app.memory.flops import StepFlops
 from app.memory.meta_model import MetaModel
-from app.memory.phases import BACKWARD_BETWEEN, EVALUATION, HOST, PERSISTENT_KINDS, SAVE, peaks, register_phases
+from app.memory.phases import BACKWARD_BETWEEN, BEGIN, EVALUATION, HOST, PERSISTENT_KINDS, SAVE, peaks, register_phases
 from app.memory.shape import Shape
 from app.model import losses
 from app.model.activation_checkpointing import HostOffload, repeated_layers
 from app.model.build import assemble
 from app.model.kernels import as_on_gpu
+from app.model.lora_inits import moment_bytes
 from app.optim.stochastic_rounding import ordinary
 from app.training.setup import stepper_of
 from app.training.storage_counter import StorageCounter, kept_tensors
@@ -36,6 +37,7 @@ _SINGLE_PROCESS = Runtime(
 
 # Totals by name, and bytes at the peak of each phase by phase and kind
 Numbers = dict[tuple[str, ...], int]
+MOMENTS = (("moments",), ("left to the next group",), ("decomposition",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class TraceSettings:
     evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
     mesh_sizes: MeshSizes | None = None  # None: the model is not sharded
+    begins: bool = False  # whether the adapter begins with the inputs of its layers
 
     @property
     def passes(self) -> int:
@@ -101,13 +104,14 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
         register_phases(stepper, counter, step_flops, recomputed, offloads=host is not None)
         if settings.on_gpu:
             modes.enter_context(CudaAutocast())
-        gradients = _count(stepper, counter, step_flops, [batch] * settings.passes, evaluated)
+        gradients = _count(stepper, counter, step_flops, [batch] * settings.passes, evaluated, begins=settings.begins)
     gradient_kind = HOST if settings.shards_on_host else "gradients"
     kinds = counter.kinds | dict.fromkeys(gradients, gradient_kind)
     return {
         **_bytes(counter, kinds, paged.host_bytes),
         ("offloaded",): 0 if host is None else host.bytes,
         **{(name,): count for name, count in step_flops.totals(settings.passes).items()},
+        **(dict(zip(MOMENTS, moment_bytes(run.adapter.init, network), strict=True)) if settings.begins else {}),
     }
 
 
@@ -129,9 +133,17 @@ def _counter(settings: TraceSettings, stepper: Stepper, batches: list[Batch]) ->
 
 
 def _count(
-    stepper: Stepper, counter: StorageCounter, step_flops: StepFlops, batches: list[Batch], evaluated: Batch | None
+    stepper: Stepper,
+    counter: StorageCounter,
+    step_flops: StepFlops,
+    batches: list[Batch],
+    evaluated: Batch | None,
+    *,
+    begins: bool,
 ) -> list[int]:
-    """Run the step, a save and an evaluation; returns the serials of the gradients' storages."""
+    """Run the step, a save, an evaluation and a pass before the first step; returns the serials of the gradients'
+    storages.
+    """
     with step_flops.mode, counter:
         result = stepper.run(batches, lr=1e-4)
     counter.enter(SAVE)
@@ -142,6 +154,12 @@ def _count(
         counter.enter(EVALUATION)
         with counter:
             stepper.model.eval().scores(evaluated)
+    if begins:
+        stepper.forget_gradients()
+        stepper.model.use_linear_head(None)  # which is compared later
+        counter.enter(BEGIN)
+        with counter:
+            stepper.model.eval().scores(batches[0])
     del result  # a run reads its tensors after the step, so they stay allocated until here
     return [serial for serial in gradients if serial is not None]
 
@@ -157,6 +175,7 @@ def _bytes(counter: StorageCounter, kinds: dict[int, str], paged_bytes: int) -> 
         for phase, sizes_by_kind in peaks(counter.events, counter.phases, kinds).items()
         if phase != BACKWARD_BETWEEN  # never the largest phase, and missing in traces of few layers
         for kind, size in sizes_by_kind.items()
+        if phase != BEGIN or kind not in ("gradients", "optimizer_states")  # there are none yet
     }
     return {**at_peaks, ("kept",): kept, ("host",): paged_bytes + on_host}
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from app.batch import Batch
 from app.model.quantization import is_conv1d, weight_of
 
-LATE = ("eva", "corda", "loftq")
+OF_INPUTS = ("eva", "corda")
+LATE = (*OF_INPUTS, "loftq")
 Rows = Callable[[], Iterable[Batch]]  # micro-batches of a run's rows, from the first one on
 Lost = Callable[[], Iterable[tuple[str, Tensor]]]  # by layers of the base: weights less what is packed of them
 
@@ -46,6 +47,19 @@ def begin(init: str, model: Any, rows: Rows, lost: Lost) -> str:
     return (
         f"adapter.init={mode}: from the inputs of {sum(each.num_tokens for each in batches):,} tokens of the run's rows"
     )
+
+
+def moment_bytes(init: str, network: nn.Module) -> tuple[int, int, int]:
+    """Bytes of the moments of all layers, of what is left of a group beside the next one, and of what a decomposition
+    takes.
+    """
+    layers = list(_adapted_layers(network).values())
+    sizes = [4 * layer.in_features**2 for layer in layers]
+    if init == "eva":
+        return sum(sizes), max(sizes), 0
+    halves = sum(4 * each.r["default"] * (each.in_features + each.out_features) for each in layers)
+    copies = max(4 * (2 * each.out_features + each.in_features) * each.in_features for each in layers)
+    return sum(sizes), max(sizes) + halves, copies + halves
 
 
 def _adapted_layers(network: nn.Module) -> dict[str, Any]:
@@ -83,6 +97,7 @@ def input_moments(model: Any, layers: Sequence[Any], batches: Iterable[Batch]) -
         for handle in handles:
             handle.remove()
         yield from zip(group, sums, strict=True)
+        sums.clear()  # before those of the next group are made
     model.train(training)
 
 

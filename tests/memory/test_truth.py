@@ -3,12 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from app.memory.estimate import plan_memory
-from app.memory.phases import EVALUATION
-from tests.memory.truth import ANSWERS, EXPERTS, PACKED, PADDED, counted_peak, counted_peaks, small_run
+from app.memory.phases import BEGIN, EVALUATION
+from app.model import lora_inits
+from app.model.build import build_training_model
+from app.training.choices import Choices, sections_of
+from app.training.storage_counter import StorageCounter, kept_tensors
+from tests.memory.truth import ANSWERS, EXPERTS, PACKED, PADDED, batch_of, counted_peak, counted_peaks, small_run
 
-NEAR = 4096
+CPU, NEAR = torch.device("cpu"), 4096
 BF16 = ("precision=bf16", "precision.trained=bf16")
 IN_BACKWARD = ("optimizer.in_backward=true", "training.clip=0")
 EMBEDDING_STATES = ("optimizer=paged_adamw_8bit", "optimizer.embedding_states=32bit")
@@ -61,6 +66,22 @@ def test_plan_of_several_micro_batches_and_of_evaluation_equals_counted() -> Non
     in_step, in_evaluation = counted_peaks(run, shape)
     assert abs(plan.peak_bytes - in_step) <= NEAR
     assert abs(plan.phases[EVALUATION] - in_evaluation) <= NEAR
+
+
+def test_plan_of_the_init_from_inputs_is_near_the_counted_bytes() -> None:
+    """Beside base and adapter: moments of all layers, and one pass without gradients."""
+    run = small_run("recipe=lora", "adapter.init=corda", "adapter.fused=false")
+    sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
+    model, batch, counter = build_training_model(sections, CPU, 0, "nowhere"), batch_of(PACKED), StorageCounter("cpu")
+    for kind, tensors in kept_tensors(model, None).items():
+        counter.hold(kind, tensors)
+    counter.ignore(batch.tensors)
+    with counter:
+        lora_inits.begin("corda", model, lambda: [batch], list)
+    assert lora_inits.moment_bytes("corda", model.network)[0] < counter.peak
+    plan = plan_memory(run, PACKED, "cpu")
+    assert abs(plan.phases[BEGIN] - counter.peak) <= NEAR
+    assert BEGIN not in plan_memory(run, PACKED, "cpu", steps_only=True).phases
 
 
 def test_plan_of_bf16_weights_and_steps_in_backward_saves_bytes() -> None:
