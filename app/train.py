@@ -23,13 +23,7 @@ from app.config.overrides import is_sweep, split_arguments
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.failures import end_as_one_of_several, fail_as_one_of_several, quiet_connections, reporting_crashes
-from app.distributed.launch import (
-    launched_resume_command,
-    launched_run,
-    processes_to_start,
-    require_named_folder,
-    train_in_processes,
-)
+from app.distributed.launch import launched_run, processes_to_start, require_named_folder, train_in_processes
 from app.errors import AppError, refuse
 from app.signals import CTRL_C, Stopped, ending_on_signals
 from app.tracking.console import Console, open_console
@@ -141,7 +135,7 @@ def main() -> None:
 def _dispatch(arguments: list[str]) -> None:
     given = launched_run()
     if given is not None:
-        sys.exit(train(given, launched_resume_command()))
+        sys.exit(train(*given))
     if print_help_or_version(arguments, help_text):
         return
     if is_sweep(arguments):

@@ -145,10 +145,6 @@ class FailureFlag:
 
         threading.Thread(target=self._watch, args=(launcher,), name="failure flag", daemon=True).start()
 
-    def wait_until_connected(self) -> None:
-        """Return when the thread of `watch` reads the environment no more, once the processes have met."""
-        _CONNECTED.wait(AGENT_SECONDS)
-
     def raise_first(self, code: int, text: str, *, has_met: bool) -> _Raised | None:
         """Raise the flag; where another process was first, return what that one raised."""
         _ENDING.set()
@@ -169,10 +165,6 @@ class FailureFlag:
         end = time.monotonic() + UNMET_CONNECT_SECONDS
         while self._hosted.add(f"{self._key}/read", 0) < world().size and time.monotonic() < end:
             time.sleep(POLL_SECONDS / 5)
-
-    def stop_watching(self) -> None:
-        """Stop watching, before an orderly end."""
-        _ENDING.set()
 
     def _store_at_failure(self, *, has_met: bool) -> "TCPStore":
         """Connect to the store. Without a launcher process 0 holds it, since the meeting or, before that, from here."""
@@ -211,6 +203,16 @@ class FailureFlag:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def wait_until_connected() -> None:
+    """Return when the thread of `watch` reads the environment no more, once the processes have met."""
+    _CONNECTED.wait(AGENT_SECONDS)
+
+
+def stop_watching() -> None:
+    """End the thread of `watch`, before an orderly end."""
+    _ENDING.set()
 
 
 def _has_agent_store() -> bool:

@@ -11,12 +11,12 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
-from app.config.load import read_run
 from app.config.schema import LaunchConfig, RunConfig
-from app.config.yaml_files import to_yaml
+from app.config.validate import parse_section
+from app.config.yaml_files import read_yaml, to_yaml
 from app.distributed.environment import world
 from app.distributed.failures import FOLDER, Failure, failure_message, quiet_connections, read_failure, root_cause
 from app.errors import ConfigError
@@ -25,32 +25,23 @@ from app.signals import CODES, NOTHING_TO_SAVE, Stopped, stop_signals
 MAX_RESTARTS = 3  # of a run that needs smaller parts
 MAX_DEPTH = 20  # of splits: a million parts
 _SAVED_CODES = frozenset(CODES.values())  # the processes have printed all there is to say
-_RUN_FILE, _RESUME_FILE = "run.yaml", "resume.txt"
 
 
 # ---- in a process that was started
 
 
-def launched_run() -> RunConfig | None:
-    """The run that our launcher started this process for."""
+def launched_run() -> tuple[RunConfig, str] | None:
+    """The run that our launcher started this process for, and the command that continues it."""
     if FOLDER not in os.environ:
         return None
-    with _read_once(_RUN_FILE) as file:
-        return read_run(file)
+    file = _start_file(os.environ[FOLDER], world().rank)
+    start = read_yaml(file)
+    file.unlink()  # it may have secrets, and would stay after a kill of the launcher
+    return parse_section(RunConfig, start["run"]), start["resume_command"]
 
 
-def launched_resume_command() -> str:
-    """Command that continues that run; the launcher alone knows it."""
-    with _read_once(_RESUME_FILE) as file:
-        return file.read_text()
-
-
-@contextlib.contextmanager
-def _read_once(name: str) -> Iterator[Path]:
-    """The copy of a file that is for this process; it may have secrets, and would stay after a kill of the launcher."""
-    file = Path(os.environ[FOLDER]) / f"{world().rank}-{name}"
-    yield file
-    file.unlink()
+def _start_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"start-{rank}.yaml"
 
 
 def require_named_folder(overrides: Sequence[str]) -> None:
@@ -110,7 +101,7 @@ def train_in_processes(count: int, run: RunConfig, resume_command: str, depth_fi
     """
     for restarts_left in range(MAX_RESTARTS, -1, -1):
         before = read_depth(depth_file)
-        code = launch(count, ["-m", "app.train"], {_RUN_FILE: to_yaml(asdict(run)), _RESUME_FILE: resume_command})
+        code = launch(count, ["-m", "app.train"], {"run": asdict(run), "resume_command": resume_command})
         depth = read_depth(depth_file)
         if depth <= before or not restarts_left:
             break
@@ -125,17 +116,19 @@ def read_depth(file: Path) -> int:
     return min(int(text[:9]), MAX_DEPTH) if text.isdecimal() else 0
 
 
-def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None = None) -> int:
-    """`python program` in `count` processes; returns the exit code of the first that failed, else 0."""
+def launch(count: int, program: Sequence[str], start: Mapping[str, Any] = MappingProxyType({})) -> int:
+    """`python program` in `count` processes; returns the exit code of the first that failed, else 0.
+
+    `start`: what `launched_run` reads in each of them.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     quiet_connections()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we print the one message
     with tempfile.TemporaryDirectory(prefix="app-launch-") as name, forwarding_signals() as received:
-        for file, text in (files or {}).items():
-            for rank in range(count):
-                (Path(name) / f"{rank}-{file}").write_text(text)
+        for rank in range(count):
+            _start_file(name, rank).write_text(to_yaml(start))
         os.environ[FOLDER] = name
         try:
             elastic_launch(elastic_config(count, name), sys.executable)("-u", *program)

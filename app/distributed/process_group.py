@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from app.config.schema import LaunchConfig, ParallelConfig
 from app.distributed.environment import world
-from app.distributed.failures import FailureFlag
+from app.distributed.failures import FailureFlag, stop_watching, wait_until_connected
 from app.distributed.fsdp import Sharding, device_mesh, mesh_sizes_of
 from app.distributed.gradient_reduction import AllReduce, GradientReduction, ShardedGradients
 from app.errors import EnvironmentProblem
@@ -97,7 +97,6 @@ class Runtime:
     device: torch.device
     host_group: HostGroup
     threads: int
-    flag: FailureFlag | None = None  # where there are several processes
 
     @property
     def rank(self) -> int:
@@ -140,8 +139,7 @@ class Runtime:
 
     def leave(self) -> None:
         """End together: to a launcher, a process that ends early with a code of its own is a failure of all."""
-        if self.flag is not None:
-            self.flag.stop_watching()
+        stop_watching()
         self.host_group.wait_for_all()
         if self.processes > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -176,14 +174,12 @@ def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
     """Set threads and random numbers, and return when all processes have met."""
     for name in _ACCELERATE_VARIABLES:
         os.environ.pop(name, None)
-    cores = len(os.sched_getaffinity(0))
-    threads = launch.threads or max(1, cores // world().local_size)
-    here = world()
-    flag = FailureFlag(here.rank) if here.is_joined else None
-    if flag is not None:
+    here, cores = world(), len(os.sched_getaffinity(0))
+    threads = launch.threads or max(1, cores // here.local_size)
+    if here.is_joined:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torch would warn that it is not set
-        flag.watch()  # another process may fail before it meets this one
-    accelerator = _accelerator(flag)
+        FailureFlag(here.rank).watch()  # another process may fail before it meets this one
+    accelerator = _accelerator(joined=here.is_joined)
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     # for numbers that are on the host already: NCCL would take them over the device and back
@@ -191,18 +187,18 @@ def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
     host_group = HostGroup(accelerator.process_index, accelerator.num_processes, gloo)
     # a CPU with a number is to torch another device than its tensors have, which would be copied
     device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
-    runtime = Runtime(accelerator, device, host_group, torch.get_num_threads(), flag)
+    runtime = Runtime(accelerator, device, host_group, torch.get_num_threads())
     runtime.seed(seed)
     return runtime
 
 
-def _accelerator(flag: FailureFlag | None) -> Any:
+def _accelerator(*, joined: bool) -> Any:
     from accelerate import Accelerator, PartialState
 
     on_cpu = not torch.cuda.is_available()
-    if flag is not None:
+    if joined:
         PartialState(cpu=on_cpu, backend="gloo" if on_cpu else "nccl", timeout=_TIMEOUT)  # the processes meet
-        flag.wait_until_connected()  # Accelerator empties the environment for a moment
+        wait_until_connected()  # Accelerator empties the environment for a moment
     return Accelerator(
         cpu=on_cpu,  # without it, two processes on a machine without a GPU would each train alone
         mixed_precision="no",

@@ -9,13 +9,12 @@ from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.memory.estimate import MemoryPlan
 from app.memory.shape import Shape
-from app.training.memory_in_use import taken_by_others
+from app.training.memory_in_use import host_bytes, taken_by_others
 from app.training.torch_environment import has_expandable_segments
 
 _GIB = 1 << 30
 # CUDA context, loaded kernels and cuBLAS workspaces of a GPU on which they were not measured
 ASSUMED_CONTEXT_BYTES = 800 << 20
-_CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MARGIN_SHARE = 0.03  # of the memory of the machine, for other processes and kernels that are loaded late
 # Fragmentation in torch's CUDA caching allocator as a share of live bytes, with and without expandable segments.
 # Simulated, not measured on a GPU: at most 3.3 % and 11.4 % in 14 traces of 16 to 80 layers, of all recipes.
@@ -52,7 +51,7 @@ def machine_of(hardware: HardwareConfig | None) -> Machine:
         # of this process, which has loaded the same libraries as a run
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         context_bytes = resident_pages * os.sysconf("SC_PAGE_SIZE")
-        return Machine("cpu", "this machine", "cpu", _host_memory(), context_bytes, True)
+        return Machine("cpu", "this machine", "cpu", host_bytes(), context_bytes, True)
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     known = hardware_named(name)
     machine = (
@@ -85,13 +84,6 @@ def _table_machine(hardware: HardwareConfig, memory: int) -> Machine:
         bytes_per_second=hardware.bandwidth_gb * 1e9,
         fp8_flops_per_second=None if hardware.fp8_tflops is None else hardware.fp8_tflops * 1e12,
     )
-
-
-def _host_memory() -> int:
-    """Memory of this host, or the limit of its container."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _CGROUP_MEMORY_LIMIT.read_text().strip() if _CGROUP_MEMORY_LIMIT.exists() else "max"
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ belong to places in the whole tensor: a shard is rounded as in the whole.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +149,7 @@ def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def steps_in_backward(optimizer: Optimizer) -> bool:
+def steps_in_backward(optimizer: Optimizer) -> TypeGuard[OneByOne]:
     """Whether weights are stepped during the backward pass."""
     return isinstance(optimizer, OneByOne) and optimizer.in_backward
 

@@ -126,11 +126,17 @@ def free_host_bytes() -> int:
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     kilobytes = {name: int(size) for name, size, *_ in lines}
     free = 1024 * (kilobytes["MemAvailable:"] + kilobytes["SwapFree:"])
-    return max(0, min([free, *_free_in_cgroups()]))
+    return max(0, min([free, *(limit - used for limit, used in _limits())]))
 
 
-def _free_in_cgroups() -> Iterator[int]:
-    """What each limit of this process leaves (cgroup v2); files that the kernel caches are given back when needed."""
+def host_bytes() -> int:
+    """Memory of the host, or what a container or job may have of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *(limit for limit, _ in _limits())])
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Each limit of this process (cgroup v2) and what is used of it, without files that the kernel caches."""
     own = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
     folder = CGROUPS / own if (CGROUPS / own).is_dir() else CGROUPS  # in a container its own path is not seen
     while folder != CGROUPS.parent:
@@ -138,5 +144,5 @@ def _free_in_cgroups() -> Iterator[int]:
         if limit.is_file() and limit.read_text().strip().isdigit():
             used = int((folder / "memory.current").read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            yield int(limit.read_text()) - used + int(stat["inactive_file"]) + int(stat["active_file"])
+            yield int(limit.read_text()), used - int(stat["inactive_file"]) - int(stat["active_file"])
         folder = folder.parent

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from app.config.schema import OptimizerConfig
 from app.distributed.gradient_reduction import GradientReduction
@@ -30,13 +29,6 @@ def require_gradients_one_by_one(optimizer: OptimizerConfig, processes: int, pre
         f"optimizer.in_backward=true steps each weight as soon as its gradient is there, and this run has {found}, "
         f"where all gradients are needed first. Set optimizer.in_backward=false, or {remedy}."
     )
-
-
-def in_backward(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> "InBackward | None":
-    """Steps in the backward pass, or None for an optimizer that was not built for them."""
-    if isinstance(optimizer, OneByOne) and optimizer.in_backward:
-        return InBackward(parameters, optimizer)
-    return None
 
 
 class InBackward(GradientReduction):

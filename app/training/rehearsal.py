@@ -13,6 +13,7 @@ import torch
 from app.batch import Batch
 from app.config.schema import TrainingConfig
 from app.distributed.process_group import Runtime
+from app.optim.optimizer_state import drop_states
 from app.training.train_step import Stepper
 
 
@@ -48,7 +49,7 @@ def rehearse(
         evaluated = try_evaluation()
         stepper.recompute_rest = None
         if is_fresh:  # those that a checkpoint has brought stay
-            stepper.drop_states()
+            drop_states(stepper.optimizer)
     return Rehearsal(
         tokens=largest.ids.numel(),
         depth=stepper.split_depth,

@@ -12,9 +12,10 @@ from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, halve, out_of_memory_error, split_batch, try_or_none
 from app.optim.gradient_scaling import LossScale, skips_on_device, squares, step_unless
-from app.optim.optimizer_state import allocate_states, drop_states
+from app.optim.optimizer_state import allocate_states
 from app.optim.parameter_groups import LR_FACTOR
-from app.training.optimizer_in_backward import in_backward
+from app.optim.stochastic_rounding import steps_in_backward
+from app.training.optimizer_in_backward import InBackward
 from app.training.scores import with_step_mean
 from app.training.storage_counter import kept_bytes
 
@@ -57,7 +58,9 @@ class Stepper:
         self._clip = clip
         self._parameters = list(model.trained().values())
         self._skips_on_device = skips_on_device(optimizer)
-        self._reduction = in_backward(self._parameters, optimizer) or reduction or GradientReduction(self._parameters)
+        self._reduction = reduction or GradientReduction(self._parameters)
+        if steps_in_backward(optimizer):
+            self._reduction = InBackward(self._parameters, optimizer)
         self.skipping = self._reduction.skipping
         self.split_depth = 0  # how often micro-batches are halved since one ran out of memory
         # recomputes further layers, if any, and says how many: tried once, before micro-batches are halved
@@ -124,9 +127,6 @@ class Stepper:
             if try_or_none(allocate_states, self.optimizer) is None:
                 raise out_of_memory_error("the step of the optimizer", self._kept())
             self.forget_gradients()
-
-    def drop_states(self) -> None:
-        drop_states(self.optimizer)
 
     def forget_gradients(self) -> None:
         """Free the gradients after a step, before an evaluation needs the memory."""
