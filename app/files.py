@@ -28,7 +28,7 @@ _FULL_DISKS = {
 DISK_ERRORS = frozenset({*_FULL_DISKS, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EBUSY})
 _TEMP_DIR_PREFIX = ".writing-"
 STATE, SAVE_NUMBER = "state.json", "save"  # of a checkpoint, and the key of its place among all saves of the run
-WENT_BACK = "went_back.json"  # beside checkpoints: the one that a run went back to last, and its new place
+RESUMED = "resumed.json"  # beside checkpoints: the one that `resume=PATH` went on from last, and its place from then on
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,})$")
 _MAX_JSON_BYTES = 256 << 20  # of a file that was received
 
@@ -88,7 +88,7 @@ def is_disk_full(fault: BaseException) -> bool:
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a run, the last saved at the end."""
     found = [(CHECKPOINT_NAME.match(save.name), save) for save in folder.glob("step-*") if save.is_dir()]
-    later = read_object(folder / WENT_BACK)
+    later = read_object(folder / RESUMED)
     named = [(max(save_number(save), later.get(save.name, 0)), int(name[1]), save) for name, save in found if name]
     return [save for _, _, save in sorted(named)]
 

@@ -64,7 +64,8 @@ class GradientReduction:
 
 
 class AllReduce(GradientReduction):
-    """Several processes that each have the whole model, by torch's DistributedDataParallel.
+    """Several processes that each have the whole model, by torch's DistributedDataParallel. Frozen weights and buffers
+    are equal by construction and are not sent.
 
     Gradients are views of its buckets, so they need no memory of their own; the buckets are the same in every start.
     `overlap`: reduce during the last backward pass of a step, which can then not be repeated.

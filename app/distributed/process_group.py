@@ -8,13 +8,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.config.schema import LaunchConfig, ParallelConfig
 from app.distributed.environment import world
 from app.distributed.failures import FailureFlag, stop_watching, wait_until_connected
 from app.distributed.fsdp import Sharding, device_mesh, mesh_sizes_of
-from app.distributed.gradient_reduction import AllReduce, GradientReduction, ShardedGradients
 from app.errors import EnvironmentProblem
 
 # Accelerate takes these over its arguments: it would divide our loss, or choose a precision of its own
@@ -111,22 +110,6 @@ class Runtime:
         """None where every process has the whole model."""
         sizes = mesh_sizes_of(parallel, self.processes, world().local_size)
         return None if sizes is None else Sharding(device_mesh(self.device.type, sizes), parallel)
-
-    def reduction(
-        self,
-        parameters: Sequence[nn.Parameter],
-        sharding: Sharding | None,
-        *,
-        whole_matrices: bool,
-        overlap: bool = False,
-    ) -> GradientReduction:
-        """Sum the gradients of `parameters` over all processes.
-
-        Frozen weights and buffers are equal by construction and are not sent.
-        """
-        if sharding is not None:
-            return ShardedGradients(parameters, sharding, whole_matrices=whole_matrices)
-        return GradientReduction(parameters) if self.processes == 1 else AllReduce(parameters, overlap=overlap)
 
     def sum_in_place(self, tensor: Tensor) -> None:
         """Sum a tensor of the device over all processes; the host does not wait."""

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from app.config.adapters import name_of
@@ -131,7 +131,8 @@ def _front(run: Mapping[str, Any], loading: Loading) -> str:
 
 def _is_hub_id(model: Mapping[str, Any]) -> bool:
     path = str(model["path"])
-    return model["weights"] == "pretrained" and path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    is_path = path.count("/") != 1 or path.startswith((".", "/", "~")) or Path(path).is_dir()
+    return model["weights"] == "pretrained" and not is_path
 
 
 def _base_name(model: Mapping[str, Any]) -> str:

@@ -26,14 +26,15 @@ from app.errors import AppError, CheckpointError
 from app.files import (
     CHECKPOINT_NAME,
     DISK_ERRORS,
+    RESUMED,
     SAVE_NUMBER,
     STATE,
-    WENT_BACK,
     checkpoints_in,
     checksummed_folder,
     delete_folder,
     next_save_number,
     read_json,
+    read_object,
     remove_temp_dirs,
     report_write_errors,
     temp_dir_of,
@@ -111,7 +112,16 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
             f"resume=auto: every checkpoint in {folder} is damaged. "
             "Start again with another output_dir, or move the folder away. " + "; ".join(remarks)
         )
-    return None, []
+    elsewhere = [Path(each) for each in read_object(folder / RESUMED) if Path(each).is_absolute()]
+    if not elsewhere:
+        return None, []
+    (save,) = elsewhere
+    if not save.is_dir():
+        raise CheckpointError(
+            f"resume=auto: {folder} has no checkpoint yet, and {save}, from which the run goes on, is not there. Bring "
+            "it back, or begin again with another output_dir."
+        )
+    return _intact(save), [f"no checkpoint here yet: the run goes on from {save}, as the start before"]
 
 
 def choices_of(save: Path | None) -> dict[str, str]:
@@ -191,11 +201,12 @@ class Checkpoints:
             torch.cuda.set_rng_state(random[f"{rank}.cuda"])
         return parse_section(Progress, state["progress"])
 
-    def go_back_to(self, save: Path) -> None:
-        """Count a checkpoint as the last saved: a start killed before its first save is to go on from it again."""
-        if save.resolve().parent == self.folder.resolve() and checkpoints_in(self.folder)[-1].name != save.name:
-            # the next save has the same place and a later step
-            write_json(self.folder / WENT_BACK, {save.name: next_save_number(self.folder)})
+    def note_resumed(self, save: Path) -> None:
+        """Count the checkpoint of `resume=PATH` as the last saved, for a start that ends before its first save."""
+        save, is_here = save.resolve(), save.resolve().parent == self.folder.resolve()
+        self.folder.mkdir(exist_ok=True)
+        # the next save has the same place and a later step
+        write_json(self.folder / RESUMED, {save.name if is_here else str(save): next_save_number(self.folder)})
 
     def note_depth(self, depth: int) -> None:
         """Tell the next start to split deeper: this one cannot repeat its micro-batch."""

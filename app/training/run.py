@@ -77,7 +77,7 @@ def train_in(
     progress = restore_progress(resolved, checkpoints, stepper, fingerprint)
     resolved = with_reference(resolved, model, folder.reference, fingerprint)
     if resolved.checkpoint and run.resume != "auto" and world().is_first:
-        checkpoints.go_back_to(resolved.checkpoint)  # before later lines are cut
+        checkpoints.note_resumed(resolved.checkpoint)  # before later lines are cut
     with (
         listening(answers_signal=world().is_first) as request,
         _opened(folder, resolved, console, progress.step if resolved.checkpoint else -1) as recorder,

@@ -9,14 +9,16 @@ import numpy as np
 import torch
 
 from app.config.problems import PROBLEMS, text_of
-from app.config.schema import RunConfig
 from app.data.length_statistics import histogram
 from app.data.objectives import Classification, Objective, WordTags
 from app.data.token_dataset import TokenRows
+from app.distributed.environment import world
 from app.model.generate import end_ids, generate
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import Sample
 from app.tracking.recorder import Recorder
+from app.training.resolve import ResolvedRun
+from app.training.scores import evaluating
 
 PREVIEW_ROWS = 4
 MAX_STRETCHES = 200  # of a preview row
@@ -104,26 +106,22 @@ class HeldOutRows:
         return text
 
 
-def sampler(
-    run: RunConfig,
-    rows: TokenRows | None,
-    objective: Objective,
-    model: TrainingModel,
-    tokenizer: Any,
-    recorder: Recorder,
-) -> Callable[[int], None]:
+def sampler(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder) -> Callable[[int], None]:
     """Return a function that records the answers at a step. Generation is greedy: it draws no random number."""
-    if rows is None or run.eval.samples == 0:
+    run, rows, takes_all = resolved.config, resolved.data.eval, model.sharding is not None
+    if rows is None or run.eval.samples == 0 or not (takes_all or world().is_first):
         return lambda _step: None
     chosen = np.linspace(0, len(rows) - 1, min(run.eval.samples, len(rows))).astype(int).tolist()
-    held_out = HeldOutRows(rows, chosen, objective, tokenizer, run.eval.sample_tokens)
+    held_out = HeldOutRows(rows, chosen, resolved.objective, resolved.tokenizer, run.eval.sample_tokens)
+
+    def answers() -> list[Sample]:
+        with evaluating(model), model.autocast(model.language_model.device):
+            return ANSWERS[run.task.kind](held_out, model)
 
     def show(step: int) -> None:
-        mode = model.training
-        model.eval()
-        with model.autocast(model.language_model.device):
-            recorder.samples(step, ANSWERS[run.task.kind](held_out, model))
-        model.train(mode)
+        recorder.samples(step, model.within(answers))
+        if model.sharding is not None:
+            model.sharding.at_rest()
 
     return show
 

@@ -193,7 +193,7 @@ def _margins(
 def score_documents(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, each: int) -> Sums:
     """Log-probabilities of the `each` documents of each of `rows` rows, in their order, on every process."""
     samples, found = list[int](), [torch.zeros(0, each, dtype=torch.float64, device=runtime.device)]
-    with _evaluating(model):
+    with evaluating(model):
         for part, (losses, _) in _scored(model, batches, runtime, depth=0):
             samples += part.samples
             found.append(log_probabilities(losses, part.to(runtime.device)).view(-1, each))
@@ -224,7 +224,7 @@ def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runt
     scored = [each for batch in batches for each in batch.mean_of or (batch,)]
     parts = scored if model.sharding is not None else [each for batch in scored for each in split_batch(batch, depth)]
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # of the terms, and how many they are
-    with _evaluating(model):
+    with evaluating(model):
         for part, (losses, _) in _scored(model, parts, runtime, depth):
             if part.num_labels:
                 on_device = part.to(runtime.device)
@@ -236,7 +236,8 @@ def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runt
 
 
 @contextmanager
-def _evaluating(model: TrainingModel) -> Iterator[None]:
+def evaluating(model: TrainingModel) -> Iterator[None]:
+    """Without dropout."""
     mode = model.training
     model.eval()
     try:
@@ -286,7 +287,7 @@ def _of_rows(
     own = [torch.zeros(0, counts.num_own, dtype=torch.bool, device=device)]  # which takes the type of those that follow
     known, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     batches = with_step_mean(model, batches, runtime, depth)
-    with _evaluating(model):
+    with evaluating(model):
         for part, (losses, chosen) in _scored(model, batches, runtime, depth):
             batch, number = part.to(device), part.num_labels
             correct = batch.targets[:number] == chosen[:number]

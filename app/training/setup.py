@@ -1,8 +1,6 @@
 """What a run builds before its first step: the model and its checks, the optimizer, progress of a checkpoint."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -11,7 +9,7 @@ from app.config.schema import RunConfig
 from app.data.loader import Loader
 from app.distributed.environment import world
 from app.distributed.fsdp import Sharding, first_number
-from app.distributed.gradient_reduction import ShardedGradients
+from app.distributed.gradient_reduction import AllReduce, GradientReduction, ShardedGradients
 from app.distributed.process_group import Runtime
 from app.files import DISK_ERRORS, atomic_folder, fsync_all, report_write_errors
 from app.model import fp8_linear
@@ -29,6 +27,7 @@ from app.training.adapter_start import load_start
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.resolve import ResolvedRun
 from app.training.samples import sampler
+from app.training.scores import evaluating
 from app.training.train_step import Stepper
 from app.training.trainer import Parts
 
@@ -69,11 +68,8 @@ def check_reduction(model: TrainingModel, sharding: Sharding, batch: Batch) -> C
         loss, _ = model(batch)
         (loss * (1 + world().rank)).backward()  # the batch is the same on all processes, the gradients are not
 
-    mode = model.training
-    model.eval()  # without dropout
-    with fp8_linear.without_row_rounding(model.network), _uncompiled(model):
+    with evaluating(model), fp8_linear.without_row_rounding(model.network), _uncompiled(model):
         name, reduced, expected = sharding.first_gradient(backward)
-    model.train(mode)
     is_rounded = model.compute is not None or reduced.dtype != torch.float32
     allowed = _ROUNDED_REDUCTION if is_rounded else _EXACT_REDUCTION
     found = Comparison("gradient reduced by FSDP against the plain sum", max_difference([reduced], [expected]), allowed)
@@ -92,10 +88,12 @@ def _uncompiled(model: TrainingModel) -> AbstractContextManager[None]:
 def stepper_of(model: TrainingModel, run: RunConfig, runtime: Runtime, precision: str) -> Stepper:
     """The gradient reduction of a model, sharded or not, its optimizer and its step."""
     trained, whole = list(model.trained().values()), needs_whole_matrices(run.optimizer)
-    reduction = runtime.reduction(trained, model.sharding, whole_matrices=whole, overlap=run.parallel.overlap)
-    shards = None
-    if isinstance(reduction, ShardedGradients) and not whole:
-        shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}
+    reduction, shards = GradientReduction(trained), None
+    if model.sharding is not None:
+        reduction = sharded = ShardedGradients(trained, model.sharding, whole_matrices=whole)
+        shards = None if whole else {each: (own, first_number(each)) for each, own in sharded.local.items()}
+    elif runtime.processes > 1:
+        reduction = AllReduce(trained, overlap=run.parallel.overlap)
     optimizer = build_optimizer(run.optimizer, model, run.seed, shards, lr_factor(run.adapter))
     return Stepper(model, optimizer, runtime, run.training.clip, fp16=precision == "fp16", reduction=reduction)
 
@@ -140,10 +138,8 @@ def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder,
 
 def trainer_parts(resolved: ResolvedRun, stepper: Stepper, checkpoints: Checkpoints, recorder: Recorder) -> Parts:
     """All that the trainer works with."""
-    run, model = resolved.config, stepper.model
-    samples: Any = (run, resolved.data.eval, resolved.objective, model, resolved.tokenizer, recorder)
     return Parts(
-        config=run,
+        config=resolved.config,
         runtime=resolved.runtime,
         plan=resolved.steps,
         loader=resolved.loader,
@@ -153,17 +149,5 @@ def trainer_parts(resolved: ResolvedRun, stepper: Stepper, checkpoints: Checkpoi
         learning_rate=resolved.learning_rate,
         checkpoints=checkpoints,
         recorder=recorder,
-        show_samples=_on_first_process(model, sampler(*samples)),
+        show_samples=sampler(resolved, stepper.model, recorder),
     )
-
-
-def _on_first_process(model: TrainingModel, show: Callable[[int], None]) -> Callable[[int], None]:
-    """A sharded model takes all processes to generate; only the first one records the answers."""
-    if model.sharding is None:
-        return show if world().is_first else lambda _step: None
-
-    def show_in_lockstep(step: int) -> None:
-        model.within(lambda: show(step))
-        model.sharding.at_rest()
-
-    return show_in_lockstep

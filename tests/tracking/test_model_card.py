@@ -1,5 +1,6 @@
 """The card of a model: code that works, nothing of a run read as Markdown or as code, no secret, no folder."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,16 @@ def test_model_card_code_names_local_base_without_its_folder(path: str, name: st
     assert eval(line.removeprefix("base_folder = ")) == name
     assert "base_model" not in front(text)
     assert "vllm serve BASE_FOLDER" in text
+
+
+def test_model_card_does_not_take_a_folder_here_for_one_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    text = card(run={**RUN, "model": {**RUN["model"], "path": "models/mine"}})
+    assert "base_model" not in front(text)
+    assert 'base_folder = "mine"' in code_of(text)
 
 
 def test_model_card_escapes_markdown() -> None:

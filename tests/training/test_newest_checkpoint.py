@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import EnvironmentProblem
+from app.errors import CheckpointError, EnvironmentProblem
 from app.files import report_write_errors
 from app.training.checkpoint import Progress, find_checkpoint
 from app.training.train_step import Stepper
@@ -54,7 +54,7 @@ def test_newest_is_the_last_saved(name: str, stepper: Stepper, folder: Path) -> 
 
     saver, resumed = checkpoints(folder, branch.keep), folder / f"step-{branch.resumed:06d}"
     saver.load(resumed, stepper, ALONE)
-    saver.go_back_to(resumed)
+    saver.note_resumed(resumed)
     assert find_checkpoint(folder, "auto") == (resumed, [])
     newest = saved(saver, Progress(step=branch.then, best_step=branch.best), stepper)
     assert sorted(int(save.name.removeprefix("step-")) for save in folder.glob("step-*")) == list(branch.left)
@@ -62,3 +62,16 @@ def test_newest_is_the_last_saved(name: str, stepper: Stepper, folder: Path) -> 
     assert find_checkpoint(folder.parent / "elsewhere", str(folder.parent)) == (newest, [])
     with pytest.raises(EnvironmentProblem, match=f"resume={newest}"), report_write_errors(folder.parent / "log.txt"):
         raise OSError(errno.ENOSPC, "")
+
+
+def test_run_that_goes_on_elsewhere_begins_there_until_it_has_saved(stepper: Stepper, folder: Path) -> None:
+    place, other = saved(checkpoints(folder), Progress(step=2), stepper), folder.parent / "other" / "checkpoints"
+    other.parent.mkdir()
+    saver = checkpoints(other)
+    saver.note_resumed(place)
+    assert find_checkpoint(other, "auto")[0] == place
+    place.rename(folder / "moved")
+    with pytest.raises(CheckpointError, match=f"{other} has no checkpoint yet, and {place}, from which"):
+        find_checkpoint(other, "auto")
+    newest = saved(saver, Progress(step=3), stepper)
+    assert find_checkpoint(other, "auto") == (newest, [])

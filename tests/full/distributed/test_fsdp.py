@@ -10,7 +10,7 @@ from torch import Tensor
 from app.batch import Batch
 from app.config.schema import QuantizationConfig
 from app.distributed.fsdp import Sharding, is_sharded, local
-from app.distributed.gradient_reduction import GradientReduction
+from app.distributed.gradient_reduction import GradientReduction, ShardedGradients
 from app.distributed.process_group import Runtime
 from app.model import fused_lora
 from app.model.training_model import TrainingModel
@@ -72,7 +72,7 @@ def shard(runtime: Runtime, model: TrainingModel) -> tuple[Sharding, GradientRed
     assert sharding is not None
     model.divide(sharding)
     trained = list(model.trained().values())
-    return sharding, runtime.reduction(trained, sharding, whole_matrices=False)
+    return sharding, ShardedGradients(trained, sharding, whole_matrices=False)
 
 
 def one_step(model: TrainingModel, reduction: GradientReduction, batches: list[Batch]) -> None:

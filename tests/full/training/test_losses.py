@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.distributed.gradient_reduction import AllReduce
 from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
 from app.training.train_step import Stepper
@@ -20,7 +21,7 @@ KTO_ROWS = (((3,), ()), ((0, 2), (1,)))
 def reduction_of(runtime: Runtime, parallel: str, model: TrainingModel) -> Any:
     if parallel == "fsdp":
         return shard(runtime, model)[1]
-    return runtime.reduction(list(model.trained().values()), None, whole_matrices=False)
+    return AllReduce(list(model.trained().values()))
 
 
 def distances_to_formula(
