@@ -54,7 +54,7 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
             recorder.message(answers)
     else:
         deque(tensors or (), maxlen=0)  # takes part in the collectives of the first process
-    recorder.message(closing_message(resolved.config, recorder.folder, result, progress, progress.metrics))
+    recorder.message(closing_message(resolved.config, recorder.folder, result, progress))
     recorder.finish("finished", final=str(recorder.folder.final), **result)
     return 0
 

@@ -199,14 +199,12 @@ def rehearsal_message(rehearsal: Rehearsal) -> str:
     )
 
 
-def closing_message(
-    run: RunConfig, folder: RunFolder, result: Mapping[str, Any], progress: Progress, metrics: Mapping[str, float]
-) -> str:
+def closing_message(run: RunConfig, folder: RunFolder, result: Mapping[str, Any], progress: Progress) -> str:
     """The last lines of a complete run: what it reached, and the command to try it."""
+    metrics, start = progress.metrics, progress.start_metrics
     what = "model" if run.adapter.kind == "none" else "adapter"
     reached = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
-    reached += "".join(_shares(finite(metrics), progress.start_metrics))
-    reached += _general_loss(metrics, progress.start_metrics)
+    reached += "".join(_shares(finite(metrics), start)) + _general_loss(metrics, start)
     if "seconds" in result:
         samples = format_count(result["samples_per_second"])
         speed = f"{result['tokens_per_second']:,.0f} tokens/s, {samples} samples/s, {result['seconds']:,.1f} s"
@@ -223,8 +221,8 @@ def closing_message(
             "\nnote    other programs load the adapter on the base after "
             f"base.resize_token_embeddings({run.model.vocab_size}), as final/README.md shows; or export kind=merged"
         )
-    wanted, start = "chosen_log_probability", progress.start_metrics
-    if wanted in start and metrics[wanted] < start[wanted]:
+    wanted = "chosen_log_probability"
+    if wanted in start and metrics.get(wanted, start[wanted]) < start[wanted]:  # this start may hold out no rows
         fall = f"{start[wanted]:.3f} -> {metrics[wanted]:.3f} a token"
         reached += (
             f"\nnote    wanted answers became less likely, {fall}: look at the answers; preference.sft=1 holds them up"

@@ -26,21 +26,22 @@ def test_closing_message_scores_and_command(tmp_path: Path) -> None:
     progress: Any = Progress(step=1, first_loss=2.0, last_loss=1.0, last_eval_loss=0.5, start_metrics=start)
     folder = RunFolder(tmp_path / "a b")
     result = {"memory_predicted_bytes": 2e6, "memory_measured_bytes": 1.9e6, "peak_memory_bytes": 9e8}
-    metrics = {"eval_loss": 0.5, "exact_match": 0.9424}
-    memory, done, *_, last = closing_message(run, folder, result, progress, metrics).splitlines()
+    progress.metrics = {"eval_loss": 0.5, "exact_match": 0.9424}
+    memory, done, *_, last = closing_message(run, folder, result, progress).splitlines()
     scores = "eval loss 0.5000, exact match 94.24% (was 0.00%); nothing was left to do"
     assert done == f"done    1 step, loss 2.0000 -> 1.0000, {scores}"
     assert memory.startswith("memory  2 MB planned for tensors, 2 MB measured")
     assert shlex.split(last)[3:] == ["-m", "app.generate", f"run={folder.path}", "prompt=..."]
-    model.trust_remote_code = True
-    assert "model.trust_remote_code=true prompt=" in closing_message(run, folder, result, progress, {})
+    model.trust_remote_code, progress.metrics = True, {}
+    start["chosen_log_probability"] = -1.0  # of rows that this start does not hold out
+    assert "model.trust_remote_code=true prompt=" in closing_message(run, folder, result, progress)
     run.task.kind, model.trust_remote_code = "masked", False  # it answers nothing
     result |= {"tokens_per_second": 5200.4, "samples_per_second": 8.861, "seconds": 57.82}
-    *_, speed, _, last = closing_message(run, folder, result, progress, {}).splitlines()
+    *_, speed, _, last = closing_message(run, folder, result, progress).splitlines()
     assert speed == "speed   5,200 tokens/s, 8.86 samples/s, 57.8 s"
     assert shlex.split(last)[3:] == ["-m", "app.evaluate", f"run={folder.path}", "dataset.path=..."]
     dataset.eval_fraction = 0.1
-    assert closing_message(run, folder, result, progress, {}).splitlines()[-1].endswith(f"{folder.path}'")
+    assert closing_message(run, folder, result, progress).splitlines()[-1].endswith(f"{folder.path}'")
 
 
 def test_unfinished_run_command_quoted(tmp_path: Path) -> None:
