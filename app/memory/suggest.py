@@ -152,7 +152,9 @@ def _smaller_micro_batches(run: RunConfig) -> Iterator[Candidate]:
     if size > least:
         smaller = max(least, size // 2)
         accumulation = batching.accumulation * -(-size // smaller)
-        why = "a step has as many tokens, in smaller micro-batches that keep a GPU less busy"
+        more = accumulation * smaller / (batching.accumulation * size) - 1
+        tokens = f"{more:.0%} more tokens" if more else "as many tokens"
+        why = f"a step has {tokens}, in smaller micro-batches that keep a GPU less busy"
         yield Candidate((f"batching.{name}={smaller}", f"batching.accumulation={accumulation}"), SPEED, why)
 
 

@@ -84,6 +84,16 @@ def test_candidates_all_change_the_run(words: list[str], wanted: dict[str, int])
         assert other != run, candidate
 
 
+def test_smaller_micro_batches_tell_whether_a_step_grows() -> None:
+    told = {
+        rows: next(each.why for each in candidates(compose_run(words)) if "batching.accumulation" in each.overrides[-1])
+        for rows in (4, 5)
+        for words in [["model=llama", "batching.packing=false", f"batching.rows={rows}"]]
+    }
+    assert "as many tokens" in told[4]
+    assert "20% more tokens" in told[5]
+
+
 def test_candidate_replaces_override_of_command_line() -> None:
     words = ["model=llama", "recipe=full", "batching.tokens=4096", "batching.accumulation=3"]
     chosen = [
