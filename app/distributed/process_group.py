@@ -69,7 +69,6 @@ class HostGroup:
             yield item
 
     def wait_for_all(self) -> None:
-        """Return when all processes have called it."""
         if self.group is not None:
             torch.distributed.barrier(group=self.group)
 

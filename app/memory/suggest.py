@@ -59,7 +59,7 @@ class Suggestions:
             if other is not None and saved > 0:
                 slower = other.seconds / now.seconds - 1
                 suggestions.append(Suggestion(candidate, saved, slower, other.verdict.fits))
-        return sorted(suggestions, key=_cost)
+        return sorted(suggestions, key=lambda s: (s.candidate.costs, max(0.0, round(s.slower_by, 2)), -s.saves_bytes))
 
     def together(self, now: Planned, alone: Sequence[Suggestion]) -> dict[str, Any] | None:
         """Cheapest combination that fits: suggestions are added in order of cost until the plan fits.
@@ -117,10 +117,6 @@ class Suggestions:
             return self._planner.at(run)
         except ConfigError:  # found only with the model: a base that cannot be quantised
             return None
-
-
-def _cost(each: Suggestion) -> tuple[int, float, int]:
-    return each.candidate.costs, max(0.0, round(each.slower_by, 2)), -each.saves_bytes
 
 
 def _overrides(chosen: Sequence[Candidate]) -> list[str]:

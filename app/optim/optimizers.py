@@ -181,7 +181,6 @@ class MuonWithAdamW(Optimizer):
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step both parts."""
         assert closure is None
         for part in self.parts:
             part.step()

@@ -43,7 +43,6 @@ class Console:
             self._progress.start()
 
     def say(self, text: str) -> None:
-        """Print a message."""
         text = as_started(text)
         if self._progress:
             from rich.text import Text
@@ -54,7 +53,6 @@ class Console:
             self._stream.flush()
 
     def step(self, values: Mapping[str, Any], seconds_left: float | None = None) -> None:
-        """Show the numbers of a step and the time left."""
         if self._progress:
             shown = {key: values.get(key) for key in _BAR_NUMBERS}
             self.progress(values["step"], " | ".join(step_parts(shown, seconds_left)))

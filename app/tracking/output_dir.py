@@ -115,10 +115,6 @@ class RunFolder(ClaimedFolder):
         self.reference = path / "reference"  # what a loss over pairs compares with
         self.start = path / "start"  # what an adapter began with, where the base gave it up
 
-    def log_of(self, rank: int) -> Path:
-        """Log of a process, with its rank in the name except for rank 0."""
-        return self.path / f"log-rank-{rank}.txt" if rank else self.log
-
     @classmethod
     def joined(cls, output_dir: str) -> "RunFolder":
         """The folder, claimed by another process of the run."""
@@ -157,8 +153,9 @@ def _refuse_links(path: Path, given: str) -> None:
 
 
 def _refuse_foreign(path: Path, output_dir: str, resume: str | None, names: Sequence[str]) -> None:
-    """Refuse a folder that is not empty, unless it has the run to resume."""
-    if not names or _has_only_dry_run(path, names):
+    """Refuse a folder that is not empty, unless it has the run to resume or `dry_run=true` wrote it."""
+    is_dry = "checkpoints" not in names and read_object(path / "result.json").get("status") == "dry_run"
+    if not names or is_dry:
         return
     shown = listed(names, 4)
     if not _RUN_FILES.intersection(names):
@@ -176,11 +173,6 @@ def _refuse_foreign(path: Path, output_dir: str, resume: str | None, names: Sequ
             f"resume={resume}: output_dir={output_dir} already has another run (it has {shown}), and the two "
             "would be mixed; choose another output_dir, or type resume=auto to continue the run that is there"
         )
-
-
-def _has_only_dry_run(path: Path, names: Sequence[str]) -> bool:
-    """Whether `dry_run=true` wrote the folder, which a run may then use."""
-    return "checkpoints" not in names and read_object(path / "result.json").get("status") == "dry_run"
 
 
 def _take_lock(path: Path) -> int:

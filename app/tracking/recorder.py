@@ -55,7 +55,7 @@ class Recorder:
     def __init__(self, folder: RunFolder, console: Console | None = None, rank: int = 0) -> None:
         self.folder = folder
         self.enabled = rank == 0
-        self._log = folder.log_of(rank)
+        self._log = folder.path / f"log-rank-{rank}.txt" if rank else folder.log
         self._console = console or Console(enabled=False)
         self._manifest = Manifest(folder.manifest) if self.enabled else None
         self._metrics = StepLog(folder.metrics)

@@ -171,11 +171,10 @@ def with_bins(run: RunConfig, tokens: int) -> RunConfig:
     return replace(run, batching=replace(run.batching, tokens=tokens, accumulation=whole // tokens))
 
 
-def offload_notes(training: TrainingConfig, device: str) -> list[str]:
+def offload_notes(training: TrainingConfig, device: str) -> Iterator[str]:
     """A remark where training.offload saves nothing."""
     if training.offload and device == "cpu":
-        return ["training.offload=true: on a CPU the memory of the host is the same memory, so it saves nothing"]
-    return []
+        yield "training.offload=true: on a CPU the memory of the host is the same memory, so it saves nothing"
 
 
 def size_notes(run: RunConfig, base: BaseModel) -> Iterator[str]:

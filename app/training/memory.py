@@ -37,10 +37,8 @@ class Forecast:
     text: str
 
     @classmethod
-    def made(cls, predict: Predict | None, *arguments: Any) -> "Forecast":
+    def made(cls, predict: Predict, *arguments: Any) -> "Forecast":
         """Predict; a model that cannot be planned can still be trained."""
-        if predict is None:
-            return cls(None, "")
         try:
             predicted = predict(*arguments)
         except ConfigError as reason:

@@ -66,7 +66,8 @@ def train_in(
     if run.dry_run:
         return _report_dry_run(folder, resolved, console, forecast)
     _require_host_memory(forecast, runtime)
-    in_use["context"] = _bytes_with_context(runtime.device)
+    torch.ones(1, device=runtime.device)  # on a GPU it makes the context
+    in_use["context"] = device_used_bytes()
     model = _build(resolved, base_path(run.model, folder.base))
     checks = check_on_loader(model, resolved.loader, runtime.device)
     stepper = stepper_of(model, run, runtime, resolved.choices.precision)
@@ -102,11 +103,6 @@ def train_in(
     if resume_hint and not is_complete:
         recorder.message(resume_hint)  # the last line, ready to be copied
     return code
-
-
-def _bytes_with_context(device: torch.device) -> int | None:
-    torch.ones(1, device=device)  # on a GPU it makes the context
-    return device_used_bytes()
 
 
 def _build(resolved: ResolvedRun, place: str) -> TrainingModel:
@@ -151,8 +147,8 @@ def _prepare_first_step(resolved: ResolvedRun, parts: Parts, progress: Progress)
 
 def _forecast(resolved: ResolvedRun, predict: Predict | None) -> Forecast:
     """Only rank 0 predicts: the micro-batches of all ranks have one shape."""
-    if not world().is_first:
-        return Forecast.made(None)
+    if predict is None or not world().is_first:
+        return Forecast(None, "")
     device = resolved.runtime.device.type
     return Forecast.made(predict, resolved.config, resolved.choices, *resolved.largest_micro_batch(), device)
 

@@ -107,12 +107,10 @@ class StorageCounter(TorchDispatchMode):
         self.phases.append((len(self.events), phase))
 
     def serial_of(self, tensor: Tensor) -> int | None:
-        """The serial of its storage in `events`."""
         known = self._known.get(local(tensor).untyped_storage()._cdata)
         return None if known is None else known[0]
 
     def kind_of(self, tensor: Tensor) -> str | None:
-        """The kind that its storage is held as."""
         serial = self.serial_of(tensor)
         return None if serial is None else self.kinds.get(serial)
 
