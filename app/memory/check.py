@@ -148,7 +148,7 @@ def plan_answers(planned: Planned, answers: AnswersConfig, machine: Machine) -> 
     run = replace(planned.run, quantization=quantization_after_training(planned.run.quantization))
     length = BaseModel(run.model, task_of(run.task)).longest_row(answers.length or run.dataset.max_length)
     sections = sections_of(run, planned_choices(run, machine.device))
-    meta_model, counter = MetaModel(sections, "eager"), StorageCounter("cpu", as_on_gpu=machine.device == "gpu")
+    meta_model, counter = MetaModel(sections, "eager"), StorageCounter(as_on_gpu=machine.device == "gpu")
     network: Any = meta_model.network(meta_model.depth).eval()
     lm = getattr(network, "get_base_model", lambda: network)()
     lm.set_attn_implementation(own_attention(lm))

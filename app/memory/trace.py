@@ -117,7 +117,7 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
 
 def _counter(settings: TraceSettings, stepper: Stepper, batches: list[Batch]) -> StorageCounter:
     """Counter that knows everything allocated before the step."""
-    counter = StorageCounter("cpu", as_on_gpu=settings.on_gpu)
+    counter = StorageCounter(as_on_gpu=settings.on_gpu)
     kept = kept_tensors(stepper.model, stepper.optimizer)
     if settings.shards_on_host:
         counter.hold(HOST, [each for each in stepper.model.network.parameters() if is_sharded(each)])

@@ -71,7 +71,7 @@ class Measured:
         is_compiled = stepper.model.compiled_layers is not None
         if self._steps != self._counted_at or self._runtime.device.type != "cpu" or is_compiled:
             return stepper.run(batches, lr)
-        counter = StorageCounter("cpu")
+        counter = StorageCounter()
         for kind, tensors in kept_tensors(stepper.model, stepper.optimizer).items():
             counter.hold(kind, tensors)
         if self._runtime.processes > 1:  # with DDP these persist: gradients are views of the buckets

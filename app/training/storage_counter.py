@@ -70,20 +70,19 @@ def rounded(size: int) -> int:
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts storages of `device` while it is entered; changes nothing that is computed.
+    """Counts storages of CPU tensors while it is entered; changes nothing that is computed.
 
     Storages made before are counted if they are given to `hold`; those given to `ignore` never are. Of DTensors the
     local tensors are counted. FSDP resizes storages of gathered weights without an operation: to their size before
     it copies into them, and to 0 when they are resharded.
     """
 
-    def __init__(self, device: str, *, as_on_gpu: bool = False) -> None:
+    def __init__(self, *, as_on_gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.kinds: dict[int, str] = {}  # by serial, of storages given to `hold` and of gathered weights
         self.phases: list[tuple[int, str]] = []  # by the index of the event that each begins with
         self.current = self.peak = 0
-        self._device = device
         self._as_on_gpu = as_on_gpu
         self._known: dict[int, tuple[int, int, Any]] = {}  # by the address of the C++ storage
         self._gathered: dict[int, tuple[int, int]] = {}  # serial and bytes by address
@@ -135,7 +134,7 @@ class StorageCounter(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor) -> int | None:
-        if tensor.device.type != self._device:
+        if tensor.device.type != "cpu":
             return None
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)

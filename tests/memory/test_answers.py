@@ -42,7 +42,7 @@ def test_planned_answers_equal_counted(recipe: str, rows: int, beams: int) -> No
     planned = planned_parts(AnswersConfig(rows=rows, length=LENGTH, beams=beams), f"recipe={recipe}")
     lm = real_model(f"recipe={recipe}")
     ids = torch.randint(2, 1024, (rows, LENGTH))
-    counter = StorageCounter("cpu")
+    counter = StorageCounter()
     counter.hold("weights", [*lm.parameters(), *lm.buffers()])
     assert counter.current == planned["weights"]
     mask = torch.ones_like(ids)

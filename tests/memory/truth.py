@@ -113,7 +113,7 @@ def counted_peaks(run: RunConfig, shape: Shape, runtime: Runtime | None = None, 
     batches = [own(shape) for _ in range(shape.micro_batches)]
     stepper.run(batches, 1e-3)
     stepper.forget_gradients()
-    counter = StorageCounter("cpu")
+    counter = StorageCounter()
     for kind, tensors in kept_tensors(model, stepper.optimizer).items():
         counter.hold(kind, tensors)
     for batch in batches:

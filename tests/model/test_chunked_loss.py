@@ -332,7 +332,7 @@ def test_linear_head_takes_less_memory_than_own_way(*, trained: bool) -> None:
     rows, targets, _ = rows_for(layer, 512)
 
     def peak(work: Callable[[], Any]) -> int:
-        counter = StorageCounter("cpu")
+        counter = StorageCounter()
         counter.ignore([rows, targets, layer.weight])
         with counter:
             work()

@@ -32,10 +32,10 @@ def test_operation_counts_what_it_says_and_needs_to_say_it(monkeypatch: pytest.M
     torch.library.impl(TOY, "cpu", lambda x: 2 * x)
     x = torch.ones(256)
     for as_on_gpu, taken in ((False, 3), (True, 5)):
-        with StorageCounter("cpu", as_on_gpu=as_on_gpu) as counter:
+        with StorageCounter(as_on_gpu=as_on_gpu) as counter:
             counter.ignore([x])
             out = torch.ops.app_test.twice(x)
         assert counter.peak == (1 + taken) * out.nbytes
     monkeypatch.delitem(COSTS, TOY)
-    with pytest.raises(LookupError, match=f"{TOY} has no OperationCost"), StorageCounter("cpu"):
+    with pytest.raises(LookupError, match=f"{TOY} has no OperationCost"), StorageCounter():
         torch.ops.app_test.twice(x)

@@ -133,7 +133,7 @@ def test_float32_copies_exist_for_one_weight_at_a_time() -> None:
     train(model, optimizer, range(1))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    counter = StorageCounter("cpu")
+    counter = StorageCounter()
     counter.ignore(model.parameters())
     counter.ignore(each for state in optimizer.state.values() for each in state.values())
     with counter:
