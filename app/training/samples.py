@@ -15,6 +15,7 @@ from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
 from app.model.generate import end_ids, generate
 from app.model.training_model import TrainingModel
+from app.oom_retry import try_or_none
 from app.tracking.formatting import Sample
 from app.tracking.recorder import Recorder
 from app.training.resolve import ResolvedRun
@@ -119,9 +120,15 @@ def sampler(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder) -> 
             return ANSWERS[run.task.kind](held_out, model)
 
     def show(step: int) -> None:
-        recorder.samples(step, model.within(answers))
         if model.sharding is not None:
+            recorder.samples(step, model.within(answers))
             model.sharding.at_rest()
+            return
+        found = try_or_none(answers)
+        if found is None:
+            recorder.message(f"step {step}: out of memory, so no held-out prompt was answered; set eval.samples=0")
+        else:
+            recorder.samples(step, found)
 
     return show
 

@@ -1,16 +1,20 @@
 """What is shown of training rows is what is trained."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from app.config.schema import TaskConfig
 from app.data.objectives import NEXT_TOKEN, MaskedTokens, build_objective
 from app.data.prepare import Data
 from app.data.token_dataset import TokenRows
-from app.training.samples import preview
+from app.training import samples
+from app.training.samples import preview, sampler
+from tests.training.conftest import Notebook, small_run, trainee_of
 from tests.training.rows import token_rows
 
 
@@ -98,3 +102,19 @@ def test_preview_histogram_counts_lengths(lengths: list[int]) -> None:
     assert len(samples) <= 32
     assert samples == [sum(start <= n < end for n in lengths) for start, end in pairwise(edges)]
     assert sum(samples) == len(lengths)
+
+
+def test_answers_that_do_not_fit_into_memory_are_left_out(
+    data: Data, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(*_: Any, **_named: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(samples, "generate", generate)
+    run, notebook = small_run("recipe=lora"), Notebook()
+    model = trainee_of(run).train()
+    resolved: Any = SimpleNamespace(config=run, data=data, objective=NEXT_TOKEN, tokenizer=tokenizer)
+    sampler(resolved, model, notebook)(3)
+    (said,) = notebook.messages
+    assert "step 3: out of memory" in said
+    assert model.training
