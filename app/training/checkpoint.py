@@ -115,7 +115,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
     elsewhere = [Path(each) for each in read_object(folder / RESUMED) if Path(each).is_absolute()]
     if not elsewhere:
         return None, []
-    (save,) = elsewhere
+    save = elsewhere[0]
     if not save.is_dir():
         raise CheckpointError(
             f"resume=auto: {folder} has no checkpoint yet, and {save}, from which the run goes on, is not there. Bring "
