@@ -72,7 +72,7 @@ def test_plan_of_the_init_from_inputs_is_near_the_counted_bytes() -> None:
     """Beside base and adapter: moments of all layers, and one pass without gradients."""
     run = small_run("recipe=lora", "adapter.init=corda", "adapter.fused=false")
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
-    model, batch, counter = build_training_model(sections, CPU, 0, "nowhere"), batch_of(PACKED), StorageCounter("cpu")
+    model, batch, counter = build_training_model(sections, CPU, 0, "nowhere"), batch_of(PACKED), StorageCounter()
     for kind, tensors in kept_tensors(model, None).items():
         counter.hold(kind, tensors)
     counter.ignore(batch.tensors)
