@@ -15,7 +15,7 @@ from app.config.did_you_mean import did_you_mean
 from app.config.fields import SECTIONS, choice, number
 from app.config.schema import RunConfig
 from app.config.unread_keys import is_unread, readers_of
-from app.config.validate import parse_section
+from app.config.validate import format_value, parse_section
 from app.errors import ConfigError, refuse
 from app.sweeps.grid import MAX_TRIALS, Setting, too_many
 from app.sweeps.search_space import Dimension, Range, as_read, compose_or_error, value_in
@@ -84,14 +84,15 @@ def read_preset(words: Sequence[str]) -> Preset:
     except yaml.YAMLError as fault:
         raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
     changes = {each.key_or_group: each.value() for each in overrides if each.key_or_group != GROUP}
-    for key, value in changes.items():
-        if not key.startswith(_SPACE):
-            data[key.removeprefix(f"{GROUP}.")] = dict(value) if isinstance(value, Mapping) else value
-            continue
-        data["space"].pop(key.removeprefix(_SPACE), None)  # null removes a key from the space
-        if value is not None:
-            data["space"][key.removeprefix(_SPACE)] = value
+    whole = {key: value for key, value in changes.items() if not key.startswith(_SPACE)}
+    data |= {
+        key.removeprefix(f"{GROUP}."): dict(value) if isinstance(value, Mapping) else value
+        for key, value in whole.items()
+    }
     config = parse_section(SweepConfig, data, f"{GROUP}.")
+    for key in changes.keys() - whole.keys():
+        config.space.pop(key.removeprefix(_SPACE), None)  # null removes a key from the space
+    config.space.update({k.removeprefix(_SPACE): v for k, v in changes.items() if k not in whole and v is not None})
     if config.proposer == "rungs":
         refuse(
             f"{key}: sweep={name} has rungs, which its file names. Leave it out; {_OF_LADDER}=small makes them small."
@@ -159,7 +160,7 @@ def _name(overrides: Sequence[Override]) -> str:
     if given[-1] not in names:
         near = did_you_mean(str(given[-1]), names).partition(" Known")[0]
         raise ConfigError(
-            f"sweep={given[-1]}: there is no such sweep.{near} Choose one of {', '.join(names)}; "
+            f"sweep={format_value(given[-1])}: there is no such sweep.{near} Choose one of {', '.join(names)}; "
             "values of your own need no name: optimizer.lr=1e-3,3e-4."
         )
     return str(given[-1])

@@ -227,6 +227,7 @@ def _range(key: str, given: Mapping[str, Any]) -> Range:
     faults = {
         "low must be below high.": low >= high,
         "low must be above 0 for log.": log and low <= 0,
+        "log must be true or false.": not isinstance(given.get("log", False), bool),
         "step must be a number above 0, and does not go with log.": "step" in given and (log or not step or step < 0),
         "expected whole numbers.": is_whole and any(each % 1 for each in (low, high, step or 0)),
     }

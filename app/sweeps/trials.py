@@ -131,6 +131,8 @@ class SweepFolder(ClaimedFolder):
             return {}
         try:
             values: dict[str, Any] = read_json(self.content)
+            if not isinstance(values, dict) or not {"identity", "command", "trials"} <= values.keys():
+                raise ValueError("it lacks the command or the trials")
         except ValueError as fault:
             raise CheckpointError(
                 f"{self.content} cannot be read ({fault}): restore it, or choose another output_dir"

@@ -74,6 +74,7 @@ WRONG = [
         {"low": 1, "high": 2, "step": 0.5, "log": True},
         "step must be a number above 0, and does not go with log.",
     ),
+    ("optimizer.lr", {"low": 1, "high": 2, "log": "no"}, "log must be true or false."),
     ("adapter.r", {"low": 1, "high": 2.5}, "expected whole numbers."),
     ("optimizer.lr", {"low": 1}, "expected low: and high:,"),
     ("optimizer.lr", {"low": 1, "high": 2, "lg": True}, "expected low: and high:, with log: true or step: if wanted."),

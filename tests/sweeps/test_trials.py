@@ -70,6 +70,7 @@ def test_sweep_folder_redacts_secrets(tmp_path: Path) -> None:
         ("mine.txt", "", ConfigError, "not empty and not that of a sweep (it has mine.txt)"),
         ("run.yaml", "", ConfigError, "not that of a sweep (it has run.yaml)"),
         ("sweep.json", "{", CheckpointError, "sweep.json cannot be read"),
+        ("sweep.json", '{"trials": []}', CheckpointError, "sweep.json cannot be read (it lacks the command or the"),
         ("../folder", None, EnvironmentProblem, "this is no folder"),
     ],
 )
