@@ -44,7 +44,14 @@ def check(config: CheckConfig, console: Console) -> int:
     _check_parts(config)
     if config.folder is not None and world().is_first:
         _make(config.folder)
-    found: dict[str, Any] = {name: _CHECKS[name](config, console) for name in config.checks}
+    from app.pages.check_report import show_check
+    from app.pages.check_summary import SECTIONS
+
+    found: dict[str, Any] = {}
+    for name in config.checks:
+        found[name] = _CHECKS[name](config, console)
+        if world().is_first:
+            show_check(SECTIONS[name](found[name]))
     if not world().is_first:
         return 0
     if config.folder is not None:
@@ -60,29 +67,23 @@ def check(config: CheckConfig, console: Console) -> int:
 
 
 def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
-    from app.pages.check_report import show_check
-    from app.pages.check_summary import data_sections
     from app.training.data_advice import advice
     from app.training.data_check import check_data
 
     found = check_data(config.run, _processes(config.run), console.say)
-    facts = {**found.facts(), "advice": [{"set": key, "why": why} for key, why in advice(found)]}
-    show_check(data_sections(facts))
-    return facts
+    return {**found.facts(), "advice": [{"set": key, "why": why} for key, why in advice(found)]}
 
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
     from app.memory.check import check_memory
-    from app.pages.check_report import show_check
-    from app.pages.check_summary import memory_sections, out_of_memory_problem
+    from app.pages.check_summary import out_of_memory_problem
 
     processes = _planned_processes(config)
     given = config.run, config.overrides, config.hardware
     facts = check_memory(*given, exact=config.exact, processes=processes, answers=config.answers)
     facts["stops"] = [] if facts["fits"] else [out_of_memory_problem(facts)]
     facts["seconds"] = round(time.perf_counter() - begun, 2)
-    show_check(memory_sections(facts))
     return facts
 
 
@@ -141,8 +142,6 @@ def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
 def _cluster(_config: CheckConfig, _console: Console) -> dict[str, Any]:
     """Check the cluster; runs in each process on all machines."""
     from app.distributed.cluster_check import Unreachable, check_cluster
-    from app.pages.check_report import show_check
-    from app.pages.check_summary import cluster_sections
     from app.tracking.manifest import program_here
 
     here, program = world(), program_here()
@@ -154,8 +153,6 @@ def _cluster(_config: CheckConfig, _console: Console) -> dict[str, Any]:
     except Unreachable as problem:
         report_failure(here.rank, problem.exit_code, problem.report())
         os._exit(problem.exit_code)  # a normal exit would wait for the other processes
-    if here.is_first:
-        show_check(cluster_sections(facts))
     return facts
 
 
@@ -167,30 +164,24 @@ def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
     from app.model.base_weights import LoadOptions
     from app.model.load_base import open_base
     from app.model.quantization_error import quantization_errors
-    from app.pages.check_report import show_check
-    from app.pages.check_summary import quantization_sections
 
     run = config.run
     options = LoadOptions(torch.float32, torch.device("cpu"), "eager")
     console.say(f"model   {run.model.path}, its linear layers one by one")
     facts = quantization_errors(open_base(run.model, task_of(run.task), options, run.seed).linear_weights())
     facts |= {"model": run.model.path, "seconds": round(time.perf_counter() - begun, 2), "stops": []}
-    show_check(quantization_sections(facts))
     return facts
 
 
 def _models(config: CheckConfig, _console: Console) -> dict[str, Any]:
     """Show what the table knows of each kind, or how the model of the command line would be trained."""
     from app.config.model_kinds import model_kinds
-    from app.pages.check_report import show_check
-    from app.pages.check_summary import models_sections
 
     if config.names_model:
         kinds, stops = _verdict(config.run)
         facts = {**kinds.facts(config.run.task.kind), "stops": stops}
     else:
         facts = {**model_kinds().facts("causal"), "stops": []}
-    show_check(models_sections(facts))
     return facts
 
 

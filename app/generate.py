@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.commands import STDIN, GenerateConfig, class_problems, generate_config, run_command
-from app.config.dataset import has_chats, sources_of
+from app.config.dataset import has_chats, has_pairs
 from app.config.finished_run import finished_folder
 from app.config.help import command_help
 from app.config.load import named_model, read_run
@@ -87,8 +87,7 @@ def _answer(config: GenerateConfig, folder: Path | None, run: RunConfig | None) 
 
 def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     """Print or write the labels with their probabilities."""
-    formats = {source.format for source in sources_of(run.dataset).values()}
-    columns, pair = run.dataset.columns, "text_pair" in formats
+    columns, pair = run.dataset.columns, has_pairs(run.dataset)
     refuse(class_problems(config, str(folder), pair))
     from app.data.prompts import read_examples
 

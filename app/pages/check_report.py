@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
-from app.pages.check_summary import (
-    Section,
-    cluster_sections,
-    counted_processes,
-    data_sections,
-    memory_sections,
-    models_sections,
-    quantization_sections,
-)
+from app.pages.check_summary import SECTIONS, Section, counted_processes
 from app.pages.ladder_table import planned_tables
 from app.pages.read_run import TrainingSample
 from app.pages.render import render
@@ -27,30 +19,22 @@ if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
 _MAX_BAR_CHARACTERS = 32
+_NAMED_BY = {"data": "source", "memory": "subject", "quantization": "model", "ladder": "sweep"}  # key of the facts
 Rows = Iterator[tuple[str, Text]]
 
 
 def check_page(found: Mapping[str, Any]) -> str:
     """The page for check.json, which has a section for each check."""
-    names = ("data", "memory", "cluster", "quantization", "models", "ladder")
-    data, memory, cluster, quantization, models, ladder = map(found.get, names)
+    data, memory, models, ladder = map(found.get, ("data", "memory", "models", "ladder"))
     stops = [problem for facts in found.values() for problem in facts["stops"]]
     badges = [("a run would stop", "bad") if stops else ("nothing stops a run", "good")]
-    sections = data_sections(data) if data else []
     if memory:
         fits = ("fits", "good") if memory["fits"] else ("does not fit", "bad")
         badges.append((f"{fits[0]} {memory['label']}", fits[1]))
-        sections += memory_sections(memory)
-    if cluster:
-        sections += cluster_sections(cluster)
-    if quantization:
-        sections += quantization_sections(quantization)
-    if models:
-        sections += models_sections(models)
-    name = data["source"] if data else memory["subject"] if memory else ""
-    name = name or (quantization["model"] if quantization else "")
-    name = name or (f"models of transformers {models['transformers']}" if models else "")
-    name = name or (ladder["sweep"] if ladder else counted_processes(cluster or {}))
+    sections = [section for key, make in SECTIONS.items() if key in found for section in make(found[key])]
+    name = next((found[key][of] for key, of in _NAMED_BY.items() if key in found), "")
+    if not name:
+        name = f"models of transformers {models['transformers']}" if models else counted_processes(found["cluster"])
     if data:  # the folders stand below
         name = " + ".join(PurePath(each).name for each in name.split(" + "))
     notes = [("bad", problem) for problem in stops]

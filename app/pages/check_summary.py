@@ -249,3 +249,12 @@ def _way_in(facts: Facts) -> str:
         if knob["fits"]:
             return f"Set {knob['override']}, which saves {format_bytes(knob['saves_bytes'])}."
     return "No setting brings it in: choose a smaller model or more memory."
+
+
+SECTIONS = {
+    "data": data_sections,
+    "memory": memory_sections,
+    "cluster": cluster_sections,
+    "quantization": quantization_sections,
+    "models": models_sections,
+}

@@ -3,16 +3,15 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep, ValueType
 from hydra.errors import HydraException
 
 from app.config.groups import choices_by_group
-from app.config.overrides import check_overrides
+from app.config.overrides import check_overrides, parse_override
 from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.sweeps.trials import Outcome, Trial, key_of, name_of
@@ -59,12 +58,11 @@ class Grid:
 
 def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
     """The settings in the given order, and their problems."""
-    parse = OverridesParser.create().parse_override
     settings: list[Setting] = []
     problems: list[str] = []
     for text in overrides:
         try:
-            settings.append(_setting(parse, text))
+            settings.append(_setting(text))
         except ConfigError as problem:
             problems += problem.problems
     return settings, [*problems, *_given_twice(settings), *too_many(settings)]
@@ -96,9 +94,9 @@ def _given_twice(settings: Sequence[Setting]) -> Iterator[str]:
             yield f"{key} is swept and given {count[key]} times. Give it once."
 
 
-def _setting(parse: Callable[[str], Override], text: str) -> Setting:
+def _setting(text: str) -> Setting:
     try:
-        override = parse(text)
+        override = parse_override(text)
     except HydraException:  # text that needs quotes, or an error: the validation of the run decides
         return Setting(key_of(text), (text,))
     _refuse(override, text)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from app.config import groups
 from app.config.did_you_mean import did_you_mean
 from app.config.fields import SECTIONS, choice, number
+from app.config.overrides import parse_override
 from app.config.schema import RunConfig
 from app.config.unread_keys import is_unread, readers_of
 from app.config.validate import format_value, parse_section
@@ -133,12 +133,11 @@ def dimensions_of(
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
-    parse = OverridesParser.create().parse_override
     found: list[Override] = []
     problems: list[str] = []
     for text in words:
         try:
-            found.append(override := parse(text))
+            found.append(override := parse_override(text))
         except HydraException as fault:
             problems.append(f"{text!r} cannot be read: {' '.join(str(fault).splitlines()[0].split())}.")
             continue

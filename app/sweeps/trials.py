@@ -131,12 +131,11 @@ class SweepFolder(ClaimedFolder):
             return {}
         try:
             values: dict[str, Any] = read_json(self.content)
-            if not isinstance(values, dict) or not {"identity", "command", "trials"} <= values.keys():
-                raise ValueError("it lacks the command or the trials")
-        except ValueError as fault:
-            raise CheckpointError(
-                f"{self.content} cannot be read ({fault}): restore it, or choose another output_dir"
-            ) from fault
+            why = "" if {"identity", "command", "trials"} <= {*values} else "it lacks the command or the trials"
+        except (ValueError, TypeError) as fault:
+            why = str(fault)
+        if why:
+            raise CheckpointError(f"{self.content} cannot be read ({why}): restore it, or choose another output_dir")
         return values
 
     def write(self, facts: dict[str, Any], trials: Sequence[Outcome]) -> None:
