@@ -177,7 +177,7 @@ def _models(config: CheckConfig, _console: Console) -> dict[str, Any]:
     """Show what the table knows of each kind, or how the model of the command line would be trained."""
     from app.config.model_kinds import model_kinds
 
-    if config.names_model:
+    if any(key_of(text).partition(".")[0] == "model" for text in config.overrides):
         kinds, stops = _verdict(config.run)
         facts = {**kinds.facts(config.run.task.kind), "stops": stops}
     else:

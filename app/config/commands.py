@@ -279,11 +279,6 @@ class CheckConfig:
     exact: bool = False
     answers: AnswersConfig | None = None
 
-    @property
-    def names_model(self) -> bool:
-        """Whether the command line says which model is meant."""
-        return any(key_of(text) == "model" or key_of(text).startswith("model.") for text in self.overrides)
-
 
 @dataclass(kw_only=True, slots=True)
 class _CheckOptions:

@@ -25,10 +25,7 @@ def other_programs() -> Sequence[dict[str, Any]]:
 
 def of_other_program(name: str, value: str = "") -> str:
     """` Did you mean optimizer.lr?` for a setting of another program; empty for any other name."""
-    key = name.lstrip("-").replace("-", "_").lower()
-    rows = {known.lower(): row for row in other_programs() for program in PROGRAMS for known in row.get(program, ())}
-    wanted = (f"{key}={value.lower()}", key, key.rpartition(".")[2])
-    row = next((rows[each] for each in wanted if each in rows), {})
+    row = setting_of(reversed(PROGRAMS), name.lstrip("-").replace("-", "_"), value)
     here = row.get("here", "")
     choices = choices_by_group().get(here, (value,))
     if here and value and " " not in here and "=" not in here:

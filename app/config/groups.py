@@ -2,8 +2,12 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 import app
+from app.errors import ConfigError
 
 _INSTALLED = Path(app.__file__).parent / "conf"  # in a wheel
 _CHECKOUT = Path(app.__file__).parent.parent / "conf"
@@ -22,3 +26,15 @@ def _choices_in(conf: Path) -> dict[str, tuple[str, ...]]:
         for folder in sorted(conf.iterdir())
         if folder.is_dir()
     }
+
+
+def read_choice(group: str, name: str) -> dict[str, Any]:
+    """Content of the file of a choice, where Hydra does not compose it."""
+    file = CONF / group / f"{name}.yaml"
+    try:
+        facts = yaml.safe_load(file.read_text("utf-8"))
+    except yaml.YAMLError as fault:
+        raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
+    if not isinstance(facts, dict):
+        raise ConfigError(f"{file}: expected names and values, as in the other files of the folder.")
+    return facts

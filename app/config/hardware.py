@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from app.config import groups
 from app.config.fields import number
 from app.config.overrides import key_of
@@ -78,11 +76,4 @@ def missing_hardware_support(run: RunConfig, hardware: HardwareConfig) -> list[s
 
 
 def _read(name: str, changes: Mapping[str, Any]) -> HardwareConfig:
-    file = groups.CONF / "hardware" / f"{name}.yaml"
-    try:
-        facts = yaml.safe_load(file.read_text("utf-8"))
-    except yaml.YAMLError as fault:
-        raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
-    if not isinstance(facts, dict):
-        raise ConfigError(f"{file}: expected label:, memory_gib: and so on, as in the other files of the folder.")
-    return parse_section(HardwareConfig, {"name": name, **facts, **changes}, "hardware.")
+    return parse_section(HardwareConfig, {"name": name, **groups.read_choice("hardware", name), **changes}, "hardware.")

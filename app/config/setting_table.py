@@ -1,7 +1,6 @@
 """Settings of other programs by the tables of their names, and what becomes of a file."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,6 +13,7 @@ from app.config.groups import choices_by_group
 from app.config.schema import RunConfig
 from app.config.settings_file import TYPED_ALONE
 from app.config.validate import field_types, format_value, is_key
+from app.config.yaml_files import as_number
 
 PROGRAMS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("converted_files.yaml").read_text("utf-8")
@@ -50,17 +50,10 @@ class Conversion:
         self.carried[name] = " ".join(f"{key}={format_value(value)}" for key, value in given.items())
 
 
-def number(value: Any) -> float | None:
-    """A number of YAML; None for anything else."""
-    with suppress(TypeError, ValueError):
-        return None if isinstance(value, bool) else float(value)
-    return None
-
-
 def lost(found: Conversion, name: str, value: Any) -> None:
     """A setting whose row in the table says what to look at, and is no translation."""
     row = setting_of(found.facts["columns"], name, value)
-    if value in UNSET or number(value) == 1:
+    if value in UNSET or as_number(value) == 1:
         found.needless[name] = "it is not set"
     else:
         found.lost[name] = f"{row['here']}: {row['remark']}"
@@ -105,7 +98,7 @@ def _carry_here(found: Conversion, name: str, value: Any, here: str, *, is_exact
     """Carry a setting by the words of its row in the table."""
     words = dict(word.partition("=")[::2] for word in here.split())
     is_switch = any(words.values())
-    count = number(value) if here.startswith("training.max_") else None
+    count = as_number(value) if here.startswith("training.max_") else None
     if words.get("recipe") in OF_ADAPTERS:
         del words["recipe"]
     if value is None or (value in UNSET and is_switch and not is_exact) or (count is not None and count < 1):

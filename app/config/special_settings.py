@@ -6,8 +6,9 @@ from typing import Any
 
 from app.config.did_you_mean import setting_of
 from app.config.groups import choices_by_group
-from app.config.setting_table import UNSET, Conversion, by_table, lost, number
+from app.config.setting_table import UNSET, Conversion, by_table, lost
 from app.config.validate import format_value
+from app.config.yaml_files import as_number
 
 _LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # of torchtune
 _MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -96,7 +97,7 @@ def _targets(found: Conversion, name: str, value: Any) -> None:
 
 def _per_epoch(found: Conversion, name: str, value: Any) -> None:
     """A number of times an epoch."""
-    count = number(value)
+    count = as_number(value)
     if count:
         found.carry(name, **{_every(name): f"{1 / count:.3g}epoch"})
     elif value in UNSET:
@@ -132,7 +133,7 @@ def _every(name: str) -> str:
 
 def _steps_per_epoch(found: Conversion, name: str, value: Any) -> None:
     """Steps of each epoch, of torchtune."""
-    steps, epochs = number(value), number(found.settings.get("epochs", 1))
+    steps, epochs = as_number(value), as_number(found.settings.get("epochs", 1))
     if steps and epochs:
         found.carry(name, training__max_steps=round(steps * epochs))
     else:
@@ -141,7 +142,7 @@ def _steps_per_epoch(found: Conversion, name: str, value: Any) -> None:
 
 def _warm_up(found: Conversion, name: str, value: Any) -> None:
     """Steps of warm-up, a fraction below 1; where they are given too, transformers does not read the ratio."""
-    steps = number(value)
+    steps = as_number(value)
     ratio = name.replace("steps", "ratio")
     if steps is not None and 0 < steps < 1:
         found.carry(name, schedule__warmup_fraction=steps)

@@ -44,3 +44,11 @@ def literal(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [literal(inner) for inner in value]
     return _REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def as_number(value: Any) -> float | None:
+    """A number of YAML, which takes 1e-5 for text; None for anything else."""
+    try:
+        return None if isinstance(value, bool | None) else float(value)
+    except (TypeError, ValueError):
+        return None

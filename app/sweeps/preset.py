@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
@@ -78,11 +77,7 @@ def read_preset(words: Sequence[str]) -> Preset:
     if not overrides:
         return NO_PRESET
     name = _name(overrides)
-    file = groups.CONF / GROUP / f"{name}.yaml"
-    try:
-        data = yaml.safe_load(file.read_text("utf-8"))
-    except yaml.YAMLError as fault:
-        raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
+    data = groups.read_choice(GROUP, name)
     changes = {each.key_or_group: each.value() for each in overrides if each.key_or_group != GROUP}
     whole = {key: value for key, value in changes.items() if not key.startswith(_SPACE)}
     data |= {

@@ -14,6 +14,7 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.unread_keys import is_unread, readers_of
 from app.config.validate import field_types, format_value, number_type
+from app.config.yaml_files import as_number
 from app.errors import ConfigError, refuse
 from app.sweeps.grid import Setting, settings_of, wrong_overrides
 from app.sweeps.trials import key_of
@@ -84,7 +85,7 @@ Dimension = Setting | Range
 def parse_multiple(value: Any) -> float | None:
     """0.5 for `0.5x`; None for other values."""
     found = _MULTIPLE.fullmatch(value) if isinstance(value, str) else None
-    return _number(found[1]) if found else None
+    return as_number(found[1]) if found else None
 
 
 def dimensions_in(space: Mapping[str, Any]) -> tuple[list[Dimension], list[str]]:
@@ -217,8 +218,8 @@ def _range(key: str, given: Mapping[str, Any]) -> Range:
         raise ConfigError(f"{typed}: expected low: and high:, with log: true or step: if wanted.")
     multiples = parse_multiple(given["low"]), parse_multiple(given["high"])
     is_relative = any(multiples)
-    low, high = multiples if is_relative else (_number(given["low"]), _number(given["high"]))
-    log, step = bool(given.get("log")), _number(given.get("step"))
+    low, high = multiples if is_relative else (as_number(given["low"]), as_number(given["high"]))
+    log, step = bool(given.get("log")), as_number(given.get("step"))
     if low is None or high is None or not math.isfinite(high - low):
         raise ConfigError(
             f"{typed}: low and high must be numbers, or both multiples of the run's own value, such as 0.1x and 10x."
@@ -233,14 +234,6 @@ def _range(key: str, given: Mapping[str, Any]) -> Range:
     }
     refuse(f"{typed}: {fault}" for fault, is_there in faults.items() if is_there)
     return Range(key, low, high, log, step, is_whole=is_whole, is_relative=is_relative)
-
-
-def _number(value: Any) -> float | None:
-    """A number of YAML, which takes 1e-5 for text."""
-    try:
-        return None if isinstance(value, bool | None) else float(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def _as_override_value(value: Any) -> str:

@@ -20,6 +20,7 @@ TOLD = [
     ("--learning-rate=2e-4", "--learning-rate=2e-4: there is no such switch. Did you mean optimizer.lr=2e-4?"),
     ("learning_rate=2e-4", "learning_rate is not a key. Did you mean optimizer.lr=2e-4?"),
     ("training.learning_rate=2e-4", "training.learning_rate is not a key. Did you mean optimizer.lr=2e-4?"),
+    ("training.optim=adamw_bnb_8bit", "training.optim is not a key. Did you mean optimizer=adamw_8bit?"),
     ("--load_in_4bit", "--load_in_4bit: there is no such switch. Did you mean recipe=qlora?"),
     ("+load_in_4bit=True", "load_in_4bit is not a key. Did you mean recipe=qlora?"),
     (
