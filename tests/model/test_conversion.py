@@ -70,6 +70,12 @@ def in_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def in_ue8m0(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In fp8 with scales that are powers of two, of one byte each."""
+    packed = in_fp8(tensors).items()
+    return {n: each.log2().ceil().exp2().to(torch.float8_e8m0fnu) if "_scale" in n else each for n, each in packed}
+
+
 def in_mxfp4(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stacks of experts [experts, in, out] as random blocks of 32 weights, their scales powers of two."""
     generator, found = torch.Generator().manual_seed(0), dict(tensors)
@@ -83,9 +89,9 @@ def in_mxfp4(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def fp8_folder(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def fp8_folder(kind: str, folder: Path, dtype: torch.dtype = torch.float32, packed: Any = in_fp8) -> Path:
     built(kind, "eager", dtype, **wide_numbers(kind)).save_pretrained(str(folder))
-    return changed(folder, in_fp8, quantization_config=FP8)
+    return changed(folder, packed, quantization_config=FP8)
 
 
 def mxfp4_folder(folder: Path) -> Path:
@@ -115,6 +121,12 @@ def test_quantised_folder_is_unpacked_to_the_bit(kind: str, dtype: torch.dtype, 
     ours = read(folder, dtype)
     assert_same(ours, by_transformers(folder, dtype, quantization_config=theirs))
     assert not hasattr(ours.config, "quantization_config"), "what is saved is not quantised"
+
+
+def test_fp8_scales_of_one_byte_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    folder = fp8_folder("llama", tmp_path, torch.bfloat16, in_ue8m0)
+    theirs: Any = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(BLOCK, BLOCK))
+    assert_same(read(folder, torch.bfloat16), by_transformers(folder, torch.bfloat16, quantization_config=theirs))
 
 
 def test_fp8_folder_is_packed_to_nf4_as_it_is_read_and_told(tmp_path: Path) -> None:
