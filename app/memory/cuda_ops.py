@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from app.batch import PackedSequences
-from app.model.attention import Rules, own_heads, plain_packed, shares_heads
+from app.model.attention.requirements import Rules
+from app.model.attention.sdpa import own_heads, plain_packed, shares_heads
 from app.model.operations import COSTS, OperationCost, attention_backward_flops, attention_flops
 
 ATTENTION = "planned"  # name of the attention implementation in a traced model

@@ -78,7 +78,6 @@ class ModelCounts:
 
     @property
     def trained_share(self) -> float:
-        """Trained weights / all weights, adapter included."""
         return self.trained / self.total
 
 
@@ -233,7 +232,6 @@ def _lost_by_packing(sections: ModelSections, device: torch.device, seed: int) -
 
 
 def _fused(training_model: TrainingModel, quantizer: Quantizer | None, device: torch.device | None) -> Fused:
-    """Compare and install fused forwards."""
     network = training_model.network
     if device is None:
         return fuse(network, None, quantizer=quantizer)

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import Batch, PackedSequences
+from app.config.model_kinds import OWN
 from app.errors import EnvironmentProblem
 from app.model.activation_checkpointing import repeated_layers
 from app.model.adapters import trained_copies
-from app.model.attention import NAME, OWN, own_attention, plain_packed, register_kernel
+from app.model.attention import NAME, own_attention, register_kernel
+from app.model.attention.sdpa import plain_packed
 from app.model.comparison import Comparison, max_or_nan
 from app.model.recurrent import recurrent_mixers
 from app.model.training_model import TrainingModel

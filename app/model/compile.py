@@ -22,7 +22,7 @@ from app.batch import Batch
 from app.config.schema import CompileConfig
 from app.errors import ConfigError, EnvironmentProblem, TrainingError, gist
 from app.model.activation_checkpointing import repeated_layers
-from app.model.attention import dropouts_of
+from app.model.attention.requirements import dropouts_of
 from app.model.comparison import Comparison, attempt, max_or_nan
 from app.model.recurrent import recurrent_mixers
 

@@ -25,7 +25,6 @@ class FrozenLinear(nn.Linear, ABC):
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output for rows in any leading shape."""
         result: Tensor = _Linear.apply(x, self)  # type: ignore[no-untyped-call]
         return result
 

@@ -69,7 +69,6 @@ class LoraLayer:
     frozen: Frozen
 
     def lora(self) -> Lora:
-        """The current parameters."""
         a, b = (half[self.adapter].weight for half in (self.module.lora_A, self.module.lora_B))
         return Lora(self.frozen, a, b, float(self.module.scaling[self.adapter]))
 

@@ -12,7 +12,7 @@ from app.config.problems import PROBLEMS
 from app.errors import ConfigError, PromptTooLong
 from app.model.attention import NAME, own_attention
 from app.model.head import takes_segments
-from app.model.problems import PROBLEM_LOSSES
+from app.model.losses import PROBLEM_LOSSES
 
 Message = dict[str, Any]
 
@@ -61,7 +61,6 @@ class TextGenerator:
                 yield from zip(group, map(self._text, answers), strict=True)
 
     def stream(self, messages: Sequence[Message], write: Callable[[str], None]) -> str:
-        """Write the answer as it is generated, and return it."""
         ids = self.ids(messages)
         self._require_positions([ids])
         pieces = _Streamer(self.tokenizer, write, skip=len(ids))
@@ -70,7 +69,6 @@ class TextGenerator:
         return self._text(new)
 
     def _generated(self, prompts: Sequence[Sequence[int]], streamer: Any = None) -> list[list[int]]:
-        """New ids for each prompt."""
         width = max(map(len, prompts))
         max_new, ends = self._max_new(width), end_ids(self.lm, self.tokenizer)
         answers = _new_ids(self.lm, prompts, ends, max_new, streamer=streamer, **self.sampling)
@@ -93,7 +91,6 @@ class TextGenerator:
             raise PromptTooLong(problems)
 
     def _max_new(self, prompt_tokens: int) -> int:
-        """The longest answer to a prompt."""
         return self.max_new if self.positions is None else min(self.max_new, self.positions - prompt_tokens)
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.batch import IGNORE
-from app.model.operations import COSTS, OperationCost, Size
+from app.model.operations import COSTS, OperationCost
 
 _AMPERE = (8, 0)  # compute capability that Triton supports, and the first with bf16
 # of float32 logits that the plain arithmetic makes at once: what a CPU's caches hold
@@ -68,8 +68,6 @@ _OPS.define(
     "loss_and_grad(Tensor(a!) logits, Tensor targets, Tensor? weights, Tensor(b!) losses, bool gradient, int width)"
     " -> ()"
 )
-
-
 _OPS.define("product_in_float32(Tensor left, Tensor right) -> Tensor")
 
 
@@ -79,10 +77,6 @@ def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
     return found
 
 
-def _product_flops(left: Size, right: Size, **_kwargs: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
 _OPS.impl("product_in_float32", lambda left, right: left.float() @ right.float(), "CPU")
 _OPS.impl("product_in_float32", lambda left, right: torch.mm(left, right, out_dtype=torch.float32), "CUDA")
 torch.library.register_fake(
@@ -90,7 +84,9 @@ torch.library.register_fake(
     lambda left, right: left.new_empty((left.shape[0], right.shape[1]), dtype=torch.float32),
     lib=_OPS,
 )
-COSTS["app_kernels::product_in_float32"] = OperationCost(_product_flops)
+COSTS["app_kernels::product_in_float32"] = OperationCost(
+    lambda left, right, **_kwargs: 2 * left[0] * left[1] * right[1]
+)
 
 
 def loss_and_grad_inplace(

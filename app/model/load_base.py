@@ -137,7 +137,9 @@ def _untie_different(lm: Any, names: list[str], found: dict[str, SourceTensor]) 
 
 def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, quantizer: Quantizer | None) -> Any:
     """The model with its parameters on meta; what cannot be trained or packed is refused."""
-    with parameters_on_meta():
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):  # buffers are computed
         lm = build(config, task, numbers, options.dtype, options.attention)
     require_packed_alike(config, lm, quantizer)
     vars(lm.config).pop("quantization_config", None)  # what is trained is no longer what is stored
@@ -145,15 +147,6 @@ def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, 
         quantizer.require_quantizable(config, lm)
     lm.tie_weights()
     return lm.eval()
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Models that are made inside have no parameters in memory, but the buffers that they compute."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        yield
 
 
 @contextlib.contextmanager

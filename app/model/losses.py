@@ -1,4 +1,4 @@
-"""Losses by task: how what a model says of a batch becomes one sum, with its gradient."""
+"""Losses by task, and by problem of a classification: how what a model says of a batch becomes one sum."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.batch import Batch
@@ -78,6 +79,41 @@ def log_probabilities(losses: Tensor, batch: Batch) -> Tensor:
     sums = torch.zeros(len(batch.lengths) + 1, dtype=torch.float64, device=losses.device)
     return sums.index_add(0, batch.document_of_label, -losses.double())[:-1]
 
+
+@dataclass(frozen=True, slots=True)
+class ClassLoss:
+    """A problem of a classification: what logits [N, C] are compared with, and what is read of them."""
+
+    of_answers: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # [N], of logits, targets and weights of classes
+    chosen: Callable[[Tensor], Tensor]  # in the form of targets
+    values: Callable[[Tensor], Tensor]  # what people read of each output
+    blank: Callable[..., Tensor]  # targets of so many answers and outputs, as a memory plan needs them
+
+
+def _binary_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weights, reduction="none").mean(-1)
+
+
+PROBLEM_LOSSES: dict[str, ClassLoss] = {
+    "single": ClassLoss(  # weights are those of answers, of the batch
+        lambda logits, targets, _weights: F.cross_entropy(logits, targets, reduction="none"),
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits.softmax(-1),
+        lambda answers, outputs: torch.zeros(answers, dtype=torch.int64),  # noqa: ARG005,
+    ),
+    "multi": ClassLoss(
+        _binary_cross_entropy,
+        lambda logits: (logits >= 0).float(),
+        torch.sigmoid,
+        lambda answers, outputs: torch.zeros((answers, outputs)),
+    ),
+    "regression": ClassLoss(
+        lambda logits, targets, _weights: (logits - targets).square().mean(-1),
+        lambda logits: logits,
+        lambda logits: logits,
+        lambda answers, outputs: torch.zeros((answers, outputs)),
+    ),
+}
 
 _TOKENS, _CLASSES = Loss(_of_tokens), Loss(_of_classes)
 _BY_NAME = {"nll": _TOKENS, "dft": Loss(_of_likely_tokens)}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,8 @@ def plan_merge(
     stored = {name: file for name, file in reader.stored_names().items() if file in tensors}
     of_text = stored if part is None else {part.in_text(name) or "": file for name, file in stored.items()}
     tensors = converted.in_place(_resized(sections.model, lm, stored, tensors), EXPORTED[dtype])
-    beside = set() if part is None else _beside_text(tensors, of_text, converted)
+    of_this_part = {file for name, file in of_text.items() if name} | converted.names.keys()
+    beside = set() if part is None else tensors.keys() - of_this_part  # of other towers
     tensors = _with_whole(lm, tensors, of_text, trained_whole, pooled=task.has_classes)
     names = _names_in_files(lm, in_folder, tensors, stored, converted.parameters, sections.model.path)
     of_text |= {name if part is None else part.in_text(name) or "": name for name in converted.names}
@@ -178,11 +179,6 @@ def plan_merge(
         converted=converted,
         written_as={there: name for name, there in by_name.items()} if text_alone else None,
     )
-
-
-def _beside_text(tensors: Iterable[str], of_text: Mapping[str, str], converted: ConvertedWeights) -> set[str]:
-    """Tensors of the files that belong to other towers of the model."""
-    return set(tensors) - {file for name, file in of_text.items() if name} - converted.names.keys()
 
 
 def _name_in_text(part: TextPart | None, name: str) -> str:

@@ -138,7 +138,6 @@ def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: M
 
 
 def _with_rows(weight: Tensor, rows: Tensor, ids: list[int]) -> Tensor:
-    """A weight with other rows of some tokens."""
     return weight.float().index_copy(0, torch.tensor(ids, device=weight.device), rows.to(weight.device, torch.float32))
 
 

@@ -23,7 +23,6 @@ class Answers:
 
     @classmethod
     def of(cls, sums: Tensor, batch: Batch) -> "Answers":
-        """From the log-probability of each document."""
         assert batch.document_of_label is not None
         tokens = sums.new_zeros(len(sums) + 1)
         tokens = tokens.index_add(0, batch.document_of_label, torch.ones_like(batch.document_of_label).double())[:-1]
@@ -90,14 +89,6 @@ def _scaled_ratio(answers: Answers, settings: PreferenceConfig) -> Tensor:
     return settings.beta * answers.ratio
 
 
-def _mean_ratio(answers: Answers, _settings: PreferenceConfig) -> Tensor:
-    return answers.ratio / answers.tokens
-
-
-def _scaled_mean(answers: Answers, settings: PreferenceConfig) -> Tensor:
-    return settings.beta * answers.mean
-
-
 def _log_odds(answers: Answers, _settings: PreferenceConfig) -> Tensor:
     """log(p / (1 - p)), by whichever form of log(1 - e^x) keeps its digits; finite at p = 1."""
     x = answers.mean.clamp(max=-torch.finfo(answers.mean.dtype).eps)
@@ -124,8 +115,12 @@ def _kahneman_tversky(rewards: Tensor, wanted: Tensor, mean_ratio: Tensor, setti
 PREFERENCES: dict[str, Preference] = {
     "dpo": Preference(_scaled_ratio, _smoothed),
     "robust": Preference(_scaled_ratio, _unbiased),
-    "ipo": Preference(_mean_ratio, lambda margin, own: (margin - 1 / (2 * own.beta)) ** 2),
+    "ipo": Preference(
+        lambda answers, _own: answers.ratio / answers.tokens, lambda margin, own: (margin - 1 / (2 * own.beta)) ** 2
+    ),
     "orpo": Preference(_log_odds, lambda margin, own: -own.beta * F.logsigmoid(margin)),
-    "simpo": Preference(_scaled_mean, lambda margin, own: -F.logsigmoid(margin - own.gamma)),
+    "simpo": Preference(
+        lambda answers, own: own.beta * answers.mean, lambda margin, own: -F.logsigmoid(margin - own.gamma)
+    ),
 }
 LABEL_PREFERENCES: dict[str, LabelPreference] = {"kto": LabelPreference(_scaled_ratio, _kahneman_tversky)}

@@ -145,8 +145,7 @@ class Bits4(Quantizer):
     def quantized(self, layer: Any) -> nn.Module:
         is_packed = hasattr(layer.weight, "quant_state")  # in the files
         weight = layer.weight if is_packed else weight_of(layer)
-        options: Any = {"double_quant": self.double_quant, "compute": self.compute}
-        return nf4.linear_4bit(weight, layer.bias, self.kind, **options)
+        return nf4.linear_4bit(weight, layer.bias, self.kind, double_quant=self.double_quant, compute=self.compute)
 
     def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
         return nf4.dequantized(layer).to(dtype)
@@ -178,8 +177,8 @@ class Bits8(Quantizer):
         return self.layer(weight_of(layer), layer.bias)
 
     def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
-        layers = (layer for layer in network.modules() if isinstance(layer, FrozenLinear))
-        return {layer: layer for layer in layers}  # has both products itself
+        # has both products itself
+        return {layer: layer for layer in network.modules() if isinstance(layer, FrozenLinear)}
 
     def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
         result: Tensor = layer.unpacked(dtype)

@@ -67,7 +67,6 @@ class RmsNorm:
         return result
 
     def root(self, x: Tensor) -> Tensor:
-        """1 / sqrt(mean(x^2) + eps) of each row, in fp32."""
         return x.float().pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
 
     def output(self, x: Tensor, root: Tensor, weight: Tensor) -> Tensor:
@@ -114,7 +113,7 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | None:
 
     Copies with fixed weights on the CPU are compared, so that a model on meta gets the same answer.
     """
-    eps = eps_of(module)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     takes = len(inspect.signature(type(module).forward).parameters)
     if not isinstance(eps, float) or not _has_one_weight(module) or takes != 2:  # itself and the rows, but no gate
         return None
@@ -127,11 +126,6 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | None:
         zip(differences, norms, strict=True), key=lambda each: (each[0][0] > _ALLOWED_FP32, each[0][1])
     )
     return norm if exact <= _ALLOWED_FP32 and rounded <= _ALLOWED_BF16 else None
-
-
-def eps_of(module: nn.Module) -> Any:
-    """The module's eps under either of its names, or None."""
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def _has_one_weight(module: nn.Module) -> bool:

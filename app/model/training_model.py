@@ -11,17 +11,16 @@ from torch import Tensor, nn
 
 from app.batch import Batch, PackedSequences
 from app.config.did_you_mean import did_you_mean
+from app.config.model_kinds import OWN
 from app.config.schema import PreferenceConfig, TaskConfig
 from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.model.activation_checkpointing import repeated_layers
-from app.model.attention import OWN
 from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
 from app.model.compile import CompiledLayers
 from app.model.fusion import Fused
 from app.model.head import Head, head_parameters, own_head, pooled_head, takes_segments
-from app.model.losses import LOSSES
-from app.model.problems import PROBLEM_LOSSES
+from app.model.losses import LOSSES, PROBLEM_LOSSES
 from app.model.quantization import Quantizer
 from app.model.recurrent import lay_aside
 from app.model.router_loss import RouterLoss
@@ -140,7 +139,6 @@ class TrainingModel(nn.Module):
         self._remarks.append(text)
 
     def use_neftune(self, alpha: float) -> None:
-        """Add noise to the embeddings of each training pass."""
         self.language_model.get_input_embeddings().register_forward_hook(partial(self._with_noise, alpha))
 
     def _with_noise(self, alpha: float, _module: nn.Module, _arguments: Any, embeddings: Tensor) -> Tensor:
@@ -178,7 +176,6 @@ class TrainingModel(nn.Module):
         return {"attention_mask": (torch.arange(positions.shape[1], device=positions.device) < ends).long()}
 
     def segment_arguments(self, segments: Tensor | None) -> dict[str, Tensor]:
-        """The argument for a backbone that takes segments."""
         return {} if segments is None or not self.takes_segments else {"token_type_ids": segments}
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -193,7 +190,6 @@ class TrainingModel(nn.Module):
         self.sharding, self._trained = sharding, self.trained()
 
     def use_fused(self, fused: Fused) -> None:
-        """Note the fused forwards that were installed, and remark on those that were not."""
         self.fused = fused
         self._remarks += fused.remarks()
 

@@ -13,7 +13,8 @@ from app.config.model_kinds import OWN
 from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig, TrainingConfig
 from app.distributed.process_group import default_device
 from app.errors import refuse
-from app.model.attention import Needs, needs_of, select
+from app.model.attention import select
+from app.model.attention.requirements import Needs, needs_of
 from app.model.build import DTYPES, ModelSections
 from app.model.structure import BaseModel
 

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from app.batch import PackedSequences
 from app.errors import AppError
-from app.model.attention import BACKENDS, Rules, sdpa
+from app.model.attention import BACKENDS
+from app.model.attention.requirements import Rules
+from app.model.attention.sdpa import sdpa
 from app.model.chunked_loss import LinearHead
 from app.model.fp8_linear import quantize_rows
 from scripts.bench.machine import here

@@ -10,6 +10,7 @@ from app.config.dataset_schema import DatasetConfig
 from app.config.export_settings import EXPORT_KINDS
 from app.config.fields import CHOICES
 from app.config.groups import choices_by_group
+from app.config.model_kinds import OWN
 from app.config.preferences import PREFERENCE_KINDS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.row_formats import ROW_FORMATS
@@ -19,7 +20,7 @@ from app.data.objectives import MOST_LABELS, OBJECTIVES
 from app.data.overflow import POLICIES
 from app.exports.export import EXPORTS
 from app.model.adapters import ADAPTERS
-from app.model.attention import BACKENDS, OWN
+from app.model.attention import BACKENDS
 from app.model.build import DTYPES
 from app.model.losses import LOSSES
 from app.model.preference import LABEL_PREFERENCES, PREFERENCES

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.attention import Needs
+from app.model.attention.requirements import Needs
 
 Window = tuple[int, int]
 

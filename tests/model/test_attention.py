@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from app.batch import Batch
-from app.model.attention import NAME, Rules, plain, register, sdpa, shares_heads
+from app.model.attention import NAME, register
+from app.model.attention.requirements import Rules
+from app.model.attention.sdpa import plain, sdpa, shares_heads
 from app.model.kernels import as_on_gpu
 from app.model.training_model import first_position
 from tests.choices import pairwise

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from app.batch import Batch, PackedSequences
 from app.config.schema import CompileConfig, QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem, TrainingError
 from app.model import compile as compiling
-from app.model.attention import BACKENDS, plain_packed, register, sdpa
-from app.model.attention.sdpa import compiled_sdpa
+from app.model.attention import BACKENDS, register
+from app.model.attention.sdpa import compiled_sdpa, plain_packed, sdpa
 from app.model.compile import CompiledLayers, require_compilable, require_compilable_attention
 from app.model.training_model import TrainingModel
 from tests.choices import taking_turns
@@ -207,7 +208,7 @@ DROPOUT = r"^model\.architecture\.attention_dropout=0\.1: compiled layers have n
 def test_attention_that_one_graph_cannot_compute_is_refused(
     attention: str, device: torch.device, dropout: float, batch: Batch, words: str | None
 ) -> None:
-    lm = SimpleNamespace(config=SimpleNamespace(attention_dropout=dropout))
+    lm = SimpleNamespace(config=LlamaConfig(attention_dropout=dropout))
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
         require_compilable_attention(BLOCKS, lm, attention, device, lambda: batch)
     require_compilable_attention(NONE, lm, attention, device, lambda: batch)

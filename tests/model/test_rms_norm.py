@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from app.model.fusion import fuse
-from app.model.rms_norm import RmsNorm, eps_of, rms_norm_of
+from app.model.rms_norm import RmsNorm, rms_norm_of
 from app.model.training_model import TrainingModel
 from tests.choices import taking_turns
 from tests.model.small import distance, full, gradients, lora, training_model_of
@@ -69,7 +69,7 @@ def in_float64(module: Any) -> tuple[Any, Any]:
     """The definition in float64, and its module; kinds differ in what they multiply by."""
     exact = copy.deepcopy(module).double()
     more = 1.0 if "Gemma" in type(module).__name__ else 0.0
-    eps = eps_of(module)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return lambda x: x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (exact.weight + more), exact
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from app.batch import PackedSequences
 from app.config.schema import AttentionConfig, ModelConfig
 from app.errors import ConfigError
-from app.model.attention import BACKENDS, Backend, Needs, Rules, needs_of, register, sdpa, select, varlen
-from app.model.attention.requirements import Kernel
+from app.model.attention import BACKENDS, Backend, register, select, varlen
+from app.model.attention.requirements import Kernel, Needs, Rules, needs_of
+from app.model.attention.sdpa import sdpa
 from app.model.attention.varlen import varlen_kernel, varlen_requires
 from app.model.structure import BaseModel
 from scripts.tiny_kinds import architecture

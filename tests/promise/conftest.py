@@ -24,8 +24,7 @@ from app.data.objectives import MOST_LABELS, OBJECTIVES
 from app.exports.export import EXPORTS
 from app.model.adapters import ADAPTERS
 from app.model.attention import BACKENDS, register
-from app.model.losses import LOSSES
-from app.model.problems import PROBLEM_LOSSES
+from app.model.losses import LOSSES, PROBLEM_LOSSES
 from app.model.quantization import QUANTIZATIONS
 from app.train import train
 from app.training.counts import CLASS_COUNTS
@@ -37,7 +36,7 @@ from tests.harness.runs import SMALL
 # every table of a kind, by its name in the program
 TABLES: dict[str, dict[str, Any]] = {
     "adapter": {"app.config.adapters.ADAPTER_KINDS": ADAPTER_KINDS, "app.model.adapters.ADAPTERS": ADAPTERS},
-    "attention": {"app.model.attention.registry.BACKENDS": BACKENDS},
+    "attention": {"app.model.attention.BACKENDS": BACKENDS},
     "export": {"app.config.export_settings.EXPORT_KINDS": EXPORT_KINDS, "app.exports.export.EXPORTS": EXPORTS},
     "quantization": {
         "app.config.quantizations.QUANTIZATION_KINDS": QUANTIZATION_KINDS,
@@ -48,7 +47,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "problem": {
         "app.config.problems.PROBLEMS": PROBLEMS,
         "app.data.labels.LABELLINGS": LABELLINGS,
-        "app.model.problems.PROBLEM_LOSSES": PROBLEM_LOSSES,
+        "app.model.losses.PROBLEM_LOSSES": PROBLEM_LOSSES,
         "app.training.counts.CLASS_COUNTS": CLASS_COUNTS,
     },
     "task": {

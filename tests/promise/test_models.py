@@ -14,6 +14,7 @@ from app.errors import ConfigError, EnvironmentProblem
 from app.model import attention
 from app.model.adapter_method import AdapterMethod
 from app.model.adapters import quiet_peft
+from app.model.attention.requirements import Needs, Rules
 from tests.harness.runs import losses, result
 from tests.promise.conftest import Toys
 
@@ -71,7 +72,7 @@ def test_adapter_method_without_configuration_is_named(toys: Toys) -> None:
         toys.train("again", "recipe=lora", "adapter=ia3")
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, rules: attention.Rules, documents: PackedSequences | None) -> Tensor:
+def masked(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """All documents in one call, by a mask of those that lie side by side."""
     number = torch.zeros(q.shape[2], dtype=torch.int64)
     if documents is not None:
@@ -82,11 +83,11 @@ def masked(q: Tensor, k: Tensor, v: Tensor, rules: attention.Rules, documents: P
     return scores.softmax(-1) @ v
 
 
-def leaking(q: Tensor, k: Tensor, v: Tensor, rules: attention.Rules, _documents: PackedSequences | None) -> Tensor:
+def leaking(q: Tensor, k: Tensor, v: Tensor, rules: Rules, _documents: PackedSequences | None) -> Tensor:
     return masked(q, k, v, rules, None)
 
 
-def only_packed(needs: attention.Needs) -> list[str]:
+def only_packed(needs: Needs) -> list[str]:
     return [] if needs.packed else ["padded rows"]
 
 

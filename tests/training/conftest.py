@@ -14,7 +14,7 @@ from app.data.collate import Packed, Padded
 from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import Runtime, start
-from app.model.attention import Needs, needs_of
+from app.model.attention.requirements import Needs, needs_of
 from app.model.build import DTYPES, ModelSections, build_training_model
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer

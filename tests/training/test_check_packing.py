@@ -13,27 +13,28 @@ from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data
 from app.errors import EnvironmentProblem
 from app.model import attention
-from app.model.attention import Rules
+from app.model.attention.requirements import Kernel, Rules
+from app.model.attention.sdpa import sdpa
 from app.model.checks import check_packing
 from app.training.setup import check_on_loader
 from tests.training.conftest import small_run, trainee_of
 
 
-def leaking(first: int) -> attention.Kernel:
+def leaking(first: int) -> Kernel:
     """A kernel whose documents from number `first` on see each other."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
         if documents is not None:
             apart, together = documents.lengths[:first], sum(documents.lengths[first:])
             documents = replace(documents, lengths=(*apart, together))
-        return attention.sdpa(q, k, v, rules, documents)
+        return sdpa(q, k, v, rules, documents)
 
     return run
 
 
 def short_window(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """A kernel without a leak that is wrong all the same."""
-    return attention.sdpa(q, k, v, replace(rules, window=2), documents)
+    return sdpa(q, k, v, replace(rules, window=2), documents)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def short_window(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Packe
 )
 def test_check_packing_wrong_attention_is_refused(
     name: str,
-    kernel: attention.Kernel,
+    kernel: Kernel,
     precision: str,
     remedy: str,
     packed_loader_of: Callable[..., Loader],

@@ -8,6 +8,7 @@ from typing import Any
 
 import bitsandbytes.nn
 import torch
+from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from app.config.load import compose_run
@@ -26,7 +27,7 @@ def _resident() -> int:
 
 def _warm_up(folder: Path) -> None:
     """What is imported late is no part of the model."""
-    with load_base.parameters_on_meta():
+    with init_empty_weights():
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(folder)))
     packed = bitsandbytes.nn.Linear4bit(1024, 1024, quant_type="nf4", bias=False)
     packed.load_state_dict(torch.nn.Linear(1024, 1024, bias=False).bfloat16().state_dict())
