@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,8 @@ NUMBERS = [
             with_column(b'"tools": [{"name": "f", "x": %s}]' % (b"[" * depth + b"]" * depth)),
             kept,
         )
-        for depth, kept in ((90, 1), (480, DEEP), (3000, DEEP))
+        # Python 3.12 counts calls of json apart, so that no limit is reached at 700
+        for depth, kept in ((90, 1), (700, DEEP if sys.version_info < (3, 12) else 1), (3000, DEEP))
     ),
     Case("same-key.jsonl", GOOD + with_column(GOOD[1:-2]), f":2: the key 'messages' {TWICE}", (1, 1)),
     Case("same-key.json", b'[{"text": "a", "text": "b"}]', f"not valid JSON: the key 'text' {TWICE}"),

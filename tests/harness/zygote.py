@@ -30,7 +30,6 @@ IMPORTS = (
     "peft.tuners.lora.bnb",
     "peft.utils.transformers_weight_conversion",
     "torch._subclasses.schema_check_mode",
-    "torch.profiler._cupti_monitor",
     "pyarrow.pandas_compat",
     "rich.table",
     *(f"app.{command}" for command in ("train", "check", "evaluate", "generate", "export", "reproduce")),

@@ -226,9 +226,9 @@ def test_loss_and_gradients_equal_rounded_weights(
     assert loss == pytest.approx(wanted_loss, rel=allowed)
     assert distance(found, wanted) <= allowed
     assert all(g.abs().max() > 0 for g in found.values())
-    exact = random_base(parts_of(), CPU, 0).base_model.layers[0].mlp.up_proj.weight
+    exact = random_base(parts_of(precision=precision), CPU, 0).base_model.layers[0].mlp.up_proj.weight
     rounded = plain.language_model.base_model.layers[0].mlp.up_proj.base_layer.weight
-    assert error[0] < distance(rounded.detach().float(), exact.detach()) < error[1]
+    assert error[0] < distance(rounded.detach().float(), exact.detach().float()) < error[1]
 
 
 def test_int8_layer_computes_as_that_of_bitsandbytes() -> None:
