@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.table import BEGIN, END, goals_for, groups, rates, ratios, report
+from scripts.bench.table import BEGIN, END, groups, rates, ratios, report
 from tests.conftest import REPO
 
 
@@ -67,16 +67,6 @@ def test_ratios_are_taken_within_turns() -> None:
     lines = [line("ours", 100.0), line("trl", 50.0), line("ours", 10.0), line("trl", 5.0)]
     assert ratios(lines) == {"ours": 1.0, "trl": 2.0}
     assert ratios(lines[1:2]) == {}
-
-
-def test_goals_for_card_and_model() -> None:
-    facts = line("ours", 1, model="llama_8b", device="cuda", tokens_per_step=16384, hardware={"name": "NVIDIA H200"})
-    assert goals_for(facts, 19_001.0, {}) == ["at least 19,000 tokens/s: 19,001, met"]
-    assert goals_for(facts, 18_999.0, {}) == ["at least 19,000 tokens/s: 18,999, **missed**"]
-    assert goals_for(facts | {"hardware": {"name": "NVIDIA H100"}}, 19_001.0, {}) == []
-    fp8 = facts | {"settings": ["quantization=fp8"]}
-    assert goals_for(fp8, 19_001.0, {}) == ["at least 26,000 tokens/s: 19,001, **missed**"]
-    assert goals_for(facts, None, {"trl": 19_001.0}) == []
 
 
 def test_groups_separate_different_work() -> None:

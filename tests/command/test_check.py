@@ -104,10 +104,7 @@ def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -
 
 
 WRONG = {
-    "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data, memory, clu",
-    "data dataset.path=m.jsonl": "error: dataset.path=m.jsonl would be scored on the sample that ships",
     "data dataset=auto dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",
-    "data -m seed=1,2": "error: -m starts a sweep, and this is one run. Leave it out.",
     "cluster": "error: launch.num_processes=1: one process has no others to find. Set launch.num_processes=2",
     "dataset=messages data": "error: 'data' is not an override.",
 }

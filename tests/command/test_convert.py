@@ -80,22 +80,6 @@ load_in_4bit: true
         },
         {"datasets[0].roles_to_train", "hub_model_id", "fp8", "load_in_4bit"},
     ),
-    "axolotl_mix": (
-        """
-base_model: org/base-8b
-adapter: lora
-datasets:
-  - {path: org/one, split: train, type: chat_template}
-  - {path: two.jsonl, type: alpaca}
-lora_r: 8
-lora_target_modules: [q_proj, v_proj]
-peft_use_rslora: false
-sequence_len: 512
-train_on_inputs: true
-""",
-        {"recipe": "lora", "dataset": "mix", "dataset.mix.source2.path": "two.jsonl", "dataset.train_on": "all"},
-        set(),
-    ),
     "axolotl_dpo": (
         """
 base_model: org/base-8b
@@ -277,6 +261,8 @@ test_datasets: [{path: held.jsonl, type: alpaca}]
 dataset_prepared_path: last_run_prepared
 lora_target_linear: true
 lora_target_modules: [q_proj]
+peft_use_rslora: false
+train_on_inputs: true
 lora_r: 8
 lora_alpha: 16
 bf16: auto
@@ -294,6 +280,8 @@ output_dir: "${HOME}/x"
         {
             "recipe": "lora",
             "quantization": "int8",
+            "dataset": "mix",
+            "dataset.train_on": "all",
             "dataset.mix.source1.columns.messages": "turns",
             "dataset.mix.source2.columns.text": "body",
             "dataset.mix.source2.format": "text",

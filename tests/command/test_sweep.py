@@ -4,8 +4,6 @@ import json
 import shlex
 from pathlib import Path
 
-import pytest
-
 from tests.harness.runs import SMALL, Ended, Running, Zygote, result
 from tests.sweeps.test_runner import column, content
 
@@ -69,19 +67,3 @@ def test_sweep_with_a_failing_trial_finishes_the_others(zygote: Zygote, tmp_path
     other = run(zygote, tmp_path, *command, "seed=1,2", f"output_dir={folder}")
     assert other.code == 2
     assert "the folder has another sweep" in other.stderr
-
-
-@pytest.mark.parametrize(
-    "varied",
-    [
-        ["seed=0,1,2,3,4", "optimizer.lr=1e-3,fast"],
-        ["sweep=lr"],
-        ["sweep=optuna", "sweep.space.adapter.alpha={low: 1, high: 2}"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_sweep_typos_are_reported_before_the_first_trial(zygote: Zygote, tmp_path: Path, varied: list[str]) -> None:
-    ended = run(zygote, tmp_path, *varied, "training.clop=1", "recipe=lora")
-    assert (ended.code, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("error: training.clop is not a key. Did you mean training.clip?")
-    assert not (tmp_path / "runs").exists()

@@ -27,7 +27,6 @@ WRONG = [
     ("dataset.on_overflow=split", "dataset.on_overflow=split would tear a row of dataset.mix.chat.format=messages"),
     (f"{CODE}.columns={{input: 'a.*.x', output: 'b.*.y'}}",
      f"{CODE}.columns.input=a.*.x {CODE}.columns.output=b.*.y: the elements of one list"),
-    ("dataset.columns.output=a.*.b.*.c", "dataset.columns.output=a.*.b.*.c: a * stands for each element"),
     ("dataset.train_on=completion", f"means nothing for {CODE}.format=messages."),
 ]  # fmt: skip
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from app.config.rules import RULES, problems_of
-from tests.config.small import refusal_of, run_with
+from tests.config.small import run_with
 
 NO_EVAL = {"dataset.eval_path": None}
 FULL = {"adapter.kind": "none"}
@@ -50,7 +50,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "train_on=all means nothing for dataset.format=labelled_text. Choose auto"),
     ({**LABELS, "dataset.on_overflow": "split"}, "dataset.on_overflow=split would tear a row of dataset.format=label"),
     ({"dataset.columns.output": "*.output"}, "dataset.columns.output=*.output: a * stands for each element"),
-    ({"dataset.columns.output": "a.*.b.*"}, "dataset.columns.output=a.*.b.*: a * stands for each element"),
     ({"dataset.columns.input": "a.*.input", "dataset.columns.output": "b.*.output"},
      "dataset.columns.input=a.*.input dataset.columns.output=b.*.output: the elements of one list"),
     ({"dataset.on_overflow": "split"}, "dataset.on_overflow=split would tear"),
@@ -177,7 +176,3 @@ def test_resume_folder_with_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "runs").mkdir()
     assert problems_of(run_with({"resume": "~/runs"})) == []
-
-
-def test_rules_checked_for_command_line() -> None:
-    assert len(refusal_of("batching.tokens=100", "adapter.r=0")) == 2

@@ -1,7 +1,6 @@
 """Plain arithmetic with the signatures of kernels that only GPUs have, so that their arguments are checked."""
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ def torch_2_11(
     max_q: int,
     max_k: int,
     *,
-    return_aux: Any = None,
     scale: float | None = None,
     window_size: Window = (-1, -1),
 ) -> Tensor:
@@ -42,13 +40,9 @@ def torch_2_13(
     max_q: int,
     max_k: int,
     *,
-    return_aux: Any = None,
     scale: float | None = None,
     window_size: Window = (-1, -1),
     enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
 ) -> Tensor:
     assert enable_gqa or query.shape[1] == key.shape[1], "it raises where shared heads are not named"
     assert cu_seq_k is not None
@@ -63,17 +57,11 @@ def flash_2(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
 ) -> Tensor:
-    assert (dropout_p, alibi_slopes, block_table) == (0.0, None, None)
     window = (window_size[0], 0) if causal else window_size
     bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     return attend((q, k, v), bounds, longest, softmax_scale, window, softcap)
@@ -87,25 +75,12 @@ def flash_3(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
     window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
     softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns the log-sum-exp too, as first releases do."""
-    assert (seqused_q, seqused_k, qv, attention_chunk) == (None, None, None, 0)
     window = (window_size[0], 0) if causal else window_size
     bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     return attend((q, k, v), bounds, longest, softmax_scale, window, softcap), torch.empty(0)
@@ -115,27 +90,15 @@ def flash_4(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    qv: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    min_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    page_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (None, None),
-    learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
 ) -> tuple[Tensor, None]:
-    assert (qv, min_seqlen_k, seqused_q, seqused_k, learnable_sink) == (None, None, None, None, None)
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None
     assert max_seqlen_q is not None

@@ -101,12 +101,6 @@ def test_a_local_folder_gives_its_weights(kind: str, tmp_path: Path) -> None:
     assert lm.config._attn_implementation == NAME
 
 
-def test_weights_are_stored_as_asked(folder: Path) -> None:
-    lm = load(model_config(path=str(folder)), torch.bfloat16)
-    assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in load(model_config(), torch.float16).parameters()} == {torch.float16}
-
-
 def test_the_plan_counts_the_folder_and_not_the_yaml(folder: Path) -> None:
     other = model_config(path=str(folder), architecture=numbers("llama", hidden_size=64))
     assert count_weights(sections(other, full())).total == sum(p.numel() for p in built("llama").parameters())

@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -274,19 +274,6 @@ def test_nf4_evaluation_leaves_base_and_next_step(tmp_path: Path, monkeypatch: p
     assert same(packed_bytes(training_model.network), base)
 
 
-def refused(parts: ModelSections, words: str) -> None:
-    ways: list[Callable[[], object]] = [
-        lambda: count_weights(parts),
-        lambda: build_training_model(parts, CPU, 0, "base"),
-    ]
-    for way in ways:
-        with pytest.raises(ConfigError, match=words) as refusal:
-            way()
-        (problem,) = refusal.value.problems
-        assert problem.startswith("quantization.kind=nf4: ")
-        assert "Set recipe=lora or quantization=none" in problem
-
-
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
 def test_fp8_stacked_experts_are_refused(kind: str) -> None:
     parts = sections(wide(kind), lora(), quantization=QuantizationConfig(kind="fp8"))
@@ -297,8 +284,13 @@ def test_fp8_stacked_experts_are_refused(kind: str) -> None:
 
 
 def test_nf4_rows_of_no_whole_blocks_are_refused() -> None:
-    model = wide(architecture=wide_numbers("llama", intermediate_size=96))
-    refused(parts_of(model=model), r"layers\.0\.mlp\.down_proj has 96 inputs, not a multiple of 64")
+    parts = parts_of(model=wide(architecture=wide_numbers("llama", intermediate_size=96)))
+    words = (
+        r"quantization\.kind=nf4: .*layers\.0\.mlp\.down_proj has 96 inputs, not a multiple of 64.* Set recipe=lora or"
+    )
+    for way in (lambda: count_weights(parts), lambda: build_training_model(parts, CPU, 0, "base")):
+        with pytest.raises(ConfigError, match=words):
+            way()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -35,15 +35,3 @@ def test_skipped_first_step_leaves_next_ones_right(kind: str) -> None:
     undisturbed_model, undisturbed = built(kind)
     assert train(model, optimizer, range(3)) == train(undisturbed_model, undisturbed, range(3))
     assert equal(model.state_dict(), undisturbed_model.state_dict())
-
-
-@pytest.mark.parametrize("kind", SKIPPING)
-def test_step_unless_without_flag_equals_step(kind: str) -> None:
-    (model, optimizer), (other_model, other) = built(kind), built(kind)
-    for parameter, twin in zip(model.parameters(), other_model.parameters(), strict=True):
-        parameter.grad = torch.ones_like(parameter)
-        twin.grad = torch.ones_like(twin)
-    step_unless(optimizer, torch.zeros(()))
-    other.step()
-    assert equal(model.state_dict(), other_model.state_dict())
-    assert not hasattr(optimizer, "found_inf")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.pages.comparison_page import comparison_page, distinct_names
+from app.pages.comparison_page import comparison_page
 from tests.pages.folders import MANIFEST, SETTINGS, lines_of, made_run, result_of, sample
 from tests.pages.reading import Element, chart, drawn, read, section
 
@@ -74,8 +74,3 @@ def test_comparison_page_incomplete_runs(tmp_path: Path) -> None:
         page = read(comparison_page(pair))
         assert "no line of both is of the same step" in page.text
         assert "unfinished" in page.text
-
-
-def test_distinct_names_use_parents() -> None:
-    assert distinct_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
-    assert distinct_names([Path("/x/one/a"), Path("/x/two/a"), Path("/x/two/b")]) == ["one/a", "two/a", "two/b"]

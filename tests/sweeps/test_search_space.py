@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.load import compose_run
-from app.sweeps.search_space import Dimension, Range, corners, dimensions_in, multiply_out
+from app.sweeps.search_space import Dimension, Range, dimensions_in, multiply_out
 
 
 def dimension(key: str, given: Any) -> Dimension:
@@ -92,12 +92,6 @@ def test_dimension_invalid_refused(key: str, given: Any, message: str) -> None:
     assert message in problem(key, given)
 
 
-def test_space_all_problems_together() -> None:
-    found, problems = dimensions_in({"adapter.r": [8], "seed": 3, "optimizer.lr": {"lo": 1, "hi": 2}})
-    assert [each.key for each in found] == ["adapter.r"]
-    assert len(problems) == 2
-
-
 @given(st.floats(1e-9, 1e9), st.floats(1.001, 1e6), st.floats(0, 1))
 def test_range_rounded_stays_inside(low: float, ratio: float, place: float) -> None:
     each = Range("optimizer.lr", low, low * ratio)
@@ -116,16 +110,6 @@ def test_range_numbers() -> None:
     whole = Range("adapter.r", 2, 5, is_whole=True)
     assert (whole.count, whole.number(3), whole.has(3)) == (4, 5, True)
     assert Range("optimizer.lr", 0.1, 0.2).count == math.inf
-
-
-def test_corners_one_value_at_a_time() -> None:
-    dimensions = [dimension("seed", [1, 2, 3]), Range("optimizer.lr", 0.1, 0.2)]
-    assert corners(dimensions) == [
-        ("seed=1", "optimizer.lr=0.1"),
-        ("seed=2", "optimizer.lr=0.1"),
-        ("seed=3", "optimizer.lr=0.1"),
-        ("seed=1", "optimizer.lr=0.2"),
-    ]
 
 
 def test_multiply_out_by_own_value() -> None:

@@ -33,14 +33,6 @@ def test_manifest_content(tmp_path: Path) -> None:
     assert {"python", "platform", "program"} <= manifest.keys()
 
 
-def test_manifest_resumed_run_lists_starts(tmp_path: Path) -> None:
-    first = written(tmp_path, seed=1)
-    second = written(tmp_path, seed=1)
-    assert second["created"] == first["created"]
-    assert len(second["starts"]) == 2
-    assert second["starts"][0] == first["starts"][0]
-
-
 def test_manifest_redacts_command_line(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from app.tracking.manifest import Manifest\n"

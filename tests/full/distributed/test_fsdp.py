@@ -1,7 +1,7 @@
 """Models of every kind sharded by FSDP: the gradients of one process, shares of memory, fused pieces in use."""
 
-from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -140,35 +140,15 @@ def bytes_of_shards(runtime: Runtime, method: str) -> None:
     assert sharded["quantization_constants"] == scales
 
 
-def calls_of_fused_pieces(build: Callable[[], TrainingModel], run: Callable[[TrainingModel], None]) -> int:
-    calls, own = [], fused_lora.products
-
-    def counted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return own(*arguments)
-
-    model = build()
-    fused_lora.products = counted  # type: ignore[assignment]
-    try:
-        run(model)
-    finally:
-        fused_lora.products = own
-    return len(calls)
-
-
 def fused_calls(runtime: Runtime, method: str) -> tuple[int, int]:
     """Calls of fused pieces in one process and sharded; gradients of both are compared for each kind."""
-    own = batch("llama", runtime.rank)
-    alone = calls_of_fused_pieces(partial_build(method), lambda model: model(own)[0].backward())
-
-    def sharded_step(model: TrainingModel) -> None:
-        one_step(model, shard(runtime, model)[1], [own])
-
-    return alone, calls_of_fused_pieces(partial_build(method), sharded_step)
-
-
-def partial_build(method: str) -> Callable[[], TrainingModel]:
-    return lambda: built("llama", method)
+    own, alone, divided = batch("llama", runtime.rank), built("llama", method), built("llama", method)
+    _, reduction = shard(runtime, divided)
+    with patch.object(fused_lora, "products", wraps=fused_lora.products) as products:
+        alone(own)[0].backward()
+        of_one = products.call_count
+        one_step(divided, reduction, [own])
+    return of_one, products.call_count - of_one
 
 
 # ---- the tests
