@@ -33,11 +33,15 @@ def of_other_program(name: str, value: str = "") -> str:
     return "".join(f" {part}" for part in (here and f"Did you mean {here}?", row.get("remark")) if part)
 
 
+@cache
+def _rows_by_name(programs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The rows of some programs, of which the first wins."""
+    return {name.lower(): row for each in reversed(programs) for row in other_programs() for name in row.get(each, ())}
+
+
 def setting_of(programs: Iterable[str], name: str, value: Any) -> dict[str, Any]:
     """The row of a setting of programs, by its name and value, its name, or the last part of it; else empty."""
-    rows = {
-        known.lower(): row for each in reversed([*programs]) for row in other_programs() for known in row.get(each, ())
-    }
+    rows = _rows_by_name(tuple(programs))
     leaf = name.rpartition(".")[2]
     text = str(value).lower()
     wanted = (f"{name}={text}", name, f"{leaf}={text}", leaf)

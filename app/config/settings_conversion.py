@@ -99,7 +99,8 @@ def _defaults(found: Conversion) -> dict[str, Any]:
     words = found.words
     has = {
         "adapter.": words["recipe"] != "full" and words.get("adapter", "lora") == "lora",
-        "optimizer.lr": words["recipe"] in OF_ADAPTERS,
+        "optimizer.lr": words["recipe"] in OF_ADAPTERS or found.program != "trl",  # which has one for each loss
+        "preference.": words["recipe"] == "simpo",
         "schedule.warmup": not {*WARMUPS} & {*words},
     }
     given = {

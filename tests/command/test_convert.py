@@ -383,6 +383,17 @@ tensor_parallel_dim: 2
         {"recipe": "qlora", "training.max_steps": 30, "schedule": "constant", "adapter.alpha": 16, "parallel": None},
         {"model.apply_lora_to_output", "tensor_parallel_dim"},
     ),
+    "axolotl_simpo": (
+        "{base_model: org/base, adapter: lora, rl: simpo, datasets: [{path: pairs.jsonl}], simpo_gamma: 1.5}",
+        {
+            "recipe": "simpo",
+            "preference.beta": 0.1,
+            "preference.sft": 1.0,
+            "preference.gamma": 1.5,
+            "dataset.max_length": 512,
+        },
+        set(),
+    ),
     "odd_values": (
         """
 base_model: org/base
