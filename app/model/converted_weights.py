@@ -1,6 +1,6 @@
 """Parameters that transformers makes of several tensors of the files, or unpacks, turned back into what it saves."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,23 +55,17 @@ class ConvertedWeights:
         return {name: group for group in self.groups for name in group.saved}
 
     def in_place(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
-        """The tensors of a folder with what is saved in place of what was stored."""
+        """The tensors of a folder with what is saved in place of what was stored, where the first of a group was."""
         of_stored = {name: group for group in self.groups for name in group.stored}
-        return dict(self._replaced(tensors, of_stored, dtype))
-
-    @staticmethod
-    def _replaced(
-        tensors: Mapping[str, StoredTensor], of_stored: Mapping[str, _Group], dtype: torch.dtype
-    ) -> Iterator[tuple[str, StoredTensor]]:
-        done: set[int] = set()
+        found: dict[str, StoredTensor] = {}
         for name, place in tensors.items():
-            group = of_stored.get(name)
-            if group is None:
-                yield name, place
-            elif id(group) not in done:
-                done.add(id(group))
-                for saved, like in group.saved.items():
-                    yield saved, replace(place, file=Path(), name=saved, shape=like.shape, dtype=dtype)
+            if name not in of_stored:
+                found[name] = place
+                continue
+            for saved, like in of_stored[name].saved.items():
+                changed = replace(place, file=Path(), name=saved, shape=like.shape, dtype=dtype)
+                found.setdefault(saved, changed)
+        return found
 
     def take(self, name: str, changed: Callable[[str, Tensor], Tensor]) -> Tensor:
         """A saved tensor; `changed` is given each parameter of its group, by name."""

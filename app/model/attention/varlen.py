@@ -34,20 +34,16 @@ def varlen_kernel(name: str, function: Callable[..., Any]) -> Kernel:
         # autocast does not know these kernels, and rotary embeddings or norms may have widened q and k
         dtype = autocast_dtype(v)
         query, key, value = (each.to(dtype)[0].transpose(0, 1) for each in (q, k, v))
-        options: dict[str, Any]
-        if is_flash:
-            options = {"softmax_scale": rules.scale, "causal": rules.causal, "softcap": rules.softcap or 0.0}
-        else:
-            shares_heads = names_shared_heads and q.shape[1] != k.shape[1]
-            options = {"scale": rules.scale, **({"enable_gqa": True} if shares_heads else {})}
         bounds, longest = documents.cu_seqlens, documents.max_seqlen
-        options["window_size"] = _window(rules, longest, unlimited)
+        options: dict[str, Any] = {"window_size": _window(rules, longest, unlimited)}
         if is_flash:  # by name: between them and the values flash-attn 4 has one argument more
+            options |= {"softmax_scale": rules.scale, "causal": rules.causal, "softcap": rules.softcap or 0.0}
             options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), bounds)
             options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
             out = function(query, key, value, **options)
         else:
-            out = function(query, key, value, bounds, bounds, longest, longest, **options)
+            options |= {"enable_gqa": True} if names_shared_heads and q.shape[1] != k.shape[1] else {}
+            out = function(query, key, value, bounds, bounds, longest, longest, scale=rules.scale, **options)
         out = out[0] if isinstance(out, tuple) else out  # some versions return their log-sum-exp too
         return out.transpose(0, 1)[None]  # type: ignore[no-any-return]
 
