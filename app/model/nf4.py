@@ -20,6 +20,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 # Weights that share a scale. Where a row does not end with a block, bitsandbytes takes the wrong scales for the rest
 # on CPUs with AVX-512: the weights come back four times as far off as they should, without an error.
 BLOCK = 64
+MAX_NUMBERS = 2**31 - 1  # of a weight or stack: its GPU kernels count in 32 bits, and wrap round without an error
 _FEW_ROWS = 4  # that bitsandbytes multiplies on every GPU without dequantising the weight: those of an answer
 _DOUBLE_QUANT_BLOCK = 256  # scales per second-level scale
 _DOUBLE_QUANT_BLOCK_BYTES = 8  # the scales as they were, and once more with their offset

@@ -99,7 +99,8 @@ class Quantizer(ABC):
         if stacks and not self.packs_experts:
             refuse(f"its experts are stacked, and stacks are not stored in {self.kind}")
         sizes = {name: weight_of(lm.get_submodule(name)).shape for name in backbone_linear_layers(lm)}
-        for name, size in {**sizes, **{name: stack[1:] for name, stack in stacks.items()}}.items():
+        packed = {name: (experts * rows, columns) for name, (experts, rows, columns) in stacks.items()}
+        for name, size in {**sizes, **packed}.items():
             reason = self.unsupported(name, *size)
             if reason is not None:
                 refuse(reason)
@@ -154,9 +155,11 @@ class Bits4(Quantizer):
         layer.quant_state = quantized.quant_state
         quantized.weight.module = layer
 
-    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
         if inputs % nf4.BLOCK:
             return f"{name} has {inputs} inputs, not a multiple of {nf4.BLOCK}"
+        if outputs * inputs > nf4.MAX_NUMBERS:
+            return f"{name} has {outputs * inputs:,} numbers, and kernels of bitsandbytes take {nf4.MAX_NUMBERS:,}"
         return None
 
     def finish(self, lm: Any) -> None:

@@ -283,6 +283,12 @@ def test_fp8_stacked_experts_are_refused(kind: str) -> None:
     assert count_weights(integers).trained == count_weights(sections(wide(kind), lora())).trained
 
 
+def test_nf4_stack_larger_than_kernels_count_is_refused() -> None:
+    model = wide(architecture=wide_numbers("mixtral", intermediate_size=1 << 22))
+    with pytest.raises(ConfigError, match=r"nf4: .*experts\.gate_up_proj has 2,147,483,648 numbers, and kernels of"):
+        count_weights(parts_of(model=model))
+
+
 def test_nf4_rows_of_no_whole_blocks_are_refused() -> None:
     parts = parts_of(model=wide(architecture=wide_numbers("llama", intermediate_size=96)))
     words = (
