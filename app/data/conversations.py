@@ -194,7 +194,7 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
     if content is None and calls:
         content = ""
     elif isinstance(content, dict) and role == "tool":
-        content = json.dumps(content, ensure_ascii=False)
+        content = json.dumps(content, ensure_ascii=False, default=str)  # tables may hold dates
     elif not isinstance(content, str):
         raise RowProblem(f"message {index}: content must be text, found {kind_of(content)}")
     others = {key: value for key, value in given.items() if key not in _READ_KEYS}
@@ -230,8 +230,9 @@ def _without_parts(index: int, given: Message) -> Message:
     found: Message = {"content": "\n".join(text for kind, text in parts if kind == "text")}
     if thoughts:
         found["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        found["tool_calls"] = [*given.get("tool_calls", ()), *calls]
+    beside = given.get("tool_calls", [])
+    if calls and isinstance(beside, list):
+        found["tool_calls"] = [*beside, *calls]
     return {**given, **found}
 
 

@@ -90,8 +90,9 @@ def _read_jsonl(stream: BinaryIO, name: str) -> Iterator[Located]:
             )
         for part in line.rstrip().split(b"\r"):
             number += 1
-            if part:
-                yield f"{name}:{number}", _parse_line(part.removeprefix(_BYTE_ORDER_MARK) if number == 1 else part)
+            row = part.removeprefix(_BYTE_ORDER_MARK) if number == 1 else part
+            if row.strip():
+                yield f"{name}:{number}", _parse_line(row)
 
 
 class _SameKeyError(ValueError):

@@ -11,12 +11,12 @@ from app.config.finished_run import read_manifest
 from app.config.load import read_run
 from app.errors import CheckpointError, EnvironmentProblem
 from app.evaluation.run import Evaluation
-from app.exports.folder import REPORT, atomic_export, existing_parent, hashes_of, write_json_unflushed
+from app.exports.folder import REPORT, atomic_export, existing_parent, write_json_unflushed
 from app.exports.gguf import GgufExport
 from app.exports.gguf_converter import ConvertedExport
 from app.exports.kinds import AdapterExport, Export, MergedExport, QuantizedExport
 from app.exports.verify import Verification, reference_of, verify
-from app.files import verify_checksums
+from app.files import files_in, sha256, verify_checksums
 from app.model.quantization import missing_hardware, quantization_after_training
 from app.safe_text import redact
 from app.tracking.formatting import format_bytes
@@ -73,7 +73,9 @@ def make_export(export: Export, facts: dict[str, Any], say: Callable[[str], None
             shutil.rmtree(folder)
             folder.mkdir()
         report = {**facts, "kind": config.kind, "quant": config.written("quant"), "dtype": config.written("dtype")}
-        report |= {**asdict(verification), "files": hashes_of(folder)}
+        files = {str(file.relative_to(folder)): file for file in files_in(folder)}
+        hashes = {name: {"sha256": sha256(file), "bytes": file.stat().st_size} for name, file in files.items()}
+        report |= {**asdict(verification), "files": hashes}
         write_json_unflushed(folder / REPORT, redact(report))
     return verification
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import ConfigError, EnvironmentProblem
-from app.files import atomic_folder, files_in, fsync_all, is_disk_full, read_object, sha256
+from app.files import atomic_folder, fsync_all, is_disk_full, read_object
 
 REPORT = "export.json"
 
@@ -42,14 +42,6 @@ def atomic_export(target: Path) -> Iterator[Path]:
         if isinstance(fault, OSError) and fault.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise EnvironmentProblem(f"to={target}: cannot be written ({fault.strerror}).") from fault
         raise
-
-
-def hashes_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Hash and size of every file in a folder."""
-    return {
-        str(file.relative_to(folder)): {"sha256": sha256(file), "bytes": file.stat().st_size}
-        for file in files_in(folder)
-    }
 
 
 def write_json_unflushed(path: Path, value: Any) -> None:

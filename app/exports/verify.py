@@ -181,38 +181,32 @@ def verify(
     return replace(found, passed=measured is not None and measured <= found.tolerance)
 
 
-def _with_choices(found: Verification, logits: Tensor, choices: Tensor) -> Verification:
-    """How often another program prefers the same token, and the clearest choice that it does not share."""
-    known = logits.double().log_softmax(-1)
-    lost = known.amax(-1) - known.gather(-1, choices[:, None])[:, 0]
-    same = float((known.argmax(-1) == choices).double().mean())
-    return replace(found, same_choice=same, lost_margin=float(lost.max()))
-
-
 def _with_loss(found: Verification, reference: Reference, loss: float, choices: list[Tensor] | None) -> Verification:
     """Differences of a program that tells its loss, and the tokens that it chooses, in place of logits."""
     nats = abs(loss - found.loss_before) / max(1.0, found.loss_before)
     difference = finite_or_none(abs(loss / found.loss_before - 1))
     found = replace(found, loss_difference=finite_or_none(nats), difference=difference)
-    return found if choices is None else _with_choices(found, torch.cat(reference.logits), torch.cat(choices))
+    if choices is None:
+        return found
+    known, chosen = torch.cat(reference.logits).double().log_softmax(-1), torch.cat(choices)
+    lost = known.amax(-1) - known.gather(-1, chosen[:, None])[:, 0]  # the clearest choice that it does not share
+    same = float((known.argmax(-1) == chosen).double().mean())
+    return replace(found, same_choice=same, lost_margin=float(lost.max()))
 
 
 def _with_logits(found: Verification, reference: Reference, logits: list[Tensor]) -> Verification:
     ours, theirs = torch.cat(reference.logits), torch.cat(logits)
+    kl = None
+    if found.tolerance_of == "kl":  # KL(ours || theirs), the mean of all positions
+        known, other = ours.log_softmax(-1), theirs.log_softmax(-1)
+        kl = finite_or_none(float((known.exp() * (known - other)).sum(-1).mean()))
     return replace(
         found,
         difference=_relative(reference.logits, logits),
-        kl=_divergence(ours, theirs) if found.tolerance_of == "kl" else None,
+        kl=kl,
         largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
         same_choice=reference.same_choice(ours, theirs),
     )
-
-
-def _divergence(ours: Tensor, theirs: Tensor) -> float | None:
-    """KL(ours || theirs) as the mean of all positions; None where it is not finite."""
-    known, found = ours.log_softmax(-1), theirs.log_softmax(-1)
-    mean = float((known.exp() * (known - found)).sum(-1).mean())
-    return mean if math.isfinite(mean) else None
 
 
 def _relative(given: list[Tensor], found: list[Tensor]) -> float | None:

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import fields
+from datetime import date
 from typing import Any
 
 import pytest
@@ -108,10 +109,10 @@ def test_tool_calls_normalised(calling: dict[str, Any]) -> None:
 
 def test_tool_calls_keep_id_and_content() -> None:
     calling = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"id": "c1", "function": CALL}]}
-    returned = {"role": "tool", "tool_call_id": "c1", "content": {"sum": "é"}}
+    returned = {"role": "tool", "tool_call_id": "c1", "content": {"sum": "é", "on": date(2026, 1, 2)}}
     [said, answer] = read({"messages": [calling, returned]}).messages
     assert (said["content"], said["tool_calls"][0]["id"]) == ("Let me see.", "c1")
-    assert answer == {"role": "tool", "tool_call_id": "c1", "content": '{"sum": "é"}'}
+    assert answer == {"role": "tool", "tool_call_id": "c1", "content": '{"sum": "é", "on": "2026-01-02"}'}
 
 
 @pytest.mark.parametrize("tools", [[TOOL], [ADD], json.dumps([TOOL]), [{**TOOL, "function": {**ADD, "strict": None}}]])
@@ -265,6 +266,7 @@ MESSAGES = [
     (answer(tool_calls=[{**CALL, "arguments": "[1]"}]), "arguments must be an object, found a list"),
     (answer(tool_calls=[{**CALL, "arguments": '"{}"'}]), "must be an object, found text: it is encoded as JSON twice"),
     (answer(content=[{"type": "tool_call", "value": "{"}]), "message 0: a tool_call is no JSON"),
+    (answer(content=[{"type": "tool_call", "value": "{}"}], tool_calls=5), "tool_calls must be a list, found a number"),
     (user([{"type": "text", "value": 3}]), NO_PART.format("of type 'text'")),
     (answer(role="user", tool_calls=[CALL]), "message 0 calls tools, but is of user, not of assistant"),
     (answer(train="no"), "message 0: train must be true or false, found text"),

@@ -189,6 +189,7 @@ CHARACTERS = [
         Case(f"mark.{kind}", b"\xef\xbb\xbf" + content, 1)
         for kind, content in (("jsonl", GOOD), ("csv", PAIR + b"a,b\n"), ("json", b"[" + GOOD + b"]"), ("txt", b"Rain"))
     ),
+    Case("mark-and-blank-lines.jsonl", b"\xef\xbb\xbf\n  \r  \r" + GOOD, 1),
     Case("two-marks.jsonl", (b"\xef\xbb\xbf" + GOOD) * 2, ":2: column 1: Unexpected UTF-8 BOM", (1, 1)),
     Case("crlf.jsonl", GOOD.replace(b"\n", b"\r\n") * 2, 2),
     Case("cr.jsonl", GOOD.replace(b"\n", b"\r") * 2 + b"{", ":3: column 2", (2, 1)),
