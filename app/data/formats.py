@@ -91,10 +91,6 @@ def _plain_answer(prompt: str, found: str, column: str) -> Document:
     return Document(prompt + answer, completion_start=len(prompt))
 
 
-def _text_pair(row: Row, columns: Columns) -> Example:
-    return Example(_nonempty(row, columns.sentence1), _label(row, columns.label), _nonempty(row, columns.sentence2))
-
-
 def _tagged_words(row: Row, columns: Columns) -> Example:
     """The words with a space between two, which is how a text of them is read; the tags as JSON."""
     words, tags = (value(row, name) for name in (columns.tokens, columns.tags))
@@ -147,7 +143,9 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
     "chat_completion": conversations.chat_completion,
     "text": lambda row, names: Document(_nonempty(row, names.text)),
     "labelled_text": lambda row, names: Example(_nonempty(row, names.text), _label(row, names.label)),
-    "text_pair": _text_pair,
+    "text_pair": lambda row, names: Example(
+        _nonempty(row, names.sentence1), _label(row, names.label), _nonempty(row, names.sentence2)
+    ),
     "tagged_words": _tagged_words,
     "preference": conversations.preference,
     "preference_text": _preference_text,

@@ -136,11 +136,6 @@ def _of_equal_sums(occurrences: NDArray[np.float64], _rows: int) -> NDArray[np.f
     return np.asarray(occurrences.sum() / (len(occurrences) * occurrences), np.float64)
 
 
-def _against_absence(occurrences: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
-    """A class that holds counts as much as its absence in all other rows: torch's `pos_weight`."""
-    return np.asarray((rows - occurrences) / occurrences, np.float64)
-
-
 def class_weights(labelling: str, classes: Sequence[str], counts: Mapping[str, int], rows: int) -> list[float]:
     """The weights that `task.class_weights=balanced` stands for; ValueError names a class that has none."""
     balanced = LABELLINGS[labelling].balanced
@@ -166,7 +161,8 @@ LABELLINGS: dict[str, Labelling] = {
         lambda label: tuple(dict.fromkeys(parts_of(label))),
         lambda label, classes: np.isin(np.array(classes, object), parts_of(label)).astype(np.float32)[None],
         partial(_parts_problem, fraction=_FRACTION_OF_SEVERAL),
-        _against_absence,
+        # a class that holds counts as much as its absence in all other rows: torch's `pos_weight`
+        lambda occurrences, rows: np.asarray((rows - occurrences) / occurrences, np.float64),
         weighs_answers=False,
     ),
     "tokens": Labelling(

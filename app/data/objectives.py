@@ -256,12 +256,10 @@ OBJECTIVES: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Objective]] =
 
 # the most labels of so many tokens in so many documents, as a memory plan needs them before any row is read
 MOST_LABELS: dict[str, Callable[[TaskConfig, int, int], int]] = {
-    "causal": lambda _config, tokens, _documents: tokens,  # the loss mask is known only from the data
+    # the loss mask is known only from the data
+    **dict.fromkeys(("causal", "tokens", "preference", "preference_label"), lambda _config, tokens, _documents: tokens),
     "masked": lambda config, tokens, documents: min(tokens, math.ceil(config.mask_share * tokens) + documents),
     "classification": lambda _config, _tokens, documents: documents,
-    "tokens": lambda _config, tokens, _documents: tokens,
-    "preference": lambda _config, tokens, _documents: tokens,
-    "preference_label": lambda _config, tokens, _documents: tokens,
 }
 
 

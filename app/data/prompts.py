@@ -108,7 +108,7 @@ def _of_row(location: str, row: Row) -> list[Message]:
     if isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
     messages = row.get("messages")
-    if isinstance(messages, list) and messages and all(_is_message(m) for m in messages):
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
         kept = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         if kept:
             return [{"role": m["role"], "content": m["content"]} for m in kept]
