@@ -128,7 +128,7 @@ def _steps(found: Conversion, name: str, value: Any) -> None:
 
 
 def _every(name: str) -> str:
-    return "checkpoint.every" if name.startswith("save") else "eval.every"
+    return "checkpoint.every" if "save" in name else "eval.every"
 
 
 def _steps_per_epoch(found: Conversion, name: str, value: Any) -> None:
@@ -157,7 +157,7 @@ def _warm_up(found: Conversion, name: str, value: Any) -> None:
 def _precision(found: Conversion, name: str, value: Any) -> None:
     """`bf16: auto` and the like."""
     if value in (True, "auto", "full", "true"):
-        found.carry(name, precision="auto" if value == "auto" else name)
+        found.carry(name, precision="auto" if value == "auto" else name.rpartition(".")[2])
     else:
         found.needless[name] = "it is off"
 

@@ -206,10 +206,12 @@ training:
   packing: false
   gradient_checkpointing: unsloth
   random_seed: 3407
+  save_strategy: epoch
+  bf16: true
 lora: {lora_r: 64, lora_alpha: 16, target_modules: "q_proj,k_proj", use_rslora: false}
 logging: {enable_wandb: false, wandb_project: null}
 """,
-        {"recipe": "qlora", "batching.rows": 2, "training.offload": True, "seed": 3407, "model.path": "org/base-4b"},
+        {"recipe": "qlora", "batching.rows": 2, "training.offload": True, "seed": 3407, "checkpoint.every": "1epoch", "precision": "bf16"},
         set(),
     ),
     "torchtune_lora": (
