@@ -211,7 +211,14 @@ training:
 lora: {lora_r: 64, lora_alpha: 16, target_modules: "q_proj,k_proj", use_rslora: false}
 logging: {enable_wandb: false, wandb_project: null}
 """,
-        {"recipe": "qlora", "batching.rows": 2, "training.offload": True, "seed": 3407, "checkpoint.every": "1epoch", "precision": "bf16"},
+        {
+            "recipe": "qlora",
+            "batching.rows": 2,
+            "training.offload": True,
+            "seed": 3407,
+            "checkpoint.every": "1epoch",
+            "precision": "bf16",
+        },
         set(),
     ),
     "torchtune_lora": (
