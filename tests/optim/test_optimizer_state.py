@@ -81,20 +81,6 @@ def test_flatten_of_numbers_tuples_and_nested_dictionaries_is_inverted() -> None
     assert equal(again, state)
 
 
-def test_loaded_muon_continues_with_loaded_state() -> None:
-    model, optimizer = built("muon")
-    train(model, optimizer, range(3))
-    tensors, plain = flatten(optimizer.state_dict())
-    fresh_model, fresh = built("muon")
-    load_state(fresh, {name: tensor.clone() for name, tensor in tensors.items()}, plain)
-    for group in fresh.param_groups:
-        group["lr"] = 0.0
-    before = fresh_model.wide.weight.detach().clone()
-    train(fresh_model, fresh, range(3, 4))
-    assert torch.equal(fresh_model.wide.weight, before)
-    assert fresh.state[fresh_model.head.bias]["step"] == 4
-
-
 @pytest.mark.parametrize("kind", [*KINDS, *OPTIONS])
 def test_factor_of_rate_kept_by_every_kind(kind: str) -> None:
     first, second = (

@@ -30,30 +30,15 @@ def write_tasks(folder: Path) -> None:
         "test_split": "test",
         "doc_to_text": "{{question}}",
     }
-    (folder / "choose.yaml").write_text(
-        yaml.safe_dump(
-            {
-                **common,
-                "task": "choose",
-                "output_type": "multiple_choice",
-                "doc_to_choice": "choices",
-                "doc_to_target": "answer",
-                "metric_list": [{"metric": "acc"}],
-            }
-        )
-    )
-    (folder / "write.yaml").write_text(
-        yaml.safe_dump(
-            {
-                **common,
-                "task": "write",
-                "output_type": "generate_until",
-                "doc_to_target": "{{choices[answer]}}",
-                "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
-                "metric_list": [{"metric": "exact_match"}],
-            }
-        )
-    )
+    choose = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
+    write = {
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
+    }
+    for name, more, metric in (("choose", choose, "acc"), ("write", write, "exact_match")):
+        task = {**common, "task": name, **more, "metric_list": [{"metric": metric}]}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
 
 
 def share_chosen(run: Path, *, adapter: bool) -> float:
