@@ -18,7 +18,7 @@ from app.model.quantization import quantization_after_training
 from app.model.save import needs_transformers_5, save_model, saved_tensors
 from app.model.structure import BaseModel
 from app.tracking.model_card import CARD, Loading, model_card
-from app.tracking.recorder import Recorder, samples_table
+from app.tracking.recorder import samples_table
 from app.training.adapter_start import read_start
 from app.training.memory import Predicted
 from app.training.resolve import ResolvedRun
@@ -28,13 +28,13 @@ from app.training.trained_state import load_weights
 from app.training.trainer import Trainer
 
 
-def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, predicted: Predicted | None) -> int:
+def write_final(resolved: ResolvedRun, trainer: Trainer, predicted: Predicted | None) -> int:
     """Write final/ and the result of a complete run; returns the exit code."""
     result = result_of(trainer, predicted)
-    progress = trainer.progress
+    progress, recorder = trainer.progress, trainer.parts.recorder
     metrics = progress.metrics
     if resolved.config.checkpoint.final == "best" and 0 < progress.best_step < progress.step:
-        if _load_best(trainer, recorder):
+        if _load_best(trainer):
             metrics = progress.best_metrics
         else:
             result["objective"] = progress.metrics[resolved.config.eval.objective]  # that of final/, as otherwise
@@ -81,10 +81,10 @@ def loading_of(sections: ModelSections, base: BaseModel, folder: Path, drawn: Pa
     )
 
 
-def record_stop(trainer: Trainer, recorder: Recorder, predicted: Predicted | None) -> int:
+def record_stop(trainer: Trainer, predicted: Predicted | None) -> int:
     """Record the result of a run that was asked to stop and has saved; returns the exit code."""
-    recorder.message(f"stopped after step {trainer.progress.step}, which is saved.")
-    recorder.finish("stopped", **result_of(trainer, predicted))
+    trainer.parts.recorder.message(f"stopped after step {trainer.progress.step}, which is saved.")
+    trainer.parts.recorder.finish("stopped", **result_of(trainer, predicted))
     assert trainer.stopped_by is not None
     return trainer.stopped_by
 
@@ -120,16 +120,16 @@ def _experts(trainer: Trainer) -> dict[str, int]:
     return {"total": len(moved), "untrained": moved.count(False)}
 
 
-def _load_best(trainer: Trainer, recorder: Recorder) -> bool:
+def _load_best(trainer: Trainer) -> bool:
     """Take the weights of the best evaluation, if its checkpoint is still there."""
     progress, parts = trainer.progress, trainer.parts
     checkpoint = parts.checkpoints.best(progress)
     if checkpoint is None:
-        recorder.message(
+        parts.recorder.message(
             f"checkpoint.final=best: the checkpoint of step {progress.best_step}, the best evaluation, is missing or "
             f"damaged. final/ has the weights of step {progress.step}, the last one"
         )
         return False
     load_weights(checkpoint, parts.stepper.model.trained(), parts.runtime.host_group)
-    recorder.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")
+    parts.recorder.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")
     return True

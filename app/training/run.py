@@ -97,8 +97,8 @@ def train_in(
         trainer = Trainer(parts, progress)
         is_complete = trainer.fit(request)
         recorder.add_facts(memory=kept_bytes(model, stepper.optimizer), memory_plan=forecast.facts())
-        ended = (trainer, recorder, forecast.predicted)
-        code = write_final(resolved, *ended) if is_complete else record_stop(*ended)
+        planned = forecast.predicted
+        code = write_final(resolved, trainer, planned) if is_complete else record_stop(trainer, planned)
         runtime.leave()
     if resume_hint and not is_complete:
         recorder.message(resume_hint)  # the last line, ready to be copied
