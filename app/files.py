@@ -88,7 +88,7 @@ def is_disk_full(fault: BaseException) -> bool:
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a run, the last saved at the end."""
     found = [(CHECKPOINT_NAME.match(save.name), save) for save in folder.glob("step-*") if save.is_dir()]
-    later = read_object(folder / RESUMED)
+    later = {name: at for name, at in read_object(folder / RESUMED).items() if isinstance(at, int)}
     named = [(max(save_number(save), later.get(save.name, 0)), int(name[1]), save) for name, save in found if name]
     return [save for _, _, save in sorted(named)]
 
