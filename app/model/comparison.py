@@ -65,12 +65,9 @@ def max_or_nan(differences: Iterable[float]) -> float:
 
 def max_difference(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """The largest relative difference of tensors, by their norms."""
-    return max_or_nan(_relative(ours, theirs.float()) for ours, theirs in zip(found, expected, strict=True))
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
     tiny = torch.finfo(torch.float32).tiny
-    return float((found.float() - expected).norm() / expected.norm().clamp_min(tiny))
+    pairs = ((ours.float(), theirs.float()) for ours, theirs in zip(found, expected, strict=True))
+    return max_or_nan(float((ours - theirs).norm() / theirs.norm().clamp_min(tiny)) for ours, theirs in pairs)
 
 
 def compare_forwards(

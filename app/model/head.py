@@ -19,7 +19,8 @@ def own_head(lm: Any) -> Head:
     prefix: str = lm.base_model_prefix
 
     def head(rows: Tensor) -> Tensor:
-        stub = BackboneStub(rows[None], numbers=_numbers(lm.base_model))
+        own = vars(lm.base_model).items()
+        stub = BackboneStub(rows[None], numbers={name: each for name, each in own if isinstance(each, int | float)})
         ids = torch.empty(1, len(rows), dtype=torch.long, device=rows.device)  # of which kinds read the shape
         lm.__dict__[prefix] = stub  # setattr refuses a non-module; an instance attribute hides the module
         try:
@@ -119,7 +120,3 @@ def takes_segments(lm: Any) -> bool:
 
 def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _numbers(backbone: nn.Module) -> dict[str, float]:
-    return {name: value for name, value in vars(backbone).items() if isinstance(value, int | float)}

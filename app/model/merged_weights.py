@@ -74,22 +74,11 @@ def _merged_in(module: Any, weight: Tensor) -> Tensor:
 
 
 def _merged(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-    """The weight [out, in] of a layer, or the stack [experts, out, in], with its adapter, in fp32."""
-    merge = _merged_stack if weight.ndim == 3 else _merged_by_peft
-    return merge(weight, layer, config, parts)
-
-
-def _merged_stack(stack: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-    """A stack of experts with its LoRA: A has them as the slow index, B as the fast one."""
-    a, b = (parts[f"{PREFIX}{layer}.lora_{half}.weight"].to(stack.device, torch.float32) for half in "AB")
-    a, b = a.unflatten(0, (len(stack), -1)), b.unflatten(1, (-1, len(stack))).permute(2, 0, 1)
-    r = a.shape[1]
-    scale = config["lora_alpha"] / (r**0.5 if config["use_rslora"] else r)
-    return torch.baddbmm(stack.float(), b, a, alpha=scale)
-
-
-def _merged_by_peft(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-    """The weight [out, in] of a layer with its adapter, in fp32: PEFT merges a model of this layer alone."""
+    """The weight [out, in] of a layer, or the stack [experts, out, in], with its adapter, in fp32: PEFT merges a model
+    of this layer alone.
+    """
+    if weight.ndim == 3:
+        return _merged_stack(weight, layer, config, parts)
     patterns = {  # PEFT warns of names of other layers
         key: {name: each for name, each in config[key].items() if f".{layer}".endswith(f".{name}")}
         for key in ("rank_pattern", "alpha_pattern")
@@ -99,6 +88,15 @@ def _merged_by_peft(weight: Tensor, layer: str, config: Mapping[str, Any], parts
         network = _attached({layer: weight.to(torch.float32, copy=True)}, {**config, **patterns}, parts)
         result: Tensor = network.merge_and_unload().get_submodule(layer).weight.detach()
     return result
+
+
+def _merged_stack(stack: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+    """A stack of experts with its LoRA: A has them as the slow index, B as the fast one."""
+    a, b = (parts[f"{PREFIX}{layer}.lora_{half}.weight"].to(stack.device, torch.float32) for half in "AB")
+    a, b = a.unflatten(0, (len(stack), -1)), b.unflatten(1, (-1, len(stack))).permute(2, 0, 1)
+    r = a.shape[1]
+    scale = config["lora_alpha"] / (r**0.5 if config["use_rslora"] else r)
+    return torch.baddbmm(stack.float(), b, a, alpha=scale)
 
 
 def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Any:

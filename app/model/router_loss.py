@@ -22,7 +22,9 @@ def coefficient_of(task: TaskConfig, adapter: AdapterConfig, lm: Any) -> float:
     """What the loss is multiplied with: of `auto` that of config.json where experts or routers are trained, but at most
     0.01; else 0.
     """
-    known = _coefficient(lm)
+    numbers = lm.config.get_text_config()
+    has_loss = bool(_routers(lm)) and getattr(numbers, "num_experts_per_tok", None) is not None
+    known = getattr(numbers, "router_aux_loss_coef", None) if has_loss else None
     if task.router_loss == "auto":
         return min(known or 0.0, _MOST) if adapter.kind == "none" or adapter.experts else 0.0
     if known is None and task.router_loss:
@@ -31,13 +33,6 @@ def coefficient_of(task: TaskConfig, adapter: AdapterConfig, lm: Any) -> float:
             "transformers has a load-balancing loss for. Set task.router_loss=0."
         )
     return float(task.router_loss)
-
-
-def _coefficient(lm: Any) -> float | None:
-    """The coefficient in config.json; None for a model that has no such loss."""
-    numbers = lm.config.get_text_config()
-    has_loss = bool(_routers(lm)) and getattr(numbers, "num_experts_per_tok", None) is not None
-    return getattr(numbers, "router_aux_loss_coef", None) if has_loss else None
 
 
 def _routers(network: nn.Module) -> list[tuple[nn.Module, int]]:
