@@ -21,6 +21,7 @@ from app.config.finished_run import (
 )
 from app.config.load import apply_changes, read_changes, validated
 from app.config.tasks import task_of
+from app.config.yaml_files import as_number
 from app.errors import refuse
 
 EXPORT_ALLOWED = (
@@ -87,7 +88,7 @@ class ExportConfig(FinishedRunConfig):
     def factors(self) -> dict[str, float]:
         """The factor of each of `adapters`; NaN where there is none."""
         split = (text.rpartition(":") for text in self.adapters)
-        return {given: _number(factor) for given, _, factor in split}
+        return {given: math.nan if (read := as_number(factor)) is None else read for given, _, factor in split}
 
     @property
     def combination(self) -> str:
@@ -102,13 +103,6 @@ class ExportConfig(FinishedRunConfig):
     def written(self, key: str) -> str | None:
         """The dtype or the quant that weights are converted to; None: this kind does not read the key."""
         return None if key in EXPORT_KINDS[self.kind].unused else getattr(self, key)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def export_config(arguments: Sequence[str]) -> ExportConfig:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from app.config.adapters import ADAPTER_KINDS
-from app.config.compile_rules import COMPILE_RULES
+from app.config.compile_rules import compiled_layers_suit_the_run
 from app.config.data_rules import DATA_RULES
 from app.config.dataset import has_held_out_rows
 from app.config.model_kinds import OWN
@@ -325,7 +325,7 @@ def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
-    *COMPILE_RULES,
+    compiled_layers_suit_the_run,
     _rows_fit_the_model,
     _rows_fit_their_bins,
     _own_attention_is_of_padded_rows,
