@@ -230,6 +230,14 @@ class QuantizedExport(MergedExport):
     measure = "kl"
     digest: str  # of the model that was written
 
+    @cached_property
+    def merge(self) -> Merge:
+        """With the base as it is stored, where training packed it as the export does: of its packed numbers a second
+        rounding would undo every update below half the distance of neighbours.
+        """
+        merge = super().merge
+        return replace(merge, quantized=frozenset()) if self.sections.quantization.kind == self.config.quant else merge
+
     @property
     def quant(self) -> _Quant:
         return _QUANTS[self.config.quant]

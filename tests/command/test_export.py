@@ -40,8 +40,12 @@ def test_merged_export_is_verified(zygote: Zygote, finished: FinishedRuns, tmp_p
     assert "PeftModel" not in card
 
 
-def test_quantized_export_is_reloaded_to_the_bit(quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    check_quantized(quick_zygote, finished, tmp_path, "lora", "nf4", 4.5)
+def test_quantized_export_is_reloaded_to_the_bit_and_keeps_what_was_trained(
+    quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path
+) -> None:
+    check_quantized(quick_zygote, finished, tmp_path, "qlora", "nf4", 4.5)
+    found = report(tmp_path / "out")
+    assert found["loss_after"] == pytest.approx(found["loss_before"], abs=2e-3)  # 8e-3 from the packed base
 
 
 def check_quantized(
