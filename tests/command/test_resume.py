@@ -127,7 +127,11 @@ def test_stop_before_the_first_step_leaves_nothing(zygote: Zygote, tmp_path: Pat
     for run in runs:
         os.kill(run.pid, signal.SIGTERM)
     ended = [run.wait() for run in runs]
-    assert [(each.code, each.stderr) for each in ended] == [(75, NOTHING_TO_SAVE), (75, "")][:count]
+    assert [each.code for each in ended] == [75] * count
+    assert ended[0].stderr == NOTHING_TO_SAVE
+    for each in ended[1:]:  # torch may write that a signal interrupted its connection
+        assert NOTHING_TO_SAVE not in each.stderr
+        assert "Traceback" not in each.stderr
     assert not (tmp_path / "run").exists()
 
 
