@@ -105,8 +105,7 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
         if settings.on_gpu:
             modes.enter_context(CudaAutocast())
         gradients = _count(stepper, counter, step_flops, [batch] * settings.passes, evaluated, begins=settings.begins)
-    gradient_kind = HOST if settings.shards_on_host else "gradients"
-    kinds = counter.kinds | dict.fromkeys(gradients, gradient_kind)
+    kinds = counter.kinds | dict.fromkeys(gradients, HOST if settings.shards_on_host else "gradients")
     return {
         **_bytes(counter, kinds, paged.host_bytes),
         ("offloaded",): 0 if host is None else host.bytes,

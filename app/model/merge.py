@@ -159,8 +159,7 @@ def plan_merge(
     stored = {name: file for name, file in reader.stored_names().items() if file in tensors}
     of_text = stored if part is None else {part.in_text(name) or "": file for name, file in stored.items()}
     tensors = converted.in_place(_resized(sections.model, lm, stored, tensors), EXPORTED[dtype])
-    of_this_part = {file for name, file in of_text.items() if name} | converted.names.keys()
-    beside = set() if part is None else tensors.keys() - of_this_part  # of other towers
+    of_towers = set() if part is None else tensors.keys() - {of_text[n] for n in of_text if n} - converted.names.keys()
     tensors = _with_whole(lm, tensors, of_text, trained_whole, pooled=task.has_classes)
     names = _names_in_files(lm, in_folder, tensors, stored, converted.parameters, sections.model.path)
     of_text |= {name if part is None else part.in_text(name) or "": name for name in converted.names}
@@ -174,7 +173,7 @@ def plan_merge(
         quantizer=quantizer,
         base_dtype=base_dtype,
         out=EXPORTED[dtype],
-        as_stored=_as_stored(lm, base_dtype, beside),
+        as_stored=_as_stored(lm, base_dtype, of_towers),
         device=device,
         converted=converted,
         written_as={there: name for name, there in by_name.items()} if text_alone else None,

@@ -127,6 +127,7 @@ def keep_start(drawn: dict[str, Tensor], resolved: ResolvedRun, folder: Path) ->
     if not (resolved.checkpoint and folder.is_dir()):
         with checksummed_folder(folder) as target:
             save_file(drawn, target / ADAPTER_WEIGHTS)
+    drawn.clear()  # it would stay in memory through the run
 
 
 def read_start(folder: Path) -> dict[str, Tensor]:

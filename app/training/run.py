@@ -77,11 +77,9 @@ def train_in(
     drawn = drawn_start(resolved, model)
     progress = restore_progress(resolved, checkpoints, stepper, fingerprint)
     resolved = with_reference(resolved, model, folder.reference, fingerprint)
-    if resolved.checkpoint and run.resume != "auto" and world().is_first:
-        checkpoints.note_resumed(resolved.checkpoint)  # before later lines are cut
     with (
         listening(answers_signal=world().is_first) as request,
-        _opened(folder, resolved, console, progress.step if resolved.checkpoint else -1) as recorder,
+        _opened(folder, resolved, console, checkpoints, progress.step if resolved.checkpoint else -1) as recorder,
         _split_depth_noted(checkpoints),
     ):
         notes = (("note", note) for note in (*model.remarks(), *resumed_split_note(progress.depth)))
@@ -89,7 +87,6 @@ def train_in(
         recorder.add_facts(proofs=[asdict(check) for check in checks], device_used_bytes=in_use)
         keep_reference(resolved, folder.reference)
         keep_start(drawn, resolved, folder.start)
-        del drawn
         record_base(resolved, model, recorder, fingerprint)
         recorder.begin(resolved.steps.steps, progress.step)
         parts = trainer_parts(resolved, stepper, checkpoints, recorder)
@@ -164,13 +161,21 @@ def _report_dry_run(folder: RunFolder, resolved: ResolvedRun, console: Console, 
 
 
 @contextmanager
-def _opened(folder: RunFolder, resolved: ResolvedRun, console: Console, step: int | None = None) -> Iterator[Recorder]:
+def _opened(
+    folder: RunFolder,
+    resolved: ResolvedRun,
+    console: Console,
+    checkpoints: Checkpoints | None = None,
+    step: int | None = None,
+) -> Iterator[Recorder]:
     """The first process records for all and writes the report at the end; each other one has a log of its own."""
     here, run = world(), resolved.config
     if not here.is_first:
         with Recorder(folder, rank=here.rank) as recorder:
             yield recorder
         return
+    if checkpoints is not None and resolved.checkpoint and run.resume != "auto":
+        checkpoints.note_resumed(resolved.checkpoint)  # before later lines are cut
     recorder = Recorder.open(folder, run.tracker, asdict(run), manifest_facts(resolved), console, step)
     try:
         with recorder:
