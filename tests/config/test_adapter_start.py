@@ -71,7 +71,7 @@ def test_resumed_run_that_lost_its_start_keeps_what_it_began_with(tmp_path: Path
     assert kept_settings({"adapter.start": "gone", "output_dir": str(tmp_path)}) == {}
 
 
-@pytest.mark.parametrize("start", ["a" * 300, "a" * 300 + "/b", "~nobody-of-that-name/run"])
+@pytest.mark.parametrize("start", ["a" * 300, "a" * 300 + "/b"])
 def test_start_that_no_file_can_be_is_refused(start: str) -> None:
     (problem,) = check_start(compose_run(["recipe=lora", f"adapter.start={start}"]))
     assert "there is no adapter_config.json" in problem
