@@ -82,7 +82,7 @@ def parse_command(
     problems = list[str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        problems += unknown_user(argument)
+        problems += unknown_user(argument) if key not in ("prompt", "second", "system") else ()
         if equals:
             section, _, leaf = key.rpartition(".")
             place = data.setdefault(section, {}) if section in field_types(schema) else data
@@ -310,7 +310,11 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     if (own or hardware_overrides) and "memory" not in checks:
         raise ConfigError(f"{' '.join([*own, *hardware_overrides])}: only app.check memory asks for it. Leave it out.")
     names_rows = any(key_of(text).partition(".")[0] == "dataset" for text in run_overrides)
-    rows = [] if names_rows or checks[0] not in _OF_MODELS else ["dataset=auto", "dataset.path=rows"]
+    rows = (
+        []
+        if names_rows or checks[0] not in _OF_MODELS
+        else ["dataset=auto", "dataset.path=rows", "dataset.max_length=64"]
+    )
     run = compose_run([*rows, *run_overrides])
     given = any(key_of(text) == "output_dir" for text in run_overrides)
     folder = Path(run.output_dir).expanduser() if given else None

@@ -173,7 +173,7 @@ def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
     elif override.is_sweep_override():
         yield _sweep_problem(key, text.partition("=")[2], schema)
     elif takes_text(field_types(schema).get(key)):
-        yield from unknown_user(text.removeprefix("varied_"))
+        yield from () if key.startswith("tracker.") else unknown_user(text.removeprefix("varied_"))
     else:
         yield from _wrong_choice(key, override.value())
 

@@ -53,7 +53,7 @@ class Conversion:
 def lost(found: Conversion, name: str, value: Any) -> None:
     """A setting whose row in the table says what to look at, and is no translation."""
     row = setting_of(found.facts["columns"], name, value)
-    if value in UNSET or as_number(value) == 1:
+    if value in UNSET or (as_number(value) == 1 and name.endswith(("size", "degree", "dim"))):
         found.needless[name] = "it is not set"
     else:
         found.lost[name] = f"{row['here']}: {row['remark']}"
@@ -73,7 +73,7 @@ def by_table(found: Conversion, name: str, value: Any) -> None:
         found.lost[name] = f"it must be typed: model.{known}=true" if value else "it is off"
     elif here in TYPED_ALONE:
         found.needless[name] = f"{here} has it, which is typed"
-    elif section and not row:
+    elif section and not row and known.partition(".")[2].isidentifier():
         found.carry(name, **{f"{section}.{known.partition('.')[2]}": value})
     elif not row and (value is None or (value is False and known in choices_by_group())):
         found.needless[name] = "it is not set"

@@ -10,7 +10,7 @@ from app.config.setting_table import OF_ADAPTERS, PROGRAMS, UNSET, Conversion
 from app.config.settings_file import WARMUPS, as_override, flat
 from app.config.special_settings import translate
 from app.config.validate import format_value
-from app.config.yaml_files import literal
+from app.config.yaml_files import as_number, literal
 from app.errors import ConfigError
 
 _ROWS = "dataset.path=rows.jsonl"  # in place of a path that the file does not have
@@ -49,7 +49,7 @@ def _choose_recipe(found: Conversion) -> None:
         is_adapted = "lora" in str(given)
     else:
         is_adapted = facts["default"] == "lora" if given in UNSET else given not in without
-    four = "qlora" in str(given) or any(each in (True, 4) for each in bits.values())
+    four = "qlora" in str(given) or any(each in (True, 4) for each in bits.values() or [facts.get("packs")])
     recipe = ("qlora" if four else "lora") if is_adapted else "full"
     recipe_words = {"recipe": recipe}
     if "recipe" in found.words:
@@ -62,6 +62,10 @@ def _choose_recipe(found: Conversion) -> None:
         recipe_words |= {"adapter": "peft", "adapter__method": str(given).upper()}
     told = name if name in settings else f"{name} (not given)"
     found.carry(told, **recipe_words)
+    if given == "freeze":
+        found.changed.append(
+            f"{name}: freeze: all layers are trained; training.freeze=[NAMES] keeps weights as they are"
+        )
     if recipe == "full":
         _leave_out_adapter(found)
     _tell_bits(found, bits, found.carried[told], is_adapted=is_adapted)
@@ -102,9 +106,10 @@ def _defaults(found: Conversion) -> dict[str, Any]:
         "optimizer.lr": words["recipe"] in OF_ADAPTERS or found.program != "trl",  # which has one for each loss
         "preference.": words["recipe"] == "simpo",
         "schedule.warmup": not {*WARMUPS} & {*words},
+        "dataset.max_length": "max_length" not in found.lost,
     }
     given = {
-        key: 2 * words.get("adapter.r", 8) if value == "2r" else value
+        key: 2 * (as_number(words.get("adapter.r")) or 8) if value == "2r" else value
         for key, value in found.facts.get("defaults", {}).items()
         if key not in words and all(is_read for prefix, is_read in has.items() if key.startswith(prefix))
     }
@@ -139,11 +144,10 @@ def _count_rows(found: Conversion) -> None:
 
 def _leave_out_refused(found: Conversion) -> None:
     """Leave out what a run refuses, with its reason, until it accepts the rest."""
-    rows = [] if {"dataset.path", "dataset"} <= {*found.words} or found.words.get("dataset") == "mix" else [_ROWS]
-    if rows:
-        found.changed.append("the file names no rows that this program finds: type dataset=FILE beside from=")
-    rows = rows if "dataset" in found.words else [f"dataset=auto {each}" for each in rows]
     for _ in range(len(found.words)):
+        rows = [] if {"dataset.path", "dataset"} <= {*found.words} or found.words.get("dataset") == "mix" else [_ROWS]
+        told = rows
+        rows = rows if "dataset" in found.words else [f"dataset=auto {each}" for each in rows]
         try:
             words = [f"{key}={as_override(literal(value))}" for key, value in found.words.items()]
             compose_run(split_arguments([*" ".join(rows).split(), *words])[0])
@@ -162,4 +166,6 @@ def _leave_out_refused(found: Conversion) -> None:
                     del found.carried[name]
                     found.lost[name] = problem
         else:
+            if told:
+                found.changed.append("the file names no rows that this program finds: type dataset=FILE beside from=")
             return

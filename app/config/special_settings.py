@@ -1,5 +1,6 @@
 """One setting of another program in the words of this one: by the table, or by code where no row can carry it."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -32,13 +33,24 @@ def _datasets(found: Conversion, name: str, value: Any) -> None:
     if not all(isinstance(each, Mapping) and "path" in each for each in sources) or not sources:
         found.lost[name] = "its entries have no path"
         return
-    read = [_source(found, f"{name}[{number}]", each) for number, each in enumerate(sources)]
+    read = [
+        _source(found, f"{name}[{number}]", one) for number, each in enumerate(sources) for one in _of_one_file(each)
+    ]
     if len(read) == 1:
         words = {f"dataset.{key}": text for key, text in read[0].items() if key != "format"}
         found.carry(name, dataset=read[0].get("format", "auto"), **words)
     else:
         mix = {f"dataset.mix.source{n}.{key}": text for n, each in enumerate(read, 1) for key, text in each.items()}
         found.carry(name, dataset="mix", dataset__format="auto", **mix)
+
+
+def _of_one_file(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A data set for each of its files, where its path is their type."""
+    files = given.get("data_files")
+    names = files if isinstance(files, list) else [files]
+    if given["path"] not in _FILE_TYPES or not all(isinstance(each, str) for each in names):
+        return [{**given}]
+    return [{**{key: text for key, text in given.items() if key != "data_files"}, "path": each} for each in names]
 
 
 def _source(found: Conversion, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,10 +60,6 @@ def _source(found: Conversion, name: str, given: Mapping[str, Any]) -> dict[str,
     keys |= {theirs: f"columns.{ours}" for theirs, ours in {**columns, "field": "text"}.items()}
     kind = given.get("type")
     source = {**given, **(kind if isinstance(kind, Mapping) else {})}
-    files = source.get("data_files")
-    if source["path"] in _FILE_TYPES and files:
-        source["path"] = files[0] if isinstance(files, list) and len(files) == 1 else files
-        del source["data_files"]
     for key in source.keys() - {*keys, "type", "ds_type"}:
         found.lost[f"{name}.{key}"] = f"{format_value(source[key])}: dataset.columns and dataset.format"
     rows = _NAMES_OF_ROWS.get(str(kind))
@@ -60,6 +68,9 @@ def _source(found: Conversion, name: str, given: Mapping[str, Any]) -> dict[str,
 
 def _held_out(found: Conversion, name: str, value: Any) -> None:
     """Axolotl's list of held-out data sets."""
+    if value in UNSET:
+        found.needless[name] = "it is not set"
+        return
     if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], Mapping) or "path" not in value[0]:
         found.lost[name] = "dataset.eval_path takes one file"
         return
@@ -86,7 +97,7 @@ def _targets(found: Conversion, name: str, value: Any) -> None:
     names = value.split(",") if isinstance(value, str) else value
     if value in UNSET:
         found.needless[name] = "it is not set"
-    elif not isinstance(names, list):
+    elif not isinstance(names, list) or not all(isinstance(each, str | int) for each in names):
         found.lost[name] = f"{format_value(value)}: it is no list of names"
     elif {"all", "all-linear"} & {*names} or found.has("lora_target_linear"):
         found.carry(name, adapter__targets=["all-linear"])
@@ -134,7 +145,7 @@ def _every(name: str) -> str:
 def _steps_per_epoch(found: Conversion, name: str, value: Any) -> None:
     """Steps of each epoch, of torchtune."""
     steps, epochs = as_number(value), as_number(found.settings.get("epochs", 1))
-    if steps and epochs:
+    if steps and epochs and math.isfinite(steps * epochs):
         found.carry(name, training__max_steps=round(steps * epochs))
     else:
         found.needless[name] = "it is not set"
@@ -144,12 +155,12 @@ def _warm_up(found: Conversion, name: str, value: Any) -> None:
     """Steps of warm-up, a fraction below 1; where they are given too, transformers does not read the ratio."""
     steps = as_number(value)
     ratio = name.replace("steps", "ratio")
-    if steps is not None and 0 < steps < 1:
-        found.carry(name, schedule__warmup_fraction=steps)
-    elif name == ratio and found.has(name.replace("ratio", "steps")):
+    if name == ratio and found.has(name.replace("ratio", "steps")):
         found.needless[name] = f"{name.replace('ratio', 'steps')} says it"
-    elif not steps and name != ratio and found.has(ratio):
+    elif not steps and name != ratio and found.settings.get(ratio) is not None:
         found.needless[name] = f"{ratio} says it"
+    elif steps is not None and 0 < steps < 1:
+        found.carry(name, schedule__warmup_fraction=steps)
     else:
         by_table(found, name, value)
 
@@ -165,6 +176,8 @@ def _precision(found: Conversion, name: str, value: Any) -> None:
 def _other_precision(found: Conversion, name: str, value: Any) -> None:
     """The type of weights that are computed in another one, or of the rest of the arithmetic."""
     decided = found.has("bf16", "fp16")
+    if found.program == "trl" and value == "float32" and found.settings.get("bf16") is not False:
+        decided = "bf16"  # which is on by itself
     if decided:
         found.needless[name] = f"{decided} decides"
     else:
@@ -183,7 +196,7 @@ def _bits(found: Conversion, name: str, value: Any) -> None:
 
 def _deepspeed(found: Conversion, name: str, value: Any) -> None:
     """The stage of ZeRO in the name of DeepSpeed's file."""
-    text = str(value).lower()
+    text = str(value).rpartition("/")[2].lower()
     stage = _STAGE.search(text)
     if value in UNSET:
         found.needless[name] = "it is not set"
@@ -216,9 +229,27 @@ def _stage(found: Conversion, name: str, value: Any) -> None:
         by_table(found, name, value)
 
 
-def _tracker(found: Conversion, name: str, value: Any) -> None:
-    """One tracker, as a text or a list."""
+def _one_of_a_list(found: Conversion, name: str, value: Any) -> None:
     by_table(found, name, value[0] if isinstance(value, list) and len(value) == 1 else value)
+
+
+def _wandb(found: Conversion, name: str, value: Any) -> None:
+    """A switch of wandb, or its project, which is read where the switch is on."""
+    if not found.settings.get(
+        "logging.enable_wandb" if found.program == "unsloth" else "use_wandb", found.program == "axolotl"
+    ):
+        found.needless[name] = "wandb is off"
+    elif name.endswith("enable_wandb"):
+        found.carry(name, tracker="wandb")
+    else:
+        by_table(found, name, value)
+
+
+def _length(found: Conversion, name: str, value: Any) -> None:
+    if value is None:
+        found.lost[name] = "rows without a limit are not offered: dataset.max_length=NUMBER"
+    else:
+        by_table(found, name, value)
 
 
 def _data_of_code(found: Conversion, name: str, value: Any) -> None:
@@ -269,8 +300,12 @@ _SPECIAL = {
     **{("", each): _precision for each in ("bf16", "fp16")},
     **{("", each): _other_precision for each in ("tf32", "torch_dtype", "bnb_4bit_compute_dtype")},
     ("trl", "dtype"): _other_precision,
+    ("trl", "max_length"): _length,
+    ("axolotl", "wandb_project"): _wandb,
+    ("unsloth", "logging.wandb_project"): _wandb,
+    ("unsloth", "logging.enable_wandb"): _wandb,
     **{("", each): _bits for each in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "double_quantization")},
     ("", "deepspeed"): _deepspeed,
-    ("", "report_to"): _tracker,
+    **{("", each): _one_of_a_list for each in ("report_to", "loss_type")},
     **{("", each): _attention for each in ("flash_attention", "flash_attn", "attn_implementation", "sdp_attention")},
 }

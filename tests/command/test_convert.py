@@ -431,6 +431,51 @@ batch_size: 2
         {"recipe": "qlora", "optimizer": "paged_adamw_8bit", "dataset": "auto", "dataset.path": "org/chats"},
         {"batch_size"},
     ),
+    "axolotl_files": (
+        """
+base_model: org/base
+adapter: lora
+datasets: [{path: json, data_files: [a.jsonl, b.jsonl]}]
+test_datasets:
+warmup_steps: 20
+warmup_ratio: 0.1
+use_wandb: false
+wandb_project: tries
+lora_target_modules: [[a]]
+deepspeed: configs/baz2/zero3.json
+""",
+        {
+            "dataset": "mix",
+            "dataset.mix.source2.path": "b.jsonl",
+            "schedule.warmup_steps": 20,
+            "schedule.warmup_fraction": None,
+            "tracker": None,
+            "parallel": "zero3",
+        },
+        {"lora_target_modules"},
+    ),
+    "trl_lists": (
+        """
+model_name_or_path: org/base
+dataset_name: [a, b]
+use_peft: true
+loss_type: [sigmoid]
+max_length: null
+dtype: float32
+""",
+        {"recipe": "dpo", "dataset.max_length": None, "precision": None},
+        {"dataset_name", "max_length"},
+    ),
+    "unsloth_short": (
+        """
+model: org/base
+data: {dataset: org/rows}
+training: {training_type: lora}
+logging: {enable_wandb: true, wandb_project: tries}
+""",
+        {"recipe": "qlora", "adapter.r": 64, "adapter.alpha": 16, "training.epochs": 3, "tracker": "wandb"},
+        set(),
+    ),
 }
 
 

@@ -44,6 +44,7 @@ def test_generate_prompt_needs_no_quotes() -> None:
     prompt = "a=b, c: ${HOME} 'x' \"y\" [z] \\n"
     config = generate_config([f"prompt={prompt}", "run=r", "system=null"])
     assert (config.prompt, config.system, config.temperature) == (prompt, None, 0.0)
+    assert generate_config(["run=r", "prompt=~42 degrees"]).prompt == "~42 degrees"
     assert generate_config(["run=r", "launch.threads=2"]).launch.threads == 2
 
 
@@ -216,6 +217,11 @@ def test_check_answers_are_asked_for_by_any_of_their_keys() -> None:
     config = check_config(["memory", "+exact=true", "answers.length=100", "answers.beams=2"])
     assert (config.exact, config.answers) == (True, AnswersConfig(rows=8, length=100, beams=2))
     assert check_config(["memory"]).answers is None
+
+
+def test_check_models_needs_no_rows_that_fit() -> None:
+    for word in ("recipe=dpo", "model=bert"):
+        assert check_config(["models", word]).checks == ("models",)
 
 
 def test_train_hardware_key_refused() -> None:
