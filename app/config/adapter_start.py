@@ -16,11 +16,11 @@ from app.config.validate import format_value
 from app.config.yaml_files import read_yaml
 from app.files import read_object
 
+PATTERNS = ("rank_pattern", "alpha_pattern")  # by names of layers
 # keys of LoRA that hold, by the names in an adapter's own file
 KEPT = {
     "r": "r",
-    "rank_pattern": "rank_pattern",
-    "alpha_pattern": "alpha_pattern",
+    **{each: each for each in PATTERNS},
     "alpha": "lora_alpha",
     "targets": "target_modules",
     "rslora": "use_rslora",

@@ -232,11 +232,15 @@ class QuantizedExport(MergedExport):
 
     @cached_property
     def merge(self) -> Merge:
-        """With the base as it is stored, where training packed it as the export does: of its packed numbers a second
-        rounding would undo every update below half the distance of neighbours.
+        """With linear layers of the base as they are stored, where training packed them as the export does: of packed
+        numbers a second rounding would undo every update below half the distance of neighbours. What LoftQ begins with
+        is right beside packed numbers alone.
         """
-        merge = super().merge
-        return replace(merge, quantized=frozenset()) if self.sections.quantization.kind == self.config.quant else merge
+        merge, trained = super().merge, self.sections
+        if trained.quantization.kind != self.config.quant or trained.adapter.init == "loftq":
+            return merge
+        stacks = frozenset(name for name in merge.quantized if not name.endswith(".weight"))  # which stay in dtype
+        return replace(merge, quantized=stacks)
 
     @property
     def quant(self) -> _Quant:

@@ -316,9 +316,10 @@ def random_base(sections: ModelSections, device: torch.device, seed: int) -> Any
 def count_weights(sections: ModelSections, base: BaseModel | None = None) -> ModelCounts:
     """Counts from a model without memory, that of `base` if one is given; finds adapter targets that match nothing."""
     task = task_of(sections.task)
-    lm = deepcopy((base or BaseModel(sections.model, task)).on_meta())
-    method = adapter_of(sections.adapter)
-    if whole_class(lm.config, task) is not None and (method is None or not method.of_text_parts):
+    base = base or BaseModel(sections.model, task)
+    lm, method = deepcopy(base.on_meta()), adapter_of(sections.adapter)
+    is_part = whole_class(lm.config, task) is not None
+    if is_part if method is None else not method.of_text_parts and (is_part or base.text_part is not None):
         why = "and adapters get the names of the whole with LoRA alone. Set adapter=lora."
         if method is None:
             why = "by the class of the whole, which could not be saved without its other towers. Set recipe=lora."

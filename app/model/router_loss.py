@@ -96,5 +96,7 @@ def _document_of_token(batch: Batch) -> tuple[Tensor, Tensor]:
     device, size = batch.ids.device, len(batch.lengths)
     starts, lengths = (torch.tensor(each).to(device, non_blocking=True) for each in (batch.starts, batch.lengths))
     places = torch.arange(batch.ids.numel(), device=device)
+    if not size:  # fills up a step
+        return torch.zeros_like(places), lengths
     owner = torch.searchsorted(starts, places, right=True) - 1
     return torch.where(places - starts[owner] < lengths[owner], owner, size), lengths

@@ -69,7 +69,7 @@ def main() -> None:
 
     given = os.environ
     if "MEMORY_BYTES" in given:
-        vars(fit)["_host_memory"] = lambda: int(given["MEMORY_BYTES"])
+        vars(fit)["host_bytes"] = lambda: int(given["MEMORY_BYTES"])
     if given.get("RANK", "0") not in given.get("RANKS", ""):
         train.main()
         return

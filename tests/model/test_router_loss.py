@@ -1,5 +1,6 @@
 """The load-balancing loss of routers: transformers' own on one document, and the same however rows are laid out."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from app.batch import IGNORE
 from app.config.load import compose_run
 from app.config.schema import AdapterConfig, TaskConfig
 from app.errors import ConfigError
@@ -53,6 +55,16 @@ def test_router_loss_does_not_depend_on_the_layout_of_rows(kind: str, recompute:
             again, gradients = summed(model, parts)
             assert again == pytest.approx(loss, rel=1e-6)
             assert distance(gradients, found) <= 1e-6
+
+
+@pytest.mark.parametrize("layout", [packed, batch_of])
+def test_router_loss_of_a_micro_batch_without_rows_is_none(layout: Any) -> None:
+    """Such ones fill up the last step of an epoch."""
+    batch = layout(DOCUMENTS)
+    no_labels = torch.full_like(batch.targets, IGNORE)
+    model = routed("mixtral")
+    loss, _ = model(replace(batch, lengths=(), targets=no_labels))
+    assert float(loss.detach()) == float(model.router_loss.sum) == 0.0
 
 
 def test_router_loss_is_summed_in_fp32_under_autocast() -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from app.config.load import compose_run
+from app.config.schema import AdapterConfig
 from app.errors import ConfigError
 from app.exports.reload import in_fp32
 from app.model.build import build_training_model, count_weights
@@ -119,3 +120,9 @@ def test_all_weights_of_a_part_without_a_class_are_refused() -> None:
     assert count_weights(sections(config, lora())).trained
     with pytest.raises(ConfigError, match=r"^adapter.kind=none: .* kind qwen3_vl .* Set recipe=lora\.$"):
         count_weights(sections(config, full()))
+
+
+def test_other_adapters_of_a_text_part_are_refused(folder: Path) -> None:
+    config = model_config(path=str(folder))
+    with pytest.raises(ConfigError, match=r"^adapter.kind=peft: .* LoRA alone\. Set adapter=lora\.$"):
+        count_weights(sections(config, AdapterConfig(kind="peft", method="OFT")))

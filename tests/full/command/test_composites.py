@@ -43,6 +43,7 @@ def test_killed_run_resumes_bit_for_bit_and_is_exported_as_its_whole(
 ) -> None:
     base = _base(kind, tmp_path / "base")
     command = (*_ROWS, "model=folder", f"model.path={base}", "recipe=lora", "training.max_steps=9")
+    command += ("adapter.rank_pattern={self_attn.q_proj:4,q_proj:8}",)  # names that the longest one decides
     whole, killed = killed_and_resumed(quick_zygote, tmp_path, tmp_path, *command, at=[random.randrange(1, 9)])
     same_ending(whole, killed)
     assert result(whole)["final_metrics"]["eval_loss"] < result(whole)["start_metrics"]["eval_loss"]
@@ -66,6 +67,12 @@ def test_killed_run_resumes_bit_for_bit_and_is_exported_as_its_whole(
     words = (f"run={killed}", "kind=quantized", "quant=int8", "to=quantized")
     quick_zygote.run(tmp_path, *words, module="app.export", code=0)
     if kind == "gemma3":
+        start = ("adapter.start=killed", "eval.at_start=true", "training.max_steps=1", "output_dir=further")
+        further = [word for word in command if not word.startswith("adapter.rank_pattern")]
+        quick_zygote.run(tmp_path, *further, *start, code=0)
+        assert metrics(tmp_path / "further")[0]["eval_loss"] == pytest.approx(
+            result(killed)["final_metrics"]["eval_loss"], rel=1e-6
+        )
         alone = (f"run={killed}", "kind=merged", "names=text", "dtype=fp32", "to=text")
         quick_zygote.run(tmp_path, *alone, module="app.export", code=0)
         numbers = json.loads((tmp_path / "text" / "config.json").read_text())
