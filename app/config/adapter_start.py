@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from app.config.validate import format_value
 from app.config.yaml_files import read_yaml
 from app.files import read_object
 
-PATTERNS = ("rank_pattern", "alpha_pattern")  # by names of layers
 # keys of LoRA that hold, by the names in an adapter's own file
 KEPT = {
     "r": "r",
-    **{each: each for each in PATTERNS},
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
     "alpha": "lora_alpha",
     "targets": "target_modules",
     "rslora": "use_rslora",
@@ -33,6 +34,16 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")  # of a layer, as Hydra takes it without
 def start_folder(adapter: AdapterConfig) -> Path | None:
     """The folder of `adapter.start`, which need not exist: a run has its adapter in final/."""
     return None if adapter.start is None else adapter_folder(adapter.start)
+
+
+def with_names(adapter: AdapterConfig, named: Callable[[str], str]) -> AdapterConfig:
+    """The same adapter where its layers have other names."""
+    return replace(
+        adapter,
+        targets=[*map(named, adapter.targets)],
+        rank_pattern={named(name): rank for name, rank in adapter.rank_pattern.items()},
+        alpha_pattern={named(name): alpha for name, alpha in adapter.alpha_pattern.items()},
+    )
 
 
 def adapter_folder(start: str) -> Path:

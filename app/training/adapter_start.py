@@ -5,7 +5,6 @@ which is one of the ordinary base.
 """
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.config.adapter_start import PATTERNS, check_start, start_folder
+from app.config.adapter_start import check_start, start_folder, with_names
 from app.config.adapters import ADAPTER_WEIGHTS, changes_base
 from app.config.finished_run import read_manifest
 from app.config.load import read_run
@@ -39,18 +38,12 @@ def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, pa
     if folder is None:
         return []
     if part is not None:  # the file has the names of the whole
-        named = partial(_in_whole, part)
-        patterns = {key: {named(n): each for n, each in getattr(run.adapter, key).items()} for key in PATTERNS}
-        run = replace(run, adapter=replace(run.adapter, targets=[*map(named, run.adapter.targets)], **patterns))
+        run = replace(run, adapter=with_names(run.adapter, lambda name: part.in_whole(name) or name))
     refuse(check_start(replace(run, resume=None)))
     config = read_adapter_config(folder)
     remarks = _require_same_base(run, folder, fingerprint, str(config.get("base_model_name_or_path")))
     _load(folder, run, config["target_modules"], model, part)
     return remarks
-
-
-def _in_whole(part: TextPart, name: str) -> str:
-    return part.in_whole(name) or name
 
 
 def base_hash_of(folder: Path) -> str | None:

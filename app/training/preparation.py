@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from app.config.adapter_start import PATTERNS
+from app.config.adapter_start import with_names
 from app.config.dataset import formats_for, has_chats, paths_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.problems import PROBLEMS
@@ -115,10 +115,7 @@ def prepare_run(
     report(_unknown_ids(run, base, data.train, data.eval))
     part = None if run.adapter.start is None else base.text_part
     if part is not None:  # the adapter that it goes on from has the names of the whole
-        patterns = {
-            key: {part.in_text(name) or name: each for name, each in getattr(adapter, key).items()} for key in PATTERNS
-        }
-        adapter = replace(adapter, targets=[part.in_text(name) or name for name in adapter.targets], **patterns)
+        adapter = with_names(adapter, lambda name: part.in_text(name) or name)
     return Prepared(replace(run, dataset=dataset, task=task, adapter=adapter), base, tokenizer, data, objective)
 
 
