@@ -129,9 +129,9 @@ def test_sweep_waits_for_a_running_trial(zygote: Zygote, tmp_path: Path) -> None
     """As after kill -9, when the trial takes long to save."""
     trial = tmp_path / "sweep" / "1"
     command = LONG
-    alone = zygote.start(tmp_path, *command, f"output_dir={trial}")
+    run(zygote, tmp_path, *command, "output_dir=sweep", "dry_run=true")
+    alone = zygote.start(tmp_path, *command, f"output_dir={trial}", "resume=auto")
     alone.until(partial(has_reached, trial, 1))
-    (tmp_path / "sweep" / "sweep.json").write_text("{}")
     ended = run(zygote, tmp_path, *command, "output_dir=sweep")
     assert alone.wait().code == 0
     assert (ended.code, ended.stderr) == (0, "")
