@@ -51,7 +51,7 @@ class Conversion:
 
 
 def lost(found: Conversion, name: str, value: Any) -> None:
-    """A setting whose row in the table says what to look at, and is no translation."""
+    """A setting with advice in its row of the table, and without a translation."""
     row = setting_of(found.facts["columns"], name, value)
     if value in UNSET or (as_number(value) == 1 and name.endswith(("size", "degree", "dim"))):
         found.needless[name] = "it is not set"

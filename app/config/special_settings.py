@@ -28,7 +28,7 @@ def translate(found: Conversion, name: str, value: Any) -> None:
 
 
 def _datasets(found: Conversion, name: str, value: Any) -> None:
-    """A list of data sets: of Axolotl, whose `type` may be a mapping of columns, or of TRL."""
+    """A list of data sets of Axolotl or TRL; `type` may be a mapping of columns."""
     sources = value if isinstance(value, list) else []
     if not all(isinstance(each, Mapping) and "path" in each for each in sources) or not sources:
         found.lost[name] = "its entries have no path"
@@ -118,7 +118,7 @@ def _per_epoch(found: Conversion, name: str, value: Any) -> None:
 
 
 def _strategy(found: Conversion, name: str, value: Any) -> None:
-    """`epoch`, `no`, or `steps`, whose number is a setting of its own."""
+    """`epoch`, `no`, or `steps`: their number is another setting."""
     if value in ("epoch", "no", False):
         found.carry(name, **{_every(name): "1epoch" if value == "epoch" else 0})
     elif value in ("steps", None):
