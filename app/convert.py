@@ -3,7 +3,8 @@
 python -m app.convert config.yml                  what is carried, what is needless, what is lost, and the file
 python -m app.convert config.yml to=mine.yaml     writes it; python -m app.train from=mine.yaml runs it
 
-Reads YAML of Axolotl, LLaMA-Factory, torchtune, Unsloth and the command line interface of TRL.
+Reads YAML of Axolotl, LLaMA-Factory, torchtune, Unsloth and the command line interface of TRL. A file with an objective
+that is not supported, such as a reward model, is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,17 +1,23 @@
 """Settings of a file of another program in the words of this one, and what became of each."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from typing import Any
 
+from app.config.did_you_mean import setting_of
+from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.overrides import split_arguments
 from app.config.peft_methods import METHODS
+from app.config.preferences import PREFERENCE_KINDS
+from app.config.schema import RunConfig
 from app.config.setting_table import OF_ADAPTERS, PROGRAMS, UNSET, Conversion
 from app.config.settings_file import WARMUPS, as_override, flat
 from app.config.special_settings import translate
+from app.config.tasks import TASKS
 from app.config.validate import format_value
 from app.config.yaml_files import as_number, literal
-from app.errors import ConfigError
+from app.errors import ConfigError, refuse
 
 _ROWS = "dataset.path=rows.jsonl"  # in place of a path that the file does not have
 
@@ -26,17 +32,46 @@ def converted(data: Mapping[str, Any]) -> Conversion:
     found = Conversion(program=program, settings=settings)
     for name, value in settings.items():
         translate(found, name, value)
+    refuse(_lost_objectives(found))
+    _infer_preference(found)
     _choose_recipe(found)
     defaults = _defaults(found)
     found.words |= defaults
     _count_rows(found)
-    _leave_out_refused(found)
+    run = _leave_out_refused(found)
+    _tell_replacements(found, run)
     left = " ".join(f"{key}={format_value(value)}" for key, value in defaults.items() if key in found.words)
     if left:
         found.changed.append(f"the file leaves these to {found.facts['label']}, so they are written out: {left}")
     if "remark" in found.facts and "dataset.train_on" not in found.words and found.words["recipe"] in OF_ADAPTERS:
         found.changed.append(found.facts["remark"])
     return found
+
+
+def _lost_objectives(found: Conversion) -> Iterator[str]:
+    """Problems with settings that decide what is trained: without them, the file would be one of another objective."""
+    patterns = found.facts.get("objective", "").split()
+    losses = ", ".join(kind for kind in PREFERENCE_KINDS if kind != "none")
+    for name, value in found.settings.items():
+        is_lost = name in found.lost and any(fnmatch(name, pattern) for pattern in patterns)
+        if is_lost or (name not in found.carried and any(fnmatch(f"{name}={value}", pattern) for pattern in patterns)):
+            yield (
+                f"{name}: {format_value(value)}: this objective is not supported, and without it the file would train "
+                f"another one. Supported: supervised fine-tuning, and the preference losses {losses}. Change or remove "
+                f"{name} to convert the rest."
+            )
+
+
+def _infer_preference(found: Conversion) -> None:
+    """Choose the recipe of a file that has settings of a preference loss, and does not name the loss."""
+    recipes = found.facts.get("implies", {})
+    name = found.has(*recipes)
+    if name and not {"recipe", "task.loss"} & {*found.words}:
+        found.words["recipe"] = recipes[name]
+        found.changed.append(
+            f"{name}: {format_value(found.settings[name])}: the file has a preference loss and does not name it; "
+            f"converted as recipe={recipes[name]}. Type recipe=dpo, orpo, simpo or kto after from= to change it"
+        )
 
 
 def _choose_recipe(found: Conversion) -> None:
@@ -133,24 +168,28 @@ def _count_rows(found: Conversion) -> None:
     elif found.words.get("batching.packing") is False:
         found.carry(name, **{"batching.rows": rows})
     elif isinstance(length, int):
-        found.carry(name, **{"batching.tokens": rows * length})
+        kind = PREFERENCE_KINDS.get(found.words["recipe"])  # recipes of preference losses have their names
+        answers = TASKS[kind.task].documents if kind else 1
+        tokens = answers * rows * length
+        found.carry(name, **{"batching.tokens": tokens})
         found.changed.append(
-            f"{name}: {rows}: rows are packed, so a micro-batch is a bin of {rows} x {length} = {rows * length} tokens "
-            f"with more rows than {rows}; batching.packing=false batching.rows={rows} pads rows as before"
+            f"{name}: {rows}: rows are packed, so a micro-batch is a bin of {rows} x {length} "
+            f"{f'x {answers} answers ' if answers > 1 else ''}= {tokens} tokens with more rows than {rows}; "
+            f"batching.packing=false batching.rows={rows} pads rows as before"
         )
     else:
         found.lost[name] = f"the file has no length: batching.tokens is {rows} times dataset.max_length"
 
 
-def _leave_out_refused(found: Conversion) -> None:
-    """Leave out what a run refuses, with its reason, until it accepts the rest."""
-    for _ in range(len(found.words)):
+def _leave_out_refused(found: Conversion) -> RunConfig:
+    """Leave out what a run refuses, with its reason, until it accepts the rest; returns that run."""
+    while True:
         rows = [] if {"dataset.path", "dataset"} <= {*found.words} or found.words.get("dataset") == "mix" else [_ROWS]
         told = rows
         rows = rows if "dataset" in found.words else [f"dataset=auto {each}" for each in rows]
         try:
             words = [f"{key}={as_override(literal(value))}" for key, value in found.words.items()]
-            compose_run(split_arguments([*" ".join(rows).split(), *words])[0])
+            run = compose_run(split_arguments([*" ".join(rows).split(), *words])[0])
         except ConfigError as refusal:
             wrong = {
                 key: problem
@@ -168,4 +207,14 @@ def _leave_out_refused(found: Conversion) -> None:
         else:
             if told:
                 found.changed.append("the file names no rows that this program finds: type dataset=FILE beside from=")
-            return
+            return run
+
+
+def _tell_replacements(found: Conversion, run: RunConfig) -> None:
+    """Name the choice that the run makes in place of a lost one, such as the optimizer of its recipe."""
+    for name, reason in found.lost.items():
+        is_group = name in choices_by_group()
+        group = name if is_group else setting_of(found.facts["columns"], name, "").get("here", "")
+        kind = getattr(getattr(run, group, None), "kind", "")
+        if kind:
+            found.lost[name] = f"{reason.rstrip('.')}. {group}={kind} is used"

@@ -5,8 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from app.config.adapters import LAYER_NAME
 from app.config.did_you_mean import setting_of
 from app.config.groups import choices_by_group
+from app.config.row_formats import ROW_FORMATS
 from app.config.setting_table import UNSET, Conversion, by_table, lost
 from app.config.validate import format_value
 from app.config.yaml_files import as_number
@@ -14,7 +16,14 @@ from app.config.yaml_files import as_number
 _LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # of torchtune
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 _NAMES_OF_ROWS = {"completion": "text", "pretrain": "text"}  # type of Axolotl's rows that is no chat
+_COLUMNS = (
+    *("messages", "instruction", "input", "output", "system"),
+    *("prompt", "chosen", "rejected", "completion", "label"),
+)
 _FILE_TYPES = ("json", "csv", "parquet", "text")  # as a path: its data_files are the rows
+_MESSAGE_KEYS = [
+    dict(zip(("role", "content"), each.message, strict=False)) for each in ROW_FORMATS.values() if each.message
+]
 _STAGE = re.compile(r"z(?:ero)?_?(?:stage)?_?([123])")  # of DeepSpeed, in the name of its file
 
 
@@ -55,15 +64,28 @@ def _of_one_file(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _source(found: Conversion, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of one data set; what it has besides is lost."""
-    keys = {"path": "path", "split": "split", "name": "hub_config", "revision": "revision"}
-    columns = {f"field_{each}": each for each in ("messages", "instruction", "input", "output", "system")}
-    keys |= {theirs: f"columns.{ours}" for theirs, ours in {**columns, "field": "text"}.items()}
+    columns = {"field": "text", **{f"field_{each}": each for each in _COLUMNS}}
     kind = given.get("type")
     source = {**given, **(kind if isinstance(kind, Mapping) else {})}
-    for key in source.keys() - {*keys, "type", "ds_type"}:
-        found.lost[f"{name}.{key}"] = f"{format_value(source[key])}: dataset.columns and dataset.format"
+    if found.has("rl"):  # the messages are what both answers follow
+        columns["field_messages"] = "prompt"
+        if kind == "chat_template.default":
+            source.setdefault("field_messages", "messages")
+    keys = {"path": "path", "split": "split", "name": "hub_config", "revision": "revision"}
+    keys |= {theirs: f"columns.{ours}" for theirs, ours in columns.items()}
+    for key, value in source.items():
+        if key not in (*keys, "type", "ds_type") and not _is_default(key, value):
+            found.lost[f"{name}.{key}"] = f"{format_value(value)}: dataset.columns and dataset.format"
     rows = _NAMES_OF_ROWS.get(str(kind))
-    return {keys[key]: source[key] for key in keys if key in source} | ({"format": rows} if rows else {})
+    read = {keys[key]: value for key, value in source.items() if key in keys and keys[key] != f"columns.{value}"}
+    return read | ({"format": rows} if rows else {})
+
+
+def _is_default(key: str, value: Any) -> bool:
+    """Whether a setting of a data set names keys of messages, or roles, that are read without it."""
+    if key == "message_property_mappings":
+        return value in _MESSAGE_KEYS
+    return key == "roles" and isinstance(value, Mapping) and all(names == [role] for role, names in value.items())
 
 
 def _held_out(found: Conversion, name: str, value: Any) -> None:
@@ -76,7 +98,11 @@ def _held_out(found: Conversion, name: str, value: Any) -> None:
         return
     source = _source(found, f"{name}[0]", value[0])
     found.carry(name, dataset__eval_path=source.pop("path"))
-    found.lost |= {f"{name}[0].{key}": "held-out rows are read as the others" for key in source if key != "format"}
+    found.lost |= {
+        f"{name}[0].{key}": "held-out rows are read as the others"
+        for key, text in source.items()
+        if key != "format" and found.words.get(f"dataset.{key}") != text
+    }
 
 
 def _dataset(found: Conversion, name: str, value: Any) -> None:
@@ -101,6 +127,11 @@ def _targets(found: Conversion, name: str, value: Any) -> None:
         found.lost[name] = f"{format_value(value)}: it is no list of names"
     elif {"all", "all-linear"} & {*names} or found.has("lora_target_linear"):
         found.carry(name, adapter__targets=["all-linear"])
+    elif not all(LAYER_NAME.fullmatch(str(each).strip()) for each in names):
+        found.lost[name] = (
+            f"{format_value(value)}: regular expressions are not supported, and all linear layers are the default. "
+            "Type layer names or their ends: adapter.targets=[q_proj,v_proj]"
+        )
     else:
         mlp = _MLP if found.settings.get("model.apply_lora_to_mlp") else []
         found.carry(name, adapter__targets=[_LAYERS.get(str(each).strip(), str(each).strip()) for each in names] + mlp)
@@ -229,6 +260,14 @@ def _stage(found: Conversion, name: str, value: Any) -> None:
         by_table(found, name, value)
 
 
+def _loss_of_pairs(found: Conversion, name: str, value: Any) -> None:
+    """LLaMA-Factory's loss over pairs of answers."""
+    if found.settings.get("stage") == "dpo":
+        by_table(found, name, value)
+    else:
+        found.needless[name] = "only stage: dpo reads it"
+
+
 def _one_of_a_list(found: Conversion, name: str, value: Any) -> None:
     by_table(found, name, value[0] if isinstance(value, list) and len(value) == 1 else value)
 
@@ -287,6 +326,7 @@ _SPECIAL = {
     ("axolotl", "chat_template"): _template,
     ("llama_factory", "template"): _template,
     ("llama_factory", "stage"): _stage,
+    ("llama_factory", "pref_loss"): _loss_of_pairs,
     ("torchtune", "dataset._component_"): _data_of_code,
     ("torchtune", "dataset.source"): _dataset,
     **{("torchtune", f"{each}._component_"): _component for each in ("optimizer", "lr_scheduler", "metric_logger")},
@@ -306,6 +346,6 @@ _SPECIAL = {
     ("unsloth", "logging.enable_wandb"): _wandb,
     **{("", each): _bits for each in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "double_quantization")},
     ("", "deepspeed"): _deepspeed,
-    **{("", each): _one_of_a_list for each in ("report_to", "loss_type")},
+    **{("", each): _one_of_a_list for each in ("report_to", "loss_type", "dpo_loss_type")},
     **{("", each): _attention for each in ("flash_attention", "flash_attn", "attn_implementation", "sdp_attention")},
 }

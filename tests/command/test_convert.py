@@ -7,14 +7,19 @@ from typing import Any
 import pytest
 import yaml
 
+from app.config.dataset import formats_for
+from app.config.load import compose_run
 from app.config.overrides import split_arguments
 from app.config.setting_table import Conversion
 from app.config.settings_conversion import converted
 from app.config.settings_file import as_override
 from app.config.yaml_files import literal
 from app.convert import as_file, convert
+from app.data.detect_format import detect_formats
+from app.data.prepare import prepare
 from app.errors import ConfigError
 from app.tracking.console import Console
+from tests.data.small import tokenizer, write_jsonl
 
 # name: the file, words of the result, settings that are lost
 FILES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
@@ -342,12 +347,142 @@ device_map: auto
         """
 model_name_or_path: org/base-8b
 stage: dpo
-pref_loss: hinge
+pref_loss: ipo
 finetuning_type: freeze
 freeze_trainable_modules: all
 """,
-        {"recipe": "dpo", "adapter": "none", "training.freeze": None},
-        {"pref_loss", "freeze_trainable_modules"},
+        {"recipe": "dpo", "preference": "ipo", "adapter": "none", "training.freeze": None},
+        {"freeze_trainable_modules"},
+    ),
+    "llama_factory_pairs_one_at_a_time": (
+        """
+model_name_or_path: org/base-0.6b
+stage: dpo
+finetuning_type: lora
+pref_loss: sigmoid
+cutoff_len: 2048
+per_device_train_batch_size: 1
+""",
+        {"recipe": "dpo", "dataset.max_length": 2048, "batching.tokens": 4096},
+        set(),
+    ),
+    "llama_factory_loss_of_another_stage": (
+        "{model_name_or_path: org/base, stage: sft, pref_loss: simpo, use_dft_loss: true}",
+        {"recipe": "lora", "preference": None, "task.loss": "dft"},
+        set(),
+    ),
+    "trl_pairs_one_at_a_time": (
+        """
+model_name_or_path: org/base
+loss_type: sigmoid
+per_device_train_batch_size: 1
+max_length: 1024
+optim: adamw_torch_8bit
+""",
+        {"recipe": "dpo", "dataset.max_length": 1024, "batching.tokens": 2048, "optimizer": "adamw_8bit"},
+        set(),
+    ),
+    "trl_pairs_without_loss_type": (
+        """
+model_name_or_path: org/base
+dataset_name: org/pairs
+beta: 0.01
+max_length: 1024
+max_prompt_length: 512
+per_device_train_batch_size: 8
+lora_task_type: CAUSAL_LM
+sync_ref_model: false
+""",
+        {"recipe": "dpo", "adapter": "none", "preference.beta": 0.01, "batching.tokens": 16384},
+        {"max_prompt_length"},
+    ),
+    "trl_labels_without_loss_type": (
+        """
+model_name_or_path: org/base
+dataset_name: org/labels
+use_peft: true
+beta: 0.2
+desirable_weight: 1.5
+per_device_train_batch_size: 2
+max_length: 1024
+optim: rmsprop
+""",
+        {"recipe": "kto", "preference.beta": 0.2, "preference.desirable": 1.5, "batching.tokens": 2048},
+        {"optim"},
+    ),
+    "trl_loss_of_tokens": (
+        "{model_name_or_path: org/base, loss_type: nll}",
+        {"recipe": "full", "task.loss": "nll"},
+        set(),
+    ),
+    "torchtune_dpo": (
+        """
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 1024}
+model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_rank: 8}
+dataset: {_component_: torchtune.datasets.preference_dataset, source: org/pairs}
+loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.2, label_smoothing: 0}
+batch_size: 4
+""",
+        {"recipe": "dpo", "preference.beta": 0.2, "batching.tokens": 8192},
+        set(),
+    ),
+    "axolotl_pairs_with_messages": (
+        """
+base_model: org/base-8b
+rl: dpo
+adapter: lora
+datasets:
+  - path: org/pairs
+    type: chat_template.default
+    field_messages: conversation
+    field_chosen: chosen
+    field_rejected: rejected
+    message_property_mappings: {role: role, content: content}
+    roles: {system: [system], user: [user], assistant: [assistant]}
+test_datasets: [{path: held.jsonl, type: chat_template.default, field_messages: conversation}]
+sample_packing: false
+micro_batch_size: 2
+optimizer: adamw_torch_8bit
+""",
+        {
+            "dataset.columns.prompt": "conversation",
+            "dataset.columns.messages": None,
+            "dataset.columns.chosen": None,
+            "batching.rows": 2,
+            "optimizer": "adamw_8bit",
+        },
+        set(),
+    ),
+    "axolotl_pairs_with_usual_columns": (
+        "{base_model: org/base, rl: orpo, datasets: [{path: org/pairs, type: chat_template.default}]}",
+        {"recipe": "orpo", "dataset.columns.prompt": "messages"},
+        set(),
+    ),
+    "axolotl_turns": (
+        """
+base_model: org/base
+use_dft: true
+datasets:
+  - path: org/turns
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+    roles: {assistant: [bot]}
+""",
+        {"dataset.columns.messages": "conversations", "task.loss": "dft"},
+        {"datasets[0].roles"},
+    ),
+    "axolotl_vision": (
+        r"""
+base_model: org/vision
+adapter: qlora
+load_in_4bit: true
+lora_target_modules: 'model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj'
+optimizer: adamw_torch_4bit
+lr_scheduler: polynomial
+""",
+        {"recipe": "qlora", "adapter.targets": None, "optimizer": None},
+        {"lora_target_modules", "optimizer", "lr_scheduler"},
     ),
     "trl_4_bits_off": (
         """
@@ -479,6 +614,33 @@ logging: {enable_wandb: true, wandb_project: tries}
 }
 
 
+OTHER_OBJECTIVES = {
+    "{base_model: a, reward_model: true, num_labels: 1}": ["reward_model: true"],
+    "{base_model: a, process_reward_model: true}": ["process_reward_model: true"],
+    "{base_model: a, rl: gdpo, trl: {num_generations: 4}}": ["rl: gdpo"],
+    "{base_model: a, rl: ebft}": ["rl: ebft"],
+    "{base_model: a, rl: dpo, dpo_loss_type: [hinge], dpo_norm_loss: true}": [
+        "dpo_loss_type: [hinge]",
+        "dpo_norm_loss",
+    ],
+    "{base_model: a, plugins: [axolotl.integrations.diffusion.DiffusionPlugin]}": ["plugins: [axolotl.integrations."],
+    "{base_model: a, plugins: [axolotl.integrations.kd.KDPlugin], kd_trainer: true}": ["kd_trainer: true"],
+    "{stage: rm}": ["stage: rm"],
+    "{stage: ppo, reward_model: a}": ["stage: ppo"],
+    "{stage: dpo, pref_loss: hinge}": ["pref_loss: hinge"],
+    "{stage: sft, use_eaft_loss: true}": ["use_eaft_loss: true"],
+    "{model_name_or_path: a, beta: 0.05, loss_type: apo_zero}": ["loss_type: apo_zero"],
+    "{model_name_or_path: a, loss_type: [sigmoid, sft]}": ["loss_type: [sigmoid, sft]"],
+    "{model_name_or_path: a, beta: 0.1, f_divergence_type: js_divergence}": ["f_divergence_type: js_divergence"],
+    "{model_name_or_path: a, beta: 0.04, num_generations: 8}": ["num_generations: 8"],
+    "{model_name_or_path: a, use_peft: true, lora_task_type: SEQ_CLS}": ["lora_task_type: SEQ_CLS"],
+    "{tokenizer: {_component_: a}, loss: {_component_: torchtune.rlhf.loss.PPOLoss}}": ["loss._component_: torchtune"],
+    "{tokenizer: {_component_: a}, kd_loss: {_component_: torchtune.modules.loss.ForwardKLLoss}}": [
+        "kd_loss._component"
+    ],
+}
+
+
 @cache
 def conversion(name: str) -> Conversion:
     return converted(yaml.safe_load(FILES[name][0]))
@@ -506,6 +668,43 @@ def test_meaning_that_changes_is_told() -> None:
         "the file leaves these t",
     ]
     assert conversion("trl_full").changed[-1].endswith("dataset.train_on=all trains as before")
+
+
+def test_conversion_lost_choice_names_the_one_used() -> None:
+    lost = conversion("axolotl_vision").lost
+    assert lost["optimizer"].startswith("4-bit optimizer states are not supported.")
+    assert lost["optimizer"].endswith(" optimizer=paged_adamw_8bit is used")
+    assert lost["lr_scheduler"].endswith(" schedule=cosine is used")
+    assert "regular expressions are not supported" in lost["lora_target_modules"]
+
+
+def test_conversion_inferred_preference_is_told() -> None:
+    for name, told in (("pairs", "beta: 0.01: "), ("labels", "desirable_weight: 1.5: ")):
+        assert conversion(f"trl_{name}_without_loss_type").changed[0].startswith(told)
+
+
+@pytest.mark.parametrize("text", OTHER_OBJECTIVES)
+def test_convert_other_objective_refused_without_file(text: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "config.yml", tmp_path / "mine.yaml"
+    source.write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        convert(source, target, Console(enabled=False))
+    problems = refusal.value.problems
+    names = OTHER_OBJECTIVES[text]
+    assert [problem[: len(name)] for problem, name in zip(problems, names, strict=True)] == names
+    assert all("this objective is not supported" in problem for problem in problems)
+    assert not target.exists()
+
+
+def test_converted_file_pairs_with_messages_are_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(as_file(conversion("axolotl_pairs_with_messages"), "x"))
+    answers = {side: {"role": "assistant", "content": side} for side in ("chosen", "rejected")}
+    asked = [[{"role": "user", "content": f"What is {number}?"}] for number in range(40)]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"conversation": each, **answers} for each in asked])
+    words = (f"from={tmp_path / 'mine.yaml'}", f"dataset.path={rows}", f"dataset.eval_path={rows}")
+    run = compose_run(split_arguments(words)[0])
+    section, _ = detect_formats(run.dataset, formats_for(run.task.kind))
+    assert len(prepare(section, tokenizer(), str(tmp_path / "cache")).train) == len(asked)
 
 
 @pytest.mark.parametrize(
