@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.commands import CheckConfig, check_config, run_command
+from app.config.commands import CheckConfig, check_config, print_settings_notes, run_command
 from app.config.overrides import key_of
 from app.config.schema import RunConfig
 from app.distributed.environment import world
@@ -259,7 +259,10 @@ def _command(arguments: Sequence[str]) -> int:
     config = check_config(arguments)
     if "cluster" in config.checks:
         return _in_processes(config, arguments)
-    return check(config, open_console()) if world().is_first else 0
+    if not world().is_first:
+        return 0
+    print_settings_notes(arguments)
+    return check(config, open_console())
 
 
 def main() -> None:

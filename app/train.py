@@ -15,7 +15,7 @@ from typing import NoReturn
 import hydra
 from omegaconf import DictConfig
 
-from app.config.commands import require_platform, resume_command
+from app.config.commands import print_settings_notes, require_platform, resume_command
 from app.config.groups import CONF
 from app.config.help import help_text, print_help_or_version
 from app.config.load import VERSION_BASE, compose_run, is_varied, load_run, store_schema, validated_arguments
@@ -144,6 +144,8 @@ def _dispatch(arguments: list[str]) -> None:
         sys.exit(sweep(arguments, _check_parts))
     _typed[:] = arguments
     overrides, switches = split_arguments(arguments)
+    if world().is_first:
+        print_settings_notes(arguments)
     if is_varied(overrides):
         refuse(f"{word} does not go with from=RUN. Leave it out; dry_run=true tells the plan." for word in switches)
         run = compose_run(overrides)

@@ -22,7 +22,7 @@ from app.config.load import default_values
 from app.config.schema import RunConfig
 from app.config.setting_table import PROGRAMS
 from app.config.unread_keys import readers_of
-from app.config.validate import format_value, type_text
+from app.config.validate import format_value, type_text, typed_only
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _END = "<!-- end -->"  # of a table
@@ -39,6 +39,7 @@ _HEAD = """\
 Made by `python -m scripts.make_keys` from [the schema](../app/config/schema.py). `KEY=VALUE` sets a key,
 `GROUP=CHOICE` sets a section ([configuration](config.md)). The default is that of `python -m app.train` without
 arguments; `${...}` refers to another key. A key with names in brackets is read by these choices of its group alone.
+A key marked "command line only" is not taken from a file of settings or a run folder ([SECURITY.md](../SECURITY.md)).
 """
 _QUOTING_ADVICE = " (in quotes, where it looks like something else)"
 _MAX_MAPPING_CHARACTERS = 60
@@ -53,14 +54,15 @@ def keys_page() -> str:
 
 def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator[str]:
     """The table of a section, then those of the sections in it."""
-    meanings = _meanings(section)
+    documentation = meanings(section)
     own = [each for each in fields(section) if not is_dataclass(each.type)]
     yield from (f"## {prefix.rstrip('.') or 'The run'}", "", section.__doc__ or "", "")
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     for each in own:
-        key, meaning = f"{prefix}{each.name}", meanings[each.name]
+        key, meaning = f"{prefix}{each.name}", documentation[each.name]
         readers = readers_of(key)
         meaning += f" ({', '.join(readers)})" if readers else ""
+        meaning += " (command line only)" if typed_only(RunConfig, key) else ""
         cells = (f"`{key}`", _values(each, prefix), _default(each, defaults), meaning)
         yield f"| {' | '.join(cells)} |"
     yield ""
@@ -72,8 +74,8 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
             yield from _section(each.metadata[SECTIONS], f"{prefix}{each.name}.NAME.", {})
 
 
-def _meanings(section: type) -> dict[str, str]:
-    """The comment behind each field, or else in the line above it."""
+def meanings(section: type) -> dict[str, str]:
+    """Return the documentation of each field: the comment behind it, or else in the line above it."""
     lines = inspect.getsource(section).splitlines()
     (body,) = ast.parse("\n".join(lines)).body
     assert isinstance(body, ast.ClassDef)

@@ -15,11 +15,12 @@ from app.config.finished_run import checkpoint_problems
 from app.config.hardware import HardwareConfig, missing_hardware_support, read_hardware
 from app.config.help import print_help_or_version
 from app.config.load import compose_run
-from app.config.overrides import check_overrides, key_of, split_arguments, unknown_user
+from app.config.overrides import check_overrides, key_of, settings_notes, split_arguments, unknown_user
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.config.validate import field_types, is_optional, leaf_keys, parse_section
 from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
+from app.safe_text import safe_text
 
 Section = TypeVar("Section")
 
@@ -65,6 +66,11 @@ def python() -> str:
         return "python"
     own = Path(sys.executable)
     return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
+
+
+def print_settings_notes(arguments: Sequence[str]) -> None:
+    """Print which settings of `from=FILE` are replaced; on standard error, because `--cfg job` prints YAML."""
+    sys.stderr.writelines(f"{safe_text(note)}\n" for note in settings_notes(arguments))
 
 
 def resume_command(arguments: Sequence[str], output_dir: str) -> str:

@@ -5,7 +5,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
-CHOICES, LIMITS, SECTIONS, TYPE = "choices", "limits", "sections", "type"  # keys of a field's metadata
+CHOICES, LIMITS, SECTIONS, TYPE, TYPED_ONLY = "choices", "limits", "sections", "type", "typed_only"  # in metadata
+# Values of TYPED_ONLY: why a key or section is taken from the command line only, never from a file or run folder
+RUNS_CODE, STARTS_PROCESSES = "decides which code runs", "starts processes or threads"
 
 
 class Epochs(str):

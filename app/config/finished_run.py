@@ -250,7 +250,8 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
 # ---- app.reproduce
 
 REPRODUCE_ALLOWED = (
-    *("run", "output_dir", "steps", "tolerance", "anyway", "attention", "precision", "launch.threads"),
+    *("run", "output_dir", "steps", "tolerance", "anyway", "attention", "precision"),
+    *("launch.threads", "launch.num_processes"),
     *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path", "dataset.leave_out"),
     *("model.path", "model.tokenizer", "model.chat_template", "model.trust_remote_code"),
 )

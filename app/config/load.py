@@ -17,17 +17,19 @@ from yaml import YAMLError
 from app.assets import PREFIX
 from app.config import groups
 from app.config.adapter_start import kept_settings
+from app.config.fields import RUNS_CODE
 from app.config.overrides import check_overrides, key_of, parse_override, partition_overrides, split_arguments
 from app.config.rules import problems_of
 from app.config.schema import ModelConfig, RunConfig
-from app.config.settings_file import WARMUPS
+from app.config.settings_file import RATE, flat, replaced_alternatives
 from app.config.unread_keys import unread_problems
-from app.config.validate import field_types, format_value, is_key, parse_section
+from app.config.validate import field_types, format_value, is_key, leaf_keys, parse_section, typed_only
 from app.config.yaml_files import literal, read_yaml
 from app.errors import CheckpointError, ConfigError, refuse
 
 VERSION_BASE = "1.3"
 _SAMPLE = "asset:sample/"
+_PROCESSES = "launch.num_processes"
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -91,16 +93,10 @@ def _checked_overrides(overrides: Sequence[str]) -> list[str]:
     """Overrides that compose; where some are invalid, the values of the others are validated all the same."""
     valid, problems = partition_overrides(overrides, RunConfig)
     valid = _with_folder_model(valid)
-    valid += [f"++{key}=null" for key in _replaced(_values(valid))]
+    valid += [f"++{key}={format_value(off)}" for key, off in replaced_alternatives(_values(valid)).items()]
     if problems:
         raise ConfigError([*problems, *_wrong_values(valid)])
     return valid
-
-
-def _replaced(typed: Mapping[str, Any]) -> dict[str, None]:
-    """The length of the warm-up in the other unit, which the typed one replaces."""
-    given = [key for key in WARMUPS if typed.get(key) is not None]
-    return {key: None for key in WARMUPS if len(given) == 1 and key not in typed}
 
 
 def _wrong_values(overrides: Sequence[str]) -> list[str]:
@@ -200,23 +196,39 @@ def _varied_run(overrides: Sequence[str]) -> RunConfig:
     run = read_run(file)
     over = {
         "output_dir": default_values()["output_dir"],
-        **dict.fromkeys(("resume", "training.stop_after", "tracker.name", *_replaced(changes))),
+        **dict.fromkeys(("resume", "training.stop_after", "tracker.name")),
         "dry_run": False,
+        **replaced_alternatives(changes),
         **kept_settings(changes),
-        **({"optimizer.lr": run.optimizer.lr} if "optimizer" in changes else {}),  # the recipe's key
+        **({RATE: run.optimizer.lr} if "optimizer" in changes else {}),
+        **({_PROCESSES: run.launch.num_processes} if _resumes(given, changes) else {}),
     }
     return _of_own_rows(validated(apply_changes(run, changes, over), RunConfig, changes))
+
+
+def _resumes(given: str, changes: Mapping[str, Any]) -> bool:
+    """Whether `from=RUN` resumes the run in its own folder."""
+    place = Path(str(changes.get("output_dir", ""))).expanduser()
+    return changes.get("resume") is not None and place.resolve() == Path(given).expanduser().resolve()
 
 
 def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Plain data of a run with `over` and then `changes` applied; a chosen group replaces its section.
 
-    The run may come from others: only what is typed runs code of a model or names a folder of compiled kernels.
+    The run may come from others, so it neither chooses code nor starts processes. Its threads may change the last bits,
+    and stay.
     """
     choices = {key: value for key, value in changes.items() if key in groups.choices_by_group()}
     sections = {group: load_choice(group, choice) for group, choice in choices.items()}
     config = OmegaConf.create({**literal(asdict(run)), **sections})
-    own = {"model.trust_remote_code": False, "cache_dir": read_yaml(groups.CONF / "config.yaml")["cache_dir"]}
+    defaults = dict(flat("", default_values()))
+    own = {key: defaults[key] for key in leaf_keys(RunConfig) if typed_only(RunConfig, key) == RUNS_CODE}
+    processes = run.launch.num_processes
+    if processes != defaults[_PROCESSES] and _PROCESSES not in {**over, **changes}:
+        raise ConfigError(
+            f"{_PROCESSES}={processes} of the run is not taken from its run.yaml, which may come from others. "
+            f"Type {_PROCESSES}={processes}, or another number."
+        )
     for key, value in {**own, **over, **changes}.items():
         if key not in choices:
             OmegaConf.update(config, key, value, merge=True)

@@ -4,6 +4,7 @@ import os
 import shlex
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hydra.errors import HydraException
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key, nearest_keys, of_other_program
 from app.config.groups import choices_by_group
-from app.config.settings_file import with_settings
+from app.config.settings_file import flat, names_file, with_settings
 from app.config.validate import field_types, format_value, is_key, takes_text
 from app.errors import ConfigError, refuse
 
@@ -51,8 +52,31 @@ def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[l
     if known.multirun and not sweep:
         problems.append("-m starts a sweep, and this is one run. Leave it out.")
     refuse(problems)
-    typed = [key_of(each) for word in overrides for each in _with_place(word)]
-    return with_settings(overrides, typed), switches
+    return _with_settings(overrides)[0], switches
+
+
+def settings_notes(arguments: Sequence[str]) -> list[str]:
+    """Return a note for each `from=FILE` on the settings in it that typed groups replace."""
+    return [f"{'note':8}{each}" for each in _with_settings(_read(arguments)[1])[1]]
+
+
+def _with_settings(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    if not any(map(names_file, overrides)):
+        return list(overrides), []
+    typed = values_in([word for word in overrides if not names_file(word)])
+    return with_settings(overrides, {key.lstrip("+"): value for key, value in typed.items()})
+
+
+def values_in(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of overrides by key, each spelled as typed; text where Hydra's grammar cannot read it."""
+    found: dict[str, Any] = {}
+    value: Any
+    for text in (each for word in overrides for each in _with_place(word)):
+        key, _, value = text.partition("=")
+        with suppress(HydraException):
+            value = parse_override(text).value()
+        found |= flat(key, value)
+    return found
 
 
 def _read(arguments: Sequence[str]) -> tuple[Namespace, list[str], list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from app.config.dataset_schema import DatasetConfig
-from app.config.fields import TYPE, Balanced, Epochs, Tokens, choice, number
+from app.config.fields import RUNS_CODE, STARTS_PROCESSES, TYPE, TYPED_ONLY, Balanced, Epochs, Tokens, choice, number
 from app.config.metrics import METRICS
 from app.config.preferences import PREFERENCE_KINDS
 from app.config.problems import PROBLEMS
@@ -43,7 +43,8 @@ class ModelConfig:
     chat_template: str | None = None  # file, or name of a template that ships; null: the tokenizer's
     template_options: dict[str, Any] = field(default_factory=dict)  # what the template reads: enable_thinking, say
     norm: str = choice("own", "low", "fp32", default="own")  # LayerNorms under autocast: low is in bf16 or fp16
-    trust_remote_code: bool = False  # run Python code of the model repository
+    # run Python code of the model repository
+    trust_remote_code: bool = field(default=False, metadata={TYPED_ONLY: RUNS_CODE})
     licence_page: str | None = None  # page with the licence, for the model card
     architecture: dict[str, Any] = MISSING  # numbers of config.json for weights=random, such as hidden_size
     suggest: Suggest = field(default_factory=Suggest)
@@ -118,7 +119,7 @@ class AdapterConfig:
     rank_pattern: dict[str, Any] = field(default_factory=dict)  # other ranks, by names of layers or their ends
     alpha_pattern: dict[str, Any] = field(default_factory=dict)  # other alphas, by names of layers or their ends
     layers: list[int] = field(default_factory=list)  # numbers of the layers with adapters, from 0; empty: all
-    train_whole: list[str] = field(default_factory=list)  # modules that are trained and saved as a whole: lm_head, say
+    train_whole: list[str] = field(default_factory=list)  # layers that are trained and saved as a whole: lm_head, say
     # tokens whose rows of the embedding and of an untied head are trained: their ids, or all
     train_tokens: Any = field(default_factory=list, metadata={TYPE: list[int] | Tokens})
     lr_ratio: float = number(1.0, above=0)  # learning rate of B over that of A, which is optimizer.lr (LoRA+)
@@ -289,7 +290,8 @@ class RunConfig:
     resume: str | None = MISSING  # auto: the newest good checkpoint of output_dir, or a new start; a path: that one
     varied_from: str | None = None  # folder of the run that gave the settings; typed as from=RUN
     dry_run: bool = MISSING  # show the plan without loading weights
-    cache_dir: str = MISSING  # folder of prepared rows and compiled kernels
+    # folder of prepared rows and compiled kernels
+    cache_dir: str = field(default=MISSING, metadata={TYPED_ONLY: RUNS_CODE})
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -308,4 +310,4 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig, metadata={TYPED_ONLY: STARTS_PROCESSES})

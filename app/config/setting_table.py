@@ -11,8 +11,7 @@ import yaml
 from app.config.did_you_mean import setting_of
 from app.config.groups import choices_by_group
 from app.config.schema import RunConfig
-from app.config.settings_file import TYPED_ALONE
-from app.config.validate import field_types, format_value, is_key
+from app.config.validate import field_types, format_value, is_key, typed_only
 from app.config.yaml_files import as_number
 
 PROGRAMS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -69,10 +68,10 @@ def by_table(found: Conversion, name: str, value: Any) -> None:
     section = _mapping_of(found, known)
     if not row and any(fnmatch(name, pattern) for pattern in needless):
         found.needless[name] = "nothing here corresponds to it"
-    elif known in TYPED_ALONE or f"model.{known}" in TYPED_ALONE:
-        found.lost[name] = f"it must be typed: model.{known}=true" if value else "it is off"
-    elif here in TYPED_ALONE:
+    elif here == "cache_dir":
         found.needless[name] = f"{here} has it, which is typed"
+    elif typed := [key for key in (known, f"model.{known}", here) if typed_only(RunConfig, key)]:
+        found.lost[name] = f"it must be typed: {typed[0]}={format_value(value)}" if value else "it is off"
     elif section and not row and known.partition(".")[2].isidentifier():
         found.carry(name, **{f"{section}.{known.partition('.')[2]}": value})
     elif not row and (value is None or (value is False and known in choices_by_group())):

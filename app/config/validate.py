@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args
 from omegaconf import MISSING
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key, of_other_program
-from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE, Balanced, Epochs, Tokens
+from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE, TYPED_ONLY, Balanced, Epochs, Tokens
 from app.config.groups import choices_by_group
 from app.errors import refuse
 
@@ -51,6 +51,18 @@ def is_key(schema: Any, key: str) -> bool:
     """Whether `schema` has the dotted key, as a value, a section, or inside a mapping that takes any key."""
     known = field_types(schema)
     return key in known or any(key.startswith(f"{m}.") for m, kind in known.items() if kind == dict[str, Any])
+
+
+def typed_only(schema: Any, key: str) -> str:
+    """Return why a key is accepted only on the command line, by its own mark or that of its section; empty if it is
+    accepted everywhere.
+    """
+    name, _, inner = key.partition(".")
+    each = next((each for each in fields(schema) if each.name == name), None)
+    if each is None:
+        return ""
+    reason: str = each.metadata.get(TYPED_ONLY, "")
+    return reason or (typed_only(each.type, inner) if is_dataclass(each.type) else "")
 
 
 def _section(schema: Any, data: Any, prefix: str, known: Collection[str], problems: list[str]) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from app.config.overrides import split_arguments
+from app.config.overrides import settings_notes, split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError, refuse
 from app.sweeps.grid import Grid, Setting, settings_of, wrong_overrides
@@ -61,7 +61,7 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
         runs = _checked_runs(proposer.points, given, check_parts)
         notes += _left_out(dimensions, proposer)
     place = _one_folder(runs, given[-1]) if given else default_path(settings, preset)
-    return Plan(proposer, runs, place, identity_of(of_trials, preset), notes)
+    return Plan(proposer, runs, place, identity_of(of_trials, preset), [*settings_notes(arguments), *notes])
 
 
 def read_ladder(overrides: Sequence[str]) -> Ladder:

@@ -11,8 +11,10 @@ from threading import Lock
 from typing import Any
 
 from app.config.commands import CHECKS, check_config, python
+from app.config.fields import STARTS_PROCESSES
 from app.config.load import compose_run
-from app.config.overrides import key_of, split_arguments
+from app.config.overrides import key_of, split_arguments, values_in
+from app.config.settings_file import untrusted_problems
 from app.errors import AppError, ConfigError, refuse
 from app.files import report_write_errors
 from app.pages.read_run import RUNNING, UNFINISHED, is_run, read_sweep, status_in
@@ -109,6 +111,8 @@ class Runs:
     def check(self, settings: Sequence[str], what: str, name: str) -> None:
         """Refuse settings as the command line does, and a name for a new run."""
         problems = [f"{text}: the name says it. Leave it out." for text in settings if key_of(text) == "output_dir"]
+        words = [text for text in settings if not text.startswith("-")]
+        problems += untrusted_problems(values_in(words), "the form", allowed=(STARTS_PROCESSES,))
         is_taken = name in self.folders() and self._status(name) != NOT_STARTED
         if what not in CHECKS and (is_taken or not _NAME.fullmatch(name)):
             problems.append(f"name={name}: give a new name, of letters, digits, dots, dashes and underscores.")
@@ -117,7 +121,9 @@ class Runs:
                 if what in CHECKS:
                     check_config([what, *settings])
                 else:
-                    compose_run(split_arguments(settings)[0])
+                    overrides, switches = split_arguments(settings)
+                    refuse(f"{word}: the form takes settings only. Leave it out." for word in switches)
+                    compose_run(overrides)
         except AppError as wrong:
             problems += wrong.problems
         refuse(problems)

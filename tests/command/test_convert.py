@@ -499,6 +499,7 @@ rank_pattern: {q_proj: 8}
 max_steps: 100
 warmup_steps: 0.1
 config: other.yaml
+num_processes: 4
 """,
         {
             "recipe": "lora",
@@ -511,7 +512,7 @@ config: other.yaml
             "adapter.rank_pattern.q_proj": 8,
             "schedule.warmup_fraction": 0.1,
         },
-        {"config"},
+        {"config", "num_processes"},
     ),
     "torchtune_steps_of_an_epoch": (
         """

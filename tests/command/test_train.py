@@ -70,6 +70,13 @@ def test_train_from_run_without_changes_gives_its_numbers(
     assert json.loads((tmp_path / "again" / "manifest.json").read_text())["varied_from"] == str(finished())
 
 
+def test_train_tells_what_a_typed_group_replaces(zygote: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model.path: org/base\nseed: 3")
+    ended = zygote.run(tmp_path, "from=mine.yaml", "model=tiny", "--cfg", "job", code=0)
+    assert ended.stderr == "note    from=mine.yaml: model=tiny replaces model.path\n"
+    assert yaml.safe_load(ended.stdout)["model"]["path"] == "asset:tiny"
+
+
 @pytest.mark.parametrize("recipe", ["lora", "full"])
 def test_train_losses_are_golden(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
     """A refactor must not move them: they hold for fp32 on any machine, to the rounding of its kernels."""

@@ -12,7 +12,7 @@ from app.config.finished_run import as_run, evaluate_config, reproduce_config
 from app.config.load import compose_run, read_run
 from app.config.schema import RunConfig
 from app.config.yaml_files import to_yaml
-from app.errors import CheckpointError
+from app.errors import CheckpointError, ConfigError
 from tests.config.small import data_with
 
 TYPED = "model.trust_remote_code=true"
@@ -42,6 +42,26 @@ def test_received_run_trusts_code_only_where_typed(tmp_path: Path, command: str)
     assert config.cache_dir == compose_run([]).cache_dir
     typed = READERS[command](str(run), TYPED, "cache_dir=mine")
     assert (typed.model.trust_remote_code, typed.cache_dir) == (True, "mine")
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_received_run_starts_processes_only_where_typed(tmp_path: Path, command: str) -> None:
+    run = received(tmp_path / "run", launch__num_processes=3)
+    if command in ("from", "reproduce"):  # the number decides the tokens of a step
+        with pytest.raises(ConfigError, match=r"launch.num_processes=3 of the run .* Type launch.num_processes=3"):
+            READERS[command](str(run))
+        assert READERS[command](str(run), "launch.num_processes=2").launch.num_processes == 2
+    else:
+        assert READERS[command](str(run)).launch.num_processes == 1
+
+
+def test_received_run_resumed_in_its_folder_keeps_its_processes(tmp_path: Path) -> None:
+    run = received(tmp_path / "run", launch__num_processes=3, launch__threads=5, model__trust_remote_code=True)
+    resumed = READERS["from"](str(run), f"output_dir={run}", "resume=auto")
+    assert (resumed.launch.num_processes, resumed.launch.threads) == (3, 5)
+    assert not resumed.model.trust_remote_code
+    with pytest.raises(ConfigError, match=r"launch\.num_processes=3"):
+        READERS["from"](str(run), "output_dir=elsewhere", "resume=auto")
 
 
 def test_generate_learns_to_trust_code() -> None:

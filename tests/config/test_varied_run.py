@@ -72,6 +72,18 @@ def test_varied_run_typed_warm_up_replaces_the_other(run: Path) -> None:
     assert len(refusals(f"from={run}", "schedule.warmup_fraction=0.1", "schedule.warmup_steps=5")) == 1
 
 
+def test_varied_run_typed_eval_rows_replace_the_others(run: Path) -> None:
+    def held_out(*words: str) -> tuple[str | None, float]:
+        dataset = varied(f"from={run}", *words).dataset
+        return dataset.eval_path, dataset.eval_fraction
+
+    assert held_out() == ("asset:sample/eval.jsonl", 0.0)
+    assert held_out("dataset.eval_fraction=0.1") == (None, 0.1)
+    assert held_out("dataset=text", "dataset.path=a.txt", "dataset.eval_path=b.txt") == ("b.txt", 0.0)
+    both = ("dataset.eval_fraction=0.1", "dataset.eval_path=b.txt")
+    assert "both choose the held-out rows" in refusals(f"from={run}", *both)[0]
+
+
 def test_varied_run_can_be_swept(run: Path) -> None:
     runs = plan_sweep(["-m", f"from={run}", "optimizer.lr=1e-3,1e-4"], lambda _run: None).runs
     assert [(each.optimizer.lr, each.seed) for each in runs] == [(1e-3, 7), (1e-4, 7)]
