@@ -6,10 +6,9 @@ calling anything that they name. The shards are archives of torch, which DCP rea
 
 import io
 import json
-import math
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -109,12 +108,22 @@ def _metadata(tensors: Mapping[str, Any]) -> Metadata:
                 raise ValueError(f"{name} lies in {file}")
             chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
             places[MetadataIndex(name, _size(offsets))] = _StorageInfo(file, *_size(extent))
-        ends = [first + rows for each in chunks for first, rows in zip(each.offsets, each.sizes, strict=True)]
-        inside = all(end <= most for end, most in zip(ends, (*whole,) * len(chunks), strict=True))
-        if not inside or sum(math.prod(each.sizes) for each in chunks) != math.prod(whole):
-            raise ValueError(f"the shards of {name} are not the whole of it")
+        if not _is_whole(chunks, whole):
+            raise ValueError(f"the shards of {name} do not cover it exactly once")
         saved[name] = TensorStorageMetadata(TensorProperties(), whole, chunks)
     return Metadata(saved, storage_data=places)
+
+
+def _is_whole(chunks: Sequence[ChunkStorageMetadata], whole: torch.Size) -> bool:
+    """Return whether the chunks are row ranges that cover a tensor without gap or overlap."""
+    if any(len(each.offsets) != len(whole) or len(each.sizes) != len(whole) for each in chunks):
+        return False
+    if not whole:
+        return len(chunks) == 1
+    spans = sorted((each.offsets[0], each.offsets[0] + each.sizes[0]) for each in chunks if each.sizes[0])
+    ends = [0, *(end for _, end in spans)]
+    has_whole_rows = all(not any(each.offsets[1:]) and each.sizes[1:] == whole[1:] for each in chunks)
+    return has_whole_rows and ends == [*(first for first, _ in spans), whole[0]]
 
 
 def _size(numbers: Any) -> torch.Size:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import pickle
@@ -122,6 +123,29 @@ def test_damaged_metadata_of_a_sharded_checkpoint_is_told(change: Any, tmp_path:
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     with pytest.raises(CheckpointError, match="no metadata that this program reads"):
         loaded(folder)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "is_whole"),
+    [
+        ([[0, 0], [2, 3]], True),
+        ([[0, 0], [1, 3], [1, 0], [1, 3]], True),
+        ([[1, 0], [1, 3], [0, 0], [1, 3], [2, 0], [0, 3]], True),
+        ([[0, 0], [1, 3], [0, 0], [1, 3]], False),  # row 0 twice, row 1 never
+        ([[0, 0], [2, 2], [0, 1], [2, 1]], False),  # column 1 twice, column 2 never
+        ([[0, 0], [2, 1], [0, 1], [2, 2]], False),  # columns, which are never sharded
+        ([[0, 0], [1, 3]], False),
+        ([[0], [2]], False),
+    ],
+)
+def test_metadata_of_shards_with_a_gap_or_overlap_is_refused(
+    chunks: list[list[int]], is_whole: bool, tmp_path: Path
+) -> None:
+    shards = [[chunks[i], chunks[i + 1], "__0_0.distcp", 0, 8] for i in range(0, len(chunks), 2)]
+    (tmp_path / sharded_checkpoint.METADATA).write_text(json.dumps({"a": {"size": [2, 3], "shards": shards}}))
+    expected = contextlib.nullcontext() if is_whole else pytest.raises(CheckpointError, match="exactly once")
+    with expected:
+        assert sharded_checkpoint.names_in(tmp_path) == {"a"}
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", pickle.dumps(Harmful(Path("made")))])
