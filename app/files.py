@@ -15,9 +15,18 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from app.errors import EnvironmentProblem
+from app.errors import CheckpointError, EnvironmentProblem
 
 CHECKSUMS = "manifest.json"
+MODEL_FILES = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.py",
+)  # patterns of what a model is read from
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 # what keeps a file from growing: the cause, and the remedy
 _FULL_DISKS = {
     errno.ENOSPC: ("the disk is full", "Free disk space"),
@@ -234,6 +243,25 @@ def verify_checksums(folder: Path, read: Iterable[str] = ()) -> str | None:
     found = {str(file.relative_to(folder)) for pattern in read for file in folder.glob(pattern)}
     unknown = min(found - {*hashes, CHECKSUMS}, default=None)
     return None if unknown is None else f"{unknown} is not in {CHECKSUMS}"
+
+
+def require_intact(folder: Path, remedy: str, read: Iterable[str] = MODEL_FILES, *, sealed: bool = True) -> None:
+    """Refuse a folder in which a file differs from what was written; see `verify_checksums`.
+
+    `sealed=False` accepts folders of other programs, which have no checksums.
+    """
+    if not sealed:
+        hashes = read_object(folder / CHECKSUMS)
+        if not hashes or not all(isinstance(each, str) and _SHA256.fullmatch(each) for each in hashes.values()):
+            return
+    damage = verify_checksums(folder, read) if folder.is_dir() else "the folder is missing"
+    if damage:
+        raise CheckpointError(f"{folder}: {damage}. {remedy}")
+
+
+def is_own_file(path: Path) -> bool:
+    """Return whether a file exists and is not a link, which in a received folder may lead to any file."""
+    return path.is_file() and not path.is_symlink()
 
 
 def delete_folder(folder: Path) -> str | None:

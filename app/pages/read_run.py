@@ -1,4 +1,7 @@
-"""Reader of the folders of runs and sweeps, in which any file may be absent, as after a kill."""
+"""Reader of the folders of runs and sweeps, in which any file may be absent, as after a kill.
+
+Links are passed over like absent files: pages are sent on, and a link in a received folder may lead to a private file.
+"""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +13,7 @@ from typing import Any
 import yaml
 
 from app.config.yaml_files import read_yaml
-from app.files import read_json, read_object
+from app.files import is_own_file, read_json, read_object
 from app.safe_text import redact
 from app.tracking.formatting import finite_number, format_integer
 from app.tracking.jsonl_metrics import read_lines
@@ -88,7 +91,7 @@ def section_of(values: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 def is_run(folder: Path) -> bool:
     """Whether the folder has any file of a run."""
     own = RunFolder(folder)
-    return any(file.is_file() for file in (own.run_yaml, own.manifest, own.metrics, own.result))
+    return any(is_own_file(file) for file in (own.run_yaml, own.manifest, own.metrics, own.result))
 
 
 def status_in(folder: Path, result: Mapping[str, Any]) -> str:
@@ -98,7 +101,8 @@ def status_in(folder: Path, result: Mapping[str, Any]) -> str:
 
 def read_run(folder: Path) -> SavedRun:
     """Read the run of a folder that `is_run`."""
-    own, remarks = RunFolder(folder), list[str]()
+    own, links = RunFolder(folder), sorted(each.name for each in folder.iterdir() if each.is_symlink())
+    remarks = [f"{name} is a link, which is not followed." for name in links]
     result = read_result(folder)
     return SavedRun(
         folder=folder,
@@ -117,14 +121,14 @@ def read_run(folder: Path) -> SavedRun:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if is_own_file(path) else ""
 
 
 def _mapping(path: Path, remarks: list[str]) -> dict[str, Any]:
     """Content of a YAML or JSON file; empty with a remark if it cannot be read."""
     read = read_json if path.suffix == ".json" else read_yaml
     try:
-        values = read(path) if path.is_file() and path.stat().st_size else {}
+        values = read(path) if is_own_file(path) and path.stat().st_size else {}
     except (ValueError, yaml.YAMLError):
         values = None
     if isinstance(values, dict):
@@ -134,7 +138,7 @@ def _mapping(path: Path, remarks: list[str]) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return list(read_lines(path)) if path.is_file() else []
+    return list(read_lines(path)) if is_own_file(path) else []
 
 
 def training_samples(preview: Mapping[str, Any]) -> list[TrainingSample]:
@@ -154,5 +158,6 @@ def training_samples(preview: Mapping[str, Any]) -> list[TrainingSample]:
 
 def read_sweep(folder: Path) -> dict[str, Any] | None:
     """Content of sweep.json; None if it cannot be read."""
-    values = read_object(folder / "sweep.json")
+    file = folder / "sweep.json"
+    values = read_object(file) if is_own_file(file) else {}
     return values if "trials" in values else None

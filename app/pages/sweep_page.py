@@ -31,9 +31,9 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> str:
     ranked = trials if ladder else ranked  # rungs are compared in their order
     keys = [] if ladder else list(dict.fromkeys(key for trial in trials for key in trial["values"]))
     statuses = {trial["status"] for trial in trials}
-    curves = [(_name(trial), read_run(place)) for trial in ranked if is_run(place := _folder(folder, trial))][
-        :_MAX_CURVES
-    ]
+    places = ((_name(trial), _folder(folder, trial)) for trial in ranked)
+    curves = [(name, read_run(place)) for name, place in places if is_run(place) and not place.is_symlink()]
+    curves = curves[:_MAX_CURVES]
     objective = _objective([run for _, run in curves])
     return render(
         "sweep",

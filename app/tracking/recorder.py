@@ -13,7 +13,7 @@ from app.config.metrics import LOGGED
 from app.config.schema import TrackerConfig
 from app.config.yaml_files import to_yaml
 from app.errors import AppError, EnvironmentProblem, Unfinished
-from app.files import append_text, read_object, report_write_errors, write_json, write_text
+from app.files import append_text, is_own_file, read_object, report_write_errors, write_json, write_text
 from app.safe_text import redact, redact_text, safe_text
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import Sample, align_columns, evaluation_line, samples_text, step_line, truncate
@@ -234,7 +234,8 @@ class Recorder:
 
 def read_result(output_dir: str | Path) -> dict[str, Any]:
     """Content of result.json; empty while the run goes on, and for a folder without a run."""
-    return read_object(Path(output_dir).expanduser() / "result.json")
+    file = Path(output_dir).expanduser() / "result.json"
+    return read_object(file) if is_own_file(file) else {}
 
 
 def samples_table(samples: Path) -> str | None:

@@ -1,5 +1,6 @@
 """Runs of a folder by name: what their files say, and the processes that the board started for them."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -16,7 +17,7 @@ from app.config.load import compose_run
 from app.config.overrides import key_of, split_arguments, values_in
 from app.config.settings_file import untrusted_problems
 from app.errors import AppError, ConfigError, refuse
-from app.files import report_write_errors
+from app.files import is_own_file, report_write_errors
 from app.pages.read_run import RUNNING, UNFINISHED, is_run, read_sweep, status_in
 from app.pages.run_page import status_badge
 from app.program import as_started
@@ -44,7 +45,11 @@ def shown(words: Sequence[str]) -> str:
 @lru_cache(maxsize=1000)
 def _last_values(metrics: Path, _stamp: str) -> dict[str, Any]:
     """The last value of each metric, read again when `_stamp` changes."""
-    return {key: value for line in read_lines(metrics) for key, value in line.items()} if metrics.is_file() else {}
+    return {key: value for line in read_lines(metrics) for key, value in line.items()} if is_own_file(metrics) else {}
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 def _has_address(folder: Path) -> bool:
@@ -103,7 +108,7 @@ class Runs:
     def log(self, name: str) -> str:
         """The end of what the last process of a run has printed."""
         file = self._log(name)
-        return file.read_bytes()[-8000:].decode(errors="replace") if file.is_file() else ""
+        return file.read_bytes()[-8000:].decode(errors="replace") if is_own_file(file) else ""
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.board.log"
@@ -142,7 +147,8 @@ class Runs:
             raise ConfigError(f"{name}: only a run that was stopped or killed, or has failed, is resumed.")
         self._stopping.discard(name)
         self._earlier[name] = read_result(self.folder / name)
-        with report_write_errors(self._log(name)), self._log(name).open("ab" if settings is None else "wb") as log:
+        file, mode = self._log(name), "ab" if settings is None else "wb"
+        with report_write_errors(file), open(file, mode, opener=_without_links) as log:
             self._processes[name] = subprocess.Popen(
                 self.command(name, settings), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )

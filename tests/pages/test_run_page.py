@@ -230,6 +230,20 @@ def test_run_page_unreadable_files_reported(tmp_path: Path) -> None:
     assert len(drawn(chart(page, "Loss"))[0]) == 3
 
 
+@pytest.mark.parametrize(
+    "name", ["run.yaml", "manifest.json", "preview.json", "samples.jsonl", "log.txt", "result.json", "evaluate.json"]
+)
+def test_run_page_link_to_another_file_not_followed(name: str, tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.write_text('{"seed": "private text", "step": 1, "status": "private text"}\n')
+    folder = made_run(tmp_path / "mine", LINES)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(private)
+    page = page_of(folder)
+    assert "private text" not in page.text
+    assert f"{name} is a link, which is not followed." in notes(page)
+
+
 def test_run_page_empty_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     page = page_of(tmp_path)

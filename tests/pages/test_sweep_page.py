@@ -111,3 +111,14 @@ def test_sweep_page_lists_have_no_chart(tmp_path: Path) -> None:
     page = page_of(made_sweep(tmp_path / "sweep", trials))
     assert len(rows(page)) == 2
     assert page.all("circle", "dot") == []
+
+
+def test_sweep_page_trial_that_is_a_link_not_followed(tmp_path: Path) -> None:
+    folder, private = made_sweep(tmp_path / "sweep", GRID), tmp_path / "private"
+    made_run(private, lines_of([3.0, 2.0]))
+    place, without = folder / Path(GRID[0]["folder"]).name, len(page_of(folder).all("figure"))
+    place.symlink_to(private)
+    assert len(page_of(folder).all("figure")) == without
+    place.unlink()
+    private.rename(place)
+    assert len(page_of(folder).all("figure")) > without

@@ -171,6 +171,17 @@ def test_run_started_twice_at_once_is_started_once(monkeypatch: pytest.MonkeyPat
     runs._processes["new"].wait()
 
 
+def test_log_that_is_a_link_is_neither_read_nor_written(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.write_text("private text")
+    (tmp_path / "new.board.log").symlink_to(private)
+    runs = Runs(tmp_path)
+    assert runs.log("new") == ""
+    with pytest.raises(AppError, match="cannot write"):
+        runs.start("new", [])
+    assert private.read_text() == "private text"
+
+
 def test_run_that_has_just_finished_is_not_starting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runs, result = Runs(tmp_path), tmp_path / "one" / "result.json"
     monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
