@@ -5,19 +5,22 @@ A fingerprint tells the weights of a folder from others without reading all of t
 
 import hashlib
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from app.assets import PREFIX, locate
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.schema import ModelConfig
-from app.errors import EnvironmentProblem
+from app.errors import EnvironmentProblem, gist
+from app.files import read_json, read_object, require_intact
 
 REMOTE_CODE = "Code that a model brings along is run only with model.trust_remote_code=true."
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors"]
 _HASHED_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FILE_KEY = "transformers_weights"  # of a config.json, which names the file to read
+_AGAIN = "Download the model again, or give another model.path."
 _NOT_OURS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
 
 
@@ -87,7 +90,8 @@ def base_path(model: ModelConfig, run_base: Path) -> str:
 def require_weights(folder: Path, path: str) -> None:
     """Refuse a folder that transformers could not load from safetensors, before it tries."""
     read_config(folder, path)
-    if list(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")):
+        weight_files(folder)  # refuses names in an index
         return
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     found = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "none"
@@ -95,6 +99,11 @@ def require_weights(folder: Path, path: str) -> None:
         f"model.path={path}: no *.safetensors in {folder} ({found}). Convert the weights to safetensors, "
         "or give model.weights=random to train from nothing."
     )
+
+
+def require_intact_base(folder: Path) -> None:
+    """Refuse the folder of a base with a file that is not as a run wrote it: base/ or final/ of one."""
+    require_intact(folder, "Restore it from a copy of the run that wrote it.", sealed=False)
 
 
 def read_config(folder: Path, path: str) -> dict[str, Any]:
@@ -187,9 +196,33 @@ def weights_fingerprint(files: list[Path]) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read; a folder of the hub may hold others besides."""
-    index = folder / INDEX
-    if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    """Return the files that transformers reads; a folder of the hub may hold others besides.
+
+    Names are checked, not where links lead: the files of a hub cache are links into its folder of blobs.
+    """
+    named = read_object(folder / "config.json").get(_FILE_KEY)
+    first = next((each for each in (WEIGHTS, INDEX) if (folder / each).is_file()), None) if named is None else named
+    if first is None:
+        return sorted(folder.glob("*.safetensors"))
+    if first != INDEX:
+        return [folder / _safetensors_name(first, f"{_FILE_KEY} in {folder / 'config.json'}")]
+    try:
+        names = set(read_json(folder / INDEX)["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as fault:
+        raise EnvironmentProblem(f"{folder / INDEX} cannot be read as an index ({gist(fault)}). {_AGAIN}") from fault
+    return [folder / _safetensors_name(name, str(folder / INDEX)) for name in sorted(names, key=str)]
+
+
+def _safetensors_name(name: Any, place: str) -> str:
+    """Return the name of a weight file; transformers would unpickle a .bin, and read files of other folders."""
+    if not isinstance(name, str) or PurePath(name).name != name or not name.endswith(".safetensors"):
+        raise EnvironmentProblem(
+            f"{place}: {str(name)[:80]!r} is not the name of a .safetensors file in this folder. {_AGAIN}"
+        )
+    return name
+
+
+def ignored_index(folder: Path) -> list[str]:
+    """Return a remark if a folder has an index besides the one file that is read."""
+    is_ignored = (folder / INDEX).is_file() and weight_files(folder) == [folder / WEIGHTS]
+    return [f"{folder / INDEX} is ignored, because {WEIGHTS} is there too"] if is_ignored else []
