@@ -18,14 +18,7 @@ from safetensors import SafetensorError
 from app.errors import CheckpointError, EnvironmentProblem
 
 CHECKSUMS = "manifest.json"
-MODEL_FILES = (
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "*.txt",
-    "*.model",
-    "*.py",
-)  # patterns of what a model is read from
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")  # what a model is read from
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # what keeps a file from growing: the cause, and the remedy
 _FULL_DISKS = {

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.commands import STDIN, GenerateConfig, class_problems, generate_config, run_command
 from app.config.dataset import has_chats, has_pairs
-from app.config.finished_run import finished_folder
+from app.config.finished_run import finished_folder, require_intact_final
 from app.config.help import command_help
 from app.config.load import named_model, read_run
 from app.config.problems import PROBLEMS, text_of
@@ -140,6 +140,7 @@ def _loaded(config: GenerateConfig, folder: Path, run: RunConfig) -> tuple[Any, 
     from app.model.load_run import load_tuned, load_tuned_tokenizer
 
     _use_threads(config)
+    require_intact_final(folder)
     tokenizer, given = load_tuned_tokenizer(folder / "final", config.trust_remote_code), (folder, run.model)
     lm = load_tuned(*given, task_of(run.task), adapter=config.adapter, quantization=run.quantization, seed=run.seed)
     return lm, tokenizer
@@ -178,26 +179,24 @@ def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig
     from app.model.load_run import load_any, load_tuned, load_tuned_tokenizer
 
     if folder is not None and run is not None:
+        require_intact_final(folder)
         tokenizer = load_tuned_tokenizer(folder / "final", config.trust_remote_code)
         lm = load_tuned(folder, run.model, TASKS["causal"], adapter=config.adapter, quantization=run.quantization)
         chat = has_chats(run.dataset)
     else:
         model = replace(named_model(str(config.model)), trust_remote_code=config.trust_remote_code)
-        lm, tokenizer = load_any(model, TASKS["causal"])
+        lm, tokenizer = load_any(model, TASKS["causal"], _note)
         chat = bool(tokenizer.chat_template)
     torch.manual_seed(config.seed)
     _use_threads(config)
     chosen = chat if config.chat is None else config.chat
     if chosen and not tokenizer.chat_template:
         raise ConfigError("chat=true: this tokenizer has no chat template. Set chat=false.")
-    return TextGenerator(
-        lm,
-        tokenizer,
-        chosen,
-        config.max_new_tokens,
-        dict(config.sampling),
-        lambda text: sys.stderr.write(f"note: {text}\n"),
-    )
+    return TextGenerator(lm, tokenizer, chosen, config.max_new_tokens, dict(config.sampling), _note)
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
 
 
 def _answer_file(config: GenerateConfig, generator: "TextGenerator", questions: list[list[dict[str, Any]]]) -> None:

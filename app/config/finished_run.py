@@ -14,7 +14,7 @@ from app.config.load import apply_changes, read_changes, read_run, validated
 from app.config.schema import AttentionConfig, RunConfig
 from app.config.tasks import TASKS
 from app.errors import CheckpointError, ConfigError, refuse
-from app.files import read_json
+from app.files import read_json, require_intact
 
 _TYPES = {"starts": list, "choices": dict, "hashes": dict, "counts": dict}
 Changes = Mapping[str, Any]  # choices by group and values by dotted key
@@ -41,6 +41,11 @@ def run_folder(given: str | None) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"run={given}: there is no such folder. Give the output_dir of a finished run.")
     return folder
+
+
+def require_intact_final(run: Path) -> None:
+    """Refuse a run whose final/ has a file that differs from what was written."""
+    require_intact(run / "final", "Train it again, or restore it from a copy of the run.")
 
 
 def with_recorded_choices(run: RunConfig, choices: Mapping[str, Any]) -> RunConfig:

@@ -10,6 +10,7 @@ from typing import Any
 
 from app.batch import Batch
 from app.config.dataset import has_held_out_rows, paths_of
+from app.config.finished_run import require_intact_final
 from app.config.schema import CompileConfig, RunConfig
 from app.config.tasks import task_of
 from app.data.collate import Layout
@@ -21,7 +22,7 @@ from app.distributed.process_group import Runtime, start
 from app.errors import CheckpointError
 from app.model.build import ModelSections
 from app.model.load_run import load_training_model, reads_base, weights_of
-from app.model.source import base_fingerprint
+from app.model.source import base_fingerprint, require_intact_base
 from app.model.structure import BaseModel
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_duration
@@ -66,10 +67,12 @@ class FinishedRun:
 
     def require_same_base(self, *, tuned: bool) -> None:
         """Refuse another base than the adapter was trained on: it would have a loss too, only a wrong one."""
-        expected = self.hashes.get("base")
-        if expected is None or not reads_base(self.folder, tuned=tuned):
+        if not reads_base(self.folder, tuned=tuned):
             return
-        if base_fingerprint(self.sections(tuned=tuned).model) != expected:
+        expected, model = self.hashes.get("base"), self.sections(tuned=tuned).model
+        if model.weights == "pretrained":
+            require_intact_base(Path(model.path))
+        if expected is not None and base_fingerprint(model) != expected:
             raise CheckpointError(
                 f"model.path={self.run.model.path}: the weights there are not the base of run={self.folder}: their "
                 "hash is not the one in its manifest.json. Give model.path=DIR of the base that was tuned."
@@ -193,4 +196,5 @@ def prepare_evaluation(
 
 
 def _base_of(run: RunConfig, folder: Path, *, tuned: bool) -> BaseModel:
+    require_intact_final(folder)
     return BaseModel(weights_of(folder, run.model, tuned=tuned), task_of(run.task))

@@ -9,14 +9,14 @@ from typing import Any
 from app.config.export_settings import ExportConfig
 from app.config.finished_run import read_manifest
 from app.config.load import read_run
-from app.errors import CheckpointError, EnvironmentProblem
+from app.errors import EnvironmentProblem
 from app.evaluation.run import Evaluation
 from app.exports.folder import REPORT, atomic_export, existing_parent, write_json_unflushed
 from app.exports.gguf import GgufExport
 from app.exports.gguf_converter import ConvertedExport
 from app.exports.kinds import AdapterExport, Export, MergedExport, QuantizedExport
 from app.exports.verify import Verification, reference_of, verify
-from app.files import files_in, sha256, verify_checksums
+from app.files import files_in, sha256
 from app.model.quantization import missing_hardware, quantization_after_training
 from app.safe_text import redact
 from app.tracking.formatting import format_bytes
@@ -35,10 +35,6 @@ EXPORTS: dict[str, type[Export]] = {
 
 def prepare_export(config: ExportConfig, evaluation: Evaluation) -> Export:
     """Refuse what cannot be exported, and a disk that is too small, before anything is written."""
-    final = config.folder / "final"
-    damaged = verify_checksums(final, ("*.safetensors", "*.json", "*.jinja"))
-    if damaged:
-        raise CheckpointError(f"run={config.run}: {final}: {damaged}. Train it again, or take a copy of the run.")
     evaluation.require_same_base(tuned=True)
     evaluation, trained = _with_base_of_users(evaluation)
     kind = EXPORTS[config.kind] if config.llama_cpp is None else ConvertedExport

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from app.model.experts import PACKED, as_rows, stacks_of
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
+from app.model.safetensors_files import require_finite, require_float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,9 @@ class Base:
         """The tensor in the dtype and on the device of training."""
 
         def convert(given: Tensor, *, copied: bool) -> Tensor:
-            dtype = self._dtypes[tensor.name] if given.is_floating_point() else given.dtype
-            moved = given.to(self._options.device, dtype, copy=copied)
-            _require_finite(tensor, moved)
+            dtype = self._dtypes[tensor.name]
+            moved = given.to(self._options.device, dtype if given.is_floating_point() else given.dtype, copy=copied)
+            _require_weights(tensor, moved, dtype)
             return moved.to(parameter.dtype)
 
         return SourceTensor(
@@ -176,8 +177,9 @@ class Base:
             weight = weight.to(self._options.device)
             weight.quant_state.dtype = self._options.dtype
         else:
-            weight = nn.Parameter(weight.to(self._options.device, self._options.dtype), requires_grad=False)
-            _require_finite(tensor, weight)
+            dtype = self._options.dtype if weight.is_floating_point() else weight.dtype
+            weight = nn.Parameter(weight.to(self._options.device, dtype), requires_grad=False)
+            _require_weights(tensor, weight, self._options.dtype)
         layer = as_rows(weight) if plain is None else copy.copy(plain)
         if plain is not None:
             layer._parameters = {"weight": weight, "bias": None}
@@ -188,11 +190,12 @@ class Base:
         module._buffers.update(quantized._buffers)
 
 
-def _require_finite(tensor: SourceTensor, numbers: Tensor) -> None:
-    """Refuse NaN in a file by the tensor's name: it would show as a wrong loss, or be quantised into numbers."""
-    checked = tensor.file and numbers.is_floating_point() and numbers.numel()
-    if checked and not all(bool(each.isfinite()) for each in numbers.aminmax()):
-        raise ValueError(f"{tensor.name} in {tensor.file} holds NaN, or numbers too large for {numbers.dtype}")
+def _require_weights(tensor: SourceTensor, numbers: Tensor, dtype: torch.dtype) -> None:
+    """Refuse what a file has in place of weights of `dtype`, by the name of the tensor."""
+    if tensor.file:
+        name = f"{tensor.name} in {tensor.file}"
+        require_float(name, numbers.dtype, dtype)
+        require_finite(name, numbers)
 
 
 def put_whole(module: nn.Module, name: str, tensor: SourceTensor) -> None:

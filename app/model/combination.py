@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.errors import ConfigError
 from app.model.adapters import PREFIX, read_adapter_config
+from app.model.safetensors_files import adapter_weights
 
 _HALF = {half: f".lora_{half}.weight" for half in ("A", "B")}
 
@@ -33,7 +34,7 @@ class Member:
         is more than that.
         """
         config = read_adapter_config(self.folder)
-        tensors = load_file(str(self.folder / ADAPTER_WEIGHTS))
+        tensors = adapter_weights(self.folder)
         layers = sorted({name.removesuffix(end) for name in tensors for end in _HALF.values() if name.endswith(end)})
         is_plain = config["peft_type"] == "LORA" and not config.get("target_parameters")
         if not is_plain or 2 * len(layers) != len(tensors):

@@ -23,12 +23,23 @@ from app.model.safetensors_files import StoredTensor, size_of
 
 UNPACKED = ("fp8", "mxfp4")  # quantised formats that are unpacked as they are read
 BITSANDBYTES = "bitsandbytes"  # its weights are used as they are stored
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALES = ("_scale_inv", "_scales")  # end the patterns of scales in the rules of transformers
+_FORMATS_OF_SCALES = {  # of fp8 weights, by the names of their scales in files
+    **dict.fromkeys(("weight_scale_inv", "scale", "qscale_weight"), ("fp8", "mxfp8")),
+    "weight_scale": ("compressed-tensors", "fbgemm_fp8", "quark"),
+}
+
+
+def quantization_in(stored: Mapping[str, Any]) -> Any:
+    """Return the section `quantization_config` of a config.json, None without one."""
+    text = stored.get("text_config")  # of a whole that reads more than text
+    return stored.get("quantization_config", text.get("quantization_config") if isinstance(text, dict) else None)
 
 
 def stored_format(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, Any] | None:
     """The section `quantization_config` of a config.json, None without one; a format that is not read is refused."""
-    text = stored.get("text_config")  # of a whole that reads more than text
-    given = stored.get("quantization_config", text.get("quantization_config") if isinstance(text, dict) else None)
+    given = quantization_in(stored)
     if given is None:
         return None
     method = given.get("quant_method") if isinstance(given, dict) else None
@@ -38,6 +49,15 @@ def stored_format(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, A
         return {**given, "quant_method": method}
     by = method if isinstance(method, str) else "a method that its config.json does not name"
     raise ConfigError(_refusal(config, by))
+
+
+def without_scale(stored: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the fp8 weights of a folder that have no scale under a name of the format in its config.json."""
+    given = quantization_in(stored)
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    scales = [name for name, formats in _FORMATS_OF_SCALES.items() if method in formats]
+    weights = [name for name, each in tensors.items() if scales and each.dtype in _FP8 and name.endswith(".weight")]
+    return [n for n in weights if tensors.keys().isdisjoint(f"{n.removesuffix('weight')}{each}" for each in scales)]
 
 
 def require_packed_alike(config: ModelConfig, lm: Any, quantizer: Quantizer | None) -> None:
@@ -113,6 +133,19 @@ class FolderReader:
             return [f"model: {size} of weights that {BITSANDBYTES} has packed, used as they are"]
         again = "" if packed_as is None else f" and packed again as {packed_as}"
         return [f"model: {size} of {method} weights, unpacked as they were read{again}"]
+
+    def without_scale(self) -> list[str]:
+        """Return the quantized weights that are read without a scale."""
+        found = []
+        for each in self._conversions:
+            scaled = {place.name.rpartition(".")[0] for pattern, place in each.pieces if pattern.endswith(_SCALES)}
+            weights = [
+                place.name
+                for pattern, place in each.pieces
+                if place.dtype in _FP8 or pattern.endswith("_blocks")  # of MXFP4
+            ]
+            found += [name for name in weights if name.rpartition(".")[0] not in scaled]
+        return found
 
     def tensors(self) -> dict[str, SourceTensor]:
         """In the order of the files."""

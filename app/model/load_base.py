@@ -18,11 +18,11 @@ from app.config.schema import ModelConfig
 from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist
 from app.model.base_weights import Base, LoadOptions, SourceTensor, drawn_parameters, in_memory, random_tensors
-from app.model.conversion import FolderReader, require_packed_alike, stored_format
+from app.model.conversion import FolderReader, quantization_in, require_packed_alike, stored_format, without_scale
 from app.model.head import in_backbone
 from app.model.quantization import Quantizer
-from app.model.safetensors_files import is_resized, stored_tensors, with_mean_rows
-from app.model.source import fetch_folder, read_config, require_weights
+from app.model.safetensors_files import is_resized, require_finite, require_float, stored_tensors, with_mean_rows
+from app.model.source import fetch_folder, ignored_index, read_config, require_weights
 from app.model.structure import build, class_in_folder, numbers_in_folder, numbers_in_yaml, text_part_in
 from app.oom_retry import is_out_of_memory
 
@@ -65,12 +65,14 @@ def open_folder(
             lm.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
         part = text_part_in(config, task, folder, lm)
         reader = FolderReader(lm if part is None else part.whole, stored_tensors(folder), stored_as)
+        _require_none_missing(config, task, folder, map("the scale of {}".format, reader.without_scale()))
         found = reader.tensors()
         if part is not None:
             ours = {part.in_text(name): each for name, each in found.items()}
             found = {name: replace(each, name=name) for name, each in ours.items() if name is not None}
         tensors = _one_for_each(config, task, folder, lm, found, options)
     remarks = reader.remarks(None if quantizer is None else quantizer.kind)
+    remarks += [f"model: {remark}" for remark in ignored_index(folder)]
     if part is not None:
         remarks.append(f"model: the text part of {type(part.whole).__name__}; what else it reads is not trained")
     base = Base(lm, options, tensors, partial(_readable, config, folder), remarks)
@@ -176,6 +178,9 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
         options |= {"config": numbers_in_folder(config, task, folder), "ignore_mismatched_sizes": True}
     quiet_transformers()
     with _readable(config, folder):
+        stored, tensors = read_config(folder, config.path), stored_tensors(folder)
+        unscaled = without_scale(stored, tensors)
+        _require_none_missing(config, task, folder, map("the scale of {}".format, unscaled))
         lm, found = class_in_folder(config, task, folder).from_pretrained(
             str(folder),
             use_safetensors=True,
@@ -187,6 +192,11 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
     odd = {*found["missing_keys"], *(each[0] for each in found.get("mismatched_keys", ()))}
     missing = {name for name in odd if in_backbone(lm, name) or not task.has_classes}
     _require_none_missing(config, task, folder, missing)
+    with _readable(config, folder):
+        for name, parameter in lm.named_parameters():
+            require_finite(name, parameter)
+            if name in tensors and quantization_in(stored) is None:
+                require_float(name, tensors[name].dtype, parameter.dtype)
     return lm
 
 

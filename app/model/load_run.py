@@ -1,5 +1,7 @@
 """A finished run as a model to ask, loaded by transformers and peft alone; or to score."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +21,8 @@ from app.model.experts import shown_to_peft, stack_layers, take_over
 from app.model.layer_norm import set_norms
 from app.model.load_base import drawing_by, open_folder, quiet_transformers, read_weights
 from app.model.quantization import quantization_after_training, quantizer_of
-from app.model.source import REMOTE_CODE, fetch_folder, require_weights
+from app.model.safetensors_files import adapter_weights, tensors_of_file
+from app.model.source import REMOTE_CODE, fetch_folder, ignored_index, require_intact_base, require_weights
 from app.model.structure import numbers_in_folder, text_part_in
 from app.model.text_part import TextPart, rename_adapter
 from app.model.tokenizer import load_tokenizer
@@ -44,6 +47,8 @@ def load_tuned(
     if not has_adapter and not adapter:
         raise CheckpointError(f"adapter=false: {final} is a whole model, its base is not in it.")
     folder = _base_folder(run, final, model) if has_adapter else final
+    if has_adapter:
+        require_intact_base(folder)
     require_weights(folder, model.path if has_adapter else str(final))
     dtype = getattr(numbers_in_folder(model, task, folder), "dtype", None) or torch.float32
     quantizer = None if quantization is None else quantizer_of(quantization_after_training(quantization), dtype)
@@ -92,7 +97,7 @@ def load_training_model(
     ).eval()
 
 
-def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
+def load_any(model: ModelConfig, task: Task, say: Callable[[str], None]) -> tuple[Any, Any]:
     """A model of a folder or of the hub with its tokenizer, as it is."""
     tokenizer = load_tokenizer(model, needs_template=False)
     folder = fetch_folder(model, model.path, with_weights=True)
@@ -103,6 +108,9 @@ def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
             "export it: python -m app.export run=DIR kind=merged to=DIR2."
         )
     require_weights(folder, model.path)
+    require_intact_base(folder)
+    for remark in ignored_index(folder):
+        say(remark)
     return _for_answers(read_weights(model, task, folder, dtype="auto", device_map={"": _device()})), tokenizer
 
 
@@ -145,15 +153,29 @@ def _with_adapter(lm: Any, final: Path, part: TextPart | None) -> Any:
     from safetensors import SafetensorError
 
     read_adapter_config(final)
+    adapter_weights(final)  # refuses a damaged file
     try:
         with quiet_peft(), shown_to_peft(lm), TemporaryDirectory() as renamed:
             from peft import PeftModel
 
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # which are refused below
+            folder = final if part is None else Path(renamed)
             if part is not None:
-                rename_adapter(final, Path(renamed), part.in_text)
-            network = PeftModel.from_pretrained(lm, str(final) if part is None else renamed).eval()
+                rename_adapter(final, folder, part.in_text)
+            network = PeftModel.from_pretrained(lm, str(folder)).eval()
+            _require_loaded(network, folder)
             if stack_layers(lm):  # PEFT's own forward cannot add to packed stacks
                 take_over(network)
             return network
     except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
         raise CheckpointError(f"the adapter in {final} cannot be loaded ({gist(fault)}).") from fault
+
+
+def _require_loaded(network: Any, folder: Path) -> None:
+    """Refuse an adapter that lacks tensors, which PEFT draws, or has others."""
+    from peft import get_peft_model_state_dict
+
+    names = get_peft_model_state_dict(network, save_embedding_layers=False).keys()
+    odd = sorted(names ^ tensors_of_file(folder / ADAPTER_WEIGHTS).keys())
+    if odd:
+        raise ValueError(f"{ADAPTER_WEIGHTS} and the layers in {ADAPTER} differ in {odd[0]}")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from app.config.adapters import ADAPTER_WEIGHTS
@@ -14,7 +13,7 @@ from app.config.peft_methods import METHODS
 from app.errors import CheckpointError
 from app.model.adapters import PREFIX, quiet_peft, read_adapter_config
 from app.model.quantization import is_conv1d
-from app.model.safetensors_files import StoredTensor, tensors_of_file
+from app.model.safetensors_files import StoredTensor, adapter_weights, tensors_of_file
 
 _ROWS = ".token_adapter.trainable_tokens_delta"  # ends the names of trained rows of an embedding or a head
 
@@ -37,7 +36,7 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
     parts: dict[str, dict[str, Tensor]] = {}
     shared: dict[str, Tensor] = {}
     updates: dict[str, Callable[[Tensor], Tensor]] = {}
-    for full, tensor in load_file(str(final / ADAPTER_WEIGHTS)).items():
+    for full, tensor in adapter_weights(final).items():
         name = full.removeprefix(PREFIX)
         layer, is_own, _ = name.partition(mark)
         if name == full:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
+from app.config.adapters import ADAPTER_WEIGHTS
 from app.config.schema import ModelConfig
-from app.model.source import INDEX, weight_files
+from app.errors import CheckpointError, gist
+from app.model.source import INDEX, WEIGHTS, weight_files
 
 _DTYPES = {
     "F64": torch.float64,
@@ -21,10 +24,16 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,  # scales of fp8 weights
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -81,6 +90,33 @@ def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
         }
 
 
+def require_float(name: str, stored: torch.dtype, dtype: torch.dtype) -> None:
+    """Refuse integers in place of weights of `dtype`, which a cast would hide."""
+    if dtype.is_floating_point and not stored.is_floating_point:
+        raise ValueError(f"{name} has integers ({stored}), and the model takes {dtype}")
+
+
+def require_finite(name: str, numbers: Tensor) -> None:
+    """Refuse NaN and infinity: they would show as a wrong loss, or be quantized into numbers."""
+    if not (numbers.is_floating_point() and numbers.numel()):
+        return
+    wide = numbers if numbers.dtype.itemsize > 1 else numbers.to(torch.bfloat16)  # fp8 has no minimum in torch
+    if not all(bool(each.isfinite()) for each in wide.aminmax()):
+        raise ValueError(f"{name} has NaN, or numbers too large for {numbers.dtype}")
+
+
+def adapter_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter; refuse a damaged file, and numbers that are not finite."""
+    file = folder / ADAPTER_WEIGHTS
+    try:
+        tensors = load_file(file)
+        for name, each in tensors.items():
+            require_finite(name, each)
+    except (OSError, ValueError, SafetensorError) as fault:
+        raise CheckpointError(f"{file} cannot be loaded ({gist(fault)}). Restore the adapter from a copy.") from fault
+    return tensors
+
+
 def size_of(each: Tensor | StoredTensor) -> int:
     """Bytes of a tensor."""
     return each.shape.numel() * each.dtype.itemsize
@@ -101,7 +137,7 @@ def write_weights(
     files = _divided(named, max_file_bytes)
     given, places = iter(tensors), dict[str, str]()
     for number, names in enumerate(files, 1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors" if files[1:] else "model.safetensors"
+        file = f"model-{number:05}-of-{len(files):05}.safetensors" if files[1:] else WEIGHTS
         _write_file(folder / file, {name: named[name] for name in names}, given)
         places |= dict.fromkeys(names, file)
     if files[1:]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from app.config.adapter_start import check_start, start_folder, with_names
@@ -19,9 +19,10 @@ from app.config.load import read_run
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.fsdp import local, own_rows, whole_tensors
-from app.errors import CheckpointError, ConfigError, refuse
-from app.files import checksummed_folder, verify_checksums
+from app.errors import CheckpointError, ConfigError, gist, refuse
+from app.files import checksummed_folder, require_intact
 from app.model.adapters import PREFIX, read_adapter_config
+from app.model.safetensors_files import adapter_weights, require_finite
 from app.model.save import adapter_tensors, saved_tensors
 from app.model.source import weight_files, weights_fingerprint
 from app.model.text_part import TextPart
@@ -40,9 +41,16 @@ def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, pa
     if part is not None:  # the file has the names of the whole
         run = replace(run, adapter=with_names(run.adapter, lambda name: part.in_whole(name) or name))
     refuse(check_start(replace(run, resume=None)))
+    file, remedy = folder / ADAPTER_WEIGHTS, "Restore the adapter from a copy."
+    require_intact(folder, remedy, sealed=False)
     config = read_adapter_config(folder)
     remarks = _require_same_base(run, folder, fingerprint, str(config.get("base_model_name_or_path")))
-    _load(folder, run, config["target_modules"], model, part)
+    try:
+        _load(folder, run, config["target_modules"], model, part)
+    except (OSError, ValueError, SafetensorError) as fault:
+        raise CheckpointError(
+            f"adapter.start={run.adapter.start}: {file} cannot be loaded ({gist(fault)}). {remedy}"
+        ) from fault
     return remarks
 
 
@@ -100,7 +108,9 @@ def _load(folder: Path, run: RunConfig, targets: list[str], model: TrainingModel
                     "Give the base of that adapter as model.path."
                 )
             if own.numel():
-                own.copy_(rows[own_rows(tensor)])
+                values = rows[own_rows(tensor)]
+                require_finite(name, values)
+                own.copy_(values)
 
 
 def drawn_start(resolved: ResolvedRun, model: TrainingModel) -> dict[str, Tensor]:
@@ -134,10 +144,6 @@ def keep_start(drawn: dict[str, Tensor], resolved: ResolvedRun, folder: Path) ->
 
 def read_start(folder: Path) -> dict[str, Tensor]:
     """The start that a run keeps; refused where it is damaged or lost."""
-    problem = verify_checksums(folder, (ADAPTER_WEIGHTS,)) if folder.is_dir() else "it is not there"
-    if problem:
-        raise CheckpointError(
-            f"{folder}: the numbers that the adapter began with cannot be used ({problem}). Bring the folder back, or "
-            "start a new run."
-        )
-    return load_file(folder / ADAPTER_WEIGHTS)
+    remedy = "It has the initial adapter weights of this run. Restore the folder, or start a new run."
+    require_intact(folder, remedy, (ADAPTER_WEIGHTS,))
+    return adapter_weights(folder)

@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from app.data.loader import eval_batches
 from app.data.objectives import Compared, Objective, compared_rows
 from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
-from app.errors import CheckpointError
-from app.files import checksummed_folder, verify_checksums
+from app.errors import CheckpointError, gist
+from app.files import checksummed_folder, require_intact, verify_checksums
+from app.model.safetensors_files import require_finite
 from app.model.training_model import TrainingModel
 from app.training.identity import start_hash
 from app.training.resolve import ResolvedRun
@@ -66,14 +68,18 @@ def comparing(objective: Objective, reference: Reference, *rows: TokenRows) -> O
 
 def read_reference(folder: Path) -> Reference:
     """The reference that a run keeps; refused where it is damaged or lost, since it cannot be made again."""
-    problem = verify_checksums(folder, (_FILE,)) if folder.is_dir() else "it is not there"
-    if problem:
-        raise CheckpointError(
-            f"{folder}: the reference of this run cannot be used ({problem}), and the model has been trained since. "
-            "Bring the folder back, or start a new run."
-        )
-    found = load_file(folder / _FILE)
-    return dict(zip(found["rows"].tolist(), map(tuple, found["log_probabilities"].tolist()), strict=True))
+    remedy = (
+        "The reference of this run cannot be computed again, because the model has been trained since. Restore the "
+        "folder, or start a new run."
+    )
+    require_intact(folder, remedy, (_FILE,))
+    try:
+        stored = load_file(folder / _FILE)
+        rows, scores = stored["rows"].tolist(), torch.from_numpy(stored["log_probabilities"])
+        require_finite("log_probabilities", scores)
+        return dict(zip(rows, map(tuple, scores.tolist()), strict=True))
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as fault:
+        raise CheckpointError(f"{folder / _FILE} cannot be read ({gist(fault)}). {remedy}") from fault
 
 
 def _write(folder: Path, reference: Reference) -> None:

@@ -16,7 +16,7 @@ from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
 from app.model.activation_checkpointing import recompute_rest
 from app.model.build import build_training_model
-from app.model.source import base_path
+from app.model.source import base_path, local_place, require_intact_base
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, explain_out_of_memory
 from app.pages.render import write_page
@@ -105,6 +105,8 @@ def train_in(
 def _build(resolved: ResolvedRun, place: str) -> TrainingModel:
     """Build the model; a new adapter may begin with rows of the run."""
     run, runtime = resolved.config, resolved.runtime
+    if run.model.weights == "pretrained" and world().is_first:
+        require_intact_base(local_place(run.model.path))
     rows = resolved.loader.first_epoch if changes_base(run.adapter) or not resolved.checkpoint else None
     sharding = runtime.sharding(run.parallel)
     return build_training_model(resolved.sections, runtime.device, run.seed, place, sharding, rows)

@@ -11,7 +11,7 @@ from app.distributed.environment import world
 from app.distributed.fsdp import Sharding, first_number
 from app.distributed.gradient_reduction import AllReduce, GradientReduction, ShardedGradients
 from app.distributed.process_group import Runtime
-from app.files import DISK_ERRORS, atomic_folder, fsync_all, report_write_errors
+from app.files import checksummed_folder
 from app.model import fp8_linear
 from app.model.adapters import adapter_of, lr_factor
 from app.model.build import choose_loss_head, random_base
@@ -131,8 +131,7 @@ def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder,
         method = adapter_of(run.adapter)
         is_plain = sections.quantizer is None and model.sharding is None and method is not None and method.on_meta
         drawn = None if is_plain else random_base(sections, resolved.runtime.device, run.seed)
-        place = recorder.folder.base
-        with report_write_errors(place, DISK_ERRORS), atomic_folder(place, fsync_all) as folder:
+        with checksummed_folder(recorder.folder.base) as folder:
             save_base(model, resolved.tokenizer, folder, drawn)
 
 

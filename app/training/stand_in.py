@@ -16,18 +16,19 @@ import torch
 from app.config.adapter_start import adapter_folder
 from app.config.adapters import ADAPTER_WEIGHTS, changes_base
 from app.config.dataset import has_chats
+from app.config.finished_run import require_intact_final
 from app.config.schema import CompileConfig, RunConfig
 from app.config.tasks import task_of
 from app.config.yaml_files import to_yaml
 from app.distributed.process_group import HostGroup
 from app.errors import CheckpointError, ConfigError
-from app.files import CHECKSUMS, checkpoints_in, checksummed_folder, write_json, write_text
+from app.files import CHECKSUMS, checkpoints_in, checksummed_folder, require_intact, write_json, write_text
 from app.model.build import build_training_model
 from app.model.combination import Member, combine
 from app.model.load_run import load_tuned_tokenizer, weights_of
 from app.model.quantization import quantization_after_training
 from app.model.save import save_model
-from app.model.source import base_path
+from app.model.source import base_path, require_intact_base
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from app.tracking.model_card import CARD
@@ -64,8 +65,10 @@ def at_checkpoint(folder: Path, wanted: str | None, run: RunConfig) -> Iterator[
 def combined(folder: Path, parts: Mapping[str, float], how: str, rank: int | None, run: RunConfig) -> Iterator[Path]:
     """A folder whose adapter sums those of `parts`, each with a factor; the rest is that of the run in `folder`."""
     members = [Member(given, adapter_folder(given), factor) for given, factor in parts.items()]
+    require_intact_final(folder)
     own = base_hash_of(folder / "final")
     for member in members:
+        require_intact(member.folder, "Leave it out, or restore it from a copy.", sealed=False)
         known = base_hash_of(member.folder)
         if None not in (own, known) and own != known:
             raise ConfigError(
@@ -119,9 +122,12 @@ def _save_checkpoint(folder: Path, save: Path, run: RunConfig, target: Path) -> 
         neftune=0.0,
         compile=CompileConfig(kind="none"),
     )
+    if model.weights == "pretrained":
+        require_intact_base(Path(model.path))
     network = build_training_model(sections, torch.device("cpu"), run.seed, base_path(run.model, folder / "base"))
     load_weights(save, network.trained(), HostGroup(0, 1))
     if final.is_dir():
+        require_intact_final(folder)
         tokenizer = load_tuned_tokenizer(final, run.model.trust_remote_code)
     else:
         tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))

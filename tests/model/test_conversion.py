@@ -18,7 +18,7 @@ from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.build import build_training_model, count_weights
 from app.model.conversion import FolderReader
-from app.model.load_base import load_base, quiet_transformers
+from app.model.load_base import load_base, quiet_transformers, read_weights
 from tests.model.small import CAUSAL, batch_of, built, documents_of, full, lora, model_config, sections, wide_numbers
 from tests.model.test_quantization import NF4, packed_bytes, wide
 
@@ -29,6 +29,11 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
 
 def read(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return load_base(model_config(path=str(folder)), CAUSAL, LoadOptions(dtype, CPU, register("sdpa")), 0)
+
+
+def answering(folder: Path) -> Any:
+    """As app.generate reads any model."""
+    return read_weights(model_config(path=str(folder)), CAUSAL, folder, dtype="auto")
 
 
 def by_transformers(folder: Path, dtype: torch.dtype = torch.float32, **given: Any) -> Any:
@@ -247,6 +252,42 @@ def test_parameter_that_no_tensor_makes_is_refused_by_name(part: str, words: str
         read(tmp_path)
 
 
+def named(scale: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {n.replace("weight_scale_inv", scale): each for n, each in in_fp8(tensors).items()}
+
+
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "scale", "qscale_weight"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_fp8_weight_without_its_scale_is_refused_by_name(kind: str, scale: str, tmp_path: Path) -> None:
+    folder = fp8_folder(kind, tmp_path, packed=named(scale))
+    read(folder)
+    place = "up_proj" if kind == "llama" else "experts.1.up_proj"
+    changed(folder, without(f"layers.0.mlp.{place}.{scale}"))
+    words = rf"lack 1 of .* \(the scale of model\.layers\.0\.mlp\.{place}\.weight\)"
+    for way in (read, answering):
+        with pytest.raises(EnvironmentProblem, match=words):
+            way(folder)
+
+
+def test_fp8_scales_under_the_names_of_another_format_are_not_ignored(tmp_path: Path) -> None:
+    folder = fp8_folder("llama", tmp_path, packed=named("weight_scale"))
+    for way in (read, answering):
+        with pytest.raises(EnvironmentProblem, match=r"lack 14 of .* \(the scale of model\.layers\.0"):
+            way(folder)
+
+
+def test_mxfp4_blocks_without_their_scales_are_refused_by_name(tmp_path: Path) -> None:
+    folder = changed(mxfp4_folder(tmp_path), without("layers.1.mlp.experts.down_proj_scales"))
+    with pytest.raises(EnvironmentProblem, match=r"the scale of model\.layers\.1\.mlp\.experts\.down_proj_blocks"):
+        read(folder)
+
+
+def test_fp8_weights_of_a_config_without_their_format_are_refused(tmp_path: Path) -> None:
+    folder = changed(fp8_folder("llama", tmp_path), dict, quantization_config=None)
+    with pytest.raises(EnvironmentProblem, match="the scale of"):
+        read(folder)
+
+
 @pytest.mark.parametrize("differ", [False, True])
 def test_tied_weights_that_are_stored_twice(differ: bool, tmp_path: Path) -> None:
     """As transformers has it, they are tied where they are equal."""
@@ -260,7 +301,7 @@ def test_tied_weights_that_are_stored_twice(differ: bool, tmp_path: Path) -> Non
 def test_classifier_is_drawn_as_transformers_draws_it(tmp_path: Path) -> None:
     from app.config.schema import TaskConfig
     from app.config.tasks import task_of
-    from app.model.load_base import drawing_by, read_weights
+    from app.model.load_base import drawing_by
 
     built("bert").save_pretrained(str(tmp_path))
     config = ModelConfig(path=str(tmp_path), weights="pretrained", architecture={})

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from app.config.groups import CONF
@@ -16,7 +18,7 @@ from app.errors import ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
 from app.model.base_weights import LoadOptions
 from app.model.build import build_training_model, count_weights
-from app.model.load_base import load_base
+from app.model.load_base import load_base, open_base, read_weights
 from app.model.load_run import load_tuned
 from app.model.save import save_model
 from app.model.source import base_path
@@ -129,8 +131,6 @@ def change(key: str, value: Any) -> Callable[[Path], None]:
 
 
 def without_head(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     file = folder / "model.safetensors"
     save_file({n: t for n, t in load_file(file).items() if n != "lm_head.weight"}, file, {"format": "pt"})
 
@@ -250,9 +250,58 @@ def test_weights_with_nan_are_refused_by_tensor_and_file(quantization: str, tmp_
     parts = sections(
         model_config(path=str(tmp_path)), lora(), quantization=QuantizationConfig(kind=quantization, double_quant=True)
     )
-    words = r"cannot be loaded \(model\.layers\.1\.mlp\.up_proj\.weight in model\.safetensors holds NaN"
+    words = r"cannot be loaded \(model\.layers\.1\.mlp\.up_proj\.weight in model\.safetensors has NaN"
     with pytest.raises(EnvironmentProblem, match=words):
         build_training_model(parts, CPU, 0, "base")
+
+
+def answering(config: Any) -> Any:
+    """As app.generate reads any model."""
+    return read_weights(config, CAUSAL, Path(config.path), dtype="auto")
+
+
+@pytest.mark.parametrize("read", [load, answering])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda weight: weight.clamp(min=torch.nan), "has NaN, or numbers too large for torch.float32"),
+        (lambda weight: weight.log2(), "has NaN, or numbers too large for torch.float32"),
+        (lambda weight: weight.to(torch.int8), "has integers (torch.int8), and the model takes torch.float32"),
+    ],
+)
+def test_weights_that_are_no_finite_floats_are_refused(folder: Path, read: Any, change: Any, words: str) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {name: change(tensors[name])}, file, {"format": "pt"})
+    with pytest.raises(EnvironmentProblem, match=rf"{re.escape(name)}.* {re.escape(words)}"):
+        read(model_config(path=str(folder)))
+
+
+def test_integers_are_refused_before_they_are_quantized(tmp_path: Path) -> None:
+    lm = built("llama", "sdpa", **wide_numbers("llama"))
+    lm.save_pretrained(str(tmp_path))
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    save_file({n: each.to(torch.int8) if n == name else each for n, each in load_file(file).items()}, file)
+    parts = sections(
+        model_config(path=str(tmp_path)), lora(), quantization=QuantizationConfig(kind="nf4", double_quant=True)
+    )
+    with pytest.raises(EnvironmentProblem, match=rf"{re.escape(name)} in .* has integers"):
+        build_training_model(parts, CPU, 0, "base")
+
+
+def test_index_beside_the_whole_weights_is_ignored_with_a_remark(folder: Path) -> None:
+    """As transformers does, which PEFT and vLLM read by."""
+    lm = built("llama", "sdpa")
+    lm.model.norm.weight.data *= 2
+    lm.save_pretrained(str(folder / "shards"), max_shard_size="30KB")
+    for file in (folder / "shards").glob("model*"):
+        file.rename(folder / file.name)
+    config = model_config(path=str(folder))
+    base = open_base(config, CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), 0)
+    assert base.whole().model.norm.weight.equal(answering(config).model.norm.weight)
+    remark = f"{folder}/model.safetensors.index.json is ignored, because model.safetensors is there too"
+    assert base.remarks == (f"model: {remark}",)
 
 
 def test_home_is_a_place(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     beta = "preference.beta: the checkpoint has 0.1, this run has 0.2"
     zygote.refused(tmp_path, *words, "preference.beta=0.2", "resume=auto", message=beta)
     shutil.rmtree(parts / "reference")
-    lost = "the reference of this run cannot be used (it is not there), and the model has been trained since"
+    lost = "reference: the folder is missing. The reference of this run cannot be computed again"
     zygote.refused(tmp_path, *words, "resume=auto", message=lost)
 
     assert "pair accuracy" in zygote.finish(tmp_path, "run=whole", module="app.evaluate").stdout
