@@ -103,7 +103,8 @@ def require_weights(folder: Path, path: str) -> None:
 
 def require_intact_base(folder: Path) -> None:
     """Refuse the folder of a base with a file that is not as a run wrote it: base/ or final/ of one."""
-    require_intact(folder, "Restore it from a copy of the run that wrote it.", sealed=False)
+    remedy = "Restore it from a copy of the run that wrote it. If you changed it on purpose, delete its manifest.json."
+    require_intact(folder, remedy, sealed=False)
 
 
 def read_config(folder: Path, path: str) -> dict[str, Any]:

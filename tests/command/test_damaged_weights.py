@@ -53,6 +53,8 @@ FLIPPED = "safetensors is not what was written"
     [
         *((ADAPTER, flip, command, FLIPPED) for command in (EVALUATE, GENERATE, EXPORT, START)),
         *((BASE, flip, command, FLIPPED) for command in (EVALUATE, GENERATE, EXPORT)),
+        (BASE, flip, (*GENERATE, "checkpoint=3"), FLIPPED),
+        (Path("final/tokenizer.json"), flip, (*GENERATE, "checkpoint=3"), "tokenizer.json is not what was written"),
         *((ADAPTER, without_one, command, "differ in base_model.model") for command in (EVALUATE, GENERATE, START)),
         *((ADAPTER, with_nan, command, "has NaN, or numbers too large") for command in (EVALUATE, GENERATE, START)),
         *((ADAPTER, torn, command, "safetensors cannot be loaded (") for command in (EVALUATE, GENERATE, START)),
@@ -72,6 +74,17 @@ def test_damaged_weights_are_refused(
     module, *words = command
     zygote.refused(tmp_path, *words, module=module, message=message)
     assert not (tmp_path / "run" / "evaluate.json").exists()
+
+
+@pytest.mark.parametrize("damaged", ["first", "second"])
+def test_adapter_that_differs_from_its_checksums_is_not_combined(
+    damaged: str, finished: FinishedRuns, zygote: Zygote, tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        finished.copy(tmp_path / name)
+    flip(tmp_path / damaged / ADAPTER)
+    words = ("run=first", "adapters=[first:0.5,second:0.5]", "kind=adapter", "to=exported")
+    zygote.refused(tmp_path, *words, module="app.export", message=FLIPPED)
 
 
 def test_whole_model_that_differs_from_its_checksums_is_refused(
