@@ -95,3 +95,21 @@ def test_whole_model_that_differs_from_its_checksums_is_refused(
     zygote.refused(tmp_path, "model=run/final", "prompt=Hi", module="app.generate", message=FLIPPED)
     own = [word for word in FINISHED["full"] if not word.startswith("model.")]
     zygote.refused(tmp_path, *own, "model.path=run/final", "output_dir=next", message=FLIPPED)
+
+
+def test_index_of_a_received_model_decides_neither_format_nor_weights(
+    finished: FinishedRuns, zygote: Zygote, tmp_path: Path
+) -> None:
+    model = finished.copy(tmp_path / "run", "full") / "final"
+    (model / CHECKSUMS).unlink()  # as a folder of another program
+    tensors, index = load_file(model / "model.safetensors"), model / "model.safetensors.index.json"
+    torch.save(tensors, model / "pytorch_model.bin")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, "pytorch_model.bin")}))
+    ask = ("model=run/final", "prompt=Hi", "max_new_tokens=4")
+    answered = zygote.run(tmp_path, *ask, module="app.generate", code=0)
+    assert (
+        answered.stderr
+        == "note: run/final/model.safetensors.index.json is ignored, because model.safetensors is there too\n"
+    )
+    (model / "model.safetensors").rename(model / "other.safetensors")
+    zygote.refused(tmp_path, *ask, module="app.generate", message="'pytorch_model.bin' is not the name of a .safetens")
