@@ -1,4 +1,4 @@
-"""Rendering of conversations by chat templates: bounded in time, with errors that name the template and its line."""
+"""Rendering of conversations by chat templates, bounded in time and size; errors name the template and its line."""
 
 import signal
 import threading
@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
+from app.chat_sandbox import bounded
 from app.errors import ConfigError
 
 MAX_SECONDS = 10.0  # of one rendering, which takes about 0.0001
@@ -34,8 +35,9 @@ def render_chat(
     """Render messages; `ask` adds what opens the next answer. ConfigError if the template itself is at fault."""
     try:
         with _time_limit():
-            text: str = tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=ask, **(options or {})
+            render = bounded(type(tokenizer).apply_chat_template)
+            text: str = render(
+                tokenizer, list(messages), tools=tools, tokenize=False, add_generation_prompt=ask, **(options or {})
             )
     except TemplateSyntaxError as error:
         raise ConfigError(

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,13 +72,15 @@ def _explanation(error: OSError, target: Path) -> str:
 
 
 def os_error_of(fault: BaseException) -> OSError | None:
-    """The error of the system that a write failed with, also where safetensors or an archive of torch hides it."""
+    """Return the system error that a write failed with, also where safetensors, a torch archive or numpy hides it."""
     if isinstance(fault, SafetensorError):
         number = re.search(r"\(os error (\d+)\)", str(fault))
         return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
     if isinstance(fault, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(fault)):
         before = fault.__context__  # what the archive was being written to failed first
         return before if isinstance(before, OSError) else OSError(errno.EIO, os.strerror(errno.EIO))
+    if isinstance(fault, OSError) and re.search(r"\d+ requested and \d+ written", str(fault)):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # numpy's tofile, which drops the error number
     return fault if isinstance(fault, OSError) else None
 
 
@@ -142,8 +145,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file; ValueError where it is damaged, nested too deep or too large."""
-    if path.stat().st_size > _MAX_JSON_BYTES:
+    """Return the content of a JSON file; ValueError where it is damaged, nested too deep, too large or no file."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is not a regular file")
+    if status.st_size > _MAX_JSON_BYTES:
         raise ValueError(f"it is larger than {_MAX_JSON_BYTES >> 20} MB")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -278,6 +284,11 @@ def remove_temp_dirs(folder: Path) -> None:
 def files_in(folder: Path) -> list[Path]:
     """All files of a folder and those below it."""
     return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def irregular_files(folder: Path) -> list[Path]:
+    """Return the pipes, sockets and devices in a received folder: reading one may never end."""
+    return sorted(path for path in folder.iterdir() if path.exists() and not (path.is_file() or path.is_dir()))
 
 
 def fsync_all(folder: Path) -> None:

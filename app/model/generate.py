@@ -1,6 +1,6 @@
 """Text generation and classification by a loaded model: single prompts, batches, streaming."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 from app.chat_rendering import ConversationRefused, render_chat
 from app.config.problems import PROBLEMS
-from app.errors import ConfigError, PromptTooLong
+from app.errors import ConfigError, PromptTooLong, refuse
 from app.model.attention import NAME, own_attention
 from app.model.head import takes_segments
 from app.model.losses import PROBLEM_LOSSES
@@ -36,16 +36,19 @@ class TextGenerator:
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt, rendered as in training."""
-        if not self.chat:
-            text = "\n\n".join(message["content"] for message in messages)
-            plain: list[int] = self.tokenizer(text).input_ids
-            return plain
         try:
-            text = render_chat(self.tokenizer, messages, ask=True)
+            text = (
+                render_chat(self.tokenizer, messages, ask=True)
+                if self.chat
+                else "\n\n".join(message["content"] for message in messages)
+            )
         except ConversationRefused as refusal:
             raise ConfigError(f"the chat template refuses this conversation: {refusal}") from refusal
-        rendered: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return rendered
+        ids: list[int] = self.tokenizer(text, add_special_tokens=not self.chat).input_ids
+        if not ids:
+            cause = "the chat template writes nothing. Set chat=false" if self.chat else "it is empty. Give a text"
+            raise ConfigError(f"prompt: {cause}.")
+        return ids
 
     def answers(self, conversations: Sequence[Sequence[Message]], batch: int) -> Iterator[tuple[int, str]]:
         """Answers with the indices of their conversations; prompts of similar length share a batch."""
@@ -134,7 +137,12 @@ class _Streamer:
 def end_ids(lm: Any, tokenizer: Any) -> list[int]:
     """Token ids that end an answer, by the model and by the tokenizer."""
     declared = [lm.generation_config.eos_token_id, lm.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
-    flat: Iterable[int] = (i for d in declared if d is not None for i in (d if isinstance(d, list) else [d]))
+    flat: list[Any] = [i for d in declared if d is not None for i in (d if isinstance(d, list) else [d])]
+    refuse(
+        f"generation_config.json: eos_token_id has {each!r}, which is not a token id. Fix or delete that file."
+        for each in flat
+        if not isinstance(each, int)
+    )
     return sorted(set(flat))
 
 

@@ -22,9 +22,11 @@ from app.model.conversion import FolderReader, quantization_in, require_packed_a
 from app.model.head import in_backbone
 from app.model.quantization import Quantizer
 from app.model.safetensors_files import is_resized, require_finite, require_float, stored_tensors, with_mean_rows
-from app.model.source import fetch_folder, ignored_index, read_config, require_weights
+from app.model.source import fetch_folder, ignored_index, library_errors, read_config, require_weights
 from app.model.structure import build, class_in_folder, numbers_in_folder, numbers_in_yaml, text_part_in
 from app.oom_retry import is_out_of_memory
+
+_REMEDY = "Download it again, or give another model.path."
 
 
 def load_base(
@@ -60,9 +62,10 @@ def open_folder(
     """The base in a local folder. A head for the labels of the run is drawn: see `drawing_by`."""
     lm = _empty(config, task, numbers_in_folder(config, task, folder), options, quantizer)
     stored_as = stored_format(config, read_config(folder, config.path))
-    with _readable(config, folder):
-        if (folder / "generation_config.json").is_file():  # as from_pretrained does
+    if (folder / "generation_config.json").is_file():  # as from_pretrained does
+        with library_errors(f"model.path={config.path}: {folder}/generation_config.json cannot be read", _REMEDY):
             lm.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    with _readable(config, folder):
         part = text_part_in(config, task, folder, lm)
         reader = FolderReader(lm if part is None else part.whole, stored_tensors(folder), stored_as)
         _require_none_missing(config, task, folder, map("the scale of {}".format, reader.without_scale()))
@@ -177,11 +180,14 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
     if task.has_classes:
         options |= {"config": numbers_in_folder(config, task, folder), "ignore_mismatched_sizes": True}
     quiet_transformers()
+    kind = class_in_folder(config, task, folder)
+    problem = f"model.path={config.path}: transformers cannot build the model of {folder}/config.json with its weights"
     with _readable(config, folder):
         stored, tensors = read_config(folder, config.path), stored_tensors(folder)
         unscaled = without_scale(stored, tensors)
         _require_none_missing(config, task, folder, map("the scale of {}".format, unscaled))
-        lm, found = class_in_folder(config, task, folder).from_pretrained(
+    with library_errors(problem, _REMEDY):
+        lm, found = kind.from_pretrained(
             str(folder),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
@@ -219,6 +225,5 @@ def _readable(config: ModelConfig, folder: Path) -> Iterator[None]:
         if is_out_of_memory(fault):
             raise
         raise EnvironmentProblem(
-            f"model.path={config.path}: {folder} cannot be loaded ({gist(fault)}). Download it again, or "
-            "give another model.path."
+            f"model.path={config.path}: {folder} cannot be loaded ({gist(fault)}). {_REMEDY}"
         ) from fault

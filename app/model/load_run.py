@@ -22,10 +22,18 @@ from app.model.layer_norm import set_norms
 from app.model.load_base import drawing_by, open_folder, quiet_transformers, read_weights
 from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.safetensors_files import adapter_weights, tensors_of_file
-from app.model.source import REMOTE_CODE, fetch_folder, ignored_index, require_intact_base, require_weights
+from app.model.source import (
+    REMOTE_CODE,
+    fetch_folder,
+    ignored_index,
+    library_errors,
+    require_intact_base,
+    require_weights,
+    whole_numbers,
+)
 from app.model.structure import numbers_in_folder, text_part_in
 from app.model.text_part import TextPart, rename_adapter
-from app.model.tokenizer import load_tokenizer
+from app.model.tokenizer import load_tokenizer, read_tokenizer
 from app.model.training_model import TrainingModel
 
 
@@ -99,7 +107,6 @@ def load_training_model(
 
 def load_any(model: ModelConfig, task: Task, say: Callable[[str], None]) -> tuple[Any, Any]:
     """A model of a folder or of the hub with its tokenizer, as it is."""
-    tokenizer = load_tokenizer(model, needs_template=False)
     folder = fetch_folder(model, model.path, with_weights=True)
     # the adapter of a classifier has a config.json too, with the names of the classes
     if _is_adapter(folder) and all(file.name == ADAPTER_WEIGHTS for file in folder.glob("*.safetensors")):
@@ -111,17 +118,17 @@ def load_any(model: ModelConfig, task: Task, say: Callable[[str], None]) -> tupl
     require_intact_base(folder)
     for remark in ignored_index(folder):
         say(remark)
-    return _for_answers(read_weights(model, task, folder, dtype="auto", device_map={"": _device()})), tokenizer
+    whole_numbers(model, folder)  # before AutoTokenizer, which reads config.json too
+    tokenizer = load_tokenizer(model, needs_template=False)
+    # None: not the attention that config.json names, which may be a kernel of the hub that transformers would fetch
+    options = {"dtype": "auto", "device_map": {"": _device()}, "attn_implementation": None}
+    return _for_answers(read_weights(model, task, folder, **options)), tokenizer
 
 
 def load_tuned_tokenizer(final: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer that was saved with the weights, chat template included."""
-    from transformers import AutoTokenizer
-
-    try:  # without a word about its code transformers would ask at a terminal
-        return AutoTokenizer.from_pretrained(str(final), trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise CheckpointError(f"no tokenizer can be read from {final} ({gist(fault)}). {REMOTE_CODE}") from fault
+    with library_errors(f"no tokenizer can be read from {final}", REMOTE_CODE, CheckpointError):
+        return read_tokenizer(final, trust_remote_code)
 
 
 def _is_adapter(final: Path) -> bool:

@@ -4,15 +4,17 @@ A fingerprint tells the weights of a folder from others without reading all of t
 """
 
 import hashlib
-import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
 from app.assets import PREFIX, locate
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.schema import ModelConfig
-from app.errors import EnvironmentProblem, gist
-from app.files import read_json, read_object, require_intact
+from app.errors import AppError, ConfigError, EnvironmentProblem, gist
+from app.files import irregular_files, read_json, read_object, require_intact
 
 REMOTE_CODE = "Code that a model brings along is run only with model.trust_remote_code=true."
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
@@ -21,6 +23,8 @@ _HASHED_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_KEY = "transformers_weights"  # of a config.json, which names the file to read
 _AGAIN = "Download the model again, or give another model.path."
+_LAYERS = re.compile(r"\w*layers|n_?layer|num_layer")
+MAX_LAYERS = 10_000  # each is built in Python, in milliseconds; the deepest models that are published have hundreds
 _NOT_OURS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
 
 
@@ -33,12 +37,28 @@ def check(config: ModelConfig) -> list[str]:
 
 def fetch_folder(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
     """The folder that holds `path`: itself when it is local, else a snapshot of the hub repository."""
-    place = local_place(path)
-    if place.is_dir():
+    place = _local_folder(path)
+    if place is not None:
         return place
     if not _can_be_remote(path):
         raise EnvironmentProblem(_no_folder(path))
     return _snapshot(config, path, with_weights=with_weights)
+
+
+def _local_folder(path: str) -> Path | None:
+    """Return the folder that `path` names on this machine, if there is one; refuse one that reading could hang on."""
+    place = local_place(path)
+    if not place.is_dir():
+        return None
+    try:
+        irregular = irregular_files(place)
+    except OSError as fault:
+        raise EnvironmentProblem(f"model.path={path}: {place} cannot be read ({fault.strerror}).") from fault
+    if irregular:
+        raise EnvironmentProblem(
+            f"model.path={path}: {irregular[0]} is not a regular file, so reading it may never end. Delete it."
+        )
+    return place
 
 
 def _can_be_remote(path: str) -> bool:
@@ -57,8 +77,8 @@ def folder_at_hand(config: ModelConfig) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    place = local_place(config.path)
-    if place.is_dir():
+    place = _local_folder(config.path)
+    if place is not None:
         return place
     try:
         cached = snapshot_download(config.path, revision=config.revision, local_files_only=True)
@@ -118,7 +138,7 @@ def read_config(folder: Path, path: str) -> dict[str, Any]:
             f"model.path=MODEL adapter.start={path}"
         )
     try:
-        numbers: dict[str, Any] = json.loads(file.read_text())
+        numbers: dict[str, Any] = read_json(file)
         kind = numbers["model_type"]
     except FileNotFoundError:
         advice = f" A run has its model in final/: model.path={path}/final." if (folder / "final").is_dir() else ""
@@ -131,7 +151,46 @@ def read_config(folder: Path, path: str) -> dict[str, Any]:
         ) from fault
     if not isinstance(kind, str):
         raise EnvironmentProblem(f"model.path={path}: model_type in {file} is {kind!r}, expected a name such as llama.")
+    require_layers(numbers, f"model.path={path}: {file}:")
     return numbers
+
+
+def require_layers(numbers: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers of layers that no model has: building them would take hours. `where` begins the message."""
+    for name, value in numbers.items():
+        if isinstance(value, Mapping):
+            require_layers(value, where)
+        elif isinstance(value, int) and _LAYERS.fullmatch(name) and not 0 <= value <= MAX_LAYERS:
+            raise ConfigError(f"{where} {name} is {value:,}, expected 0 to {MAX_LAYERS:,}.")
+
+
+def whole_numbers(config: ModelConfig, folder: Path) -> Any:
+    """Return the configuration of transformers in a local folder; that of a text part is inside it."""
+    from transformers import AutoConfig
+
+    problem = (
+        f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can use"
+    )
+    with library_errors(problem, REMOTE_CODE):
+        return AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
+        )
+
+
+@contextmanager
+def library_errors(problem: str, remedy: str, error: type[AppError] = EnvironmentProblem) -> Iterator[None]:
+    """Convert whatever a library raises over received files to a user error; wrap calls of the library alone.
+
+    A model's own classes raise nearly every exception for a bad value: KeyError, AssertionError, ZeroDivisionError.
+    """
+    try:
+        yield
+    except Exception as fault:
+        from app.oom_retry import is_out_of_memory  # imports torch
+
+        if isinstance(fault, AppError) or is_out_of_memory(fault):
+            raise
+        raise error(f"{problem} ({type(fault).__name__}: {gist(fault)}). {remedy}") from fault
 
 
 def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:

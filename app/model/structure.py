@@ -16,12 +16,21 @@ from app.config.model_kinds import OWN, Tier
 from app.config.problems import PROBLEMS
 from app.config.schema import ModelConfig
 from app.config.tasks import Task
-from app.errors import ConfigError, EnvironmentProblem, gist, refuse
+from app.errors import ConfigError, gist, refuse
 from app.model.attention import own_attention
 from app.model.conversion import BITSANDBYTES, stored_format
 from app.model.experts import stacks_of
 from app.model.quantization import backbone_linear_layers, is_linear, other_linear_layers
-from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, read_config, require_weights
+from app.model.source import (
+    fetch_folder,
+    folder_at_hand,
+    library_errors,
+    local_place,
+    read_config,
+    require_layers,
+    require_weights,
+    whole_numbers,
+)
 from app.model.supported_models import require_kind, require_structure, tier_of
 from app.model.text_part import TextPart, leave_out_towers, text_numbers, whole_class
 from app.model.training_model import first_position
@@ -66,7 +75,8 @@ class BaseModel:
         """`wanted` tokens, or as many as there are positions for without those that the model leaves unused. Chunked
         attention is full attention in documents of one chunk.
         """
-        stored = self.stored.get("text_config") or self.stored
+        text = self.stored.get("text_config")
+        stored = text if isinstance(text, dict) and text else self.stored
         chunked = "chunked_attention" in (getattr(self.numbers, "layer_types", None) or ())
         wanted = min(wanted, self.numbers.attention_chunk_size) if chunked else wanted
         positions = stored.get("max_position_embeddings") or stored.get("n_positions")
@@ -157,6 +167,7 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
         ].attribute_map.items()  # of two names transformers would take one
         if name in numbers and own in numbers and numbers[name] != numbers[own]
     )
+    require_layers(numbers, "model.architecture:")
     try:
         return _configured(config, task, text_numbers(transformers.AutoConfig.for_model(kind, **numbers), task))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as fault:
@@ -174,21 +185,6 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
     if quantised is not None and quantised["quant_method"] != BITSANDBYTES:
         vars(numbers).pop("quantization_config", None)  # the weights are unpacked as they are read
     return _configured(config, task, numbers)
-
-
-def whole_numbers(config: ModelConfig, folder: Path) -> Any:
-    """The configuration of transformers in a local folder; one of a text part is inside it."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        return transformers.AutoConfig.from_pretrained(
-            str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as fault:
-        raise EnvironmentProblem(
-            f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can "
-            f"use ({gist(fault)}). {REMOTE_CODE}"
-        ) from fault
 
 
 def text_part_in(config: ModelConfig, task: Task, folder: Path, lm: Any) -> TextPart | None:
@@ -247,10 +243,13 @@ def build(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, att
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     whole, given = whole_class(numbers, task), {"dtype": dtype, "attn_implementation": attention}
     given |= {"attn_implementation": "eager"} if attention == OWN else {}
-    if whole is None:
-        lm = model_class(task).from_config(numbers, trust_remote_code=config.trust_remote_code, **given)
-    else:
-        lm = whole._from_config(numbers, **given)
+    place = "model.architecture" if config.weights == "random" else f"model.path={config.path}: config.json"
+    with library_errors(f"{place}: transformers cannot build this model", "Fix its value, or choose another model."):
+        if whole is None:
+            lm = model_class(task).from_config(numbers, trust_remote_code=config.trust_remote_code, **given)
+        else:
+            lm = whole._from_config(numbers, **given)
+    if whole is not None:
         leave_out_towers(lm)
     if attention == OWN:
         lm.set_attn_implementation(own_attention(lm))

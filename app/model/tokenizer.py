@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,31 +12,25 @@ from app.chat_rendering import ConversationRefused, render_chat
 from app.config.did_you_mean import did_you_mean, nearest
 from app.config.schema import ModelConfig
 from app.config.tasks import TASKS
-from app.errors import ConfigError, EnvironmentProblem, gist, refuse
-from app.model.source import REMOTE_CODE, fetch_folder
+from app.errors import ConfigError, EnvironmentProblem, refuse
+from app.files import read_object
+from app.model.source import REMOTE_CODE, fetch_folder, library_errors
 
+MAX_GROWTH = 10_000  # by the steps of a normalizer together; published ones write single characters
 NEW_TOKENS = "new_tokens_of_run"  # attribute of a tokenizer that has more than its files
 
 
 def load_tokenizer(config: ModelConfig, *, needs_template: bool, shipped: str = TASKS["causal"].tokenizer) -> Any:
     """A fast tokenizer with the run's chat template. Random weights without a tokenizer use the `shipped` one."""
-    from transformers import AutoTokenizer
-
     path = config.tokenizer or (shipped if config.weights == "random" else config.path)
     folder = fetch_folder(config, path, with_weights=False)
     template = chosen_template(config)
-    try:
-        for name in ("tokenization_utils_base", "configuration_utils"):  # our messages say it
-            logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        key = "model.path" if path == config.path else "model.tokenizer"
-        raise EnvironmentProblem(
-            f"{key}={path}: no tokenizer can be read from {folder} ({gist(fault)}). "
-            f"Give model.tokenizer=DIR with a tokenizer.json. {REMOTE_CODE}"
-        ) from fault
+    key = "model.path" if path == config.path else "model.tokenizer"
+    problem = f"{key}={path}: no tokenizer can be read from {folder}"
+    for name in ("tokenization_utils_base", "configuration_utils"):  # our messages say it
+        logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
+    with library_errors(problem, f"Give model.tokenizer=DIR with a tokenizer.json. {REMOTE_CODE}"):
+        tokenizer = read_tokenizer(folder, config.trust_remote_code)
     if not tokenizer.is_fast:
         raise EnvironmentProblem(
             f"model.tokenizer={path}: this tokenizer has no fast form (tokenizer.json), so labels cannot be "
@@ -53,6 +48,35 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool, shipped: str = 
         _try_template(config, tokenizer)
         tokenizer.chat_template = _with_options(config, tokenizer.chat_template)
     return tokenizer
+
+
+def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """Return the tokenizer of a folder, called once; ValueError for one that would make texts too long."""
+    from transformers import AutoTokenizer
+
+    rules = read_object(folder / "tokenizer.json")
+    growth = max(_growth(rules.get("normalizer")), _growth(rules.get("decoder")))
+    if growth > MAX_GROWTH:
+        raise ValueError(
+            f"tokenizer.json makes a text up to {growth:,} times longer, at most {MAX_GROWTH:,} is allowed"
+        )
+    # with trust_remote_code=None transformers would ask at a terminal
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    tokenizer("a")  # raises over values of tokenizer_config.json that loading does not look at
+    return tokenizer
+
+
+def _growth(rules: Any) -> float:
+    """Return how many times longer the steps of a normalizer or decoder can make a text together."""
+    if isinstance(rules, list):
+        return math.prod(map(_growth, rules))
+    if not isinstance(rules, dict):
+        return 1.0
+    written = len(rules.get("content") or rules.get("prepend") or "")
+    pattern = rules.get("pattern") or {}
+    # a regular expression may match between two characters, and then replaces nothing
+    own = written / (len(pattern["String"]) or 1) if "String" in pattern else written + ("Regex" in pattern)
+    return max(1.0, own) * math.prod(map(_growth, rules.values()))
 
 
 def _add_tokens(config: ModelConfig, path: str, tokenizer: Any) -> None:
