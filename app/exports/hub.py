@@ -1,6 +1,5 @@
 """A verified export as a repository of a hub: what can be refused is refused before the export begins."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any
 from app.errors import ConfigError, EnvironmentProblem, gist
 from app.exports.folder import REPORT
 
-_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _OWN_BY_HUB = {".gitattributes"}
 _WRITERS = ("admin", "write", "contributor")
 
@@ -33,7 +31,7 @@ class Repository:
 
 @contextmanager
 def _answered(name: str, remedy: str) -> Iterator[None]:
-    """Turn what the hub or the network refuses into a message with a remedy."""
+    """Convert a refusal of the hub or the network, or an answer that is not the hub's, to a user error."""
     from httpx import HTTPError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -41,22 +39,45 @@ def _answered(name: str, remedy: str) -> Iterator[None]:
         yield
     except (OfflineModeIsEnabled, HfHubHTTPError, HTTPError, ConnectionError) as fault:
         raise EnvironmentProblem(f"push={name}: {gist(fault)}. {remedy}.") from fault
+    except (AttributeError, LookupError, TypeError, ValueError) as fault:  # of JSON that has other parts, or is none
+        cause = f"the hub gave an unexpected answer ({type(fault).__name__}: {gist(fault)})"
+        raise EnvironmentProblem(f"push={name}: {cause}. Check HF_ENDPOINT. {remedy}.") from fault
 
 
 def repository(name: str, *, private: bool) -> Repository:
     """The repository, or a refusal: no name, no token, no right to write, or one that was not made by an export."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"push={name}: this is no name of a repository. Give push=USER/NAME.")
     from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
+    if name.count("/") != 1:
+        raise ConfigError(f"push={name}: not a repository name. Give push=USER/NAME.")
+    try:
+        validate_repo_id(name)
+    except HFValidationError as fault:
+        raise ConfigError(f"push={name}: not a repository name ({gist(fault)}). Give push=USER/NAME.") from fault
     if get_token() is None:
         raise ConfigError(f"push={name}: there is no token for the hub. Set HF_TOKEN, or log in: hf auth login.")
     api = HfApi()
     with _answered(name, "Set a token that may write (HF_TOKEN, or hf auth login), or leave push out"):
-        user, (files, is_public) = api.whoami(), _known(api, name)
+        user, (files, is_public) = _User.of(api.whoami()), _known(api, name)
     for problem in _problems(name, user, files, unasked=private and is_public):
         raise ConfigError(problem)
     return Repository(name, private, api)
+
+
+@dataclass(frozen=True, slots=True)
+class _User:
+    """The owner of the token: what the token may do, and the role in each organization."""
+
+    name: str
+    may: str | None
+    roles: dict[str, str | None]
+
+    @classmethod
+    def of(cls, answer: Any) -> "_User":
+        roles = {each["name"]: each.get("roleInOrg") for each in answer.get("orgs", [])}
+        return cls(answer["name"], answer.get("auth", {}).get("accessToken", {}).get("role"), roles)
 
 
 def _known(api: Any, name: str) -> tuple[list[str], bool]:
@@ -71,18 +92,13 @@ def _known(api: Any, name: str) -> tuple[list[str], bool]:
     return [each for each in files if each not in _OWN_BY_HUB], found.private is False
 
 
-def _problems(name: str, user: dict[str, Any], files: list[str], *, unasked: bool) -> Iterator[str]:
+def _problems(name: str, user: _User, files: list[str], *, unasked: bool) -> Iterator[str]:
     """`unasked`: everyone may see the repository, and was not to."""
     place = name.partition("/")[0]
-    role = user.get("auth", {}).get("accessToken", {}).get("role")
-    if role == "read":
+    if user.may == "read":
         yield f"push={name}: the token may only read. Give one that may write: HF_TOKEN, or hf auth login."
-    orgs = {each["name"]: each.get("roleInOrg") for each in user.get("orgs", [])}
-    if place != user["name"] and orgs.get(place) not in _WRITERS:
-        yield (
-            f"push={name}: {user['name']}, whose token this is, may not write to {place}. "
-            f"Give push={user['name']}/NAME."
-        )
+    if place != user.name and user.roles.get(place) not in _WRITERS:
+        yield (f"push={name}: {user.name}, whose token this is, may not write to {place}. Give push={user.name}/NAME.")
     if files and REPORT not in files:
         yield (
             f"push={name}: this repository was not made by app.export (it has {', '.join(sorted(files)[:3])}). Give "

@@ -19,6 +19,7 @@ class FakeHub:
         self.files: dict[str, bytes] = {}
         self.stored: dict[str, bytes] = {}  # large files, by their sha256
         self.tokens: set[str] = set()
+        self.broken: dict[str, bytes] = {}  # bodies that it answers by path, in place of its own
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -28,8 +29,10 @@ class FakeHub:
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 hub.tokens.add((self.headers.get("authorization") or "").removeprefix("Bearer "))
-                code, content = hub.answer(self.command, self.path.partition("?")[0], body)
-                text = json.dumps(content).encode()
+                path = self.path.partition("?")[0]
+                code, content = hub.answer(self.command, path, body)
+                text = hub.broken.get(path, json.dumps(content).encode())
+                code = 200 if path in hub.broken else code
                 self.send_response(code)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(text)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import AppError
+from app.errors import AppError, EnvironmentProblem
 from app.exports.hub import repository
 from tests.exports.fake_hub import FakeHub
 from tests.harness.runs import FinishedRuns, Zygote
@@ -57,7 +57,13 @@ def test_pushed_repository_is_private_and_holds_the_export(
 @pytest.mark.parametrize(
     ("name", "change", "why"),
     [
-        ("mine", {}, "push=mine: this is no name of a repository. Give push=USER/NAME."),
+        ("mine", {}, "push=mine: not a repository name. Give push=USER/NAME."),
+        ("a/b/c", {}, "push=a/b/c: not a repository name. Give push=USER/NAME."),
+        ("me/-x", {}, "push=me/-x: not a repository name ("),
+        ("me/..", {}, "push=me/..: not a repository name ("),
+        ("../x", {}, "push=../x: not a repository name ("),
+        (f"me/{'x' * 300}", {}, ": not a repository name ("),
+        ("me/x.git", {}, "push=me/x.git: not a repository name ("),
         ("me/mine", {"role": "read"}, "push=me/mine: the token may only read."),
         ("other/mine", {}, "may not write to other. Give push=me/NAME."),
         ("team/mine", {"orgs": {"team": "read"}}, "may not write to team."),
@@ -80,6 +86,22 @@ def test_push_that_cannot_be_is_refused_before_the_export(
     assert why in refusal.value.report()
     assert TOKEN not in refusal.value.report()
     assert hub.private == {}
+
+
+@pytest.mark.parametrize("path", ["/api/whoami-v2", "/api/models/me/mine"])
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"5", b'{"orgs": [{}]}', b'{"siblings": 5}'])
+def test_repository_with_unexpected_answer_of_the_hub_is_refused(hub: FakeHub, path: str, body: bytes) -> None:
+    hub.broken[path] = body
+    with pytest.raises(EnvironmentProblem, match=r"^push=me/mine: the hub gave an unexpected answer \(.*HF_ENDPOINT"):
+        repository("me/mine", private=True)
+
+
+def test_push_with_unexpected_answer_of_the_hub_keeps_the_export(hub: FakeHub, tmp_path: Path) -> None:
+    hub.broken["/api/repos/create"] = b"[]"
+    with pytest.raises(
+        EnvironmentProblem, match=r"unexpected answer .* The export is in .*, proven\. To send it: hf up"
+    ):
+        repository("me/mine", private=True).push(tmp_path, "first")
 
 
 def test_push_of_a_team_that_may_write_is_taken(hub: FakeHub) -> None:
