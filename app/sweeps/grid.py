@@ -114,7 +114,7 @@ def _refuse(override: Override, text: str) -> None:
     if key.partition(".")[0].partition("/")[0] == "hydra":
         reason = "trials are started by this program, not by a launcher or sweeper of Hydra's. Leave it out"
     elif key == "resume":
-        reason = "a sweep goes on by itself: give the same command again, without resume"
+        reason = "a sweep resumes each trial from its own checkpoint. Leave it out, or give resume=auto"
     elif key == "output_dir" and override.is_sweep_override():
         reason = "one folder holds the whole sweep, with a folder for each trial in it. Give one"
     elif override.value_type == ValueType.INTERVAL_SWEEP:

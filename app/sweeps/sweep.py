@@ -134,7 +134,8 @@ def _read(overrides: Sequence[str]) -> tuple[Preset, list[Dimension], list[Setti
         problems += wrong_space
     except ConfigError as problem:
         problems += problem.problems
-    settings, refused = settings_of([text for text in overrides if not is_sweep_key(text)])
+    # every trial is started with resume=auto
+    settings, refused = settings_of([text for text in overrides if not is_sweep_key(text) and text != "resume=auto"])
     problems += refused
     if problems or preset.name:  # without trials to check yet, check their overrides
         wrong = wrong_overrides(text for setting in settings for text in setting.texts)

@@ -102,7 +102,7 @@ REFUSED = [
     ("sweep=optuna sweep.space.recipe=[lora,full,lroa]", "recipe=lroa: there is no such recipe. Did you mean lora?"),
     ("sweep=optuna sweep.space.seed=[1,1]", "seed=1,1: 1 is there twice."),
     ("sweep=optuna sweep.space.output_dir=[a,b]", "output_dir=a,b: one folder holds the whole sweep"),
-    ("sweep=optuna sweep.space.resume=[auto,null]", "a sweep goes on by itself"),
+    ("sweep=optuna sweep.space.resume=[auto,null]", "a sweep resumes each trial from its own checkpoint"),
     ("sweep=optuna sweep.space.adapter.dropout=[0.1,1.5]", "adapter.dropout=1.5 must be at least 0 and below 1."),
     (
         "sweep=lr sweep.space.optimizer.lr={low:0.1x,high:2x}",

@@ -48,13 +48,19 @@ def test_sweep_problems_of_some_trials_together() -> None:
 
 
 def test_sweep_and_run_problems_together() -> None:
-    problems = refusal_of("resume=auto", "seed=shuffle(1,2)", "recipe=lroa,lora", "+adapter.rnk=2")
+    problems = refusal_of("resume=runs/a", "seed=shuffle(1,2)", "recipe=lroa,lora", "+adapter.rnk=2")
     assert [problem.split(" ")[0].rstrip(":") for problem in problems] == [
-        "resume=auto",
+        "resume=runs/a",
         "seed=shuffle(1,2)",
         "recipe=lroa",
         "adapter.rnk",
     ]
+
+
+def test_sweep_with_resume_auto_is_the_same_sweep() -> None:
+    plain, resumed = (plan_sweep(["-m", "seed=1,2", *words], lambda _run: None) for words in ([], ["resume=auto"]))
+    assert (resumed.place, resumed.identity) == (plain.place, plain.identity)
+    assert [each.overrides for each in resumed.proposer.points] == [("seed=1",), ("seed=2",)]
 
 
 def test_sweep_check_parts_sees_every_trial() -> None:
