@@ -37,6 +37,17 @@ def test_write_text_full_disk_keeps_old_content(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
 
 
+def test_is_disk_full_short_write_of_numpy(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; import numpy; from app.files import is_disk_full\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try: numpy.zeros(9999, 'u1').tofile(sys.argv[1])\n"
+        "except OSError as fault: print(fault.errno, is_disk_full(fault), is_disk_full(OSError('of no disk')))\n"
+    )
+    returncode, out, err = run(code, str(tmp_path / "a"))
+    assert (returncode, out) == (0, "None True False\n"), err
+
+
 def test_write_text_follows_no_link(tmp_path: Path) -> None:
     target = tmp_path / "target"
     write_text(target, "mine")
@@ -50,6 +61,12 @@ def test_write_text_follows_no_link(tmp_path: Path) -> None:
 def test_read_json_damage_is_a_value_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "a").write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError):  # noqa: PT011 (whatever it says)
+        read_json(tmp_path / "a")
+
+
+def test_read_json_pipe_is_a_value_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(ValueError, match="it is not a regular file"):
         read_json(tmp_path / "a")
 
 

@@ -57,9 +57,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     rules = read_object(folder / "tokenizer.json")
     growth = max(_growth(rules.get("normalizer")), _growth(rules.get("decoder")))
     if growth > MAX_GROWTH:
-        raise ValueError(
-            f"tokenizer.json makes a text up to {growth:,} times longer, at most {MAX_GROWTH:,} is allowed"
-        )
+        raise ValueError(f"tokenizer.json makes texts up to {growth:,.0f} times longer, the limit is {MAX_GROWTH:,}")
     # with trust_remote_code=None transformers would ask at a terminal
     tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     tokenizer("a")  # raises over values of tokenizer_config.json that loading does not look at

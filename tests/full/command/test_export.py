@@ -56,8 +56,9 @@ def test_adapter_export_of_random_base_includes_it(
 
 def test_export_reports_damage_and_full_disk(quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     run = shutil.copytree(finished("lora"), tmp_path / "run")
-    full = export(quick_zygote, tmp_path, run, "kind=merged", "dtype=fp32", SPOIL="disk")
-    refused(full.code, full.stdout, full.stderr, "the disk is full, nothing was exported")
+    for kind in ("kind=merged", "dtype=fp32"), ("kind=gguf",):
+        full = export(quick_zygote, tmp_path, run, *kind, SPOIL="disk")
+        refused(full.code, full.stdout, full.stderr, "the disk is full, nothing was exported")
     file = run / "final" / "adapter_model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
