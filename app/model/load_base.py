@@ -172,7 +172,7 @@ def _is_no_warning(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING
 
 
-def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) -> Any:
+def read_weights(config: ModelConfig, task: Task, folder: Path, /, **options: Any) -> Any:
     """The model of a local folder, every weight of it from there: transformers would make up the missing ones.
 
     Only a head for the labels of a run is drawn, where the folder has none of its size: see `drawing_by`.

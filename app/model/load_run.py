@@ -118,10 +118,10 @@ def load_any(model: ModelConfig, task: Task, say: Callable[[str], None]) -> tupl
     require_intact_base(folder)
     for remark in ignored_index(folder):
         say(remark)
-    whole_numbers(model, folder)  # before AutoTokenizer, which reads config.json too
+    numbers = whole_numbers(model, folder)  # before AutoTokenizer, which reads config.json too
+    numbers._attn_implementation = None  # config.json may name a kernel of the hub, which transformers would fetch
     tokenizer = load_tokenizer(model, needs_template=False)
-    # None: not the attention that config.json names, which may be a kernel of the hub that transformers would fetch
-    options = {"dtype": "auto", "device_map": {"": _device()}, "attn_implementation": None}
+    options = {"config": numbers, "dtype": "auto", "device_map": {"": _device()}}
     return _for_answers(read_weights(model, task, folder, **options)), tokenizer
 
 

@@ -53,7 +53,7 @@ def change(file: Path, **changes: Any) -> None:
 
 
 def opened(folder: Path) -> tuple[Any, Any]:
-    return load_any(model_config(path=str(folder)), CAUSAL)
+    return load_any(model_config(path=str(folder)), CAUSAL, print)
 
 
 @pytest.mark.parametrize("changes", CONFIG, ids=str)
