@@ -24,6 +24,7 @@ _ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run has one key of each; t
 RATE = "optimizer.lr"  # set by recipes, so another optimizer keeps it
 _FROM = "varied_from="  # the word `from=` as a key of the schema
 _KEY = re.compile(r"[a-z_]\w*(\.[\w-]+)*", re.ASCII | re.IGNORECASE)  # the one spelling of a key
+_SWEPT = "sweep.space."  # before a key that a sweep varies
 _MAX_SHOWN_CHARACTERS = 200
 
 
@@ -84,10 +85,11 @@ def untrusted_problems(settings: Mapping[str, Any], place: str, allowed: Collect
     typed for other reasons than those `allowed`.
     """
     for key, value in settings.items():
-        shown, reason = key[:_MAX_SHOWN_CHARACTERS], typed_only(RunConfig, key)
+        name = key.removeprefix(_SWEPT)
+        shown, reason = key[:_MAX_SHOWN_CHARACTERS], typed_only(RunConfig, name)
         if not _KEY.fullmatch(key):
             yield f"{shown} in {place}: not the name of a setting. Write section.key or group, without + ~ @ or /."
-        elif key.partition(".")[0] == "hydra":
+        elif name.partition(".")[0] == "hydra":
             yield f"{shown} in {place}: settings of Hydra are taken from the command line only. Remove it."
         elif reason and reason not in allowed and value is not None and value is not False:
             yield (

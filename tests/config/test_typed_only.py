@@ -86,6 +86,14 @@ def test_settings_file_typed_only_key_refused_in_any_spelling(tmp_path: Path, ke
     assert not accepted
 
 
+@pytest.mark.parametrize("key", [*TYPED_ONLY, "hydra.job.chdir"])
+def test_settings_file_of_a_sweep_does_not_vary_typed_only_key(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "sent.yaml"
+    file.write_text(json.dumps({"sweep": "lr", f"sweep.space.{key}": [TYPED_ONLY.get(key, True)]}))
+    with pytest.raises(AppError, match=re.escape(f"sweep.space.{key} in {file}")):
+        plan_sweep(["-m", f"from={file}"], lambda _run: None)
+
+
 @given(st.data())
 def test_settings_file_random_spelling_decides_nothing(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     """What is accepted in a file leaves the keys as conf/ has them."""
