@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
-from app.assets import PREFIX, locate
+from app.assets import locate
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.schema import ModelConfig
 from app.errors import AppError, ConfigError, EnvironmentProblem, gist
@@ -85,13 +85,6 @@ def folder_at_hand(config: ModelConfig) -> Path | None:
     except (OSError, HFValidationError):  # not in the cache
         return None
     return Path(cached) if (Path(cached) / "config.json").is_file() else None
-
-
-def positions_text(config: ModelConfig, positions: int) -> str:
-    """The limit of the model in words, its name as it is typed."""
-    path = config.path
-    name = f"model={path.removeprefix(PREFIX)}" if path.startswith(PREFIX) else f"model.path={path}"
-    return f"{name} reads {positions:,} tokens at most"
 
 
 def local_place(path: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from app.assets import PREFIX
 from app.config.did_you_mean import did_you_mean
 from app.config.model_kinds import OWN, Tier
 from app.config.problems import PROBLEMS
@@ -71,14 +72,17 @@ class BaseModel:
                 self._on_meta[attention, dtype] = build(self.config, self.task, numbers, dtype, attention)
         return self._on_meta[attention, dtype]
 
+    @cached_property
+    def attention_chunk(self) -> int | None:
+        """The most tokens of a row where attention is chunked: in documents of one chunk it is full attention."""
+        chunked = "chunked_attention" in (getattr(self.numbers, "layer_types", None) or ())
+        return int(self.numbers.attention_chunk_size) if chunked else None
+
     def longest_row(self, wanted: int) -> int:
-        """`wanted` tokens, or as many as there are positions for without those that the model leaves unused. Chunked
-        attention is full attention in documents of one chunk.
-        """
+        """`wanted` tokens, or as many as one chunk and the used positions of the model have."""
         text = self.stored.get("text_config")
         stored = text if isinstance(text, dict) and text else self.stored
-        chunked = "chunked_attention" in (getattr(self.numbers, "layer_types", None) or ())
-        wanted = min(wanted, self.numbers.attention_chunk_size) if chunked else wanted
+        wanted = min(wanted, self.attention_chunk or wanted)
         positions = stored.get("max_position_embeddings") or stored.get("n_positions")
         if not isinstance(positions, int):
             return wanted
@@ -86,6 +90,14 @@ class BaseModel:
         if wanted <= positions - (0 if padding is None else int(padding) + 1):
             return wanted
         return min(wanted, positions - first_position(self.on_meta()))
+
+    def limit_text(self, longest: int) -> str:
+        """Return the limit of a row as a clause, with the name of the model as typed."""
+        path = self.config.path
+        name = f"model={path.removeprefix(PREFIX)}" if path.startswith(PREFIX) else f"model.path={path}"
+        if longest == self.attention_chunk:
+            return f"{name} is trained on rows of one attention chunk, {longest:,} tokens at most"
+        return f"{name} reads {longest:,} tokens at most"
 
     def vocabulary(self, largest: int) -> int:
         """How many ids the embedding has a row for; as config.json says it where that holds the `largest` one."""

@@ -8,7 +8,6 @@ from app.data.columns import INPUTS
 from app.data.data_report import MAX_DROPPED_SHARE, MAX_EVAL_FRACTION, MIN_EVAL_ROWS, eval_remedy
 from app.data.overflow import policy_for
 from app.data.sources import train_source
-from app.model.source import positions_text
 from app.safe_text import many
 from app.training.data_check import DataCheck
 
@@ -48,7 +47,7 @@ def _over_long(check: DataCheck) -> Iterator[Advice]:
     if kept > limit and then > now:
         room = kept * check.documents_per_row
         bins = f" batching.tokens={room}" if run.batching.packing and room > run.batching.bin_tokens else ""
-        most = "" if kept == needed else f"; {positions_text(run.model, kept)}, choose a larger model for the others"
+        most = "" if kept == needed else f"; {check.base.limit_text(kept)}, choose a larger model for the others"
         most_dropped = {"auto": MAX_DROPPED_SHARE, "error": 0.0}.get(run.dataset.on_overflow, 1.0)
         ends = " dataset.on_overflow=drop" if counts.dropped and 1 - then > most_dropped else ""
         yield (
@@ -56,7 +55,7 @@ def _over_long(check: DataCheck) -> Iterator[Advice]:
             f"keeps {then:.1%} of the samples whole, not {now:.1%}{most}; {lost}",
         )
     elif policy_for(run.dataset.on_overflow, run.dataset.format) != "truncate":
-        most = positions_text(run.model, kept)
+        most = check.base.limit_text(kept)
         remedy = "this keeps the beginning of each, without its end; or choose a model that reads more"
         yield "dataset.on_overflow=truncate", f"{most}, and {lost}: {remedy}"
 

@@ -24,7 +24,6 @@ from app.data.objectives import Objective, build_objective
 from app.data.prepare import Data, prepare, rows_beside, stop_if_wrong
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, refuse
-from app.model.source import positions_text
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer, new_ids
 from app.training.auto_settings import with_packing
@@ -133,12 +132,14 @@ def rows_of_also(prepared: Prepared) -> tuple[TokenRows | None, list[str]]:
 
 
 def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str], None]) -> DatasetConfig:
-    """Lower `max_length` to the positions of the model; longer rows are then over-long."""
-    longest = base.longest_row(dataset.max_length)
-    if longest == dataset.max_length:
+    """Lower `max_length` to the positions of the model; longer rows are then over-long. Refuse more than a chunk."""
+    longest, limit = dataset.max_length, base.longest_row(dataset.max_length)
+    if limit == longest:
         return dataset
-    say(f"note    dataset.max_length={dataset.max_length} -> {longest}: {positions_text(base.config, longest)}")
-    return replace(dataset, max_length=longest)
+    if limit == base.attention_chunk and longest != base.config.suggest.length:
+        raise ConfigError(f"dataset.max_length={longest}: {base.limit_text(limit)}. Set dataset.max_length={limit}.")
+    say(f"note    dataset.max_length={longest} -> {limit}: {base.limit_text(limit)}")
+    return replace(dataset, max_length=limit)
 
 
 def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, list[str]]:

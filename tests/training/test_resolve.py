@@ -96,6 +96,22 @@ def test_max_length_is_limited_to_positions(tmp_path: Path, key: str) -> None:
     assert run.dataset.max_length == 256, "what the caller has is left alone"
 
 
+def test_max_length_above_the_attention_chunk_is_refused_if_typed(tmp_path: Path) -> None:
+    numbers = {"model_type": "llama4_text", "attention_chunk_size": 16, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    (tmp_path / "model.safetensors").touch()
+    run, said = small_run(), list[str]()
+    base = base_of(replace(run, model=replace(run.model, path=str(tmp_path), weights="pretrained")))
+    limit = f"model.path={tmp_path} is trained on rows of one attention chunk, 16 tokens at most"
+    with pytest.raises(ConfigError) as refusal:
+        within_positions(replace(run.dataset, max_length=64), base, said.append)
+    assert str(refusal.value) == f"dataset.max_length=64: {limit}. Set dataset.max_length=16."
+    assert within_positions(replace(run.dataset, max_length=16), base, said.append).max_length == 16
+    assert said == []
+    assert within_positions(run.dataset, base, said.append).max_length == 16, "the default"
+    assert said == [f"note    dataset.max_length=256 -> 16: {limit}"]
+
+
 @pytest.mark.parametrize("told", [{"pad_token_id": 1}, {}])
 def test_max_length_excludes_unused_positions_of_roberta(tmp_path: Path, told: dict[str, int]) -> None:
     """Its padding token is 1 whether or not config.json says so."""
