@@ -1,8 +1,9 @@
 """python -m scripts.make_kinds [SECTION ...]: tries every kind of transformers as a tiny model, writes table and page.
 
-Each is built from scripts/tiny_kinds.yaml with an adapter, and documents of three lengths go through it: in one row, in
-padded rows, in padded rows with the model's own attention. The first of these that gives the loss, and the gradient of
-every weight, of each document alone through the model's own plain attention is its tier.
+Each is built in training mode from scripts/tiny_kinds.yaml, without dropout and with an adapter. Documents of several
+lengths go through it: in one row, in padded rows, in padded rows with the model's own attention. The first of these
+that gives the loss, and the gradient of every weight, of each document alone through the model's own plain attention is
+its tier. Linear layers that the training pass does not call are recorded: an adapter would not learn there.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import sys
 import textwrap
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from app.assets import ROOT
 from app.batch import Batch
-from app.config.model_kinds import OWN, PACKED, PADDED, REFUSED, Tier, model_kinds
+from app.config.model_kinds import OWN, PACKED, PADDED, REFUSED, Tier, model_kinds, without_numbers
 from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.config.tasks import TASKS, Task, task_of
 from app.data.collate import BinShape, collate_packed, collate_padded
@@ -37,6 +39,8 @@ from app.data.objectives import LabelledTokens, label_next_tokens
 from app.errors import AppError, gist
 from app.model.build import ModelSections, build_training_model
 from app.model.checks import check_causal, check_head, check_packing
+from app.model.head import in_backbone
+from app.model.quantization import is_linear
 from app.model.structure import BaseModel
 from app.model.supported_models import tier_of
 from app.model.training_model import TrainingModel
@@ -84,15 +88,15 @@ def proven_tier(task: Task, kind: str) -> Tier:
     reasons = [unknown.reason] if unknown.name == OWN else []
     for name in (OWN,) if reasons else (PACKED, PADDED, OWN):
         with _assumed(task, kind, Tier(name, layers=types)):
-            failure = _failure(config, task, name)
-        if failure is None:
+            found = _try(config, task, name)
+        if not isinstance(found, _Failure):
             reason = next(iter(reasons), "")
-            return Tier(name, reason, layers=() if unknown.accepted else types)
+            return Tier(name, reason, layers=() if unknown.accepted else types, uncalled=found)
+        failure = found
         if not failure.of_numbers:
             return Tier(REFUSED, failure.reason, compared=False)
         reasons.append(failure.reason)
-    tiny_is_at_fault = failure is not None and failure.of_code
-    return Tier(REFUSED, reasons[-1] if unknown.accepted else unknown.reason, compared=not tiny_is_at_fault)
+    return Tier(REFUSED, reasons[-1] if unknown.accepted else unknown.reason, compared=not failure.of_code)
 
 
 @contextlib.contextmanager
@@ -110,8 +114,8 @@ def _assumed(task: Task, kind: str, tier: Tier | None) -> Iterator[None]:
         known[section] = before
 
 
-def _failure(config: ModelConfig, task: Task, tier: str) -> _Failure | None:
-    """Why the kind is not of `tier`, None where it is."""
+def _try(config: ModelConfig, task: Task, tier: str) -> _Failure | tuple[str, ...]:
+    """Return why the kind is not of `tier`, or the modules whose linear layers it does not call in training."""
     labels = TaskConfig(kind=task.name, labels=["north", "east", "south"] if task.pooled else [])
     base = BaseModel(config, task_of(labels))
     sections = ModelSections(
@@ -124,12 +128,14 @@ def _failure(config: ModelConfig, task: Task, tier: str) -> _Failure | None:
         recompute=False,
     )
     try:
-        model = build_training_model(sections, torch.device("cpu"), seed=0, base_path="base").eval()
+        model = build_training_model(sections, torch.device("cpu"), seed=0, base_path="base").train()
         _change_all(model)
         batch = _batch(task, base.is_bidirectional, packed=tier == PACKED)
         check_head(model, batch)
         check_causal(model, batch)
         check_packing(model, batch)
+        with _linear_calls(model.language_model) as calls:
+            model(batch)[0].backward()
         difference = _difference(model, batch)
     except AppError as refusal:
         words = str(refusal)
@@ -138,8 +144,38 @@ def _failure(config: ModelConfig, task: Task, tier: str) -> _Failure | None:
     except Exception as fault:  # noqa: BLE001  of any kind's code
         return _Failure(f"a small model of it fails: {_in_words(fault)}", of_numbers=True, of_code=True)
     if difference <= _ALLOWED:
-        return None
+        return _uncalled(calls)
     return _Failure("gradients of weights are others", of_numbers=True)
+
+
+@contextlib.contextmanager
+def _linear_calls(lm: Any) -> Iterator[Counter[str]]:
+    """Context that counts the calls of the backbone's linear layers, by their names with * for numbers."""
+    calls = Counter[str]()
+    handles = []
+    for name, module in lm.named_modules():
+        if is_linear(module) and in_backbone(lm, name) and ".lora_" not in name:
+            counted = without_numbers(name.removesuffix(".base_layer"))
+            calls[counted] += 0
+            handles.append(module.register_forward_hook(lambda *_, counted=counted: calls.update([counted])))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _uncalled(calls: Counter[str]) -> tuple[str, ...]:
+    """Return the linear layers that were not called; of several in one module without a called one, the module."""
+    found = set()
+    for name in (name for name, count in calls.items() if not count):
+        parts = name.split(".")
+        for outer in (".".join(parts[:size]) for size in range(1, len(parts) + 1)):
+            inside = [count for each, count in calls.items() if f"{each}.".startswith(f"{outer}.")]
+            if not any(inside) and (len(inside) > 1 or outer == name):
+                found.add(outer)
+                break
+    return tuple(sorted(found))
 
 
 def _in_words(fault: Exception) -> str:
@@ -181,8 +217,7 @@ def _labelled(task: Task, ids: Any, number: int, bidirectional: bool) -> Labelle
 
 
 def _difference(model: TrainingModel, batch: Batch) -> float:
-    """The gradients of all weights against those of each document alone; 1 where a weight has none."""
-    model(batch)[0].backward()
+    """Compare the gradients of all weights with those of each document alone; return 1 where a weight has none."""
     found = _gradients(model)
     lm: Any = model.language_model
     lm.set_attn_implementation("eager")

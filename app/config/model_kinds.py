@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,7 @@ class Tier:
     layers: tuple[str, ...] = ()  # types of layers of the tiny model, beside those that any kind may have
     compared: bool = True  # whether numbers were compared; else a reason alone, which each model is asked for anew
     text_of: str | None = None  # of a kind that reads more than text: that of its text part, which is trained
+    uncalled: tuple[str, ...] = ()  # modules whose linear layers training does not call, with * for numbers
 
     @property
     def accepted(self) -> bool:
@@ -58,12 +60,26 @@ def _counts(tiers: Collection[Tier]) -> dict[str, int]:
     return {"total": len(tiers), "accepted": sum(tier.accepted for tier in tiers), **by_name}
 
 
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def without_numbers(name: str) -> str:
+    """Return the name of a module with * for the numbers of repeated layers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def uncalled_modules(kind: str) -> tuple[str, ...]:
+    """Return the modules whose linear layers models of a kind do not call in training, with * for numbers."""
+    return tuple(name for kinds in model_kinds().tasks.values() if kind in kinds for name in kinds[kind].uncalled)
+
+
 @cache
 def model_kinds() -> ModelKinds:
     """The table that ships."""
     content = json.loads((ROOT / "model_kinds.json").read_text("utf-8"))
     tasks = {
-        task: {kind: Tier(**{**entry, "layers": tuple(entry.get("layers", ()))}) for kind, entry in kinds.items()}
+        task: {kind: Tier(**{key: _frozen(value) for key, value in entry.items()}) for kind, entry in kinds.items()}
         for task, kinds in content["tasks"].items()
     }
     return ModelKinds(content["transformers"], tasks)

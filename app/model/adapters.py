@@ -12,7 +12,7 @@ from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
 from app.config.tasks import Task
-from app.errors import CheckpointError, ConfigError
+from app.errors import CheckpointError, ConfigError, TrainingError
 from app.files import read_json
 from app.model.adapter_method import AdapterMethod
 from app.model.experts import expert_wrappers, other_stacks, shown_to_peft, stack_layers, stacks_of
@@ -21,6 +21,7 @@ from app.model.lora import Lora
 from app.model.peft_adapter import PeftAdapter, is_norm
 from app.model.quantization import is_conv1d
 from app.model.recurrent import layers_read_past
+from app.safe_text import listed
 
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."  # of PEFT, before the names of the base
@@ -171,6 +172,15 @@ def layers_without_gradient(config: AdapterConfig, gradients: Mapping[str, Tenso
             layer = name.removeprefix(PREFIX).partition(part)[0]
             moves[layer] = moves.get(layer, False) or (gradient is not None and bool(gradient.any()))
     return [layer for layer, has_moved in moves.items() if not has_moved]
+
+
+def require_gradient(silent: list[str]) -> None:
+    """Refuse adapted layers that no gradient reaches."""
+    if silent:
+        raise TrainingError(
+            f"no gradient reaches the adapter of {listed(silent, 3)}, so it would never learn. "
+            "Leave these layers out of adapter.targets."
+        )
 
 
 def lr_factor(config: AdapterConfig) -> Callable[[str], float]:

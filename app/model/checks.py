@@ -1,4 +1,4 @@
-"""Checks before the first step: the loss head, packing and padding.
+"""Checks before the first step: the loss head, packing and padding, adapted layers.
 
 Documents in one row, or in padded rows, are compared with each by itself through the model's own plain attention: the
 logits, the gradient that reaches the embeddings through every layer, and those of the trained parameters of one layer
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import Batch, PackedSequences
-from app.config.model_kinds import OWN
+from app.config.model_kinds import OWN, without_numbers
+from app.config.schema import AdapterConfig
 from app.errors import EnvironmentProblem
 from app.model.activation_checkpointing import repeated_layers
-from app.model.adapters import trained_copies
+from app.model.adapters import PREFIX, adapter_of, require_gradient, trained_copies
 from app.model.attention import NAME, own_attention, register_kernel
 from app.model.attention.sdpa import plain_packed
 from app.model.comparison import Comparison, max_or_nan
@@ -90,6 +91,27 @@ def _pooled_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = lm.base_model(**given)[0]
         ours.append(model.head(hidden[0, at - start][None])[0])  # alone: several would be rounded otherwise
     return torch.stack(own).float(), torch.stack(ours).float()
+
+
+def check_adapter(model: TrainingModel, config: AdapterConfig, batch: Batch) -> None:
+    """Refuse an adapter on layers that training does not call, in any repeated layer or expert."""
+    method, lm, device = adapter_of(config), model.language_model, batch.ids.device
+    if method is None:
+        return
+    names, weights = zip(*model.trained().items(), strict=True)
+    mode = lm.training
+    lm.train()  # `model` itself stays as it is: no noise is added to embeddings
+    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])  # dropout
+    with drawing, model.autocast(device), torch.enable_grad():
+        states = lm.base_model(**first_tokens(model, batch, _HEAD_TOKENS))[0]
+        gradients = torch.autograd.grad(states.float().sum(), weights, allow_unused=True)
+    lm.train(mode)
+    part, is_called = next(iter(method.moves_in.values())), dict[str, bool]()
+    for name, gradient in zip(names, gradients, strict=True):
+        if part in name:
+            layer = without_numbers(name.removeprefix(PREFIX).partition(part)[0])
+            is_called[layer] = is_called.get(layer, False) or gradient is not None
+    require_gradient([layer for layer, called in is_called.items() if not called])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from app.batch import PackedSequences
+from app.config.model_kinds import uncalled_modules, without_numbers
 
 _MAX_PADDING = 2  # padded rows have less than so many times the tokens of their documents
 # fast kernels of mixers: package, its module, and transformers' plain functions that replace it
@@ -36,12 +37,18 @@ def recurrent_mixers(lm: nn.Module) -> list[Any]:
 
 
 def layers_read_past(lm: nn.Module) -> set[str]:
-    """Names of linear layers whose weight Mamba's kernels read past the layer, its adapter and its quantisation.
+    """Return the names of linear layers that are not called in training, so that an adapter would have no gradient.
 
-    A mixer of state spaces has the skip connection D; those of the delta rule call their layers.
+    Their weight, if used at all, is read past the layer, so it must not be quantized. The table of kinds has what was
+    seen on a CPU. Mamba's kernels read more: a mixer of state spaces has the skip connection D; those of the delta rule
+    call their layers.
     """
-    mixers = (name for name, module in lm.named_modules() if hasattr(module, "A_log") and hasattr(module, "D"))
-    return {f"{mixer}.{layer}" for mixer in mixers for layer in ("out_proj", "dt_proj")}
+    modules, kind = dict(lm.named_modules()), getattr(getattr(lm, "config", None), "model_type", "")
+    mixers = (name for name, module in modules.items() if hasattr(module, "A_log") and hasattr(module, "D"))
+    names = {f"{mixer}.{layer}" for mixer in mixers for layer in ("out_proj", "dt_proj")} & modules.keys()
+    uncalled = tuple(f"{name}." for name in uncalled_modules(kind))
+    linear = (name for name, module in modules.items() if isinstance(module, nn.Linear))
+    return names | {name for name in linear if f"{without_numbers(name)}.".startswith(uncalled)}
 
 
 def missing_kernels(mixers: list[Any]) -> list[str]:

@@ -69,7 +69,7 @@ def train_in(
     torch.ones(1, device=runtime.device)  # on a GPU it makes the context
     in_use["context"] = device_used_bytes()
     model = _build(resolved, base_path(run.model, folder.base))
-    checks = check_on_loader(model, resolved.loader, runtime.device)
+    checks = check_on_loader(model, run.adapter, resolved.loader, runtime.device)
     stepper = stepper_of(model, run, runtime, resolved.choices.precision)
     runtime.seed(run.seed)  # anew, whatever was built before
     fingerprint = shared_fingerprint(resolved)

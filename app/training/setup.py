@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from app.batch import Batch
-from app.config.schema import RunConfig
+from app.config.schema import AdapterConfig, RunConfig
 from app.data.loader import Loader
 from app.distributed.environment import world
 from app.distributed.fsdp import Sharding, first_number
@@ -15,7 +15,7 @@ from app.files import checksummed_folder
 from app.model import fp8_linear
 from app.model.adapters import adapter_of, lr_factor
 from app.model.build import choose_loss_head, random_base
-from app.model.checks import check_causal, check_head, check_packing
+from app.model.checks import check_adapter, check_causal, check_head, check_packing
 from app.model.comparison import Comparison, max_difference
 from app.model.compile import verify_compiled
 from app.model.save import save_base
@@ -35,11 +35,16 @@ from app.training.trainer import Parts
 _EXACT_REDUCTION, _ROUNDED_REDUCTION = 1e-4, 2e-2
 
 
-def check_on_loader(model: TrainingModel, loader: Loader, device: torch.device) -> list[Comparison]:
+def check_on_loader(
+    model: TrainingModel, adapter: AdapterConfig, loader: Loader, device: torch.device
+) -> list[Comparison]:
     """Check the model on the micro-batch of an epoch with the most documents; refuse the run where a check fails."""
     batch = loader.with_most_rows().to(device)
     if model.sharding is None:
-        return check_on_batch(model, batch)
+        comparisons = check_on_batch(model, batch)
+        with _uncompiled(model):
+            check_adapter(model, adapter, batch)  # of a sharded model the first steps tell
+        return comparisons
     with model.sharding.checking():
         comparisons = model.within(lambda: check_on_batch(model, batch))
     return [*comparisons, check_reduction(model, model.sharding, batch)]

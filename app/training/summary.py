@@ -10,18 +10,21 @@ import torch
 from app.config.commands import python
 from app.config.dataset import formats_of, has_held_out_rows
 from app.config.metrics import TOLD
+from app.config.model_kinds import without_numbers
 from app.config.preferences import balance_notes
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.data.length_statistics import padded_fill
 from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
+from app.model.adapters import ALL_LINEAR
 from app.model.experts import stacks_of
 from app.model.preference import LABEL_PREFERENCES
+from app.model.recurrent import layers_read_past
 from app.model.source import base_fingerprint, fetch_folder
 from app.model.tokenizer import tokenizer_hash
 from app.optim import requirements
-from app.safe_text import many
+from app.safe_text import listed, many
 from app.tracking.formatting import format_bytes, format_count
 from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
@@ -72,6 +75,8 @@ def _notes(resolved: ResolvedRun) -> Iterator[str]:
         yield from quantizer.notes(device)
     if run.adapter.kind != "none" and not run.adapter.experts and stacks_of(resolved.base.on_meta()):
         yield "experts and router stay frozen (adapter.experts=true trains the experts)"
+    if run.adapter.kind != "none" and ALL_LINEAR in run.adapter.targets:
+        yield from _uncalled_layers(resolved.base.on_meta())
     yield from requirements.notes(run.optimizer, device)
     yield from offload_notes(run.training, device)
     yield from machine_notes(run.parallel, resolved.runtime.processes)
@@ -80,6 +85,12 @@ def _notes(resolved: ResolvedRun) -> Iterator[str]:
         yield from size_notes(run, resolved.base)
     if (run.training.profile_step or 0) > resolved.steps.steps:
         yield f"training.profile_step={run.training.profile_step} is after the last step, so none is profiled"
+
+
+def _uncalled_layers(lm: Any) -> Iterator[str]:
+    names = sorted(set(map(without_numbers, layers_read_past(lm))))
+    if names:
+        yield f"adapter.targets=[{ALL_LINEAR}] leaves out {listed(names, 3)}, which training does not call"
 
 
 def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:

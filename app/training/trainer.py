@@ -15,7 +15,7 @@ from app.data.loader import Loader
 from app.distributed.fsdp import local
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
-from app.model.adapters import CHECKED_STEPS, layers_without_gradient
+from app.model.adapters import CHECKED_STEPS, layers_without_gradient, require_gradient
 from app.oom_retry import try_or_none
 from app.safe_text import listed
 from app.signals import START_ME_AGAIN, StopRequest
@@ -182,11 +182,7 @@ class Trainer:
         found = layers_without_gradient(self._config.adapter, gradients, self._updates)
         of_all = [set(each) for each in self.parts.runtime.host_group.all_gather_object(found)]
         silent = [name for name in found if all(name in each for each in of_all)]  # rows for them may be on other ranks
-        if silent:
-            raise TrainingError(
-                f"no gradient reaches the adapter of {listed(silent, 3)}, so it would never learn. "
-                "Leave these layers out of adapter.targets."
-            )
+        require_gradient(silent)
 
     def _due(self, interval: int | str) -> bool:
         every = self.parts.plan.every(interval)

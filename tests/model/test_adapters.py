@@ -5,9 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from app.errors import ConfigError
+from app.errors import ConfigError, TrainingError
+from app.model import recurrent
 from app.model.adapters import layers_to_adapt
-from app.model.build import count_weights
+from app.model.build import build_training_model, count_weights
+from app.model.checks import check_adapter
+from app.model.training_model import TrainingModel
+from scripts.tiny_kinds import architecture
 from tests.model.small import (
     CAUSAL,
     batch_of,
@@ -69,6 +73,37 @@ def test_all_linear_of_experts_is_attention(kind: str) -> None:
     assert {name.split(".")[3] for name in adapted(training_model)} == {"self_attn"}
     with pytest.raises(ConfigError, match=r"adapter\.targets: down_proj matches no linear layer"):
         training_model_of(kind, lora(targets=["down_proj"]))
+
+
+def gemma3n(**given: Any) -> TrainingModel:
+    config = model_config(architecture=architecture("gemma3n_text"))
+    return build_training_model(sections(config, lora(**given)), torch.device("cpu"), seed=0, base_path="base")
+
+
+def test_all_linear_leaves_layers_that_training_does_not_call() -> None:
+    """Gemma 3n reads the weight of `correction_coefs` in training, and calls the layer in evaluation alone."""
+    training_model = gemma3n()
+    layers = adapted(training_model)
+    assert "model.layers.0.altup.prediction_coefs" in layers
+    assert not [name for name in layers if name.endswith("correction_coefs")]
+    check_adapter(training_model, lora(), BATCH)
+    loss, _ = training_model.train()(BATCH)
+    loss.backward()
+    assert all(each.grad is not None for each in training_model.trained().values())
+
+
+def test_check_adapter_uncalled_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "uncalled_modules", lambda _kind: ())
+    training_model = gemma3n()
+    with pytest.raises(TrainingError, match=r"reaches the adapter of model\.layers\.\*\.altup\.correction_coefs, so"):
+        check_adapter(training_model, lora(), BATCH)
+
+
+def test_check_adapter_one_called_layer_speaks_for_its_name() -> None:
+    training_model = training_model_of("llama", lora())
+    mlp = training_model.language_model.model.layers[1].mlp
+    mlp.register_forward_hook(lambda _module, args, _out: args[0])  # as an expert without tokens
+    check_adapter(training_model, lora(), BATCH)
 
 
 def test_targets_by_any_end_of_their_names() -> None:

@@ -72,9 +72,10 @@ def test_check_packing_kind_that_mixes_documents_is_refused(packed_loader_of: Ca
 
 
 def test_checks_leave_random_state_of_run(packed_loader_of: Callable[..., Loader]) -> None:
-    model = trainee_of(small_run("recipe=lora", "adapter.dropout=0.5"))
+    run = small_run("recipe=lora", "adapter.dropout=0.5")
+    model = trainee_of(run)
     state = torch.get_rng_state()
-    check_on_loader(model, packed_loader_of(128, 1), torch.device("cpu"))
+    check_on_loader(model, run.adapter, packed_loader_of(128, 1), torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -83,10 +84,11 @@ def test_check_on_loader_first_bin_of_one_document_still_checks_packing(data: Da
     layout = Packed(longest, pad_id=0, max_length=longest)
     loaders = (Loader(data.train, layout, StepSplit(1), seed) for seed in range(100))
     loader = next(each for each in loaders if len(each.batches(0)[0].lengths) == 1)
-    model = trainee_of(small_run("recipe=full"))
-    comparisons = check_on_loader(model, loader, torch.device("cpu"))
+    run = small_run("recipe=full")
+    model = trainee_of(run)
+    comparisons = check_on_loader(model, run.adapter, loader, torch.device("cpu"))
     assert any("packed documents" in each.what for each in comparisons)
     attention.register_kernel(leaking(0), attention.NAME)
     with pytest.raises(EnvironmentProblem, match=r"attention=sdpa: "):
-        check_on_loader(model, loader, torch.device("cpu"))
+        check_on_loader(model, run.adapter, loader, torch.device("cpu"))
     attention.register("sdpa")

@@ -27,4 +27,6 @@ def test_every_kind_reaches_its_tier(section: str, part: int) -> None:
             found = make_kinds.tier_in(section, kind)
             if TIERS.index(found.name) > TIERS.index(accepted[kind].name):
                 worse[kind] = f"{accepted[kind].name} -> {found.name}: {found.reason}"
+            elif found.uncalled != accepted[kind].uncalled:
+                worse[kind] = f"uncalled layers: {accepted[kind].uncalled} -> {found.uncalled}"
     assert worse == {}
