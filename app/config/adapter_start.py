@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
-from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME, RESERVED_FIELDS
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME, MATCHING_FIELDS, RESERVED_FIELDS
 from app.config.schema import AdapterConfig, RunConfig
 from app.config.validate import format_value
 from app.config.yaml_files import read_yaml
@@ -74,7 +75,10 @@ def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
     start = typed.get("adapter.start")
     if not isinstance(start, str) or not start:
         return {}
-    found = read_object(adapter_folder(start) / ADAPTER)
+    folder = adapter_folder(start)
+    found = read_object(folder / ADAPTER)
+    if found:
+        found = {**found, "target_modules": adapter_layers(folder, found)}
     fields = typed.get("adapter.fields")
     names = {*typed, *(f"adapter.fields.{name}" for name in (fields if isinstance(fields, dict) else ()))}
     return {
@@ -83,6 +87,19 @@ def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
         if not any(f"{name}.".startswith(f"adapter.{key}.") for name in names) and _is_plain(value)
         if not (key in KEPT and isinstance(value, str))
     }
+
+
+def adapter_layers(folder: Path, found: Mapping[str, Any]) -> Any:
+    """Return the layers in an adapter's own file; where PEFT matches them otherwise, those that its tensors name."""
+    names = found.get("target_modules")
+    if isinstance(names, list) and all(found.get(key) in (None, []) for key in MATCHING_FIELDS):
+        return names
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="np") as saved:
+            split = [name.removeprefix("base_model.model.").partition(".lora_A.") for name in saved.keys()]  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return names
+    return sorted({layer for layer, half, _ in split if half}) or names
 
 
 def _settings_in(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,9 @@ RESERVED_FIELDS = frozenset(
     | {"fan_in_fan_out"}
 )
 
+# by which PEFT chooses among the layers that target_modules matches
+MATCHING_FIELDS = ("exclude_modules", "layers_to_transform", "layers_pattern")
+
 INDIVISIBLE = "adapter.method={} {}, which FSDP cannot divide. Set parallel=ddp, or adapter=lora."
 
 

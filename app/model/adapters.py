@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME, MATCHING_FIELDS
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
 from app.config.tasks import Task
@@ -28,6 +28,12 @@ PREFIX = "base_model.model."  # of PEFT, before the names of the base
 CHECKED_STEPS = 2  # in which a gradient must reach every adapted layer
 # what runs write into adapter_config.json besides PEFT's defaults: of any method, and free to be anything
 _FREE_KEYS = ("task_type", "peft_version", "base_model_name_or_path", "inference_mode", "auto_mapping", "revision")
+# why an adapter with another value of a key is refused
+_UNSUPPORTED = {
+    "bias": " (it trains biases of the base)",
+    "lora_bias": " (its layers have a bias)",
+    "init_lora_weights": " (it changes the base, unless PEFT converted it as it was saved)",
+}
 _ROUTERS = frozenset({"gate", "shared_expert_gate", "router", "indexer"})
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
@@ -60,8 +66,8 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
     lm.name_or_path = base_path  # PEFT writes it as the adapter's base
     shared = {
         "task_type": task.peft_type,
-        "target_modules": _short(layers, lm, lambda name, end: name.rpartition(".")[2] == end),
-        "modules_to_save": _short(whole, lm, str.endswith) or None,
+        "target_modules": short_names(layers, lm),
+        "modules_to_save": short_names(whole, lm, str.endswith) or None,
         **({"trainable_token_indices": rows} if rows else {}),
         **({"ensure_weight_tying": True} if whole and _embedding(lm) in whole and _is_tied(lm) else {}),
     }
@@ -82,7 +88,11 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
     return network
 
 
-def _short(names: list[str], lm: Any, matches: Callable[[str, str], bool]) -> list[str]:
+def _ends_with(name: str, end: str) -> bool:
+    return name.rpartition(".")[2] == end
+
+
+def short_names(names: list[str], lm: Any, matches: Callable[[str, str], bool] = _ends_with) -> list[str]:
     """Short names, as other tools write them, where PEFT's matching of their ends gives just these modules."""
     short = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name, _ in lm.named_modules() if any(matches(name, end) for end in short)}
@@ -189,8 +199,11 @@ def lr_factor(config: AdapterConfig) -> Callable[[str], float]:
     return (lambda _name: 1.0) if method is None else method.lr_factor
 
 
-def read_adapter_config(final: Path) -> dict[str, Any]:
-    """adapter_config.json as runs write it: other keys have PEFT do more, some of it endless (a regular expression)."""
+def read_adapter_config(final: Path, *, of_peft: bool = False) -> dict[str, Any]:
+    """Return adapter_config.json; refuse keys that runs do not write: with some PEFT does more, or never ends.
+
+    `of_peft`: LoRA may match its layers in PEFT's other ways too, which the caller replaces by `adapter_layers`.
+    """
     try:
         config = read_json(final / ADAPTER)
     except (OSError, ValueError) as fault:
@@ -211,13 +224,18 @@ def read_adapter_config(final: Path) -> dict[str, Any]:
         **(written or {}),
     }
     valid = {**dict.fromkeys(_FREE_KEYS, lambda value: isinstance(value, str | bool | dict | None)), **needed}
+    if of_peft and peft_type == Lora.peft_type:
+        valid |= dict.fromkeys(("target_modules", *MATCHING_FIELDS), lambda _value: True)
     odd = [
-        f"{key}={str(value)[:80]}"
+        f"{key}={str(value)[:80]}{_UNSUPPORTED.get(key, '')}"
         for key, value in {**dict.fromkeys(needed), **config}.items()
         if not (valid[key](value) if key in valid else not value or value == defaults.get(key, value))
     ]
     if odd:
-        raise CheckpointError(f"{final / ADAPTER} is none that a run wrote: {', '.join(odd)}.")
+        raise CheckpointError(
+            f"{final / ADAPTER}: not supported: {', '.join(odd)}. Give an adapter without, or merge it into its base "
+            "with PEFT and give the result as model.path."
+        )
     return config
 
 

@@ -76,7 +76,8 @@ class Lora(AdapterMethod):
         **dict.fromkeys(("lora_alpha", "lora_dropout"), lambda value: type(value) in (int, float) and value >= 0),
         **dict.fromkeys(("rank_pattern", "alpha_pattern"), _is_pattern),
         "trainable_token_indices": _is_token_rows,
-        "init_lora_weights": lambda value: value in (True, "gaussian", "orthogonal"),  # which leave the base as it is
+        # which leave the base as it is
+        "init_lora_weights": lambda value: value in (True, False, "gaussian", "orthogonal"),
     }
     moves_in: ClassVar = {1: ".lora_B.", 2: ".lora_A."}
 

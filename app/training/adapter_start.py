@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from app.config.adapter_start import check_start, start_folder, with_names
+from app.config.adapter_start import adapter_layers, check_start, start_folder, with_names
 from app.config.adapters import ADAPTER_WEIGHTS, changes_base
 from app.config.finished_run import read_manifest
 from app.config.load import read_run
@@ -43,10 +43,10 @@ def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, pa
     refuse(check_start(replace(run, resume=None)))
     file, remedy = folder / ADAPTER_WEIGHTS, "Restore the adapter from a copy."
     require_intact(folder, remedy, sealed=False)
-    config = read_adapter_config(folder)
+    config = read_adapter_config(folder, of_peft=True)
     remarks = _require_same_base(run, folder, fingerprint, str(config.get("base_model_name_or_path")))
     try:
-        _load(folder, run, config["target_modules"], model, part)
+        _load(folder, run, adapter_layers(folder, config), model, part)
     except (OSError, ValueError, SafetensorError) as fault:
         raise CheckpointError(
             f"adapter.start={run.adapter.start}: {file} cannot be loaded ({gist(fault)}). {remedy}"

@@ -24,6 +24,7 @@ from app.data.objectives import Objective, build_objective
 from app.data.prepare import Data, prepare, rows_beside, stop_if_wrong
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, refuse
+from app.model.adapters import short_names
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer, new_ids
 from app.training.auto_settings import with_packing
@@ -115,6 +116,8 @@ def prepare_run(
     part = None if run.adapter.start is None else base.text_part
     if part is not None:  # the adapter that it goes on from has the names of the whole
         adapter = with_names(adapter, lambda name: part.in_text(name) or name)
+    if adapter.start is not None:
+        adapter = replace(adapter, targets=short_names(adapter.targets, base.on_meta()))
     return Prepared(replace(run, dataset=dataset, task=task, adapter=adapter), base, tokenizer, data, objective)
 
 

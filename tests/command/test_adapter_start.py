@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from app.assets import locate
 from tests.harness.runs import FINISHED, FinishedRuns, Zygote, metrics, result, same_ending
 
 COMMAND = (*FINISHED["lora"], "eval.at_start=true", "seed=0")
@@ -79,3 +80,16 @@ def test_model_path_of_an_adapter_names_adapter_start(finished: FinishedRuns, zy
     for path in ("first/final", "first"):
         message = f"model.path=MODEL adapter.start={path}"
         zygote.refused(tmp_path, *own, f"model.path={path}", message=message)
+
+
+def test_adapter_of_plain_peft_by_a_regular_expression_continues(zygote: Zygote, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(locate("asset:tiny"), dtype="float32")
+    config = LoraConfig(r=4, target_modules=r".*\.(q|v)_proj", init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(lm, config).save_pretrained(str(tmp_path / "first"))
+    words = ("recipe=lora", "adapter.start=first", "dataset.max_rows=60", "training.max_steps=1", "output_dir=out")
+    zygote.run(tmp_path, *words, code=0)
+    written = (tmp_path / "out" / "run.yaml").read_text()
+    assert "  targets:\n  - q_proj\n  - v_proj\n" in written

@@ -1,0 +1,89 @@
+"""adapter.start from adapters that plain PEFT made: the layers are those that their tensors name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from app.config.load import compose_run
+from app.config.schema import RunConfig
+from app.errors import CheckpointError
+from app.model.adapters import short_names
+from app.model.build import build_training_model
+from app.model.save import save_model
+from app.model.structure import BaseModel
+from app.model.tokenizer import load_tokenizer
+from app.training.adapter_start import load_start
+from tests.model.small import CAUSAL, built, model_config, sections
+
+IDS = torch.arange(3, 20)[None]
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "drawn": ({"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}, ["q_proj", "v_proj"]),
+    "regular expression": ({"target_modules": r".*\.(q|v)_proj"}, ["q_proj", "v_proj"]),
+    "numbered layers": (
+        {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+        ["model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"],
+    ),
+    "first layer": ({"target_modules": ["q_proj"], "layers_to_transform": 0}, ["model.layers.0.self_attn.q_proj"]),
+    "excluded": ({"target_modules": ["q_proj", "o_proj"], "exclude_modules": ["o_proj"]}, ["q_proj"]),
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    built("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def plain_adapter(folder: Path, **given: Any) -> Tensor:
+    """Save an adapter of plain PEFT and return its logits."""
+    config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **{"init_lora_weights": False} | given)
+    network = get_peft_model(built("llama", attention="eager"), config)
+    network.save_pretrained(str(folder))
+    return logits(network)
+
+
+@torch.no_grad()
+def logits(lm: Any) -> Tensor:
+    found: Tensor = lm.eval()(input_ids=IDS).logits
+    return found
+
+
+def run_from(start: Path) -> RunConfig:
+    return compose_run(["recipe=lora", f"adapter.start={start}"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapter_of_plain_peft_is_loaded_and_saved_for_it(case: str, base: Path, tmp_path: Path) -> None:
+    given, targets = CASES[case]
+    expected = plain_adapter(tmp_path / "first", **given)
+    config, run = model_config(path=str(base)), run_from(tmp_path / "first")
+    run.adapter.targets = short_names(run.adapter.targets, BaseModel(config, CAUSAL).on_meta())
+    assert sorted(run.adapter.targets) == targets
+    model = build_training_model(sections(config, run.adapter), torch.device("cpu"), 0, str(base))
+    load_start(run, model, None, None)
+    torch.testing.assert_close(logits(model.language_model), expected)
+    save_model(model, load_tokenizer(model_config(), needs_template=True), tmp_path / "final")
+    theirs = PeftModel.from_pretrained(built("llama", attention="eager"), str(tmp_path / "final"))
+    torch.testing.assert_close(logits(theirs), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"bias": "all"}, r"bias=all \(it trains biases of the base\)"),
+        ({"lora_bias": True}, r"lora_bias=True \(its layers have a bias\)"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights=pissa \(it changes the base, unless PEFT converted it"),
+    ],
+)
+def test_adapter_of_plain_peft_that_is_more_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    plain_adapter(tmp_path / "first", target_modules=["q_proj"])
+    file = tmp_path / "first" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | given))
+    model: Any = None
+    with pytest.raises(CheckpointError, match=rf"not supported: {said}.*merge it into its base with PEFT"):
+        load_start(run_from(tmp_path / "first"), model, None, None)
