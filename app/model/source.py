@@ -181,7 +181,7 @@ def library_errors(problem: str, remedy: str, error: type[AppError] = Environmen
     except Exception as fault:
         from app.oom_retry import is_out_of_memory  # imports torch
 
-        if isinstance(fault, AppError) or is_out_of_memory(fault):
+        if isinstance(fault, AppError | MemoryError) or is_out_of_memory(fault):
             raise
         raise error(f"{problem} ({type(fault).__name__}: {gist(fault)}). {remedy}") from fault
 
