@@ -286,7 +286,7 @@ def _settings(random: Random, path: Path, fmt: str) -> DatasetConfig:
         train_on=random.choice(ROW_FORMATS[fmt].train_on),
         on_overflow=random.choice(("auto", "drop", "truncate", "error")),
         on_bad_row=random.choice(("skip", "skip", "error")),
-        on_unstable_template=random.choice(("expand", "last", "error")),
+        on_unstable_template=random.choice(("expand", "join", "last", "error")),
         deduplicate=random.random() < 0.3,
         max_rows=random.choice((None, None, 3)),
         eval_fraction=random.choice((0.0, 0.0, 0.3)),

@@ -20,6 +20,7 @@ _MAX_UNREAD_NAMES = 100  # of columns and keys that are counted one by one
 MIN_EVAL_ROWS = 30  # fewer make a loss that says little
 MAX_EVAL_FRACTION = 0.2  # of the samples, which are there to be learned
 _MESSAGE_NUMBER = re.compile(r"(?<=message )\d+|(?<=tool call )\d+")
+_MAX_DROPPED_CHARS = 80  # shown
 _MIN_CLASS_TOKENS = 8  # width of a class of over-long samples; a 32nd of their length where that is more
 
 
@@ -54,6 +55,10 @@ class Counts:
     tokens_lost: int = 0  # of dropped samples, and cut off
     unstable: int = 0  # conversations whose earlier turns the template rewrites
     expanded_into: int = 0  # samples that they became; 0 if only their last turn is trained
+    joined: int = 0  # of them, those that became one sample with all turns
+    unstable_reasoning: int = 0  # of them, those with reasoning before the last trained turn
+    unstable_tokens: dict[str, int] = field(default_factory=dict)  # of them, before any was cut, under expand and join
+    dropped_text: str = ""  # the first text that the template drops from earlier turns and `join` keeps
     glued: int = 0  # samples with a token across the edge of what is trained
     endless: int = 0  # samples with an answer that does not end in a special token
     unseen: int = 0  # messages of which the template writes nothing
@@ -82,6 +87,11 @@ class Counts:
             self.bad_first.setdefault(reason, place)
         if len(self.bad_places) < MAX_PLACES:
             self.bad_places.append(place)
+
+    @property
+    def join_saves(self) -> bool:
+        """Whether dataset.on_unstable_template=join makes fewer tokens than expand."""
+        return self.unstable_tokens.get("join", 0) < self.unstable_tokens.get("expand", 0)
 
     def too_long(self, length: int) -> None:
         """Count an over-long sample by its class of lengths, which shows what max_length would keep it."""
@@ -116,6 +126,7 @@ class DataReport:
     def lines(self) -> list[str]:
         """A line for each split, and one for each thing that users should know: what a run and app.check data say."""
         lines = list(_mix_lines(self)) if self.sources else list(split_lines("train", self.train))
+        lines += [f"train: {line}" for line in _join_lines(self.train)]
         if self.eval is not None:
             lines += split_lines("eval", self.eval)
         elif self.train.samples:
@@ -200,10 +211,12 @@ def _lost_lines(c: Counts) -> Iterator[str]:
 
 def _template_lines(c: Counts) -> Iterator[str]:
     if c.unstable:
-        fate = "train only the last turn"
+        fates = [f"{many(c.joined, 'conversation')} joined into one sample each"] if c.joined else []
         if c.expanded_into:
-            fate = f"became {many(c.expanded_into, 'sample')}, one for each trained turn"
-        yield f"the chat template rewrites earlier turns: {many(c.unstable, 'conversation')} {fate}"
+            expanded = f"{many(c.unstable - c.joined, 'conversation')} became {many(c.expanded_into, 'sample')}"
+            fates.append(f"{expanded}, one for each trained turn")
+        fates = fates or [f"{many(c.unstable, 'conversation')} train only the last turn"]
+        yield f"the chat template rewrites earlier turns: {'; '.join(fates)}"
     if c.unseen:
         yield f"the chat template leaves out what {many(c.unseen, 'message')} of system, user or tool say"
     if c.marked:
@@ -215,6 +228,22 @@ def _template_lines(c: Counts) -> Iterator[str]:
     if c.endless:
         ends = f"in {many(c.endless, 'sample')} no special token ends the answer"
         yield f"{ends}: the model will not learn to stop"
+
+
+def _join_lines(c: Counts) -> Iterator[str]:
+    """Tokens of `dataset.on_unstable_template=expand` and `join`, where they differ, and how to change to `join`."""
+    if not c.join_saves:
+        return
+    expand, join = (c.unstable_tokens[name] for name in ("expand", "join"))
+    about = f"expand: {many(expand, 'token')}, {expand / join:.1f}x; join: {join:,}"
+    kept = f'earlier answers keep "{escaped(c.dropped_text[:_MAX_DROPPED_CHARS])}", which the template drops'
+    if c.joined:
+        yield f"{about}; {kept}"
+    elif c.unstable_reasoning:
+        refused = many(c.unstable_reasoning, "conversation")
+        yield f"{about}; dataset.on_unstable_template=join refuses {refused} with reasoning in earlier turns"
+    else:
+        yield f"{about}. Set dataset.on_unstable_template=join to train the same tokens in one sample: {kept}"
 
 
 def _first(names: list[str]) -> str:
@@ -234,7 +263,8 @@ def stop_reasons(
     if config.on_unstable_template == "error" and counts.unstable:
         yield (
             f"{named}: the chat template rewrites earlier turns of {counts.unstable:,} conversations; set"
-            " dataset.on_unstable_template=expand (a sample for each turn) or last (one for the last)"
+            " dataset.on_unstable_template=expand (a sample for each turn), join (one for all turns) or last (one for"
+            " the last)"
         )
     if trains:
         yield from (f"{named}: {problem}" for problem in unread_problems(config, source.key.rpartition(".")[0], counts))

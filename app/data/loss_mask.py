@@ -22,6 +22,7 @@ from app.data.chat_template import (
     thought_of,
     without_thought,
 )
+from app.data.joined_turns import JoinedTurns, Turn, join_turns
 from app.data.tokenizer import Tokenizer
 from app.data.types import (
     Comparison,
@@ -37,9 +38,9 @@ from app.data.types import (
 )
 from app.errors import ConfigError
 
-_Turn = tuple[str, Span]  # the conversation up to and with a turn, and what is trained of it
 _Pattern = tuple[tuple[str, ...], tuple[int, ...]]  # roles, and which messages are trained
 _MAX_PATTERNS = 4096
+_NOTHING = r"(?!)"  # a pattern that matches nothing
 # An empty thought, as templates write it for a model that is not to think; the prompt may have opened it already.
 _EMPTY_THOUGHT = re.compile(r"\s*([<\[]\|?\w+\|?[>\]])?\s*[<\[]\|?/\w+\|?[>\]]\s*")
 
@@ -50,6 +51,9 @@ class RenderedRow:
 
     samples: list[RenderedText]
     unstable: bool = False  # the template rewrites earlier turns
+    expanded_chars: int = 0  # of an unstable row: characters of a sample for each trained turn
+    joined: JoinedTurns | None = None  # of an unstable row, where its turns can be joined
+    reasoning: bool = False  # of an unstable row: a turn before the last trained one has reasoning
     unseen: int = 0  # messages, and lists of tools, of which the template writes nothing
     shortened: int = 0  # trained answers of which the template leaves out a part
     empty: tuple[str, ...] = ()  # columns or roles without text
@@ -60,7 +64,7 @@ class Renderer:
     """Applies one chat template under one `dataset.train_on` and `dataset.thinking`.
 
     `on_unstable` is the policy for conversations with earlier turns that the template rewrites: `expand` makes a sample
-    of each trained turn, `last` one of the last.
+    of each trained turn, `join` one of all (or as `expand`, where they cannot be joined), `last` one of the last.
     """
 
     def __init__(self, tokenizer: Tokenizer, train_on: str, on_unstable: str, thinking: str = "train") -> None:
@@ -68,7 +72,8 @@ class Renderer:
         self._eos = str(tokenizer.special_tokens_map.get("eos_token", ""))
         named = [[tokens] if isinstance(tokens, str) else tokens for tokens in tokenizer.special_tokens_map.values()]
         special = [re.escape(str(token)) for tokens in named for token in tokens if str(token).strip()]
-        self._special = re.compile("|".join(special) or r"(?!)")  # which matches nothing
+        self._special = re.compile("|".join(special) or _NOTHING)
+        self._added = re.compile("|".join(map(re.escape, filter(str.strip, tokenizer.get_added_vocab()))) or _NOTHING)
         self._train_on = train_on
         self._on_unstable = on_unstable
         self._thinking = thinking
@@ -152,11 +157,34 @@ class Renderer:
         cut = sum(not _is_whole(rendered.messages[at], text) for at, (text, _) in zip(indices, turns, strict=True))
         if all(whole.startswith(text[:end]) for text, (_, end) in turns):  # what follows a turn does not matter
             return RenderedRow([_with_spans(whole, [span for _, span in turns], weights)], unseen=unseen, shortened=cut)
-        kept = slice(None) if self._on_unstable == "expand" else slice(-1, None)
-        samples = [
-            _with_spans(text, [span], [weight]) for (text, span), weight in zip(turns[kept], weights[kept], strict=True)
-        ]
-        return RenderedRow(samples, unstable=True, unseen=unseen, shortened=cut)
+        row = RenderedRow([], unstable=True, unseen=unseen, shortened=cut)
+        return self._unstable(row, rendered, indices, turns, weights)
+
+    def _unstable(
+        self,
+        row: RenderedRow,
+        rendered: RenderedConversation,
+        indices: Sequence[int],
+        turns: Sequence[Turn],
+        weights: Sequence[float],
+    ) -> RenderedRow:
+        """The row with its samples under the policy for templates that rewrite earlier turns."""
+        thinking = [index for index in range(indices[-1]) if thought_of(rendered.messages[index]).strip()]
+        if thinking and self._on_unstable == "join" and len(turns) > 1:
+            raise RowProblem(
+                f"message {thinking[0]} has reasoning, which the chat template drops from earlier turns and"
+                " dataset.on_unstable_template=join would keep. Set dataset.on_unstable_template=expand, or"
+                " dataset.thinking=drop to train without reasoning"
+            )
+        joined = None if thinking else join_turns(rendered, indices, turns, self._added)
+        if self._on_unstable == "join" and joined:
+            samples = [_with_spans(joined.text, joined.spans, weights)]
+        else:
+            kept = slice(-1, None) if self._on_unstable == "last" else slice(None)
+            each = zip(turns[kept], weights[kept], strict=True)
+            samples = [_with_spans(text, [span], [weight]) for (text, span), weight in each]
+        expanded = sum(len(text) for text, _ in turns)
+        return replace(row, samples=samples, expanded_chars=expanded, joined=joined, reasoning=bool(thinking))
 
     def _trained(self, content: Conversation) -> list[int]:
         """The indices of the messages that are trained."""
@@ -184,7 +212,7 @@ class Renderer:
             )
         return kept
 
-    def _turn(self, rendered: RenderedConversation, index: int) -> _Turn:
+    def _turn(self, rendered: RenderedConversation, index: int) -> Turn:
         through = rendered.prefix(index + 1)
         start = _start(rendered, index, through)
         if start is None:
@@ -207,7 +235,7 @@ class Renderer:
 
 
 def _require_whole(*answers: RenderedRow) -> None:
-    if any(len(each.samples) > 1 for each in answers):
+    if any(len(each.samples) > 1 or (each.unstable and len(each.samples[0].spans) > 1) for each in answers):
         raise RowProblem("the chat template rewrites earlier turns of an answer, which cannot be compared then")
     if any(sample.weights for each in answers for sample in each.samples):
         raise RowProblem("a message has a weight, and answers are judged as a whole; only weight=0 is read, or 1")

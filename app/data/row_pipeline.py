@@ -168,9 +168,8 @@ class _Pipeline:
         counts.marked += row.marked
         for where in row.empty:
             counts.empty[where] = counts.empty.get(where, 0) + 1
-        counts.unstable += row.unstable
-        if row.unstable and self._config.on_unstable_template == "expand":
-            counts.expanded_into += len(samples)
+        if row.unstable:
+            self._count_unstable(row, samples)
         counts.glued += sum(sample.glued for sample in samples)
         counts.endless += sum(sample.endless for sample in samples)
         limit, shape = self._config.max_length, ROW_FORMATS[self._config.format]
@@ -193,6 +192,26 @@ class _Pipeline:
             counts.samples += 1
             counts.tokens += len(part.ids)
             counts.trained_tokens += max(int(part.loss_mask.sum()), part.label is not None)  # one label needs no mask
+
+    def _count_unstable(self, row: RenderedRow, samples: Sequence[Tokens]) -> None:
+        """Count a conversation that the template rewrites, and its tokens expanded and joined.
+
+        What was not made is estimated by its characters: it is the same text, more or less often.
+        """
+        counts, policy = self._counts, self._config.on_unstable_template
+        counts.unstable += 1
+        counts.unstable_reasoning += row.reasoning
+        if policy == "join" and row.joined:
+            counts.joined += 1
+        elif policy != "last":
+            counts.expanded_into += len(samples)
+        tokens = sum(len(sample.ids) + sample.more for sample in samples)
+        chars = sum(len(sample.text) for sample in row.samples)
+        sizes = {"expand": row.expanded_chars, "join": len(row.joined.text) if row.joined else row.expanded_chars}
+        for name, size in sizes.items():
+            count_name(counts.unstable_tokens, name, round(tokens * size / chars))
+        if row.joined:
+            counts.dropped_text = counts.dropped_text or row.joined.dropped
 
 
 def _check_characters(text: str) -> None:

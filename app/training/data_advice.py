@@ -130,12 +130,17 @@ def _trained_share(check: DataCheck) -> Iterator[Advice]:
 
 def _template(check: DataCheck) -> Iterator[Advice]:
     counts = check.data.report.train
-    if counts.expanded_into:
-        yield (
-            "dataset.on_unstable_template=last",
-            f"the chat template rewrites earlier turns, so {many(counts.unstable, 'conversation')} became "
-            f"{counts.expanded_into:,} samples that repeat each other; `last` trains the last turn of each",
+    if counts.expanded_into and not counts.joined:
+        samples = f"{counts.expanded_into:,} samples that repeat each other"
+        rewritten = (
+            f"the chat template rewrites earlier turns, so {many(counts.unstable, 'conversation')} became {samples}"
         )
+        if counts.join_saves and not counts.unstable_reasoning:
+            length = counts.unstable_tokens["join"] / counts.unstable_tokens["expand"]
+            joined = f"`join` trains the same answers in one sample of each, {length:.0%} of the tokens"
+            yield "dataset.on_unstable_template=join", f"{rewritten}; {joined}"
+        else:
+            yield "dataset.on_unstable_template=last", f"{rewritten}; `last` trains the last turn of each"
     if counts.endless:
         ends = f"in {many(counts.endless, 'sample')} no special token ends the answer"
         yield f"model.chat_template={check.other_template}", f"{ends}: the model will not learn to stop"
