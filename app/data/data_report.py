@@ -235,7 +235,7 @@ def _join_lines(c: Counts) -> Iterator[str]:
     if not c.join_saves:
         return
     expand, join = (c.unstable_tokens[name] for name in ("expand", "join"))
-    about = f"expand: {many(expand, 'token')}, {expand / join:.1f}x; join: {join:,}"
+    about = f"expand: about {_rounded(expand)} tokens, {expand / join:.1f}x; join: about {_rounded(join)}"
     kept = f'earlier answers keep "{escaped(c.dropped_text[:_MAX_DROPPED_CHARS])}", which the template drops'
     if c.joined:
         yield f"{about}; {kept}"
@@ -243,7 +243,13 @@ def _join_lines(c: Counts) -> Iterator[str]:
         refused = many(c.unstable_reasoning, "conversation")
         yield f"{about}; dataset.on_unstable_template=join refuses {refused} with reasoning in earlier turns"
     else:
-        yield f"{about}. Set dataset.on_unstable_template=join to train the same tokens in one sample: {kept}"
+        same = "train the same answers in one sample per conversation"
+        yield f"{about}. Set dataset.on_unstable_template=join to {same}, where {kept}"
+
+
+def _rounded(number: int) -> str:
+    """A number of three digits that count."""
+    return f"{float(f'{number:.3g}'):,.0f}"
 
 
 def _first(names: list[str]) -> str:
