@@ -85,8 +85,7 @@ class DatasetConfig:
     # what happens to longer samples; auto splits text, cuts labelled text, drops others
     on_overflow: str = choice("auto", "error", "truncate", "drop", "split")
     on_bad_row: str = choice("error", "skip")  # error stops at an unreadable row; skip counts and lists them
-    # chat templates that rewrite earlier turns; expand: one sample per trained turn; join: one sample with all of them,
-    # in which earlier turns keep what the template drops; last: the last trained turn only
+    # chat templates that rewrite earlier turns; expand: one sample per trained turn; join: one sample with all of them
     on_unstable_template: str = choice("expand", "join", "last", "error")
     max_rows: int | None = number(at_least=1)  # first rows to take, of a mix from each source
     deduplicate: bool = False  # train on the first of equal samples only

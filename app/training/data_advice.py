@@ -138,7 +138,8 @@ def _template(check: DataCheck) -> Iterator[Advice]:
         if counts.join_saves and not counts.unstable_reasoning:
             length = counts.unstable_tokens["join"] / counts.unstable_tokens["expand"]
             joined = f"`join` trains the same answers in one sample of each, {length:.0%} of the tokens"
-            yield "dataset.on_unstable_template=join", f"{rewritten}; {joined}"
+            cut = " dataset.on_overflow=truncate" if counts.dropped else ""  # one that is dropped has all answers
+            yield f"dataset.on_unstable_template=join{cut}", f"{rewritten}; {joined}"
         else:
             yield "dataset.on_unstable_template=last", f"{rewritten}; `last` trains the last turn of each"
     if counts.endless:

@@ -213,7 +213,7 @@ def test_join_reasoning_in_earlier_turn_refused() -> None:
 def test_join_compared_answers_refused() -> None:
     made = templated("qwen3")
     pair = Comparison(
-        *(Conversation([*chat("Hi"), *chat("", *said)[1:]], completion_start=1) for said in ("abc", "abd"))
+        *(Conversation([*chat("Hi"), *chat("", *said)[1:]], completion_start=1) for said in ("abc", "abe"))
     )
     for policy in ("expand", "join"):
         with pytest.raises(RowProblem, match="rewrites earlier turns of an answer, which cannot be compared"):

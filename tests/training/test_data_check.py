@@ -286,3 +286,29 @@ def test_preview_marks_masked_tokens(look: Look, tmp_path: Path) -> None:
 def talks_as_text(folder: Path) -> str:
     (folder / "a.txt").write_text("The cat sleeps.")
     return f"dataset.path={folder / 'a.txt'}"
+
+
+def test_data_check_rewriting_template_advises_join(look: Look, tmp_path: Path) -> None:
+    template = tmp_path / "rewriting.jinja"
+    thought = "{{ '<think></think>' if m.role == 'assistant' and loop.last else '' }}"
+    asked = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    template.write_text(
+        f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{thought}{{{{ m.content }}}}<|end|>{{% endfor %}}{asked}"
+    )
+    long = [chat(*("word " * 40 for _ in range(8))) for _ in range(2)]
+    path = write_chats(tmp_path / "a.jsonl", chat("a", "b", "c", "d"), chat("e", "f", "g", "h"))
+    words = ("dataset=messages", f"model.chat_template={template}")
+    found = look(*words, f"dataset.path={path}")
+    assert advised(found)["dataset.on_unstable_template=join"].startswith(
+        "the chat template rewrites earlier turns, so 2 conversations became 4 samples that repeat each other; `join`"
+    )
+    joined = look(*words, f"dataset.path={path}", "dataset.on_unstable_template=join")
+    assert not any("on_unstable_template" in key for key in advised(joined))
+    assert joined.data.report.train.trained_tokens == found.data.report.train.trained_tokens
+    cut = look(*words, f"dataset.path={write_chats(tmp_path / 'b.jsonl', *long)}", "dataset.on_overflow=drop")
+    assert "dataset.on_unstable_template=join dataset.on_overflow=truncate" in advised(cut)
+    thinks = [{**m, "reasoning_content": "Hm."} if m["role"] == "assistant" else m for m in chat("a", "b", "c", "d")]
+    reasons = look(*words, f"dataset.path={write_jsonl(tmp_path / 'c.jsonl', [{'messages': thinks}])}")
+    assert "dataset.on_unstable_template=last" in advised(reasons)
+    [stop] = look(*words, f"dataset.path={path}", "dataset.on_unstable_template=error").stops
+    assert stop.endswith("=expand (a sample for each turn), join (one for all turns) or last (one for the last)")
