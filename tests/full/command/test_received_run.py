@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from app.files import CHECKSUMS, sha256
 from tests.harness.runs import FINISHED, FinishedRuns, Zygote
 
 CODE = """
@@ -47,6 +48,9 @@ def sent(finished: FinishedRuns, tmp_path: Path) -> Path:
         edited(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]})
         edited(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer")
     edited(run / "base" / "config.json", auto_map=CLASSES, model_type="own")
+    for folder in (run / "base", run / "final"):  # whoever sends a run writes its checksums too
+        files = [file for file in folder.iterdir() if file.name != CHECKSUMS]
+        (folder / CHECKSUMS).write_text(json.dumps({file.name: sha256(file) for file in files}))
     return run
 
 
