@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -15,6 +16,7 @@ from app.assets import template_names, template_text
 from app.chat_rendering import ConversationRefused, render_chat
 from app.data.tokenizer import Tokenizer
 from app.data.types import Conversation, Message, RowProblem, Span
+from app.errors import ConfigError
 
 TOOL_TEMPLATES = ("qwen3", "qwen2.5", "llama3.1")  # those that ship and write tools and calls
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of what an assistant thought before its answer
@@ -28,6 +30,8 @@ _NO_OPTIONS = {"messages", "conversation", "tools", "chat_template", "add_genera
 _NO_OPTIONS |= {"continue_final_message", "sanitize_control_tokens", "truncation", "max_length", "tokenizer_kwargs"}
 _NO_OPTIONS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
 _PROBE_ANSWERS = ("b", "c")  # two answers that have no character in common
+_PROBE_ARGUMENTS = {"key": "value"}  # of a call whose id has the nine letters that Mistral's templates require
+_PROBE_CALL = {"id": "callprobe", "type": "function", "function": {"name": "probe", "arguments": _PROBE_ARGUMENTS}}
 
 # The content of a placeholder message: white space of two kinds, to see what a template strips, around characters for
 # private use, which no template writes.
@@ -78,6 +82,7 @@ class TemplateNames:
     """What a chat template reads of a row beside roles and contents, as far as the words in it tell."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._words = {"role", "content", "tool_calls", *_WORD.findall(str(tokenizer.chat_template))}
         self._thought = next((key for key in THOUGHT_KEYS if key in self._words), None)
 
@@ -87,6 +92,19 @@ class TemplateNames:
 
     def reads_option(self, name: str) -> bool:
         return name in self._words and name not in _NO_OPTIONS
+
+    @cached_property
+    def writes_python(self) -> bool:
+        """Whether the template writes the arguments of a tool call, if they are an object, as their Python `repr`."""
+        call: Message = {"role": "assistant", "tool_calls": [_PROBE_CALL]}
+        for message in ({**call, "content": ""}, call):
+            try:
+                text = RenderedConversation(self._tokenizer, [{"role": "user", "content": "a"}, message]).whole
+            except (RowProblem, ConfigError):  # a template may refuse the probe, or fail at it
+                continue
+            if repr(_PROBE_ARGUMENTS) in text:
+                return True
+        return False
 
     def adapt(self, conversation: Conversation) -> Conversation:
         """Call thoughts as the template does, and leave out options that it does not read."""
@@ -151,7 +169,9 @@ def common_start(*texts: str) -> str:
     return shortest[:start]
 
 
-def render_conversation(conversation: Conversation, tokenizer: Tokenizer) -> RenderedConversation:
+def render_conversation(
+    conversation: Conversation, tokenizer: Tokenizer, names: TemplateNames
+) -> RenderedConversation:
     """Render with tool calls in the first spelling that the template writes."""
     messages, rest = conversation.messages, (conversation.tools, conversation.options)
     calling = [index for index, message in enumerate(messages) if "tool_calls" in message]
@@ -160,6 +180,9 @@ def render_conversation(conversation: Conversation, tokenizer: Tokenizer) -> Ren
     unwritten: int | None = None
     refusal: RowProblem | None = None
     for as_text, absent in product((False, True), repeat=2):
+        if names.writes_python and not as_text:
+            unwritten = calling[0]
+            continue
         spelt = [_spelt(message, as_text, absent) for message in messages]
         rendered = RenderedConversation(tokenizer, spelt, *rest)
         try:
@@ -192,11 +215,9 @@ def _spelt(message: Message, as_text: bool, absent: bool) -> Message:
 
 
 def _writes_calls(rendered: RenderedConversation, index: int) -> bool:
-    """Whether all calls of a message are written, and not as Python's `repr`."""
+    """Whether all calls of a message are written."""
     added = rendered.added(index)
-    called = [call["function"] for call in rendered.messages[index]["tool_calls"]]
-    python = [repr(call["arguments"]) for call in called if call["arguments"]]
-    return all(call["name"] in added for call in called) and not any(text in added for text in python)
+    return all(call["function"]["name"] in added for call in rendered.messages[index]["tool_calls"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class Renderer:
         if self._thinking == "drop":
             content = replace(content, messages=[without_thought(message) for message in content.messages])
         content = self.names.adapt(content)
-        rendered = render_conversation(content, self._tokenizer)
+        rendered = render_conversation(content, self._tokenizer, self.names)
         row = self._from_skeleton(rendered, content) or self._from_prefixes(rendered, content)
         return replace(row, marked=marked)
 

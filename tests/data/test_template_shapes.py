@@ -222,6 +222,29 @@ def test_train_on_all_without_some_messages() -> None:
             render_row(name, {"messages": [{**opened[0], "train": False}, *opened[1:]]}, "all")
 
 
+@pytest.mark.parametrize(
+    ("spoken", "thought"), [("The parameters are {'q': 'x'}.", ""), ("", "So I call it with {'q': 'x'}.")]
+)
+@pytest.mark.parametrize("name", ["tags_for_tools", "empty_thoughts", "headers_with_tools"])
+def test_tool_call_arguments_python_repr_in_text_stay_object(name: str, spoken: str, thought: str) -> None:
+    asks = {"role": "assistant", "content": spoken, "tool_calls": [{"name": "find", "arguments": {"q": "x"}}]}
+    asks |= {"reasoning_content": thought} if thought else {}
+    [text] = trained(name, {"messages": [*chat("a"), asks]})
+    assert '{"q": "x"}' in text
+
+
+@pytest.mark.parametrize("content", ["", "I look it up: {'q': 'x'}."])
+def test_tool_call_arguments_template_that_writes_python_gets_json_text(content: str) -> None:
+    made = tokenizer("chatml")
+    made.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name ~ c.function.arguments }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    asks = {"role": "assistant", "content": content, "tool_calls": [{"name": "find", "arguments": {"q": "x"}}]}
+    [text] = Renderer(made, "assistant", "expand").render(conversation({"messages": [*chat("a"), asks]})).samples
+    assert text.text == f'a<|im_end|>{content}find{{"q": "x"}}<|im_end|>'
+
+
 def test_tool_calls_as_python_refused() -> None:
     made = tokenizer("chatml")
     made.chat_template = (
