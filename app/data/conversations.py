@@ -26,7 +26,8 @@ _ROLE_ALIASES = {"developer": "system", "function": "tool"}  # names that the sa
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
 _READ_PARTS = ("text", "reasoning", "tool_call")
-_KEY_ALIASES = {"training": "train", "loss_weight": "weight"}  # as Axolotl and LLaMA-Factory call them
+# as Axolotl, LLaMA-Factory, ms-swift and XTuner call them; a `loss` that is a number is a measurement
+_KEY_ALIASES = {"training": "train", "loss_weight": "weight", "loss": "train"}
 
 
 def messages(row: Row, columns: Columns) -> Conversation:
@@ -185,8 +186,11 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
     """The message, whether it says that it is trained (None: it does not say), and its weight."""
     if not isinstance(found, dict):
         raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(found)}")
-    # tables fill absent keys with null
-    given: Message = {_KEY_ALIASES.get(key, str(key)): value for key, value in found.items() if value is not None}
+    given: Message = {
+        str(key) if key == "loss" and not isinstance(value, bool) else _KEY_ALIASES.get(key, str(key)): value
+        for key, value in found.items()
+        if value is not None  # tables fill absent keys with null
+    }
     role = _role(index, given)
     given = _without_parts(index, given)
     calls = _calls(index, {**given, "role": role})
@@ -263,23 +267,22 @@ def _weight(index: int, given: Any) -> float:
 
 
 def read_tools(found: Any, column: str) -> list[dict[str, Any]] | None:
-    """Read a list of tools, or JSON text of one."""
-    if isinstance(found, str):
-        found = _parsed(found, f"column {column!r}") if found.strip() else None
+    """Read a list of tools, or JSON text of one, whose nulls are the schema's own: a table filled in none of them."""
+    is_text = isinstance(found, str)
+    found = found if not is_text else _parsed(found, f"column {column!r}") if found.strip() else None
     if found is None or found == []:
         return None
     if not isinstance(found, list):
         raise RowProblem(f"column {column!r} must be a list of tools, found {kind_of(found)}")
-    return [_tool(index, tool, column) for index, tool in enumerate(found)]
+    return [_tool(index, tool if is_text else _without_nulls(tool), column) for index, tool in enumerate(found)]
 
 
-def _tool(index: int, tool: Any, column: str) -> dict[str, Any]:
-    given = _without_nulls(tool)
+def _tool(index: int, given: Any, column: str) -> dict[str, Any]:
     function = given.get("function", given) if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowProblem(
             f"column {column!r}: tool {index} must be an object with a name, or with a function that has one;"
-            f" found {kind_of(tool)}"
+            f" found {kind_of(given)}"
         )
     return given if "function" in given else {"type": "function", "function": given}
 

@@ -25,7 +25,7 @@ from app.data.tokenizer import Tokenizer, Tokens
 from app.errors import EnvironmentProblem
 from app.files import fsync
 
-CODE_VERSION = 11  # raise it with every change of what rows become; a test of rows of all formats says when
+CODE_VERSION = 12  # raise it with every change of what rows become; a test of rows of all formats says when
 BATCH_ROWS = 4096  # of one record batch
 _BATCH_TOKENS = 1 << 22  # fewer rows if they are long
 _ABANDONED_SECONDS = 24 * 3600  # after which a half-written file is removed without a lock

@@ -97,10 +97,10 @@ def test_unread_part_of_column_told(tmp_path: Path) -> None:
     assert "train: columns not read: context (2 rows), category (2 rows)" in data.report.lines()
 
 
-@pytest.mark.parametrize("key", ["train", "training", "weight", "loss_weight"])
+@pytest.mark.parametrize("key", ["train", "training", "loss", "weight", "loss_weight"])
 def test_key_of_message_not_trained(tmp_path: Path, key: str) -> None:
     talk = [*chat("q", "first", "q"), {"role": "assistant", "content": "second"}]
-    talk[1] = {**talk[1], key: False if "train" in key else 0.0}  # type: ignore[dict-item]
+    talk[1] = {**talk[1], key: 0.0 if "weight" in key else False}  # type: ignore[dict-item]
     data = prepared(tmp_path, {"messages": talk}, "messages")
     trained = tokenizer().decode(data.train.ids(0)[data.train.loss_mask(0)])
     assert "second" in trained

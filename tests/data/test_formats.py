@@ -119,6 +119,11 @@ def test_tools_normalised(tools: object) -> None:
     assert read({"messages": chat("a"), "tools": tools}, tools=None).tools is None
 
 
+def test_tools_as_json_text_keep_nulls() -> None:
+    strict = {**TOOL, "function": {**ADD, "parameters": {"type": "object", "required": None}}}
+    assert read({"messages": chat("a"), "tools": json.dumps([strict])}).tools == [strict]
+
+
 @pytest.mark.parametrize("nothing", [None, [], "", "[]"])
 def test_tools_absent(nothing: object) -> None:
     assert read({"messages": chat("a"), "tools": nothing}).tools is None
@@ -147,6 +152,8 @@ def test_system_column_opens_conversation() -> None:
         ({"weight": 1.0}, {}, {}),
         ({"weight": 0}, {2: False}, {}),
         ({"train": False}, {2: False}, {}),
+        ({"loss": False}, {2: False}, {}),
+        ({"loss": True}, {2: True}, {}),
         ({"train": True, "weight": 1}, {2: True}, {}),
         ({"weight": 0.3}, {}, {2: 0.3}),
         ({"weight": 1e-6, "train": True}, {2: True}, {2: 1e-6}),
