@@ -29,6 +29,8 @@ _WORD = re.compile(r"\w+")
 _NO_OPTIONS = {"messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "padding"}
 _NO_OPTIONS |= {"continue_final_message", "sanitize_control_tokens", "truncation", "max_length", "tokenizer_kwargs"}
 _NO_OPTIONS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+_ROLE_KEYS = ("role", "content", "tool_calls")  # read by every template
+_MAX_KEY_PATTERNS = 4096
 _PROBE_ANSWERS = ("b", "c")  # two answers that have no character in common
 _PROBE_ARGUMENTS = {"key": "value"}  # of a call whose id has the nine letters that Mistral's templates require
 _PROBE_CALL = {"id": "callprobe", "type": "function", "function": {"name": "probe", "arguments": _PROBE_ARGUMENTS}}
@@ -79,16 +81,43 @@ def without_thought(message: Message) -> Message:
 
 
 class TemplateNames:
-    """What a chat template reads of a row beside roles and contents, as far as the words in it tell."""
+    """What a chat template reads of a row in addition to roles and contents."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._words = {"role", "content", "tool_calls", *_WORD.findall(str(tokenizer.chat_template))}
         self._thought = next((key for key in THOUGHT_KEYS if key in self._words), None)
+        self._unread: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
-    def reads_key(self, key: str) -> bool:
-        """Whether it reads this key of a message, under its own name or another one for thoughts."""
-        return key in self._words or (key in THOUGHT_KEYS and self._thought is not None)
+    def unread_keys(self, conversation: Conversation, index: int) -> tuple[str, ...]:
+        """Return the keys of a message without which the conversation up to it renders the same.
+
+        Rendered for the first message with these keys; whether a value is empty distinguishes them.
+        """
+        message = conversation.messages[index]
+        extra = [key for key in message if key not in _ROLE_KEYS]
+        if not extra:
+            return ()
+        pattern = (message["role"], "tool_calls" in message, *((key, bool(message[key])) for key in extra))
+        if pattern not in self._unread:
+            if len(self._unread) >= _MAX_KEY_PATTERNS:
+                self._unread.clear()
+            before = conversation.messages[:index]
+            whole = self._text(conversation, [*before, message])
+            others = ({each: inner for each, inner in message.items() if each != key} for key in extra)
+            texts = [self._text(conversation, [*before, other]) for other in others]
+            self._unread[pattern] = tuple(
+                key for key, text in zip(extra, texts, strict=True) if whole is not None and text == whole
+            )
+        return self._unread[pattern]
+
+    def _text(self, conversation: Conversation, messages: list[Message]) -> str | None:
+        """Return what the template writes for these messages; None if it refuses them or fails."""
+        try:
+            adapted = self.adapt(replace(conversation, messages=messages))
+            return render_conversation(adapted, self._tokenizer, self).whole
+        except (RowProblem, ConfigError):
+            return None
 
     def reads_option(self, name: str) -> bool:
         return name in self._words and name not in _NO_OPTIONS
@@ -169,9 +198,7 @@ def common_start(*texts: str) -> str:
     return shortest[:start]
 
 
-def render_conversation(
-    conversation: Conversation, tokenizer: Tokenizer, names: TemplateNames
-) -> RenderedConversation:
+def render_conversation(conversation: Conversation, tokenizer: Tokenizer, names: TemplateNames) -> RenderedConversation:
     """Render with tool calls in the first spelling that the template writes."""
     messages, rest = conversation.messages, (conversation.tools, conversation.options)
     calling = [index for index, message in enumerate(messages) if "tool_calls" in message]

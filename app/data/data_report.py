@@ -69,7 +69,9 @@ class Counts:
     missed: dict[str, int] = field(default_factory=dict)  # rows where an unread column says what no sample does
     missed_chars: dict[str, int] = field(default_factory=dict)  # of its texts
     foreign_markers: dict[str, int] = field(default_factory=dict)  # plain texts that another program wrote out as chats
-    unread_keys: dict[str, int] = field(default_factory=dict)  # of messages; the chat template names none of them
+    unread_keys: dict[str, int] = field(
+        default_factory=dict
+    )  # of messages; they change nothing that the chat template writes
     held_out: int = 0  # samples that dataset.eval_fraction took from here
     duplicates: int = 0  # samples whose tokens and mask an earlier one has
     duplicates_dropped: int = 0

@@ -139,7 +139,7 @@ class _Pipeline:
         return replace(rendered, empty=tuple(empty_parts(row, content, fmt, columns)))
 
     def _count_unread(self, row: Row, content: Content, rendered: RenderedRow) -> None:
-        """Count columns that are not read, and keys of messages that the template does not name."""
+        """Count columns that are not read, and keys of messages that the template does not read."""
         columns = self._config.columns
         chats = [each for each in sides_of(content) if isinstance(each, Conversation)]
         read = {*self._read_columns, tools_column(row, columns) or ""} if chats else self._read_columns
@@ -155,8 +155,8 @@ class _Pipeline:
                 count_name(self._counts.foreign_markers, marker.group().strip())
         names = self._renderer.names
         for at, chat in enumerate(chats):
-            messages = chat.messages[chat.completion_start if at else 0 :]  # two answers follow the same prompt
-            for key in (key for message in messages for key in message if not names.reads_key(key)):
+            first = chat.completion_start if at else 0  # two answers follow the same prompt
+            for key in (key for index in range(first, len(chat.messages)) for key in names.unread_keys(chat, index)):
                 count_name(self._counts.unread_keys, key)
         for name in (name for name in (chats[0].options if chats else ()) if not names.reads_option(name)):
             count_name(self._counts.unread_columns, f"{columns.chat_template_kwargs}.{name}")

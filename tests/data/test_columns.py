@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from app.assets import template_text
 from app.data.columns import wanted_rows
 from app.data.detect_format import detect_formats
 from app.data.formats import fields_of
@@ -84,6 +85,25 @@ def test_unread_columns_and_keys_told(tmp_path: Path) -> None:
     assert (
         "eval: columns not read: topic (1 row)" in prepared(tmp_path, row, "auto", eval_path=str(held)).report.lines()
     )
+
+
+@pytest.mark.parametrize("key", ["thought", "text", "reasoning"])
+def test_unread_key_named_like_a_word_of_the_template_reported(tmp_path: Path, key: str) -> None:
+    made = tokenizer()
+    made.chat_template = template_text("qwen2.5" if key == "reasoning" else "qwen3")
+    made.chat_template = "{# writes no thinking #}" + made.chat_template
+    talk = [*chat("q"), {**chat("q", "a")[1], key: "hm"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk}] * 2)
+    assert prepare(config(path), made, str(tmp_path / "cache")).report.train.unread_keys == {key: 2}
+
+
+def test_unread_key_decided_where_its_message_is_the_last(tmp_path: Path) -> None:
+    made = tokenizer()
+    made.chat_template = template_text("qwen3")  # which drops the thoughts of earlier turns
+    talk = chat("q", "a", "q", "b")
+    rows = [{"messages": [talk[0], {**talk[1], "thinking": "hm"}, {**talk[2], "note": "x"}, talk[3]]}] * 2
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert prepare(config(path), made, str(tmp_path / "cache")).report.train.unread_keys == {"note": 2}
 
 
 def test_unread_part_of_column_told(tmp_path: Path) -> None:
