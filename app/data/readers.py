@@ -269,7 +269,8 @@ def _record(header: list[str], fields: list[str]) -> dict[str, object] | Broken:
             f"has {len(fields)} field{'s' * (len(fields) != 1)} where the first line names {len(header)} columns"
         )
     problem = _not_utf8(fields)
-    return Broken(problem) if problem else dict(zip(header, fields, strict=True))
+    # an empty cell is null, as in JSON: its row has no answer, not an empty one
+    return Broken(problem) if problem else {name: field or None for name, field in zip(header, fields, strict=True)}
 
 
 def _not_utf8(fields: list[str]) -> str:

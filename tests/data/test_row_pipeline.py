@@ -105,9 +105,8 @@ def test_completion_glued_to_prompt_is_bad_row(tmp_path: Path) -> None:
 
 
 def test_blank_texts_counted(tmp_path: Path) -> None:
-    """An empty cell of a table is empty text, which no row is refused for."""
-    path = tmp_path / "a.csv"
-    path.write_text("question,answer,system\nHi,Hello,\n,Hello,\nHi,,\nHi, ,\n,,\n")
+    said = (("Hi", "Hello"), ("", "Hello"), ("Hi", ""), ("Hi", " "), ("", ""))
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": asked, "answer": answer} for asked, answer in said])
     data = read(path, "question_answer")
     assert data.report.train.empty == {"column question": 2, "column answer": 3}
     assert data.report.train.bad_rows == 0
@@ -120,6 +119,18 @@ def test_blank_texts_counted(tmp_path: Path) -> None:
     row = {"messages": [*chat("Hi"), *calls, *chat("a", "b")]}
     content = read_row(row, "messages", config("x").columns)
     assert list(empty_parts(row, content, "messages", config("x").columns)) == []
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_empty_cells_are_null(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    text = 'question,answer,system\nHi,Hello,\n,Hello,\nHi,,\nHi, ,\n"","",\n'
+    path.write_text(text.replace(",", "\t") if name.endswith(".tsv") else text)
+    [question, answer] = problems(path, "question_answer")
+    assert question.startswith(f"{name}:3 and 1 more row: column 'question' must be text, found null")
+    assert answer.startswith(f"{name}:4: column 'answer' must be text, found null")
+    report = read(path, "question_answer", on_bad_row="skip").report.train
+    assert (report.rows_kept, report.bad_rows, report.empty) == (2, 3, {"column answer": 1})
 
 
 def test_empty_completion_trains_end(tmp_path: Path) -> None:

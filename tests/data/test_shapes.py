@@ -230,7 +230,8 @@ NUMBERS = [
     Case("nan-answer.jsonl", b'{"prompt": "a", "completion": NaN}\n', "NaN", fmt="prompt_completion"),
     Case("nan-weight.jsonl", said(*ASKED, {**ANSWER[0], "weight": float("nan")}), "found nan", (1, 1)),
     Case("huge-weight.jsonl", said(*ASKED, {**ANSWER[0], "weight": 10**400}), "found 10000000000000000000", (1, 1)),
-    Case("empty-cells.csv", PAIR + b"a,nan\nb,\n,c\n", 3),  # a table of text has empty text, and no NaN
+    Case("nan-cells.csv", PAIR + b"a,nan\n", 1),  # a table of text has no NaN
+    Case("empty-cells.csv", PAIR + b"a,b\n" * 28 + b"b,\n,c\n", ":30: column 'completion' must be text", (28, 2)),
     Case("null.parquet", table(prompt=["a"] * 9 + [None], completion=["b"] * 10), " row 9: column 'prompt'", (9, 1)),
     Case("bytes.parquet", table(text=[b"a"]), "bytes"),
     Case("number.jsonl", said({"role": "user", "content": 5}, *ANSWER), "found a number", (1, 1)),
