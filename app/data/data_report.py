@@ -30,6 +30,7 @@ class Counts:
 
     source: str = ""
     files_left_out: list[str] = field(default_factory=list)
+    reading_notes: list[str] = field(default_factory=list)  # on files that were read in an unusual way
     rows_read: int = 0
     rows_kept: int = 0  # with at least one sample
     rows_lost: int = 0  # good rows without a sample: all over-long, or a pair of equal answers
@@ -189,6 +190,7 @@ def count_name(counts: dict[str, int], name: str, number: int = 1) -> None:
 def _lost_lines(c: Counts) -> Iterator[str]:
     if c.files_left_out:
         yield f"{many(len(c.files_left_out), 'file')} of the folder not read: {_first(c.files_left_out)}"
+    yield from c.reading_notes
     if c.bad_rows:
         yield f"{many(c.bad_rows, 'bad row')} skipped: {_first(c.bad_places)} ({c.first_problem})"
     if c.over_long:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.data.columns import ABSENT, value
+from app.data.data_file import DataFile, extension
 from app.data.formats import words_with_tags
 from app.data.overflow import POLICIES
-from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, extension, read_file
+from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, read_file
 from app.data.tokenizer import Encoder, Tokenizer, Tokens
 from app.data.types import Broken, Message, RenderedText, Row
 from app.errors import DataError
@@ -87,7 +88,7 @@ def _rows(given: str) -> list[tuple[str, Row]]:
     path, rows = prompts_file(given), list[tuple[str, Row]]()
     if extension(path) not in READERS:
         raise DataError(f"prompts={given}: files of this kind are not read. Give one of {', '.join(READERS)}.")
-    for location, row in read_file(path, given):
+    for location, row in read_file(DataFile(path, given)):
         if isinstance(row, Broken):
             raise DataError(f"prompts={given}: {location}: {row.reason}")
         if extension(path) in TEXT_FILES:

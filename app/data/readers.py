@@ -3,28 +3,25 @@
 A kind of file is one entry of `READERS`. Files are UTF-8; another encoding is an error, never guessed.
 """
 
-import csv
-import gzip
 import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, BinaryIO
 
+from app.data.csv_rows import read_csv
+from app.data.data_file import TABLE_FILES, DataFile, extension
 from app.data.types import Broken, Located, escaped, kind_of
-from app.errors import DataError, EnvironmentProblem
+from app.errors import DataError
 
 TEXT_FILES = (".txt", ".md")
 TEXT_COLUMN = "text"
-PACKED_FILES = (".gz", ".zst")
 _MAX_TEXT_BYTES = 1 << 30
 _MAX_JSON_BYTES = 512 << 20  # what `json` makes of them takes several times as much memory
 _MAX_JSON_PARTS = 20_000_000  # lists and objects, each of which takes a hundred bytes
 _MAX_ROW_BYTES = 64 << 20
-_MAX_HEADER_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 20  # read at once
 _TABLE_BATCH_ROWS = 256
 _ARROW_FILE = b"ARROW1"  # how one begins; a stream has no mark
@@ -34,54 +31,28 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NO_ARRAY = "expected an array of rows, or an object that holds one"
 
 
-def read_file(path: Path, name: str) -> Iterator[Located]:
-    """Every row of one file; `name` is how locations show it."""
-    kind = extension(path)
+def read_file(file: DataFile) -> Iterator[Located]:
+    """Every row of one file."""
+    name, kind = file.name, extension(file.path)
     try:
-        with open_file(path) as packed:
-            stream = _unpacked(packed, path)
-            if kind not in _TABLES and stream.peek(2).startswith(_UTF16_MARKS):
-                raise DataError(f"{name}: is UTF-16, expected UTF-8; type: iconv -f UTF-16 -t UTF-8 OLD > NEW")
+        with file.opened() as stream:
+            if kind not in TABLE_FILES and stream.peek(2).startswith(_UTF16_MARKS):
+                command = file.converted("iconv -f UTF-16 -t UTF-8")
+                raise DataError(f"{name}: is UTF-16, expected UTF-8; type: {command}")
             if stream.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
                 raise DataError(
                     f"{name}: is a pointer of Git LFS, and the file itself was not fetched; type: git lfs pull"
                 )
-            yield from READERS[kind](stream, name)
+            yield from READERS[kind](stream, file)
     except (EOFError, zlib.error, OSError) as error:
-        packing = path.suffix.lower()
-        if packing not in PACKED_FILES or getattr(error, "errno", None) is not None:
+        if not file.packing or getattr(error, "errno", None) is not None:
             raise
-        raise DataError(f"{name}: not a whole {packing} file: {error}") from error
+        raise DataError(f"{name}: not a whole {file.packing} file: {error}") from error
 
 
-def _unpacked(packed: io.BufferedReader, path: Path) -> io.BufferedReader:
-    if path.suffix.lower() == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=packed))
-    if path.suffix.lower() == ".zst":
-        import pyarrow  # slow to import
-
-        return io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"))
-    return packed
-
-
-def extension(path: Path) -> str:
-    """The suffix that decides the reader, in lower case; for a packed file of text, the one before `.gz` or `.zst`."""
-    suffix = path.suffix.lower()
-    inner = path.with_suffix("").suffix.lower()
-    return inner if suffix in PACKED_FILES and inner not in _TABLES else suffix
-
-
-def open_file(path: Path) -> io.BufferedReader:
-    """Open for reading bytes; a file that may not be read is the user's error."""
-    try:
-        return path.open("rb")
-    except PermissionError as error:
-        raise EnvironmentProblem(f"{path} may not be read: {error.strerror}; make it readable") from error
-
-
-def _read_jsonl(stream: BinaryIO, name: str) -> Iterator[Located]:
+def _read_jsonl(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
     """Lines end in line feeds, carriage returns or both."""
-    number = 0
+    name, number = file.name, 0
     for line in iter(partial(stream.readline, _MAX_ROW_BYTES + 1), b""):
         if len(line) > _MAX_ROW_BYTES:
             raise DataError(
@@ -92,7 +63,7 @@ def _read_jsonl(stream: BinaryIO, name: str) -> Iterator[Located]:
             number += 1
             row = part.removeprefix(_BYTE_ORDER_MARK) if number == 1 else part
             if row.strip():
-                yield f"{name}:{number}", _parse_line(row)
+                yield f"{name}:{number}", _parse_line(row, file)
 
 
 class _SameKeyError(ValueError):
@@ -108,12 +79,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parse_line(line: bytes) -> dict[str, object] | Broken:
+def _parse_line(line: bytes, file: DataFile) -> dict[str, object] | Broken:
     try:
         value = json.loads(line.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         byte = f"byte {error.start + 1} of the line (0x{error.object[error.start]:02x})"
-        return Broken(f"not UTF-8 at {byte}; save the file as UTF-8")
+        return Broken(f"not UTF-8 at {byte}; {file.as_utf8()}")
     except json.JSONDecodeError as error:
         found = "it holds NUL bytes, as damaged files do" if b"\0" in line else f"column {error.colno}: {error.msg}"
         return Broken(f"{found}; each line must be one JSON object")
@@ -134,35 +105,34 @@ def _unreadable_json(error: ValueError | RecursionError) -> str:
     return "holds a number of more than 4,300 digits; if it is none, put it in quotes"
 
 
-def _read_json(stream: BinaryIO, name: str) -> Iterator[Located]:
+def _read_json(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
     """The rows of an array, of an object's only array, or one row; the location is their index."""
+    name = file.name
+    as_lines = f"to make JSON Lines of an array, type: {file.jq('.[]')}"
     raw = _read_whole(
-        stream,
-        _MAX_JSON_BYTES,
-        f"{name}: a JSON file is read as a whole, and of more than 512 MB none is; convert to JSONL, a row a line:"
-        " jq -c '.[]' OLD > NEW.jsonl",
+        stream, _MAX_JSON_BYTES, f"{name}: a JSON file is read whole, up to {_MAX_JSON_BYTES >> 20} MB; {as_lines}"
     )
     if raw.count(b"[") + raw.count(b"{") > _MAX_JSON_PARTS:
-        raise DataError(f"{name}: has more than {_MAX_JSON_PARTS:,} lists and objects; convert it to JSON Lines")
-    value = _json_value(raw, name)
+        raise DataError(f"{name}: has more than {_MAX_JSON_PARTS:,} lists and objects; {as_lines}")
+    value = _json_value(raw, file)
     if value is None:
-        yield from _read_jsonl(io.BytesIO(raw), name)
+        yield from _read_jsonl(io.BytesIO(raw), file)
         return
     del raw
-    for number, row in enumerate(_array(value, name)):
+    for number, row in enumerate(_array(value, file)):
         broken = Broken(f"each row must be a JSON object, this one is {kind_of(row)}")
         yield f"{name}[{number}]", row if isinstance(row, dict) else broken
 
 
-def _json_value(raw: bytes, name: str) -> object:
+def _json_value(raw: bytes, file: DataFile) -> object:
     """None if another value follows the first: JSON Lines under the wrong name."""
-    text = ""
+    text, name = "", file.name
     try:
         text = raw.decode("utf-8-sig")
         return json.loads(text, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{name}:{line}: not UTF-8; save the file as UTF-8") from error
+        raise DataError(f"{name}:{line}: not UTF-8; {file.as_utf8()}") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             return None
@@ -172,8 +142,9 @@ def _json_value(raw: bytes, name: str) -> object:
         raise DataError(f"{name}: not valid JSON: {_unreadable_json(error)}") from error
 
 
-def _array(value: object, name: str) -> list[Any]:
+def _array(value: object, file: DataFile) -> list[Any]:
     """The rows: an array, the only array of an object, or one object with texts or a conversation."""
+    name = file.name
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -185,16 +156,16 @@ def _array(value: object, name: str) -> list[Any]:
         return [value]
     if not arrays and value and all(isinstance(inner, dict) for inner in value.values()):
         raise DataError(
-            f"{name}: expected an array of rows, this is an object of {len(value):,} objects; type: jq -c '.[]' OLD >"
-            " NEW.jsonl"
+            f"{name}: expected an array of rows, this is an object of {len(value):,} objects; type: {file.jq('.[]')}"
         )
     if len(arrays) != 1:
         raise DataError(f"{name}: expected an array of rows, or an object with exactly one; it has {len(arrays)}")
     return arrays[0]
 
 
-def _read_text(stream: BinaryIO, name: str) -> Iterator[Located]:
+def _read_text(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
     """Read the file as one document; one that is not text is broken as a whole."""
+    name = file.name
     raw = _read_whole(
         stream,
         _MAX_TEXT_BYTES,
@@ -205,7 +176,7 @@ def _read_text(stream: BinaryIO, name: str) -> Iterator[Located]:
         yield name, {TEXT_COLUMN: raw.decode().removeprefix("\ufeff")}
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        yield name, Broken(f"not UTF-8 at byte {error.start + 1}, in line {line}; save the file as UTF-8")
+        yield name, Broken(f"not UTF-8 at byte {error.start + 1}, in line {line}; {file.as_utf8()}")
 
 
 def _read_whole(stream: BinaryIO, max_bytes: int, problem: str) -> bytes:
@@ -216,73 +187,7 @@ def _read_whole(stream: BinaryIO, max_bytes: int, problem: str) -> bytes:
     return raw
 
 
-def _read_csv(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Located]:
-    """One row for each record after the first; its location is the line that it begins in."""
-    names, _, _ = stream.peek(_BLOCK_BYTES).partition(b"\n")
-    if delimiter == "," and b";" in names and b"," not in names:
-        delimiter = ";"  # as spreadsheets write where the comma is in numbers
-    csv.field_size_limit(_MAX_ROW_BYTES)  # the default stops at 131072 characters
-    # A byte that is not UTF-8 makes only its own row bad: a strict decoder would fail thousands of lines earlier.
-    with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as lines:
-        reader = csv.reader(_bounded(lines, name), delimiter=delimiter, strict=True)
-        header: list[str] = []
-        while True:
-            location = f"{name}:{reader.line_num + 1}"
-            try:
-                fields = next(reader, None)
-            except csv.Error as error:
-                reason = escaped(str(error))
-                raise DataError(
-                    f"{location}: cannot be read as CSV: {reason}; a field with quotes stands in quotes that are"
-                    " closed, and each quote inside it is written as two"
-                ) from error
-            if fields is None:
-                return
-            if fields and header:  # blank lines are no rows
-                yield location, _record(header, fields)
-            elif fields:
-                header = _header(fields, location)
-
-
-def _bounded(lines: io.TextIOWrapper, name: str) -> Iterator[str]:
-    """The lines of a file, the first of which names the columns."""
-    longest = _MAX_HEADER_BYTES
-    while line := lines.readline(longest + 1):
-        if len(line) > longest:
-            raise DataError(f"{name}: has a line of more than {longest >> 20} MB, which is no row of a table")
-        longest = 2 * _MAX_ROW_BYTES + _MAX_HEADER_BYTES  # fields have a limit of their own
-        yield line
-
-
-def _header(fields: list[str], location: str) -> list[str]:
-    problem = _not_utf8(fields)
-    if problem or len(set(fields)) < len(fields):
-        raise DataError(
-            f"{location}: the first line must name the columns, each once; {problem or f'found {fields[:20]}'}"
-        )
-    return fields
-
-
-def _record(header: list[str], fields: list[str]) -> dict[str, object] | Broken:
-    if len(fields) != len(header):
-        return Broken(
-            f"has {len(fields)} field{'s' * (len(fields) != 1)} where the first line names {len(header)} columns"
-        )
-    problem = _not_utf8(fields)
-    # an empty cell is null, as in JSON: its row has no answer, not an empty one
-    return Broken(problem) if problem else {name: field or None for name, field in zip(header, fields, strict=True)}
-
-
-def _not_utf8(fields: list[str]) -> str:
-    """The first byte that is not UTF-8; empty if there is none."""
-    try:
-        "".join(fields).encode()
-    except UnicodeEncodeError as error:
-        return f"not UTF-8 (the byte 0x{ord(error.object[error.start]) - 0xDC00:02x}); save the file as UTF-8"
-    return ""
-
-
-def _read_table(stream: BinaryIO, name: str, batches: Callable[[BinaryIO], Iterator[Any]]) -> Iterator[Located]:
+def _read_table(stream: BinaryIO, file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]]) -> Iterator[Located]:
     import pyarrow  # slow to import, and only needed here
 
     row = 0
@@ -290,11 +195,11 @@ def _read_table(stream: BinaryIO, name: str, batches: Callable[[BinaryIO], Itera
         for batch in batches(stream):
             batch.validate(full=True)  # offsets of a damaged file would lead out of its memory
             for record in batch.to_pylist():
-                yield f"{name} row {row}", record
+                yield f"{file.name} row {row}", record
                 row += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # damaged pages are an OSError
         reason = escaped(str(error))
-        raise DataError(f"{name}: cannot be read as a table, from row {row} on: {reason}") from error
+        raise DataError(f"{file.name}: cannot be read as a table, from row {row} on: {reason}") from error
 
 
 def _parquet_batches(stream: BinaryIO) -> Iterator[Any]:
@@ -319,17 +224,14 @@ def _arrow_batches(stream: BinaryIO) -> Iterator[Any]:
         yield from (batch.slice(at, _TABLE_BATCH_ROWS) for at in range(0, len(batch), _TABLE_BATCH_ROWS))
 
 
-_TABLES: dict[str, Callable[[BinaryIO, str], Iterator[Located]]] = {
-    ".parquet": partial(_read_table, batches=_parquet_batches),
-    ".arrow": partial(_read_table, batches=_arrow_batches),
-    ".feather": partial(_read_table, batches=_arrow_batches),
-}
-READERS: dict[str, Callable[[Any, str], Iterator[Located]]] = {
+READERS: dict[str, Callable[[Any, DataFile], Iterator[Located]]] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_json,
-    ".csv": partial(_read_csv, delimiter=","),
-    ".tsv": partial(_read_csv, delimiter="\t"),
-    **_TABLES,
+    ".csv": partial(read_csv, delimiter=","),
+    ".tsv": partial(read_csv, delimiter="\t"),
+    ".parquet": partial(_read_table, batches=_parquet_batches),
+    ".arrow": partial(_read_table, batches=_arrow_batches),
+    ".feather": partial(_read_table, batches=_arrow_batches),
     **dict.fromkeys(TEXT_FILES, _read_text),
 }

@@ -19,7 +19,7 @@ from app.data.formats import empty_parts, fields_of, read_row
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.overflow import fit, fit_pair, policy_for
 from app.data.random_rows import RandomRows
-from app.data.sources import Source
+from app.data.sources import FileRows, Source
 from app.data.token_cache import RowWriter
 from app.data.token_dataset import digest
 from app.data.tokenizer import Encoder, Tokenizer, Tokens
@@ -55,6 +55,7 @@ def write_rows(
         if time.monotonic() - logged > _PROGRESS_SECONDS:
             logged = time.monotonic()
             log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
+    counts.reading_notes = list(source.notes) if isinstance(source, FileRows) else []
     if isinstance(source, RandomRows) and source.on_overflow == "truncate" and counts.truncated == counts.over_long:
         # its rows are made to be cut
         counts.over_long, counts.truncated, counts.tokens_lost = 0, 0, 0

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from app.assets import locate
 from app.config.dataset import RANDOM, key_of, sources_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS
+from app.data.data_file import PACKED_FILES, DataFile, extension, open_file
 from app.data.random_rows import RandomRows
-from app.data.readers import PACKED_FILES, READERS, TEXT_FILES, extension, open_file, read_file
+from app.data.readers import READERS, TEXT_FILES, read_file
 from app.data.split_files import files_of_splits
 from app.data.types import Located, Row, escaped
 from app.errors import DataError, EnvironmentProblem, first_line
@@ -38,15 +39,16 @@ class FileRows:
     left_out: tuple[str, ...] = ()  # files of the folder that are not read
     split: str = ""  # of a folder that has splits
     other_splits: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list, compare=False)  # on files already read
 
     def rows(self) -> Iterator[Located]:
         for path, name in self.files:
             try:
-                yield from read_file(path, name)
+                yield from read_file(DataFile(path, name, self.notes))
             except DataError as error:
-                where = "given by" if len(self.files) == 1 else "or leave it out of"
-                advice = f"mend the file, {where} {self.key}={self.name}"
-                raise DataError([f"{problem}; {advice}" for problem in error.problems]) from error
+                way = "Fix the file:" if len(self.files) == 1 else "Fix the file, or leave it out of"
+                # on a line of its own, since a problem may end in a command
+                raise DataError([f"{each}\n    {way} {self.key}={self.name}" for each in error.problems]) from error
 
     def fingerprint(self) -> str:
         return files_hash(self.files)

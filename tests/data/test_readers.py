@@ -10,15 +10,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from app.data import readers
+from app.data import csv_rows, readers
+from app.data.data_file import DataFile
 from app.data.readers import read_file
+from app.data.types import Broken
 from app.errors import DataError
 
 ROWS = [{"q": "one\ntwo", "a": "ü"}, {"q": "", "a": "x, y"}]
 
 
 def read(path: Path) -> list[tuple[str, Any]]:
-    return list(read_file(path, path.name))
+    return list(read_file(DataFile(path, path.name)))
 
 
 def saved(folder: Path, name: str, content: str | bytes) -> Path:
@@ -78,20 +80,26 @@ def test_read_json_invalid_refused(tmp_path: Path, content: str, message: str) -
 @pytest.mark.parametrize(
     ("name", "content", "limit", "message"),
     [
-        ("r.json", json.dumps(ROWS), "_MAX_JSON_BYTES", r"^r\.json: .* of more than 512 MB none is; convert to JSONL"),
-        ("r.json.gz", json.dumps(ROWS), "_MAX_JSON_BYTES", r"^r\.json\.gz: .* convert to JSONL"),
+        ("r.json", json.dumps(ROWS), "_MAX_JSON_BYTES", r"^r\.json: .* read whole, up to .* MB; to make JSON Lines"),
+        (
+            "r.json.gz",
+            json.dumps(ROWS),
+            "_MAX_JSON_BYTES",
+            r"^r\.json\.gz: .* to make JSON Lines of an array, type: gzip -dc ",
+        ),
         ("r.txt", "word " * 5, "_MAX_TEXT_BYTES", r"^r\.txt: a text file is one document, and of more than 1 GB"),
         ("r.jsonl", '{"q": 1234}', "_MAX_ROW_BYTES", r"^r\.jsonl: has a line of more than 0 MB, and each line must be"),
-        ("r.csv", "q\n12345678", "_MAX_ROW_BYTES", r"^r\.csv:2: cannot be read as CSV: field larger than"),
+        ("r.csv", "q\n12345678", "MAX_FIELD_BYTES", r"^r\.csv:2: cannot be read as CSV: field larger than"),
     ],
 )
 def test_read_file_too_large_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, limit: str, message: str
 ) -> None:
     path = saved(tmp_path, name, content)
-    monkeypatch.setattr(readers, limit, len(content.encode()))
+    module = csv_rows if limit == "MAX_FIELD_BYTES" else readers
+    monkeypatch.setattr(module, limit, len(content.encode()))
     assert read(path)
-    monkeypatch.setattr(readers, limit, len(content.encode()) - 1 if limit != "_MAX_ROW_BYTES" else 7)
+    monkeypatch.setattr(module, limit, 7 if limit in ("_MAX_ROW_BYTES", "MAX_FIELD_BYTES") else len(content) - 1)
     with pytest.raises(DataError, match=message):
         read(path)
 
@@ -115,6 +123,48 @@ def test_read_csv(tmp_path: Path, name: str, delimiter: str) -> None:
     found = read(saved(tmp_path, name, plain.read_bytes()))
     second = {**ROWS[1], "q": None}  # an empty cell
     assert found == [(f"{name}:2", ROWS[0]), (f"{name}:4", second)]  # the first row takes two lines
+
+
+def noted(path: Path) -> tuple[list[Any], list[str]]:
+    file = DataFile(path, path.name)
+    return [row for _, row in read_file(file)], file.notes
+
+
+def test_read_tsv_with_bare_quotes_reads_them_as_text(tmp_path: Path) -> None:
+    lines = ["quality\ttext", '1\t" Hello , he said', '0\the said " no "', '1\t"', '0\tlate" it ends', '1\t"all of it"']
+    for last in ([], ['0\t"a" b']):  # with and without a record that strict quoting cannot read
+        found, notes = noted(saved(tmp_path, "r.tsv", "\n".join([*lines, *last])))
+        assert found == [dict(zip(("quality", "text"), line.split("\t"), strict=True)) for line in [*lines[1:], *last]]
+        assert len(notes) == 1
+        assert "quotes are read as characters of the text" in notes[0]
+
+
+def test_read_tsv_quoted_fields_stay_quoted(tmp_path: Path) -> None:
+    found, notes = noted(saved(tmp_path, "r.tsv", 'q\ta\n"one\ntwo"\t"a ""b"""\n'))
+    assert (found, notes) == ([{"q": "one\ntwo", "a": 'a "b"'}], [])
+    found, notes = noted(saved(tmp_path, "one.tsv", 'q\n"one\ntwo"\n'))
+    assert (found, notes) == ([{"q": "one\ntwo"}], [])
+
+
+def test_read_csv_with_bare_quotes_inside_quoted_fields_noted(tmp_path: Path) -> None:
+    path = saved(tmp_path, "r.csv", 'q,a\none,"x, ""y"""\n"two","a "b" c"\n"th,ree","d"\n')
+    found, notes = noted(path)
+    assert found == [{"q": "one", "a": 'x, "y"'}, {"q": "two", "a": 'a b" c"'}, {"q": "th,ree", "a": "d"}]
+    assert notes == [
+        'r.csv:3: a quote inside a quoted field is not written as ""; check that its rows are read correctly'
+    ]
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("r.csv", "\t"), ("r.csv", "|"), ("r.tsv", ","), ("r.csv", ";")])
+def test_read_csv_delimiter_of_the_first_line(tmp_path: Path, name: str, delimiter: str) -> None:
+    content = f"question{delimiter}answer\nWhat: a?{delimiter}b\n"
+    assert read(saved(tmp_path, name, content)) == [(f"{name}:2", {"question": "What: a?", "answer": "b"})]
+
+
+def test_read_csv_too_many_fields_broken(tmp_path: Path) -> None:
+    [(_, row)] = read(saved(tmp_path, "r.csv", "q\none, two\n"))
+    reason = "found 2 fields, but the first line names 1 column; put a field that contains ',' in double quotes"
+    assert row == Broken(reason)
 
 
 def write_table(path: Path, kind: str) -> bytes:

@@ -172,14 +172,14 @@ REFUSED = [
     Case("kto-tag", {"instruction": "q", "output": "a", "kto_tag": "true"}, "column 'kto_tag'", fmt="instruction"),
     Case("stepwise", {"prompt": "q", "completions": ["a"], "labels": [True]}, f"column 'labels' {JUDGED}"),
 ]
-UTF16, HALF = "is UTF-16, expected UTF-8; type: iconv -f UTF-16 -t UTF-8", "holds half a character: '\\ud800'"
+UTF16, HALF = "is UTF-16, expected UTF-8; type: ", "holds half a character: '\\ud800'"
 NUL_BYTES, NUL, DEEP = ":2: it holds NUL bytes, as damaged", "holds a NUL character", "nested too deeply"
 TWICE = "stands twice in one object"
 CHARACTERS = [
     Case("latin-1.jsonl", answered(b"caf\xe9"), ":2: not UTF-8 at byte 86 of the line (0xe9)", (1, 1)),
     Case("latin-1.csv", PAIR + b"a,b\n" * 2500 + b"\xe9,c\nd,e\n", ":2502: not UTF-8 (the byte 0xe9)", (2501, 1)),
     Case("latin-1-head.csv", b"prompt,\xe9\na,b\n", ":1: the first line must name the columns, each once; not"),
-    Case("latin-1.json", b"[\n" + answered(b"\xe9") + b"]", ":3: not UTF-8; save"),
+    Case("latin-1.json", b"[\n" + answered(b"\xe9") + b"]", ":3: not UTF-8; if the file is Latin-1 or"),
     Case("latin-1.txt", b"Rain\ncaf\xe9", ": not UTF-8 at byte 9, in line 2"),
     Case("latin-1.parquet", table(text=pyarrow.array([b"\xe9"]).view(pyarrow.string())), "cannot be read as a table"),
     *(Case(f"utf-16.{kind}", GOOD.decode().encode("utf-16"), UTF16) for kind in ("jsonl", "json", "csv", "txt")),
@@ -267,9 +267,10 @@ FILES = [
     ),
     Case("objects.json", b'{"a": {"prompt": "q"}, "b": {"prompt": "q"}}', "this is an object of 2 objects; type: jq"),
     Case("fake.parquet", b"PAR1" + b"\0" * 100 + b"PAR1", ": cannot be read as a table"),
-    Case("ragged.csv", PAIR + b"a,b\na\na,b,c\nd,e\n", ":3: has 1 field where the first line names 2", (2, 2)),
+    Case("ragged.csv", PAIR + b"a,b\na\na,b,c\nd,e\n", ":3: found 1 field, but the first line names 2 columns", (2, 2)),
     Case("open-quote.csv", PAIR + b'a,b\nc,"d\ne,f\n', ":3: cannot be read as CSV: unexpected end of data; a field"),
-    Case("inner-quote.csv", PAIR + b'a,"b"c\n', ":2: cannot be read as CSV: ',' expected after"),
+    Case("inner-quote.csv", PAIR + b'a,"b"c\n', 1),
+    Case("inner-and-open-quote.csv", PAIR + b'a,"b"c\nd,"e\n', ":2: cannot be read as CSV: ',' expected after"),
     Case("same-names.csv", b"prompt,prompt\na,b\n", ":1: the first line must name the columns, each once; found"),
     Case("no-json.jsonl", b"hello\n" * 5, "none of its first rows can be read; no-json.jsonl:1: column 1"),
     Case("element.json", b"[" + GOOD + b", 7]", "[1]: each row must be a JSON object, this one is a number", (1, 1)),

@@ -1,0 +1,84 @@
+"""A file of rows: how it is opened, how locations show it, and shell commands that write it in another form."""
+
+import gzip
+import io
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from app.data.types import escaped
+from app.errors import EnvironmentProblem
+
+TABLE_FILES = (".parquet", ".arrow", ".feather")  # compressed inside, so that no .gz of them is read
+PACKED_FILES = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # with the command that unpacks them
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One file of rows."""
+
+    path: Path
+    name: str  # in locations
+    notes: list[str] = field(default_factory=list, compare=False)  # on how it was read
+
+    @property
+    def packing(self) -> str:
+        """The suffix of a packed file; empty for others."""
+        suffix = self.path.suffix.lower()
+        return suffix if suffix in PACKED_FILES else ""
+
+    @contextmanager
+    def opened(self) -> Iterator[io.BufferedReader]:
+        """Open for reading bytes, unpacked."""
+        with open_file(self.path) as packed:
+            if self.packing == ".gz":
+                yield io.BufferedReader(gzip.GzipFile(fileobj=packed))
+            elif self.packing == ".zst":
+                import pyarrow  # slow to import
+
+                yield io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"))
+            else:
+                yield packed
+
+    def converted(self, program: str, suffix: str = "") -> str:
+        """Return the shell command that writes what `program`, a filter such as jq, makes of the file."""
+        source = self._unpacked() if self.packing else ""
+        words = f"{source} | {program}" if source else f"{program} {shlex.quote(str(self.path))}"
+        return escaped(f"{words} > {self._target(suffix)}")
+
+    def jq(self, selection: str) -> str:
+        """Return the shell command that writes the values that jq selects as JSON Lines."""
+        return self.converted(f"jq -c {shlex.quote(selection)}", ".jsonl")
+
+    def with_first_line(self, line: str) -> str:
+        """Return the shell command that writes the file with a line in front, in which tabs are written as \\t."""
+        return escaped(f"(printf '{line}\\n'; {self._unpacked()}) > {self._target()}")
+
+    def as_utf8(self) -> str:
+        """Advice for bytes that are not UTF-8."""
+        command = self.converted("iconv -f WINDOWS-1252 -t UTF-8")
+        return f"if the file is Latin-1 or Windows-1252, type: {command}"
+
+    def _unpacked(self) -> str:
+        return f"{PACKED_FILES.get(self.packing, 'cat')} {shlex.quote(str(self.path))}"
+
+    def _target(self, suffix: str = "") -> str:
+        plain = self.path.with_suffix("") if self.packing else self.path
+        return shlex.quote(f"{plain.stem}-fixed{suffix or plain.suffix}")
+
+
+def extension(path: Path) -> str:
+    """The suffix that decides the reader, in lower case; for a packed file of text, the one before `.gz` or `.zst`."""
+    suffix = path.suffix.lower()
+    inner = path.with_suffix("").suffix.lower()
+    return inner if suffix in PACKED_FILES and inner not in TABLE_FILES else suffix
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Open for reading bytes; a file that may not be read is the user's error."""
+    try:
+        return path.open("rb")
+    except PermissionError as error:
+        raise EnvironmentProblem(f"{path} may not be read: {error.strerror}; make it readable") from error
