@@ -6,7 +6,7 @@ A kind of file is one entry of `READERS`. Files are UTF-8; another encoding is a
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO
@@ -15,6 +15,7 @@ from app.data.csv_rows import read_csv
 from app.data.data_file import TABLE_FILES, DataFile, extension
 from app.data.types import Broken, Located, escaped, kind_of
 from app.errors import DataError
+from app.safe_text import listed
 
 TEXT_FILES = (".txt", ".md")
 TEXT_COLUMN = "text"
@@ -28,6 +29,7 @@ _ARROW_FILE = b"ARROW1"  # how one begins; a stream has no mark
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_SPREAD_OUT = {b"{": ".", b"[": ".[]"}  # a first line of JSON over several lines, with what selects its rows for jq
 _NO_ARRAY = "expected an array of rows, or an object that holds one"
 
 
@@ -52,17 +54,23 @@ def read_file(file: DataFile) -> Iterator[Located]:
 
 def _read_jsonl(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
     """Lines end in line feeds, carriage returns or both."""
-    name, number = file.name, 0
+    name, number, is_first = file.name, 0, True
     for line in iter(partial(stream.readline, _MAX_ROW_BYTES + 1), b""):
         if len(line) > _MAX_ROW_BYTES:
             raise DataError(
                 f"{name}: has a line of more than {_MAX_ROW_BYTES >> 20} MB, and each line must be one row, a JSON"
-                " object; a file that is one array is called .json"
+                f" object; to make rows of an array, type: {file.jq('.[]')}"
             )
         for part in line.rstrip().split(b"\r"):
             number += 1
             row = part.removeprefix(_BYTE_ORDER_MARK) if number == 1 else part
+            if is_first and (selection := _SPREAD_OUT.get(row.strip())):
+                raise DataError(
+                    f"{name}:{number}: each line must be one JSON object, and this one only begins one; type:"
+                    f" {file.jq(selection)}"
+                )
             if row.strip():
+                is_first = False
                 yield f"{name}:{number}", _parse_line(row, file)
 
 
@@ -86,14 +94,26 @@ def _parse_line(line: bytes, file: DataFile) -> dict[str, object] | Broken:
         byte = f"byte {error.start + 1} of the line (0x{error.object[error.start]:02x})"
         return Broken(f"not UTF-8 at {byte}; {file.as_utf8()}")
     except json.JSONDecodeError as error:
+        if error.doc[error.pos :].strip() == ",":
+            command = file.converted("sed 's/,[[:space:]]*$//'")
+            return Broken(f"each line must be one JSON object, without a comma after it; type: {command}")
         found = "it holds NUL bytes, as damaged files do" if b"\0" in line else f"column {error.colno}: {error.msg}"
         return Broken(f"{found}; each line must be one JSON object")
     except (ValueError, RecursionError) as error:
         return Broken(_unreadable_json(error))
     if not isinstance(value, dict):
-        advice = "; a file that is one array is called .json" if isinstance(value, list) else ""
-        return Broken(f"each line must be one JSON object, this one is {kind_of(value)}{advice}")
+        return Broken(f"each line must be one JSON object, this one is {_kind_with_command(value, file)}")
     return value
+
+
+def _kind_with_command(found: Any, file: DataFile, each: str = "") -> str:
+    """Name what stands in place of an object, with the command that makes rows of it; `each` selects them for jq."""
+    first = found[0] if isinstance(found, list) and found else None
+    selection = "{text: .}" if isinstance(found, str) else ""
+    if isinstance(first, dict):
+        selection = "{messages: .}" if "role" in first else "{conversations: .}" if "from" in first else ".[]"
+    command = f"; type: {file.jq(' | '.join(filter(None, (each, selection))))}" if selection else ""
+    return kind_of(found) + command
 
 
 def _unreadable_json(error: ValueError | RecursionError) -> str:
@@ -119,9 +139,13 @@ def _read_json(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
         yield from _read_jsonl(io.BytesIO(raw), file)
         return
     del raw
-    for number, row in enumerate(_array(value, file)):
-        broken = Broken(f"each row must be a JSON object, this one is {kind_of(row)}")
-        yield f"{name}[{number}]", row if isinstance(row, dict) else broken
+    each, rows = _array(value, file)
+    for number, row in enumerate(rows):
+        if isinstance(row, dict):
+            yield f"{name}[{number}]", row
+        else:
+            broken = Broken(f"each row must be a JSON object, this one is {_kind_with_command(row, file, each)}")
+            yield f"{name}[{number}]", broken
 
 
 def _json_value(raw: bytes, file: DataFile) -> object:
@@ -142,25 +166,43 @@ def _json_value(raw: bytes, file: DataFile) -> object:
         raise DataError(f"{name}: not valid JSON: {_unreadable_json(error)}") from error
 
 
-def _array(value: object, file: DataFile) -> list[Any]:
-    """The rows: an array, the only array of an object, or one object with texts or a conversation."""
-    name = file.name
+def _array(value: object, file: DataFile) -> tuple[str, list[Any]]:
+    """The rows, with what selects them for jq: an array, the only array of an object, or one object with texts or a
+    conversation.
+    """
     if isinstance(value, list):
-        return value
+        return ".[]", value
     if not isinstance(value, dict):
-        raise DataError(f"{name}: {_NO_ARRAY}")
-    arrays = [inner for inner in value.values() if isinstance(inner, list)]
-    firsts = [inner[0].keys() for inner in arrays if inner and isinstance(inner[0], dict)]
+        raise DataError(f"{file.name}: {_NO_ARRAY}")
+    arrays = {name: inner for name, inner in value.items() if isinstance(inner, list)}
+    firsts = [inner[0].keys() for inner in arrays.values() if inner and isinstance(inner[0], dict)]
     has_texts = not arrays and any(isinstance(inner, str) for inner in value.values())
-    if has_texts or any({"role", "content"} <= keys or {"from", "value"} <= keys for keys in firsts):
-        return [value]
+    is_talk = any({"role", "content"} <= keys or {"from", "value"} <= keys for keys in firsts)
+    if has_texts or is_talk or "input_ids" in value:
+        return ".", [value]
     if not arrays and value and all(isinstance(inner, dict) for inner in value.values()):
         raise DataError(
-            f"{name}: expected an array of rows, this is an object of {len(value):,} objects; type: {file.jq('.[]')}"
+            f"{file.name}: expected an array of rows, this is an object of {len(value):,} objects; type:"
+            f" {file.jq('.[]')}"
         )
     if len(arrays) != 1:
-        raise DataError(f"{name}: expected an array of rows, or an object with exactly one; it has {len(arrays)}")
-    return arrays[0]
+        raise DataError(f"{file.name}: expected one list of rows, {_lists_with_command(arrays, file)}")
+    [(name, rows)] = arrays.items()
+    return f".[{json.dumps(name)}][]", rows
+
+
+def _lists_with_command(arrays: Mapping[str, list[Any]], file: DataFile) -> str:
+    """Name the lists of an object, with the command that makes rows of them: of one list, or of columns."""
+    found = f"this object has {len(arrays)}{': ' if arrays else ''}{listed([*map(escaped, arrays)])}"
+    names = [*map(json.dumps, arrays)]
+    if not arrays:
+        return found
+    if all(isinstance(inner, dict) for each in arrays.values() for inner in each):
+        return f"{found}. To read the first, type: {file.jq(f'.[{names[0]}][]')}"
+    if len({*map(len, arrays.values())}) == 1:
+        row = ", ".join(f"({name}): .[{name}][$row]" for name in names)
+        return f"{found}. If they are columns, type: {file.jq(f'range(.[{names[0]}] | length) as $row | {{{row}}}')}"
+    return f"{found}, of different lengths"
 
 
 def _read_text(stream: BinaryIO, file: DataFile) -> Iterator[Located]:

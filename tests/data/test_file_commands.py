@@ -1,6 +1,7 @@
 """Files in a form that no reader takes: the command of each message is run, and its file read."""
 
 import gzip
+import json
 import shlex
 import shutil
 import subprocess
@@ -94,3 +95,56 @@ def test_utf16_command_converts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     for name in ("it's.csv", "b.csv.gz"):
         assert rows_of(run_command(tmp_path, refused(Path(name), "q\né\n".encode("utf-16")))) == [{"q": "é"}]
+
+
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+ROW = {"q": "one", "a": ["x", 1]}
+
+
+def as_lines(*values: Any) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said", "rows"),
+    [
+        ("a.jsonl", as_lines(TALK, TALK), "this one is a list", [{"messages": TALK}] * 2),
+        ("a.jsonl.gz", as_lines(TURNS), "this one is a list", [{"conversations": TURNS}]),
+        ("a.jsonl", as_lines([ROW, ROW], [ROW]), "this one is a list", [ROW] * 3),
+        ("a b.jsonl", as_lines("hello", "you"), "this one is text", [{"text": "hello"}, {"text": "you"}]),
+        ("a.jsonl", "\n" + json.dumps(ROW, indent=1) * 2, "this one only begins one", [ROW] * 2),
+        ("a.jsonl", json.dumps([ROW, ROW], indent=1), "this one only begins one", [ROW] * 2),
+        ("a.json", json.dumps(ROW, indent=1) + "\n" + json.dumps(ROW, indent=1), "only begins one", [ROW] * 2),
+        ("a.jsonl", f"{json.dumps(ROW)}, \r\n{json.dumps(ROW)}\n", "without a comma after it", [ROW] * 2),
+        ("a.json", f"{json.dumps(ROW)},\n{json.dumps(ROW)},\n", "without a comma after it", [ROW] * 2),
+        ("a.json", json.dumps([TALK]), "each row must be a JSON object, this one is a list", [{"messages": TALK}]),
+        ("a.json", json.dumps({"my data": ["one"], "n": 1}), "this one is text", [{"text": "one"}]),
+        ("a.json", json.dumps({"x": ROW, "y": ROW}), "this is an object of 2 objects", [ROW] * 2),
+        ("a.json", json.dumps({"train it": [ROW], "test": [{}]}), "this object has 2: train it, test", [ROW]),
+        (
+            "a.json",
+            json.dumps({"the q": ["one", "two"], "n": 3, "a": [[1], None]}),
+            "this object has 2: the q, a. If they are columns",
+            [{"the q": "one", "a": [1]}, {"the q": "two", "a": None}],
+        ),
+    ],
+)
+def test_json_of_another_form_command_makes_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, said: str, rows: list[Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refused(Path(name), content)
+    assert said in message
+    assert rows_of(run_command(tmp_path, message)) == rows
+
+
+def test_json_lists_of_other_lengths_named(tmp_path: Path) -> None:
+    message = refused(tmp_path / "a.json", json.dumps({"a": ["x"], "b": [], "c": []}))
+    assert message == "a.json: expected one list of rows, this object has 3: a, b, c, of different lengths"
+    assert refused(tmp_path / "b.json", '{"a": 1}') == "b.json: expected one list of rows, this object has 0"
+
+
+def test_json_of_tokens_is_one_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"input_ids": [1, 2], "labels": [1, 2]}')
+    assert rows_of(tmp_path / "a.json") == [{"input_ids": [1, 2], "labels": [1, 2]}]

@@ -69,7 +69,7 @@ def test_read_json_one_row(tmp_path: Path, row: dict[str, Any]) -> None:
         ('[{"q": 1}\n{"q": 2}]', r"r\.json:2: column 1: not valid JSON: Expecting ',' delimiter"),
         ('"text"', "expected an array of rows, or an object that holds one"),
         ("<html>", r"r\.json:1: column 1: not valid JSON: expected an array of rows"),
-        ('{"a": [], "b": []}', "an object with exactly one; it has 2"),
+        ('{"a": [1], "b": []}', "expected one list of rows, this object has 2: a, b"),
     ],
 )
 def test_read_json_invalid_refused(tmp_path: Path, content: str, message: str) -> None:

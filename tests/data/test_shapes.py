@@ -253,7 +253,7 @@ FILES = [
     Case("table.arrow", arrow([TALK] * 3), 3),
     Case("table.feather", arrow([TALK] * 3), 3),
     Case("packed.jsonl.zst", pyarrow.compress(GOOD, "zstd", asbytes=True), 1),
-    Case("array-in.jsonl", b"[" + GOOD[:-1] + b"]", "this one is a list; a file that is one array is called .json"),
+    Case("array-in.jsonl", b"[" + GOOD[:-1] + b"]", "this one is a list; type: jq -c '.[]' "),
     Case("after.jsonl", GOOD + GOOD[:-1] + b" xx\n", ":2: column 89: Extra data", (1, 1)),
     Case("after.json", b"[" + GOOD + b"] xx", ":2: column 3: not valid JSON: Extra data"),
     Case("cut.jsonl", GOOD + GOOD[:40], ":2: column ", (1, 1)),
