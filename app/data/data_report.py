@@ -328,6 +328,8 @@ def bad_row_problems(counts: Counts) -> list[str]:
     for reason, rows in list(counts.bad_by_reason.items())[:_MAX_SHOWN_PROBLEMS]:
         more = f" and {rows - 1:,} more row{'s' * (rows > 2)}" if rows > 1 else ""
         problems.append(f"{counts.bad_first[reason]}{more}: {reason}")
-    if problems:
-        problems[-1] += " (dataset.on_bad_row=skip leaves bad rows out)"
+    if problems:  # on a line of its own, since a reason may end in a command
+        all_bad = f"All {counts.rows_read:,} rows read are bad. Fix them, or set dataset.path to other rows"
+        skip = "To skip bad rows, set dataset.on_bad_row=skip"
+        problems[-1] += f"\n    {skip if counts.bad_rows < counts.rows_read else all_bad}"
     return problems

@@ -95,7 +95,7 @@ def refuses(zygote: Zygote, folder: Path, *given: str, message: str, **env: Any)
 ROWS = [
     ("", "dataset.path=rows.jsonl: has no rows"),
     (row("Hi") + '{"messages": [}\n', "rows.jsonl:2: column 15: Expecting value"),
-    ('{"messages": [{"role": "user", "content": "x"}]}\n', "dataset.train_on=auto trains nothing of it"),
+    ('{"messages": [{"role": "user", "content": "x"}]}\n', "dataset.train_on=auto has nothing to train on"),
     (row("long " * 300), "are longer, the longest 609 tokens, the first rows.jsonl:1; raise it"),
 ]
 

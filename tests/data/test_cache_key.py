@@ -57,7 +57,7 @@ def test_cached_bad_rows_stop_a_stricter_run(tmp_path: Path) -> None:
         prepare(careful, tokenizer("thinking"), str(tmp_path))
     role, template, length = error.value.problems
     assert role.startswith("a.jsonl:1 and 1 more row: message 0 has the role 'nobody'")
-    assert role.endswith("(dataset.on_bad_row=skip leaves bad rows out)")
+    assert role.endswith("\n    To skip bad rows, set dataset.on_bad_row=skip")
     assert length.startswith("dataset.max_length=200: 1 of 3 samples of")
     assert "the chat template rewrites earlier turns of 1 conversations" in template
     assert len(entries(tmp_path)) == 1

@@ -57,7 +57,14 @@ def test_bad_rows_reported_together(tmp_path: Path) -> None:
     assert first.startswith("a.jsonl:2: message 0 has the role 'asistant'")
     assert second.startswith("a.jsonl:4: has no assistant message")
     assert third.startswith("a.jsonl:5: column 13: Expecting value")
-    assert third.endswith("(dataset.on_bad_row=skip leaves bad rows out)")
+    assert third.endswith("\n    To skip bad rows, set dataset.on_bad_row=skip")
+
+
+def test_bad_rows_all_of_them_skipping_not_advised(tmp_path: Path) -> None:
+    [problem] = problems(write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("Hi")}] * 600))
+    assert problem.startswith("a.jsonl:1 and 511 more rows: has no assistant message, so dataset.train_on=auto has")
+    assert problem.endswith("\n    All 512 rows read are bad. Fix them, or set dataset.path to other rows")
+    assert "on_bad_row" not in problem
 
 
 def test_bad_rows_at_most_five_reasons(tmp_path: Path) -> None:

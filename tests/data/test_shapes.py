@@ -127,7 +127,7 @@ TRAINED = [
     Case("empty-words", {"messages": chat("", "")}, 2),
 ]
 UNKNOWN = [
-    Case("prompt-only-chat", {"prompt": ASKED}, "has no assistant message: dataset.train_on=auto"),
+    Case("prompt-only-chat", {"prompt": ASKED}, "has no assistant message, so dataset.train_on=auto"),
     Case("chat-or-text", {"text": "q a", "conversations": TURNS}, "auto finds 2 ways to read these rows. Type the one"),
     Case("tools", {"messages": [*ASKED, {"role": "assistant", "tool_calls": [CALL]}]}, TOOL_CALL),
     Case(
@@ -280,7 +280,7 @@ TEMPLATES = [
     Case("two-users.jsonl", said(*ASKED, *ASKED, *ANSWER), 2),
     Case("two-users.jsonl", said(*ASKED, *ASKED, *ANSWER), f"{REFUSES}: roles must alternate", (1, 1), kind="gemma"),
     Case("answer-first.jsonl", said(*ANSWER, *ASKED, *ANSWER), 2),
-    Case("no-answer.jsonl", said(*ASKED), ":2: has no assistant message: dataset.train_on=auto", (1, 1)),
+    Case("no-answer.jsonl", said(*ASKED), ":2: has no assistant message, so dataset.train_on=auto", (1, 1)),
     Case("no-messages.jsonl", said() + GOOD * 9, ":2: column 'messages' must be a list of messages, found an", (10, 1)),
 ]
 CASES = [*TRAINED, *UNKNOWN, *REFUSED, *CHARACTERS, *NUMBERS, *FILES, *TEMPLATES]
