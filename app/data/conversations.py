@@ -13,16 +13,15 @@ from app.config.dataset_schema import Columns
 from app.data.columns import optional, optional_text, value
 from app.data.types import Comparison, Conversation, Judged, Message, Row, RowProblem, kind_of
 
-SPEAKERS = {
+_ROLE_NAMES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
-    "system": "system",
-    "function_call": "assistant",
-    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("observation", "tool", "function", "function_response"), "tool"),
 }
+SPEAKERS = {**_ROLE_NAMES, "function_call": "assistant"}
 ROLES = ("system", "user", "assistant", "tool")
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # of an answer
-_ROLE_ALIASES = {"developer": "system", "function": "tool"}  # names that the same roles had before or since
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
 _READ_PARTS = ("text", "reasoning", "tool_call")
@@ -108,8 +107,18 @@ def _turns(row: Row, column: str, speaker: str) -> list[Any]:
     return [_turn(at, each) if isinstance(each, dict) and "from" in each else each for at, each in enumerate(found)]
 
 
+def parsed_list(found: Any) -> Any:
+    """Return the list that a text holds as JSON, as tables of text keep messages; any other value as it is."""
+    if not isinstance(found, str) or not found.lstrip().startswith("["):
+        return found
+    try:
+        return json.loads(found)
+    except (ValueError, RecursionError):
+        return found
+
+
 def _message_list(row: Row, column: str) -> list[Any]:
-    found = value(row, column)
+    found = parsed_list(value(row, column))
     if not isinstance(found, list) or not found:
         what = "an empty list" if found == [] else kind_of(found)
         raise RowProblem(f"column {column!r} must be a list of messages, found {what}")
@@ -216,7 +225,7 @@ def _role(index: int, message: Message) -> str:
     if "role" not in message:
         hint = "; from/value is another convention: set dataset.format=sharegpt" if "from" in message else ""
         raise RowProblem(f"message {index} has no role; allowed: {allowed}{hint}")
-    role = _ROLE_ALIASES.get(str(message["role"]), message["role"])
+    role = _ROLE_NAMES.get(str(message["role"]), message["role"])
     if role not in ROLES:
         near = difflib.get_close_matches(str(role).lower(), ROLES, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -59,6 +59,18 @@ def test_messages_role_aliases() -> None:
         {"role": "system", "content": "a"},
         {"role": "tool", "content": "3", "name": "add"},
     ]
+    names = [("system", "developer"), ("user", "human"), ("assistant", "gpt"), ("tool", "observation")]
+    expected = [{"role": role, "content": "a"} for role, _ in names]
+    assert read({"messages": [{"role": name, "content": "a"} for _, name in names]}).messages == expected
+    turns = [{"from": name, "value": "a"} for _, name in names]
+    assert read({"conversations": turns}, "sharegpt").messages == expected
+
+
+def test_messages_as_json_text() -> None:
+    said = chat("[a]", "b")
+    assert read({"messages": json.dumps(said)}) == Conversation([*said])
+    turns = json.dumps([{"from": "human", "value": "[a]"}, {"from": "gpt", "value": "b"}], indent=1)
+    assert read({"conversations": turns}, "sharegpt") == Conversation([*said])
 
 
 @pytest.mark.parametrize(
@@ -288,7 +300,8 @@ MESSAGES = [
     ({"messages": [{"content": ""}]}, "message 0 has no role; allowed: system, user, assistant, tool"),
     ({"messages": [{"from": "gpt", "value": ""}]}, "set dataset.format=sharegpt"),
     ({"messages": [*chat("hi"), "hi"]}, "message 1 must be an object with role and content, found text"),
-    ({"messages": "[]"}, "column 'messages' must be a list of messages, found text"),
+    ({"messages": "[]"}, "column 'messages' must be a list of messages, found an empty list"),
+    ({"messages": "[{'role': 'user'}]"}, "column 'messages' must be a list of messages, found text"),
     ({"messages": []}, "column 'messages' must be a list of messages, found an empty list"),
     ({"messages": None}, "column 'messages' must be a list of messages, found null"),
     ({"messages": {}}, "column 'messages' must be a list of messages, found an object"),
