@@ -11,6 +11,16 @@ from pathlib import Path
 from app.data.types import escaped
 from app.errors import EnvironmentProblem
 
+# Of a column of words and one of tags, a word a line and a blank line after each sentence, to rows for task=tokens.
+_TAGGED_WORDS = (
+    r"""awk 'function out() { if (n) print "{\"tokens\": [" t "], \"tags\": [" g "]}"; n = 0; t = g = "" }"""
+    r""" function q(s) { gsub(/[\\"]/, "\\\\&", s); return "\"" s "\"" } { sub(/\r$/, "") } !NF { out(); next }"""
+    r""" %s { t = t (n ? ", " : "") q(%s); g = g (n++ ? ", " : "") q(%s) } END { out() }'"""
+)
+TAGGED_FILES = {
+    ".conll": _TAGGED_WORDS % ('$1 != "-DOCSTART-" && !/^# id /', "$1", "$NF"),
+    ".conllu": _TAGGED_WORDS.replace("awk", "awk -F'\\t'") % ("$1 ~ /^[0-9]+$/", "$2", "$4"),  # FORM and UPOS
+}
 TABLE_FILES = (".parquet", ".arrow", ".feather")  # compressed inside, so that no .gz of them is read
 PACKED_FILES = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # with the command that unpacks them
 

@@ -203,8 +203,8 @@ class Renderer:
         if not answers:
             where = " in its completion" if first else ""
             raise RowProblem(
-                f"has no assistant message{where}, so dataset.train_on={self._train_on} has nothing to train on; prompts"
-                " without answers, as for RL, are not training data"
+                f"has no assistant message{where}, so dataset.train_on={self._train_on} has nothing to train on;"
+                " prompts without answers, as for RL, are not training data"
             )
         wanted = answers[-1:] if self._train_on == "last" else answers
         kept = [index for index in wanted if content.trained.get(index, True)]

@@ -16,7 +16,7 @@ from app.assets import locate
 from app.config.dataset import RANDOM, key_of, sources_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS
-from app.data.data_file import PACKED_FILES, DataFile, extension, open_file
+from app.data.data_file import PACKED_FILES, TAGGED_FILES, DataFile, extension, open_file
 from app.data.random_rows import RandomRows
 from app.data.readers import READERS, TEXT_FILES, read_file
 from app.data.split_files import files_of_splits
@@ -271,8 +271,11 @@ def _is_hub_id(path: str) -> bool:
 
 def _readable(path: Path, key: str) -> Path:
     if extension(path) not in READERS:
-        known = " ".join(READERS)
-        raise DataError(f"{key}={path}: unknown kind of file; known: {known} (those of text also with .gz or .zst)")
+        known = f"known: {' '.join(READERS)} (those of text also with .gz or .zst)"
+        if program := TAGGED_FILES.get(extension(path)):
+            command = DataFile(path, path.name).converted(program, ".jsonl")
+            known = f"to make rows of its words and tags for task=tokens, type: {command}"
+        raise DataError(f"{key}={path}: unknown kind of file; {known}")
     return path
 
 

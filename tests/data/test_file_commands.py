@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
+from app.config.dataset import formats_for
 from app.data.data_file import DataFile
+from app.data.detect_format import detect_formats
 from app.data.readers import read_file
+from app.data.sources import check
 from app.data.types import Broken
 from app.errors import DataError
+from tests.data.small import config
 
 
 def rows_of(path: Path) -> list[Any]:
@@ -137,6 +141,53 @@ def test_json_of_another_form_command_makes_rows(
     message = refused(Path(name), content)
     assert said in message
     assert rows_of(run_command(tmp_path, message)) == rows
+
+
+CONLL = """-DOCSTART- -X- O O
+
+# id 7 domain=en
+EU NNP B-NP B-ORG
+"\\ DT O O
+# NN O O
+
+Peter NNP B-NP B-PER"""
+CONLLU = """# text = au "A b"
+1-2\tau\t_\t_\t_\t_\t0\t_\t_\t_
+1\tà\tà\tADP\t_\t_\t0\t_\t_\t_
+2\t"A b\tle\tDET\t_\t_\t1\t_\t_\t_
+2.1\tx\tx\tVERB\t_\t_\t1\t_\t_\t_
+
+1\tEnd\tend\tNOUN\t_\t_\t0\t_\t_\t_
+"""
+
+
+@pytest.mark.parametrize("lines_end", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        (
+            "the dev.conll",
+            CONLL,
+            [{"tokens": ["EU", '"\\', "#"], "tags": ["B-ORG", "O", "O"]}, {"tokens": ["Peter"], "tags": ["B-PER"]}],
+        ),
+        (
+            "dev.conllu.gz",
+            CONLLU,
+            [{"tokens": ["à", '"A b'], "tags": ["ADP", "DET"]}, {"tokens": ["End"], "tags": ["NOUN"]}],
+        ),
+    ],
+)
+def test_conll_command_makes_rows_of_words_and_tags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, rows: list[Any], lines_end: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = content.replace("\n", lines_end).encode()
+    Path(name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    [message] = check(config(name, "tagged_words"))
+    assert message.startswith(f"dataset.path={name}: unknown kind of file; to make rows of its words and tags")
+    found = run_command(tmp_path, message)
+    assert rows_of(found) == rows
+    assert detect_formats(config(found, "auto"), formats_for("tokens"))[0].format == "tagged_words"
 
 
 def test_json_lists_of_other_lengths_named(tmp_path: Path) -> None:
