@@ -6,14 +6,14 @@ A kind of file is one entry of `READERS`. Files are UTF-8; another encoding is a
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO
 
 from app.data.csv_rows import read_csv
 from app.data.data_file import TABLE_FILES, DataFile, extension
-from app.data.types import Broken, Located, escaped, kind_of
+from app.data.types import Broken, Located, Row, escaped, kind_of
 from app.errors import DataError
 from app.safe_text import listed
 
@@ -232,16 +232,41 @@ def _read_whole(stream: BinaryIO, max_bytes: int, problem: str) -> bytes:
 def _read_table(stream: BinaryIO, file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]]) -> Iterator[Located]:
     import pyarrow  # slow to import, and only needed here
 
-    row = 0
+    row, features = 0, None
     try:
         for batch in batches(stream):
             batch.validate(full=True)  # offsets of a damaged file would lead out of its memory
-            for record in batch.to_pylist():
+            features = _features(batch.schema) if features is None else features
+            for record in named_tags(features, batch.to_pylist()):
                 yield f"{file.name} row {row}", record
                 row += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # damaged pages are an OSError
         reason = escaped(str(error))
         raise DataError(f"{file.name}: cannot be read as a table, from row {row} on: {reason}") from error
+
+
+def _features(schema: Any) -> Mapping[str, Any]:
+    """The features that `datasets` wrote into a file, if there are names of classes among them."""
+    if b"ClassLabel" not in (schema.metadata or {}).get(b"huggingface", b""):
+        return {}
+    from datasets import Features  # slow to import
+
+    try:
+        return dict(Features.from_arrow_schema(schema))
+    except (ValueError, KeyError, TypeError):  # of another version of `datasets`
+        return {}
+
+
+def named_tags(features: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows of `datasets`, with the names of classes in lists of them: B-PER, not 1."""
+    inner = {name: getattr(each, "feature", None) for name, each in features.items()}
+    classes = {name: dict(enumerate(each.names)) for name, each in inner.items() if hasattr(each, "names")}
+    for row in rows:
+        named = {
+            name: None if row[name] is None else [known.get(each, each) for each in row[name]]  # -1 has no name
+            for name, known in classes.items()
+        }
+        yield {**row, **named}
 
 
 def _parquet_batches(stream: BinaryIO) -> Iterator[Any]:

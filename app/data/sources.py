@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS
 from app.data.data_file import PACKED_FILES, TAGGED_FILES, DataFile, extension, open_file
 from app.data.random_rows import RandomRows
-from app.data.readers import READERS, TEXT_FILES, read_file
+from app.data.readers import READERS, TEXT_FILES, named_tags, read_file
 from app.data.split_files import files_of_splits
-from app.data.types import Located, Row, escaped
+from app.data.types import Located, escaped
 from app.errors import DataError, EnvironmentProblem, first_line
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -67,7 +67,9 @@ class HubRows:
     other_splits: tuple[str, ...] = ()  # unknown before it is downloaded
 
     def rows(self) -> Iterator[Located]:
-        for index, row in enumerate(named_tags(self._loaded)):  # counted from 0, as the hub's viewer does
+        for index, row in enumerate(
+            named_tags(self._loaded.features, self._loaded)
+        ):  # counted from 0, as the hub's viewer does
             yield f"{self.name}[{self.split}] row {index}", row
 
     def fingerprint(self) -> str:
@@ -122,20 +124,6 @@ class HubRows:
         )
 
 
-def named_tags(loaded: Any) -> Iterator[Row]:
-    """Rows of `datasets`, with the names of classes in lists of them: B-PER, not 1."""
-    inner: dict[str, Any] = {name: getattr(each, "feature", None) for name, each in loaded.features.items()}
-    classes = {name: each.names for name, each in inner.items() if type(each).__name__ == "ClassLabel"}
-    for row in loaded:
-        yield {**row, **{name: _named(row[name], names) for name, names in classes.items()}}
-
-
-def _named(found: list[Any] | None, names: Sequence[str]) -> list[Any] | None:
-    """Names of the classes; what is none stays, such as -1 in rows without answers."""
-    known = dict(enumerate(names))
-    return None if found is None else [known.get(each, each) for each in found]
-
-
 @dataclass(frozen=True)
 class SavedRows:
     """One split of a folder written by `save_to_disk`."""
@@ -165,7 +153,7 @@ class SavedRows:
                 known = ", ".join(sorted(loaded))
                 raise DataError(f"{self.key}={self.name}: no dataset.split={self.split}; it has: {known}")
             loaded, shown = loaded[self.split], f"{self.name}[{self.split}]"
-        for index, row in enumerate(named_tags(loaded)):
+        for index, row in enumerate(named_tags(loaded.features, loaded)):
             yield f"{shown} row {index}", row
 
     def fingerprint(self) -> str:

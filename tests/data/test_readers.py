@@ -187,6 +187,26 @@ def test_read_table(tmp_path: Path, name: str) -> None:
     assert found[-1][0] == f"{name} row 1199"
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_read_table_names_of_tags_in_its_metadata(tmp_path: Path, kind: str) -> None:
+    names = {"names": ["O", "B-PER"], "_type": "ClassLabel"}
+    listed: dict[str, Any] = {"ner_tags": {"feature": names, "_type": "List"}, "label": names}
+    rows = [{"ner_tags": [0, 1, -1], "label": 1}, {"ner_tags": None, "label": 0}]
+    path = tmp_path / f"r.{kind}"
+    for features, tags in ((listed, ["O", "B-PER", -1]), ({**listed, "label": {"_type": "Unknown"}}, [0, 1, -1])):
+        schema = pyarrow.schema(
+            {"ner_tags": pyarrow.list_(pyarrow.int64()), "label": pyarrow.int64()},
+            {"huggingface": json.dumps({"info": {"features": features}})},
+        )
+        table = pyarrow.Table.from_pylist(rows, schema)
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(str(path), schema) as writer:
+                writer.write_table(table)
+        assert [row for _, row in read(path)] == [{"ner_tags": tags, "label": 1}, rows[1]]
+
+
 @pytest.mark.parametrize("name", ["r.arrow", "r.feather"])
 def test_read_arrow_torn_refused(tmp_path: Path, name: str) -> None:
     raw = write_table(tmp_path / "plain", name.split(".")[1])
