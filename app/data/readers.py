@@ -259,7 +259,7 @@ def _features(schema: Any) -> Mapping[str, Any]:
 
 def named_tags(features: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[Row]:
     """Rows of `datasets`, with the names of classes in lists of them: B-PER, not 1."""
-    inner = {name: getattr(each, "feature", None) for name, each in features.items()}
+    inner: dict[str, Any] = {name: getattr(each, "feature", None) for name, each in features.items()}
     classes = {name: dict(enumerate(each.names)) for name, each in inner.items() if hasattr(each, "names")}
     for row in rows:
         named = {

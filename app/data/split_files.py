@@ -45,5 +45,9 @@ def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping
     configs = MetadataConfigs.from_dataset_card_data(card or {})
     name = hub_config or configs.get_default_config_name()
     if configs and name not in configs:
-        raise DataError(f"{named}: dataset.hub_config={hub_config} names none of: {', '.join(configs)}. Choose one")
+        given = f"dataset.hub_config={hub_config} is not one of them" if hub_config else "none of them is the default"
+        raise DataError(
+            f"{named}: its configurations are {', '.join(configs)}, and {given}. Choose one, such as"
+            f" dataset.hub_config={next(iter(configs))}"
+        )
     return configs[name] if configs and name is not None else {}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -187,8 +188,9 @@ def test_folder_with_configs_in_read_me_follows_them(tmp_path: Path) -> None:
     assert (english.other_splits, english.left_out) == (("test",), ("c.jsonl", "fr/test.jsonl", "fr/train.jsonl"))
     french = train_source(config(tmp_path, hub_config="fr", split="test"))
     assert [place for place, _ in french.rows()] == ["fr/test.jsonl:1"]
-    for given in (None, "de"):
-        with pytest.raises(DataError, match=rf"dataset\.hub_config={given} names none of: en, fr\. Choose one"):
+    for given, said in ((None, "none of them is the default"), ("de", "dataset.hub_config=de is not one of them")):
+        way = "Choose one, such as dataset.hub_config=en"
+        with pytest.raises(DataError, match=re.escape(f": its configurations are en, fr, and {said}. {way}")):
             train_source(config(tmp_path, hub_config=given))
     (tmp_path / "README.md").write_text("---\nconfigs: [\n---\n")
     with pytest.raises(DataError, match=r"README\.md or file names do not tell its splits: while parsing"):
