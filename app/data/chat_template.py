@@ -80,6 +80,22 @@ def without_thought(message: Message) -> Message:
     return {**kept, "content": _INLINE.sub("", kept["content"], count=1)} if kept.get("content") else kept
 
 
+def with_merged_answers(conversation: Conversation) -> Conversation | None:
+    """Join consecutive answers of the assistant by a blank line; None if there are none, or if flags or a completion
+    refer to single messages.
+    """
+    if conversation.trained or conversation.weights or conversation.completion_start:
+        return None
+    merged: list[Message] = []
+    for message in conversation.messages:
+        both = (merged[-1], message) if merged else ()
+        if both and all(each["role"] == "assistant" and each.keys() == {"role", "content"} for each in both):
+            merged[-1] = {**message, "content": "\n\n".join(each["content"] for each in both)}
+        else:
+            merged.append(message)
+    return replace(conversation, messages=merged) if len(merged) < len(conversation.messages) else None
+
+
 class TemplateNames:
     """What a chat template reads of a row in addition to roles and contents."""
 

@@ -65,6 +65,7 @@ class Counts:
     unseen: int = 0  # messages of which the template writes nothing
     shortened: int = 0  # answers of which the template leaves out a part
     marked: int = 0  # messages with the text of a special token
+    merged: int = 0  # conversations whose consecutive answers were joined
     empty: dict[str, int] = field(default_factory=dict)  # blank texts, by their column or role
     unread_columns: dict[str, int] = field(default_factory=dict)  # rows that hold something there
     missed: dict[str, int] = field(default_factory=dict)  # rows where an unread column says what no sample does
@@ -221,6 +222,9 @@ def _template_lines(c: Counts) -> Iterator[str]:
             fates.append(f"{expanded}, one for each trained turn")
         fates = fates or [f"{many(c.unstable, 'conversation')} train only the last turn"]
         yield f"the chat template rewrites earlier turns: {'; '.join(fates)}"
+    if c.merged:
+        what = f"consecutive answers of {many(c.merged, 'conversation')} joined by a blank line"
+        yield f"{what}: the chat template cannot keep them apart"
     if c.unseen:
         yield f"the chat template leaves out what {many(c.unseen, 'message')} of system, user or tool say"
     if c.marked:

@@ -7,6 +7,7 @@ asks for that turn, is what the model must learn.
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -20,6 +21,7 @@ from app.data.chat_template import (
     placeholders,
     render_conversation,
     thought_of,
+    with_merged_answers,
     without_thought,
 )
 from app.data.joined_turns import JoinedTurns, Turn, join_turns
@@ -58,6 +60,7 @@ class RenderedRow:
     shortened: int = 0  # trained answers of which the template leaves out a part
     empty: tuple[str, ...] = ()  # columns or roles without text
     marked: int = 0  # messages with the text of a special token
+    merged: bool = False  # consecutive answers were joined, because the template cannot keep them apart
 
 
 class Renderer:
@@ -99,9 +102,20 @@ class Renderer:
         if self._thinking == "drop":
             content = replace(content, messages=[without_thought(message) for message in content.messages])
         content = self.names.adapt(content)
-        rendered = render_conversation(content, self._tokenizer, self.names)
-        row = self._from_skeleton(rendered, content) or self._from_prefixes(rendered, content)
+        row = None
+        try:
+            row = self._conversation(content)
+        except RowProblem:
+            if merged := with_merged_answers(content):
+                with suppress(RowProblem):
+                    row = replace(self._conversation(merged), merged=True)
+            if row is None:
+                raise
         return replace(row, marked=marked)
+
+    def _conversation(self, content: Conversation) -> RenderedRow:
+        rendered = render_conversation(content, self._tokenizer, self.names)
+        return self._from_skeleton(rendered, content) or self._from_prefixes(rendered, content)
 
     def _both(self, chosen: RenderedRow, rejected: RenderedRow) -> RenderedRow:
         sides = (chosen, rejected)
@@ -220,8 +234,8 @@ class Renderer:
         start = _start(rendered, index, through)
         if start is None:
             raise RowProblem(
-                f"the chat template rewrites what comes before message {index} once it is answered,"
-                " so what is the answer cannot be told"
+                f"the chat template changes the text before message {index} when that message is added, so the"
+                " answer cannot be located in the rendered text"
             )
         text = self._without_final_eos(rendered, index, through)
         if self._thinking == "mask":

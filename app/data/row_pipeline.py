@@ -167,6 +167,7 @@ class _Pipeline:
         counts.unseen += row.unseen
         counts.shortened += row.shortened
         counts.marked += row.marked
+        counts.merged += row.merged
         for where in row.empty:
             counts.empty[where] = counts.empty.get(where, 0) + 1
         if row.unstable:

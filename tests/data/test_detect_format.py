@@ -220,7 +220,7 @@ def test_auto_lists_that_are_no_conversations_refused(tmp_path: Path) -> None:
 
 def test_auto_file_without_rows_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, []) == ["has no rows"]
-    (tmp_path / "b.jsonl").write_text("{\n{\n")
+    (tmp_path / "b.jsonl").write_text("{a\n{a\n")
     with pytest.raises(DataError, match=r"none of its first rows can be read; b\.jsonl:1: column 2: "):
         detect_formats(config(tmp_path / "b.jsonl", "auto"))
     [reported] = refusal(tmp_path, [{"instances": []}], output="instances.*.output")

@@ -68,7 +68,7 @@ def test_loss_mask_completion_other_train_on() -> None:
     assert of_two_columns("chatml", TALK[:1], TALK[1:], "last") == [GOLDEN["chatml"][1:]]
     [[everything]] = of_two_columns("chatml", TALK[:3], TALK[3:], "all")
     assert everything == tokenizer("chatml").apply_chat_template(TALK, tokenize=False)
-    with pytest.raises(RowProblem, match="no assistant message in its completion: "):
+    with pytest.raises(RowProblem, match="no assistant message in its completion, so "):
         of_two_columns("chatml", TALK[:2], TALK[2:3])
     marked = Conversation(TALK, trained={1: True}, completion_start=2)
     with pytest.raises(RowProblem, match=r"message 1 is in the prompt and has train=true, .* the completion only"):
@@ -112,7 +112,7 @@ def test_loss_mask_template_without_generation_prompt() -> None:
 def test_loss_mask_rewritten_prompt_refused() -> None:
     made = tokenizer("chatml")
     made.chat_template = "{{ messages | length }} {{ messages[-1]['content'] }}"
-    with pytest.raises(RowProblem, match="rewrites what comes before message 1 once it is answered"):
+    with pytest.raises(RowProblem, match="changes the text before message 1 when that message is added"):
         Renderer(made, "auto", "expand").render(Conversation(TALK[:2]))
 
 

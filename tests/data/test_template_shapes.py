@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.assets import template_text
 from app.data.collate import Padded
 from app.data.loader import eval_batches
 from app.data.loss_mask import Renderer
@@ -243,6 +244,38 @@ def test_tool_call_arguments_template_that_writes_python_gets_json_text(content:
     asks = {"role": "assistant", "content": content, "tool_calls": [{"name": "find", "arguments": {"q": "x"}}]}
     [text] = Renderer(made, "assistant", "expand").render(conversation({"messages": [*chat("a"), asks]})).samples
     assert text.text == f'a<|im_end|>{content}find{{"q": "x"}}<|im_end|>'
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma"])
+def test_consecutive_answers_template_cannot_keep_apart_joined(tmp_path: Path, name: str) -> None:
+    made = tokenizer("gemma" if name == "gemma" else "chatml")  # which refuses roles that do not alternate
+    made.chat_template = made.chat_template if name == "gemma" else template_text(name)
+    talk = [*chat("a", "b"), {**ANSWER, "content": "c"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk}, {"messages": talk[:2]}])
+    data = prepare(config(path), made, str(tmp_path / "cache"))
+    expected = [{"messages": chat("a", "b\n\nc")}, {"messages": chat("a", "b")}]
+    joined = prepare(config(write_jsonl(tmp_path / "b.jsonl", expected)), made, str(tmp_path / "cache"))
+    for i in range(2):
+        assert data.train.ids(i).tolist() == joined.train.ids(i).tolist()
+        assert data.train.loss_mask(i).tolist() == joined.train.loss_mask(i).tolist()
+    line = (
+        "train: consecutive answers of 1 conversation joined by a blank line: the chat template cannot keep them apart"
+    )
+    assert line in data.report.lines()
+
+
+def test_consecutive_answers_kept_apart_where_the_template_allows_it() -> None:
+    row = {"messages": [*chat("a", "b"), {**ANSWER, "content": "c"}]}
+    assert trained("chatml", row) == ["b<|im_end|>", "c<|im_end|>"]
+    assert not render_row("chatml", row).merged
+
+
+def test_consecutive_answers_with_flags_refused() -> None:
+    made = tokenizer("chatml")
+    made.chat_template = template_text("qwen3")
+    row = {"messages": [*chat("a", "b"), {**ANSWER, "weight": 0.5}]}
+    with pytest.raises(RowProblem, match="changes the text before message 2 when that message is added"):
+        Renderer(made, "assistant", "expand").render(conversation(row))
 
 
 def test_tool_calls_as_python_refused() -> None:
