@@ -110,7 +110,7 @@ def _format_of(file: DataFile, delimiter: str) -> Format:
         found_plain = _scan(file, plain)
         if len(found_plain.widths) == 1 and found_plain.widths != {1} and not found_plain.error:
             file.notes.append(
-                f"{place}: quotes are read as characters of the text, because they enclose no whole field"
+                f"{place}: quotes are read as ordinary characters because they do not enclose whole fields"
             )
             return plain
     loose = {**strict, "strict": False}

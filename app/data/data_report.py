@@ -223,8 +223,8 @@ def _template_lines(c: Counts) -> Iterator[str]:
         fates = fates or [f"{many(c.unstable, 'conversation')} train only the last turn"]
         yield f"the chat template rewrites earlier turns: {'; '.join(fates)}"
     if c.merged:
-        what = f"consecutive answers of {many(c.merged, 'conversation')} joined by a blank line"
-        yield f"{what}: the chat template cannot keep them apart"
+        what = f"consecutive assistant messages of {many(c.merged, 'conversation')} joined with a blank line"
+        yield f"{what}: the chat template does not support them"
     if c.unseen:
         yield f"the chat template leaves out what {many(c.unseen, 'message')} of system, user or tool say"
     if c.marked:

@@ -66,7 +66,7 @@ def _read_jsonl(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
             row = part.removeprefix(_BYTE_ORDER_MARK) if number == 1 else part
             if is_first and (selection := _SPREAD_OUT.get(row.strip())):
                 raise DataError(
-                    f"{name}:{number}: each line must be one JSON object, and this one only begins one; type:"
+                    f"{name}:{number}: each line must be one JSON object, but the JSON spans several lines; type:"
                     f" {file.jq(selection)}"
                 )
             if row.strip():

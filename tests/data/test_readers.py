@@ -136,7 +136,7 @@ def test_read_tsv_with_bare_quotes_reads_them_as_text(tmp_path: Path) -> None:
         found, notes = noted(saved(tmp_path, "r.tsv", "\n".join([*lines, *last])))
         assert found == [dict(zip(("quality", "text"), line.split("\t"), strict=True)) for line in [*lines[1:], *last]]
         assert len(notes) == 1
-        assert "quotes are read as characters of the text" in notes[0]
+        assert "quotes are read as ordinary characters" in notes[0]
 
 
 def test_read_tsv_quoted_fields_stay_quoted(tmp_path: Path) -> None:

@@ -140,6 +140,16 @@ def test_empty_cells_are_null(tmp_path: Path, name: str) -> None:
     assert (report.rows_kept, report.bad_rows, report.empty) == (2, 3, {"column answer": 1})
 
 
+def test_tsv_read_without_quoting_noted_from_the_cache_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text('id\ttext\n1\t" Hello , he said\n2\tend "\n')
+    for _ in range(2):
+        data = read(path, "text", None)
+        assert len(data.train) == 2
+        note = "train: a.tsv: quotes are read as ordinary characters because they do not enclose whole fields"
+        assert data.report.lines().count(note) == 1
+
+
 def test_empty_completion_trains_end(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "two", "completion": ""}])
     assert read(path, "prompt_completion").report.train.trained_tokens == 1

@@ -258,10 +258,8 @@ def test_consecutive_answers_template_cannot_keep_apart_joined(tmp_path: Path, n
     for i in range(2):
         assert data.train.ids(i).tolist() == joined.train.ids(i).tolist()
         assert data.train.loss_mask(i).tolist() == joined.train.loss_mask(i).tolist()
-    line = (
-        "train: consecutive answers of 1 conversation joined by a blank line: the chat template cannot keep them apart"
-    )
-    assert line in data.report.lines()
+    line = "train: consecutive assistant messages of 1 conversation joined with a blank line: "
+    assert f"{line}the chat template does not support them" in data.report.lines()
 
 
 def test_consecutive_answers_kept_apart_where_the_template_allows_it() -> None:
