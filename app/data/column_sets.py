@@ -6,29 +6,13 @@ from dataclasses import dataclass, field
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import ROW_FORMATS, TAGGED_FORMATS
-from app.data.columns import (
-    ANSWERING,
-    ASKING,
-    EVERY_ELEMENT,
-    INPUTS,
-    JUDGING,
-    command,
-    is_history,
-    is_prose,
-    named_like,
-    pair_format,
-    value,
-)
+from app.data.columns import EVERY_ELEMENT, command, is_history, named_like, pair_format, value
+from app.data.roles import INPUTS, ROLES, has_role, is_prose, names_of
 from app.data.types import Row
-
-_ABOUT_A_ROW = frozenset(
-    {"id", "idx", "index", "uid", "uuid", "source", "dataset", "category", "topic", "type", "level", "difficulty"}
-)
-
 
 _SHORT_TYPES = (str, int, float, type(None))
 _MAX_SHORT_CHARS = 40  # of a column that is about a row
-_NUMBERED = re.compile(rf"({'|'.join(ANSWERING)})[_-]?(?:\d|[a-z])")
+_NUMBERED = re.compile(rf"({'|'.join(ROLES['answers'])})[_-]?(?:\d|[a-z])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +80,7 @@ def known_sets(rows: Sequence[Row], columns: Columns, formats: Iterable[str], le
         if is_named or each.format not in formats or not needed <= names:
             continue
         kind = list if each.format in TAGGED_FORMATS else str
-        spare = names - needed - also - each.others - _ABOUT_A_ROW
+        spare = {name for name in names - needed - also - each.others if not has_role(name, "about")}
         if all(_is_short(rows, name) for name in spare):
             fits = sum(
                 all(_has(row, path, kind, may_be_null=field in shape.may) for field, path in read.items())
@@ -113,11 +97,11 @@ def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Se
     paths = [path for path in paths if EVERY_ELEMENT not in path or path.partition(EVERY_ELEMENT)[0] == starred]
     if "labelled_text" in formats:
         return _for_labels(config, key, rows, paths)
-    asks = named_like(ASKING, paths)
+    asks = named_like(ROLES["asks"], paths)
     several = [path for path in paths if _NUMBERED.fullmatch(path)]
-    answers = several[0] if len(several) > 1 else named_like(ANSWERING, [path for path in paths if path != asks])
+    answers = several[0] if len(several) > 1 else named_like(ROLES["answers"], [path for path in paths if path != asks])
     texts = [path for path in paths if path not in (asks, answers) and _is_prose(rows, path)]
-    if bool(asks) != bool(answers) and len(texts) == 1 and not named_like(tuple(INPUTS), texts):
+    if bool(asks) != bool(answers) and len(texts) == 1 and not named_like(names_of(*INPUTS), texts):
         asks, answers = asks or texts[0], answers or texts[0]
     if not asks or not answers:
         plain = texts or paths
@@ -141,7 +125,7 @@ def _for_labels(config: DatasetConfig, key: str, rows: Sequence[Row], texts: Seq
     columns = {path: path.partition(EVERY_ELEMENT)[0] for path in texts}
     text = max(texts, key=lambda path: sum(len(str(value(row, columns[path]))) for row in rows), default="")
     others = [name for name, found in rows[0].items() if isinstance(found, str | int) and name != text]
-    label = next((name for name in others if name not in _ABOUT_A_ROW), "")
+    label = next((name for name in others if not has_role(name, "about")), "")
     if not text or not label:
         return ""
     words = command("labelled_text", {"text": text, "label": label}, config, key)
@@ -151,7 +135,7 @@ def _for_labels(config: DatasetConfig, key: str, rows: Sequence[Row], texts: Seq
 def _text_paths(row: Row) -> Iterator[str]:
     """Paths of the texts of a row: in a column, in an object, in every element of a list."""
     for name, found in row.items():
-        if name in _ABOUT_A_ROW:
+        if has_role(name, "about"):
             continue
         if isinstance(found, str):
             yield name
@@ -182,7 +166,7 @@ def _is_prose(rows: Sequence[Row], path: str) -> bool:
 
 def _is_short(rows: Sequence[Row], name: str) -> bool:
     """Whether a column of another name holds words or numbers that are about a row, and judge nothing."""
-    if named_like((*ASKING, *ANSWERING, *INPUTS, *JUDGING), [name]):
+    if named_like(names_of("asks", "answers", *INPUTS, "label"), [name]):
         return False
     found = [row.get(name) for row in rows]
     return all(type(each) in _SHORT_TYPES and len(str(each)) <= _MAX_SHORT_CHARS for each in found)

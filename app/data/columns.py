@@ -7,25 +7,13 @@ from typing import Any
 
 from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
+from app.data.roles import ROLES
 from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
 ABSENT = object()
 EVERY_ELEMENT = ".*"
 _PLAIN_VALUE = re.compile(r"[\w.*/: -]+")
 _SOURCE = ("path", "split", "hub_config", "revision")
-
-# the clearest names first
-ASKING = ("instruction", "question", "prompt", "query", "problem", "request", "input")
-ANSWERING = ("output", "response", "answer", "completion", "solution", "reply", "target")
-_SYSTEM = ("system_prompt", "system")
-# Inputs that an answer needs, with the number of words from which on a text is more than a name or an id.
-INPUTS: Mapping[str, int] = {
-    **dict.fromkeys(("context", "passage", "document", "schema", "table", "history", "system"), 2),
-    "input": 1,
-}
-_MORE = tuple(name for name in INPUTS if name not in ("history", "system"))
-JUDGING = ("label", "labels", "kto_tag")
-_MIN_TEXT_CHARS = 40  # of one word in a script without spaces
 
 
 def value(row: Row, path: str) -> Any:
@@ -175,10 +163,11 @@ def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, di
     """The format of a question and its answer that reads context, history and system among the `others`, and its
     columns; no format where two inputs need one place.
     """
-    inputs = [path for path in others if named_like(_MORE, [path])]
+    inputs = [path for path in others if named_like(ROLES["context"], [path])]
     if len(inputs) > 1:
         return "", {}
-    more, history, system = "".join(inputs), named_like(["history"], others), named_like(_SYSTEM, others)
+    more = "".join(inputs)
+    history, system = (named_like(ROLES[role], others) for role in ("history", "system"))
     fmt, fields = "question_answer", ("question", "answer")
     if more or history:
         fmt, fields = "instruction", ("instruction", "output")
@@ -190,8 +179,3 @@ def is_history(found: Any) -> bool:
     """Whether it holds earlier turns, `[[question, answer], ...]`."""
     turns = found if isinstance(found, list) else []
     return bool(turns) and all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in turns)
-
-
-def is_prose(found: Any, name: str = "") -> bool:
-    """Whether it is text of several words, not a name or an id."""
-    return isinstance(found, str) and (len(found.split()) >= INPUTS.get(name, 2) or len(found) > _MIN_TEXT_CHARS)

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import WITHOUT_ANSWERS
-from app.data.columns import INPUTS, JUDGING, command, is_history, is_prose
+from app.data.columns import command, is_history
 from app.data.formats import fields_of
+from app.data.roles import INPUTS, has_role, is_prose
 from app.data.types import RenderedText
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def is_missed(config: DatasetConfig, name: str, found: Any, samples: Sequence[Re
     """Whether an unread column says what no sample does: a text, earlier turns, or 0 or 1 as a judgement."""
     if name in fields_of(config.format) and getattr(config.columns, name) != name:
         return False  # null, or another column in its place, on purpose
-    if name in JUDGING:
+    if has_role(name, "label"):
         return config.format not in WITHOUT_ANSWERS and not isinstance(found, bool) and found in _JUDGEMENTS
     if name == "history" and is_history(found):
         return True
@@ -38,7 +39,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
     """Reasons why a run stops at the columns that are not read of the source with this section."""
     fmt, missed, rows = config.format, counts.missed, counts.rows_kept + counts.rows_lost
     columns = _columns_of(fmt, config.columns)
-    inputs = [name for name, number in missed.items() if name in INPUTS and 2 * number > rows]
+    inputs = [name for name, number in missed.items() if has_role(name, *INPUTS) and 2 * number > rows]
     if inputs and fmt not in WITHOUT_ANSWERS:
         places = {name: "input" if counts.missed_chars[name] and name != "system" else name for name in inputs}
         reading = _with_inputs(fmt, config.columns, places)
@@ -49,7 +50,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
             f"    To train without it, type: {command(fmt, columns, config, key, inputs)}"
         )
     for name, number in missed.items():
-        if name in JUDGING and number == counts.unread_columns.get(name):
+        if has_role(name, "label") and number == counts.unread_columns.get(name):
             right = f"jq -c 'select((.{name} | tonumber) == 1) | del(.{name})' OLD.jsonl > NEW.jsonl"
             yield (
                 f"column {name!r} is 0 or 1 in {number:,} of {rows:,} rows, which judges the answers as wrong"

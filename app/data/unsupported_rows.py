@@ -10,24 +10,17 @@ from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.columns import ASKING, INPUTS, JUDGING, command, is_history, named_like, pair_format
+from app.data.columns import command, is_history, named_like, pair_format
 from app.data.conversations import SPEAKERS
+from app.data.roles import INPUTS, ROLES, has_role, names_of
 from app.data.types import Content, Conversation, Document, Example, Row, RowProblem, sides_of
 
-_MEDIA_COLUMN = re.compile(r"(image|video|audio)s?(_?(path|url|file|bytes)s?)?", re.IGNORECASE)
 # As LLaVA, LLaMA-Factory, Qwen-VL, Llama 3.2, Phi and Gemma write them. A tag that is closed, or quoted, is of HTML.
 _PLACEHOLDER = re.compile(
     r"(?<![`'\"])<(?:(?P<tag>image|video|audio)>(?![`'\"])(?!.*</(?P=tag)>)"
     r"|\|(?:image|video|audio|vision)(?:_\w+)?\|>|start_of_image>|(?:image|audio)_soft_token>)",
     re.DOTALL | re.IGNORECASE,
 )
-_REJECTED = (
-    *("rejected", "rejected_response", "rejected_messages", "rejected_output", "rejected_answer"),
-    *("response_rejected", "non_preferred_output"),
-)
-_CHOSEN = ("chosen", "chosen_response", "chosen_messages", "preferred_output")
-_ANSWERS = ("messages", "conversations", "output", "answer", "completion")  # fields of `dataset.columns`
-_OTHER_ANSWERS = ("response", "completions")
 
 
 def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None = None) -> str:
@@ -50,8 +43,9 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
         )
     if shape and shape.learnt_by:
         return ""
-    label = next((name for name in JUDGING if _is_judged(row.get(name))), "")
-    if label and not {*(getattr(columns, field) for field in _ANSWERS), *_ANSWERS, *_OTHER_ANSWERS}.isdisjoint(row):
+    label = next((name for name in ROLES["label"] if _is_judged(row.get(name))), "")
+    answers = names_of("messages", "answers")
+    if label and not {*answers, *(getattr(columns, field, None) for field in answers)}.isdisjoint(row):
         right = f"jq -c 'select(.{label} == true) | del(.{label})' OLD.jsonl > NEW.jsonl"
         remedy = f"Make rows of the right ones alone: {right}, or learn from both by recipe=kto"
         remedy = remedy if label != "labels" else "Take such rows out"
@@ -77,7 +71,7 @@ def refuse_media(content: Content) -> None:
 
 def _is_media(name: str, found: Any) -> bool:
     """Whether a column or key of this name holds media; a number says how many there are, or how long they take."""
-    return bool(_MEDIA_COLUMN.fullmatch(name) and found) and not isinstance(found, bool | int | float)
+    return bool(has_role(name, "media") and found) and not isinstance(found, bool | int | float)
 
 
 def _texts(content: Conversation | Document | Example) -> Iterator[tuple[str, str]]:
@@ -93,8 +87,8 @@ def _of_media(what: str, more: str = "") -> str:
 
 
 def _preference_columns(row: Row, columns: Columns) -> Iterator[str]:
-    yield from (name for name in _REJECTED if isinstance(row.get(name), str | list | dict) and row[name])
-    chosen = [name for name in _CHOSEN if isinstance(row.get(name), list | dict) and row[name]]
+    yield from (name for name in ROLES["rejected"] if isinstance(row.get(name), str | list | dict) and row[name])
+    chosen = [name for name in ROLES["chosen"] if isinstance(row.get(name), list | dict) and row[name]]
     if not chosen:
         return
     read = {str(getattr(columns, each.name)).partition(".")[0] for each in fields(columns) if each.name != "chosen"}
@@ -110,8 +104,8 @@ def _is_judged(found: Any) -> bool:
 
 def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
     """Setting to type, or a command that makes other rows, to train on the wanted answers of rows with preferences."""
-    chosen = next((name for name in _CHOSEN if row.get(name)), "")
-    unwanted = [name for name in row if name in _REJECTED]
+    chosen = next((name for name in ROLES["chosen"] if row.get(name)), "")
+    unwanted = [name for name in row if has_role(name, "rejected")]
     names = [name for name in row if name not in (chosen, *unwanted)]
     talk = next((name for name in names if _is_talk(row[name])), "")
     last = row[talk][-1] if talk and isinstance(row[talk][-1], dict) else {}
@@ -134,14 +128,14 @@ def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -
     if talk or chosen == "preferred_output":
         return "chat_completion", {"prompt": talk or "input.messages", "completion": chosen}
     texts = [name for name in names if isinstance(row[name], str)]
-    asks = named_like(ASKING, texts)
+    asks = named_like(ROLES["asks"], texts)
     if _is_talk(found) and not (asks and len(found) == 1):
         return ("sharegpt", {"conversations": chosen}) if "from" in found[0] else ("messages", {"messages": chosen})
     path = _text_path(found, chosen)
     if not asks:
         return ("text", {"text": path}) if not texts else ("", {})
     others = [name for name in names if name != asks and (name in texts or is_history(row[name]))]
-    if asks == "prompt" and path == chosen and not named_like(("system_prompt", *INPUTS), others):
+    if asks == "prompt" and path == chosen and not named_like(names_of(*INPUTS), others):
         return "prompt_completion", {"completion": chosen}
     return pair_format(asks, path, others)
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from app.config.dataset import trains_answers
 from app.data import length_statistics
-from app.data.columns import INPUTS
 from app.data.data_report import MAX_DROPPED_SHARE, MAX_EVAL_FRACTION, MIN_EVAL_ROWS, eval_remedy
 from app.data.overflow import policy_for
+from app.data.roles import INPUTS, has_role
 from app.data.sources import train_source
 from app.safe_text import many
 from app.training.data_check import DataCheck
@@ -64,7 +64,7 @@ def _unread(check: DataCheck) -> Iterator[Advice]:
     counts = check.data.report.train
     for name, rows in counts.missed.items():
         chars = counts.missed_chars[name] // rows
-        is_told = name in INPUTS and check.stops
+        is_told = has_role(name, *INPUTS) and check.stops
         if chars >= LONG_TEXT_CHARS and 2 * rows > counts.rows_kept and not is_told:
             yield (
                 f"dataset.leave_out=[{name}]",

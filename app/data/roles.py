@@ -1,0 +1,51 @@
+"""Column roles: the names under which columns of training data are known. What is read, refused or dropped follows."""
+
+from collections.abc import Mapping
+from itertools import product
+
+# In each role the clearest names first, in lower case. `input` asks by itself and is context next to an instruction.
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "asks": ("instruction", "question", "prompt", "query", "problem", "request", "input"),
+    "answers": ("output", "response", "answer", "completion", "solution", "reply", "target", "completions"),
+    "context": ("context", "passage", "document", "schema", "table", "input"),
+    "history": ("history",),
+    "system": ("system_prompt", "system"),
+    "label": ("label", "labels", "kto_tag"),
+    "chosen": ("chosen", "chosen_response", "chosen_messages", "preferred_output"),
+    "rejected": (
+        *("rejected", "rejected_response", "rejected_messages", "rejected_output", "rejected_answer"),
+        *("response_rejected", "non_preferred_output"),
+    ),
+    "messages": ("messages", "conversations"),
+    "media": tuple(
+        f"{kind}{plural}{place}"
+        for kind, plural, place in product(
+            ("image", "video", "audio"),
+            ("", "s"),
+            ("", *map("".join, product(("", "_"), ("path", "url", "file", "bytes"), ("", "s")))),
+        )
+    ),
+    "about": (
+        *("id", "idx", "index", "uid", "uuid", "source", "dataset", "category", "topic", "type", "level", "difficulty"),
+    ),
+}
+INPUTS = ("context", "history", "system")  # roles of what an answer needs
+_MIN_WORDS = {"input": 1}  # of a text that says something; fewer words are a name or an id
+_MIN_TEXT_CHARS = 40  # of one word in a script without spaces
+
+
+def names_of(*roles: str) -> tuple[str, ...]:
+    """Return all names of the roles, the clearest first."""
+    return tuple(dict.fromkeys(name for role in roles for name in ROLES[role]))
+
+
+def has_role(name: str, *roles: str) -> bool:
+    """Return whether a column of this name has one of the roles."""
+    return any(name.lower() in ROLES[role] for role in roles)
+
+
+def is_prose(found: object, name: str = "") -> bool:
+    """Return whether it is text of several words, not a name or an id."""
+    if not isinstance(found, str):
+        return False
+    return len(found.split()) >= _MIN_WORDS.get(name, 2) or len(found) > _MIN_TEXT_CHARS
