@@ -92,8 +92,8 @@ def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
 
 
 def _starred(section: DatasetConfig, key: str) -> dict[str, str]:
-    columns = asdict(section.columns).items()
-    return {f"{key}.columns.{name}": path for name, path in columns if path and "*" in path}
+    columns = ((name, part) for name, path in asdict(section.columns).items() for part in (path or "").split("+"))
+    return {f"{key}.columns.{name}": part for name, part in columns if "*" in part}
 
 
 def _star_problems(starred: dict[str, str]) -> Iterator[str]:

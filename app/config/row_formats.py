@@ -27,7 +27,8 @@ class RowFormat:
         return {"labels": "text and its label", "tags": "lists of words and of their tags"}.get(self.content, "text")
 
 
-_OF_CHATS = ("tools", "system", "chat_template_kwargs")
+_OF_ANSWERS = ("tools", "system", "chat_template_kwargs")
+_OF_CHATS = (*_OF_ANSWERS, "reasoning")
 _MESSAGE = ("role", "content", "tool_calls", "function_call")
 _PAIR = ("auto", "completion")
 _COMPLETION = ("auto", "completion", "assistant", "last", "all")
@@ -48,7 +49,7 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
     "tagged_words": RowFormat(("tokens", "tags"), content="tags", train_on=("auto",), overflow="truncate"),
     "preference": RowFormat(
         ("chosen", "rejected"),
-        ("prompt", *_OF_CHATS),
+        ("prompt", *_OF_ANSWERS),
         train_on=_PAIR,
         message=_MESSAGE,
         pairs=True,
@@ -58,7 +59,7 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
         ("chosen", "rejected"), ("prompt",), content="answer", train_on=_PAIR, pairs=True, learnt_by=_BY_PAIRS
     ),
     "preference_label": RowFormat(
-        ("completion", "label"), ("prompt", *_OF_CHATS), train_on=_PAIR, message=_MESSAGE, learnt_by=_BY_LABELS
+        ("completion", "label"), ("prompt", *_OF_ANSWERS), train_on=_PAIR, message=_MESSAGE, learnt_by=_BY_LABELS
     ),
     "preference_label_text": RowFormat(
         ("completion", "label"), ("prompt",), content="answer", train_on=_PAIR, learnt_by=_BY_LABELS
@@ -66,6 +67,8 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
 }
 CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")
 PREFERENCE_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.learnt_by)
+# of texts: the format that writes the same answers through a chat template
+CHAT_OF = {"preference_text": "preference", "preference_label_text": "preference_label"}
 LABELLED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
 TAGGED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "tags")
 WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels", "tags"))

@@ -139,6 +139,13 @@ class TemplateNames:
         return name in self._words and name not in _NO_OPTIONS
 
     @cached_property
+    def writes_thoughts(self) -> bool:
+        """Whether there is a template, and it writes what an assistant thought before its answer."""
+        answer = {"role": "assistant", "content": "b", THOUGHT_KEYS[0]: "c"}
+        chat = Conversation([{"role": "user", "content": "a"}, answer])
+        return bool(self._tokenizer.chat_template) and not self.unread_keys(chat, 1)
+
+    @cached_property
     def writes_python(self) -> bool:
         """Whether the template writes the arguments of a tool call, if they are an object, as their Python `repr`."""
         call: Message = {"role": "assistant", "tool_calls": [_PROBE_CALL]}

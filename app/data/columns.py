@@ -1,25 +1,35 @@
-"""Columns of a row: by name, a place inside one by a dotted path, every element of a list by `*`; what names mean."""
+"""Columns of a row: by name, a place inside one by a dotted path, every element of a list by `*`, several texts by `+`;
+what names mean.
+"""
 
+import json
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from app.config.dataset_schema import DatasetConfig
+from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.roles import ROLES
+from app.data.roles import CHOICE, ROLES, has_role, is_prose
 from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
 ABSENT = object()
 EVERY_ELEMENT = ".*"
-_PLAIN_VALUE = re.compile(r"[\w.*/: -]+")
+JOIN = "+"
+_PLAIN_VALUE = re.compile(r"[\w.*+/: -]+")
+_LABELLED_CHOICE = re.compile(r"\s*\(?\w{1,2}\s?[).:]")
 _SOURCE = ("path", "split", "hub_config", "revision")
 
 
 def value(row: Row, path: str) -> Any:
-    """Look up `path` (`output`, `instances.0.output`), or ABSENT. A column of just this name comes first."""
+    """Look up `path` (`output`, `instances.0.output`, `question+context`), or ABSENT.
+
+    A column of just this name comes first.
+    """
     if path in row:
         return row[path]
+    if JOIN in path:
+        return _joined(row, path.split(JOIN))
     found: Any = row
     for part in path.split("."):
         if isinstance(found, dict):
@@ -29,6 +39,68 @@ def value(row: Row, path: str) -> Any:
         else:
             return ABSENT
     return found
+
+
+def _joined(row: Row, names: Sequence[str]) -> Any:
+    """Join the texts of several columns by blank lines, choices by line breaks; or what of them is no text.
+
+    A column that asks or answers must be there, others may be absent.
+    """
+    whole, was_choice = "", False
+    found_any = False
+    for name in names:
+        found = value(row, name)
+        if found is ABSENT or found is None:
+            if has_role(name, "asks", "answers") and not has_role(name, "context"):
+                return found
+            continue
+        found_any, text = True, as_text(found, name)
+        if text is None:
+            return found
+        is_choice = bool(CHOICE.fullmatch(name))
+        label = f"{name[-1].upper()}. " if is_choice else ""
+        if text.strip():
+            between = "\n" if is_choice and was_choice else "\n\n"
+            whole, was_choice = whole + between * bool(whole) + label + text, is_choice
+    return whole if found_any else ABSENT
+
+
+def as_text(found: Any, name: str = "") -> str | None:
+    """Return a text, a list of texts or the choices of a question as one text, schemas as JSON; None for others."""
+    if isinstance(found, str):
+        return found
+    choices = choices_of(found)
+    if choices and has_role(name, "choices"):
+        labelled = all(_LABELLED_CHOICE.match(text) for _, text in choices)
+        return "\n".join(text if labelled else f"{label}. {text}" for label, text in choices)
+    if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
+        return "\n".join(found)
+    if isinstance(found, dict | list) and found and has_role(name, "context") and not is_talk(found):
+        return json.dumps(found, ensure_ascii=False, default=str)
+    return None
+
+
+def choices_of(found: Any) -> list[tuple[str, str]]:
+    """Return the choices of a question with their labels; empty if it holds none."""
+    labels: Sequence[Any] = [chr(ord("A") + at) for at in range(26)]
+    texts = found
+    if isinstance(found, dict):
+        labels, texts = found.get("label", labels), found.get("text")
+        if not isinstance(texts, list) and all(len(str(key)) == 1 for key in found):
+            labels, texts = [*found], [*found.values()]
+    elif isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        labels, texts = ([each.get(key) for each in found] for key in ("label", "text"))
+    is_list = isinstance(texts, list) and isinstance(labels, list) and 2 <= len(texts) <= len(labels)
+    if not is_list or not all(isinstance(text, str) for text in texts):
+        return []
+    return [(str(label), text) for label, text in zip(labels, texts, strict=False)]
+
+
+def thought_column(row: Row, columns: Columns) -> str | None:
+    """Return the column with what was thought before the answer: as configured, or any of its names with prose."""
+    if columns.reasoning != "reasoning":
+        return columns.reasoning
+    return next((name for name in map(str, row) if has_role(name, "reasoning") and is_prose(row[name])), None)
 
 
 def has(row: Row, path: str) -> bool:
@@ -64,8 +136,12 @@ def optional(row: Row, path: str | None) -> Any:
 
 
 def optional_text(row: Row, path: str | None) -> str:
-    """The text of a column that may be absent."""
-    return "" if path is None or optional(row, path) is None else text(row, path)
+    """The text of a column that may be absent, and may be a list of texts or choices."""
+    found = optional(row, path)
+    if path is None or found is None:
+        return ""
+    joined = as_text(found, path)
+    return text(row, path) if joined is None else joined
 
 
 def typed(key: str, fmt: str, columns: Mapping[str, str]) -> str:
@@ -115,8 +191,8 @@ def wanted_rows(rows: Iterator[Located], config: DatasetConfig, names: Collectio
             (location, row if isinstance(row, Broken) else {k: found for k, found in row.items() if k not in without})
             for location, row in rows
         )
-    given = (getattr(config.columns, name) for name in names)
-    paths = [path for path in given if path is not None and EVERY_ELEMENT in path]
+    given = [path for name in names if (path := getattr(config.columns, name)) is not None]
+    paths = [part for path in given for part in path.split(JOIN) if EVERY_ELEMENT in part]
     if not paths:
         return rows
     (column,) = {path.partition(EVERY_ELEMENT)[0] for path in paths}  # config.rules lets no second one pass
@@ -179,3 +255,19 @@ def is_history(found: Any) -> bool:
     """Whether it holds earlier turns, `[[question, answer], ...]`."""
     turns = found if isinstance(found, list) else []
     return bool(turns) and all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in turns)
+
+
+def is_talk(found: Any) -> bool:
+    """Whether it is a list of messages or turns."""
+    first = found[0] if isinstance(found, list) and found else None
+    return isinstance(first, dict) and ("role" in first or "from" in first)
+
+
+def jq(program: str, config: DatasetConfig | None, *, of_all: bool = False) -> str:
+    """Return the command that makes other rows of a file of JSON, by a program for one row or the array of all."""
+    path = (config.path if config else None) or ""
+    if not path.endswith((".jsonl", ".ndjson", ".json")):
+        path = "OLD.jsonl"
+    is_array = path.endswith(".json")
+    program = program if of_all or not is_array else f".[] | {program}"
+    return f"jq -c{'s' * (of_all and not is_array)} {shlex.quote(program)} {shlex.quote(path)} > NEW.jsonl"

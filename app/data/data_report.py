@@ -61,6 +61,7 @@ class Counts:
     unstable_tokens: dict[str, int] = field(default_factory=dict)  # of them, before any was cut, under expand and join
     dropped_text: str = ""  # the first text that the template drops from earlier turns and `join` keeps
     glued: int = 0  # samples with a token across the edge of what is trained
+    end_tokens: int = 0  # answers that ended in a token that was written out, and taken off
     endless: int = 0  # samples with an answer that does not end in a special token
     unseen: int = 0  # messages of which the template writes nothing
     shortened: int = 0  # answers of which the template leaves out a part
@@ -69,6 +70,7 @@ class Counts:
     empty: dict[str, int] = field(default_factory=dict)  # blank texts, by their column or role
     unread_columns: dict[str, int] = field(default_factory=dict)  # rows that hold something there
     missed: dict[str, int] = field(default_factory=dict)  # rows where an unread column says what no sample does
+    missed_places: dict[str, str] = field(default_factory=dict)  # where dataset.columns can read those answers need
     missed_chars: dict[str, int] = field(default_factory=dict)  # of its texts
     foreign_markers: dict[str, int] = field(default_factory=dict)  # plain texts that another program wrote out as chats
     unread_keys: dict[str, int] = field(
@@ -231,6 +233,8 @@ def _template_lines(c: Counts) -> Iterator[str]:
         yield f"{many(c.marked, 'message')} with the text of a special token: the model reads it as the token itself"
     if c.shortened:
         yield f"the chat template leaves out a part (of thoughts, say) of {many(c.shortened, 'trained answer')}"
+    if c.end_tokens:
+        yield f"end token written as text removed from {many(c.end_tokens, 'answer')}: the tokenizer adds its own"
     if c.glued:
         yield f"in {many(c.glued, 'sample')} a token holds both prompt and answer, and is not trained"
     if c.endless:

@@ -1,15 +1,18 @@
 """`dataset.format=auto`: which format the first rows have, and why; an error where none or several fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import ROW_FORMATS, TAGGED_FORMATS
+from app.config.row_formats import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS
 from app.data.column_sets import Candidate, known_sets, suggestion
-from app.data.columns import ABSENT, command, has, typed, value, wanted_rows
+from app.data.columns import ABSENT, JOIN, command, has, is_talk, thought_column, typed, value, wanted_rows
+from app.data.conversations import SPEAKERS
+from app.data.formats import ASSISTANT, WRITTEN_CHAT, fields_of
+from app.data.roles import names_of
 from app.data.sources import Source, eval_source, train_source
 from app.data.types import Broken, Row, escaped, kind_of
 from app.data.unsupported_rows import unsupported_column
@@ -22,19 +25,22 @@ _NEW_LINE = "\n    "
 
 
 def detect_formats(
-    config: DatasetConfig, formats: Sequence[str] = formats_for("causal")
+    config: DatasetConfig,
+    formats: Sequence[str] = formats_for("causal"),
+    has_template: Callable[[], bool] = lambda: False,
 ) -> tuple[DatasetConfig, list[str]]:
     """Replace `auto` by the format of the rows; returns the section, and a note for each source.
 
     Each source of a mix is inspected by itself, and so is a file of held-out rows beside it. DataError has the
-    problems of all. `formats` are those to choose from.
+    problems of all. `formats` are those to choose from. Texts that answer a prompt are chats if the model of the run
+    `has_template`, which is asked only where it decides.
     """
     found: dict[str, DatasetConfig] = {}
     notes: list[str] = []
     problems: list[str] = []
     for name, section, source in _undetected(config):
         try:
-            found[name], note = detect_format(section, source, key_of(name), formats)
+            found[name], note = detect_format(section, source, key_of(name), formats, has_template)
             notes.append(note)
         except DataError as error:
             problems += error.problems
@@ -46,6 +52,14 @@ def detect_formats(
         else replace(each, format=found[name].format, columns=_columns(found[name], config))
         for name, each in config.mix.items()
     }
+    notes += [
+        f"{key_of(name)}.format={section.format} writes no chat template, although the model has one. To write it,"
+        f" type: {command(CHAT_OF[section.format], _columns_of(section), section, key_of(name))}"
+        for name, section in sources_of(config).items()
+        if section.format in CHAT_OF
+        and has_template()
+        and _are_asked(_first_rows(key_of(name), train_source(section, name).rows()), section.columns)
+    ]
     return replace(found.get("", config), mix=mix), notes
 
 
@@ -59,6 +73,11 @@ def _undetected(config: DatasetConfig) -> Iterator[tuple[str, DatasetConfig, Sou
         yield "", config, eval_rows
 
 
+def _columns_of(section: DatasetConfig) -> dict[str, str]:
+    """The columns that its format reads."""
+    return {field: path for field in fields_of(section.format) if (path := getattr(section.columns, field))}
+
+
 def _columns(section: DatasetConfig, config: DatasetConfig) -> dict[str, str]:
     """All columns that its format needs, because other sources may have other names for the same."""
     shape, found = ROW_FORMATS[section.format], section.columns
@@ -66,7 +85,9 @@ def _columns(section: DatasetConfig, config: DatasetConfig) -> dict[str, str]:
     return {name: getattr(found, name) for name in (*shape.needs, *renamed)}
 
 
-def detect_format(config: DatasetConfig, source: Source, key: str, formats: Sequence[str]) -> tuple[DatasetConfig, str]:
+def detect_format(
+    config: DatasetConfig, source: Source, key: str, formats: Sequence[str], has_template: Callable[[], bool]
+) -> tuple[DatasetConfig, str]:
     """The section with the format of the rows of one source, and a note on why."""
     named = f"{source.key}={source.name}"
     rows = _first_rows(named, wanted_rows(source.rows(), config, [each.name for each in fields(Columns)]))
@@ -84,9 +105,10 @@ def detect_format(config: DatasetConfig, source: Source, key: str, formats: Sequ
         words = [command(each.format, each.renamed, config, key) for each in fitting]
         ways = [escaped(f"{way}   ({each.reason(len(rows))})") for way, each in zip(words, fitting, strict=True)]
         raise DataError(_NEW_LINE.join([begin, *ways]))
-    [found] = fitting
+    reason = fitting[0].reason(len(rows))
+    found = _with_prompt(fitting[0], rows, config.columns, has_template)
     columns = replace(config.columns, **found.renamed)
-    return replace(config, format=found.format, columns=columns), _note(found, key, rows, columns)
+    return replace(config, format=found.format, columns=columns), _note(found, key, rows, columns, reason)
 
 
 def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[Row]:
@@ -120,6 +142,51 @@ def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -
                 yield Candidate(fmt, (name,), fits, {shape.needs[0]: name})
 
 
+def _with_prompt(
+    found: Candidate, rows: Sequence[Row], columns: Columns, has_template: Callable[[], bool]
+) -> Candidate:
+    """The way to read answers with the column that asks, and through the chat template if the model has one."""
+    if not ROW_FORMATS[found.format].learnt_by:
+        return found
+    if not any(has(row, columns.prompt) for row in rows):
+        columns = replace(columns, prompt=_prompt_of(rows, columns))
+        found = replace(found, renamed={"prompt": columns.prompt} if columns.prompt != "prompt" else {})
+    is_chat = any(is_talk(value(row, columns.prompt)) for row in rows)
+    if found.format in CHAT_OF and (is_chat or (_are_asked(rows, columns) and has_template())):
+        return replace(found, format=CHAT_OF[found.format])
+    return found
+
+
+def _prompt_of(rows: Sequence[Row], columns: Columns) -> str:
+    """The column that has the turns before the answers, or asks with its further input; `prompt` where none does."""
+    least = _MIN_FITTING_SHARE * len(rows)
+    if any(_has_question(value(row, columns.chosen)) or _has_question(value(row, columns.completion)) for row in rows):
+        return columns.prompt
+    for name in names_of("messages"):
+        if sum(is_talk(row.get(name)) for row in rows) >= least:
+            return name
+    texts = [name for name in names_of("asks") if sum(isinstance(row.get(name), str) for row in rows) >= least]
+    more = ["input"] if texts[:1] == ["instruction"] and "input" in _names(rows) else []
+    return JOIN.join([*texts[:1], *more]) or columns.prompt
+
+
+def _has_question(found: Any) -> bool:
+    """Whether an answer is a whole chat, which has its prompt."""
+    roles = [each.get("role", each.get("from")) for each in found if isinstance(each, dict)] if is_talk(found) else []
+    return any(SPEAKERS.get(str(role)) == "user" for role in roles)
+
+
+def _are_asked(rows: Sequence[Row], columns: Columns) -> bool:
+    """Whether most answers are to a text that is no chat written out for a model, and that they do not repeat."""
+    asked = 0
+    for row in rows:
+        prompt = value(row, columns.prompt)
+        if isinstance(prompt, str) and prompt.strip() and ASSISTANT not in prompt and not WRITTEN_CHAT.search(prompt):
+            answers = [str(value(row, name)) for name in (columns.chosen, columns.completion)]
+            asked += not any(answer.startswith(prompt) for answer in answers)
+    return 2 * asked > len(rows)
+
+
 def _fits(fmt: str, found: Any, field: str = "") -> bool:
     """Whether a column that the format needs may hold `found`. Labels are checked when the row is read."""
     if field == "label":
@@ -129,9 +196,15 @@ def _fits(fmt: str, found: Any, field: str = "") -> bool:
         return isinstance(found, list)
     if not keys:
         return isinstance(found, str)
-    if ROW_FORMATS[fmt].learnt_by and isinstance(found, dict):
-        found = [found]
-    return isinstance(found, list) and bool(found) and all(_is_message(keys, each) for each in found)
+    conventions = [keys]
+    if ROW_FORMATS[fmt].learnt_by:  # answers may be one message, and turns of ShareGPT
+        conventions.append(ROW_FORMATS["sharegpt"].message)
+        found = [found] if isinstance(found, dict) else found
+    return (
+        isinstance(found, list)
+        and bool(found)
+        and any(all(_is_message(keys, each) for each in found) for keys in conventions)
+    )
 
 
 def _is_message(keys: Sequence[str], each: Any) -> bool:
@@ -140,12 +213,16 @@ def _is_message(keys: Sequence[str], each: Any) -> bool:
     return keys[0] in given and not given.isdisjoint(keys[1:])
 
 
-def _note(found: Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
-    given = [name for field in ROW_FORMATS[found.format].may if (name := getattr(columns, field))]
-    may = [name for name in given if name not in found.columns and any(has(row, name) for row in rows)]
+def _note(found: Candidate, key: str, rows: Sequence[Row], columns: Columns, reason: str) -> str:
+    fields = ROW_FORMATS[found.format].may
+    given = [name for field in fields if field != "reasoning" and (name := getattr(columns, field))]
+    if "reasoning" in fields:
+        given += {name: None for row in rows if (name := thought_column(row, columns))}
+    read = {*found.columns, *found.renamed.values()}
+    may = [name for name in given if name not in read and any(has(row, name) for row in rows)]
     also = f"; also read: {listed(may)}" if may else ""
     words = typed(key, found.format, found.renamed)
-    return escaped(f"{key}.format=auto: taken as {words}, because {found.reason(len(rows))}{also}")
+    return escaped(f"{key}.format=auto: taken as {words}, because {reason}{also}")
 
 
 def _unknown(named: str, key: str, rows: Sequence[Row], config: DatasetConfig, formats: Sequence[str]) -> list[str]:

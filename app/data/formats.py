@@ -1,16 +1,20 @@
 """From a row to its meaning: a conversation, a document or an example of a class. `READERS` is the table."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from app.config.dataset_schema import Columns
 from app.config.row_formats import ROW_FORMATS
 from app.data import conversations
-from app.data.columns import ABSENT, has, optional, optional_text, text, value
+from app.data.chat_template import thought_of
+from app.data.columns import ABSENT, JOIN, has, optional, optional_text, text, thought_column, value
 from app.data.conversations import read_conversation
 from app.data.labels import as_text, tags_as_text
+from app.data.roles import INPUTS, has_role
 from app.data.types import (
     Comparison,
     Content,
@@ -22,12 +26,19 @@ from app.data.types import (
     Row,
     RowProblem,
     kind_of,
+    sides_of,
 )
 from app.data.unsupported_rows import refuse_media, unsupported_column
 from app.safe_text import many
 
 _SPEAKING_ROLES = ("user", "assistant")
-_ASSISTANT = "\n\nAssistant:"  # of plain chats, such as those of HH
+ASSISTANT = "\n\nAssistant:"  # of plain chats, such as those of HH
+# of chats that are written out for a model
+WRITTEN_CHAT = re.compile(
+    r"\[INST\]|<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|(?:user|User|assistant)\|>|### Instruction:"
+    r"|\b(?:Human|USER|User): (?=.*\b(?:Assistant|ASSISTANT): )",
+    re.DOTALL,
+)
 
 
 def _instruction(row: Row, columns: Columns) -> Conversation:
@@ -67,7 +78,7 @@ def _preference_text(row: Row, columns: Columns) -> Comparison:
     prompt = optional_text(row, columns.prompt)
     chosen, rejected = (text(row, name) for name in (columns.chosen, columns.rejected))
     if not prompt:
-        starts = {side[: side.rfind(_ASSISTANT) + len(_ASSISTANT)] for side in (chosen, rejected) if _ASSISTANT in side}
+        starts = {side[: side.rfind(ASSISTANT) + len(ASSISTANT)] for side in (chosen, rejected) if ASSISTANT in side}
         if len(starts) > 1:
             raise RowProblem("the two answers follow different conversations")
         prompt = "".join(starts)
@@ -78,8 +89,8 @@ def _preference_text(row: Row, columns: Columns) -> Comparison:
 def _preference_label_text(row: Row, columns: Columns) -> Judged:
     """Read one text; without a prompt its answer begins after the last line in which the assistant is to speak."""
     prompt, answer = optional_text(row, columns.prompt), text(row, columns.completion)
-    if not prompt and _ASSISTANT in answer:
-        prompt = answer[: answer.rfind(_ASSISTANT) + len(_ASSISTANT)]
+    if not prompt and ASSISTANT in answer:
+        prompt = answer[: answer.rfind(ASSISTANT) + len(ASSISTANT)]
     return Judged(_plain_answer(prompt, answer, columns.completion), conversations.is_wanted(row, columns.label))
 
 
@@ -154,18 +165,77 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
 }
 
 
+# What models end a text with, where a file has it as letters. `</s>` also closes a tag of HTML.
+_END_TOKEN = re.compile(r"(?:<\|(?:endoftext|im_end|eot_id|end_of_text|end)\|>|<end_of_turn>|<eos>|</s>)\s*\Z")
+
+
+def without_end_tokens(content: Content) -> tuple[Content, int]:
+    """Take end tokens that are written out off the answers, which get that of the tokenizer; also count them."""
+    if isinstance(content, Comparison):
+        (chosen, first), (rejected, second) = map(_without_end_token, sides_of(content))
+        return replace(content, chosen=chosen, rejected=rejected), first + second
+    if isinstance(content, Judged):
+        answer, number = _without_end_token(content.answer)
+        return replace(content, answer=answer), number
+    return _without_end_token(content)
+
+
+def _without_end_token(side: Any) -> tuple[Any, int]:
+    if isinstance(side, Document) and side.completion_start:
+        kept = _without_end(side.text[side.completion_start :])
+        text = side.text[: side.completion_start] + kept
+        return replace(side, text=text), int(text != side.text)
+    if isinstance(side, Conversation):
+        messages = [
+            {**each, "content": _without_end(each["content"])} if each["role"] == "assistant" else each
+            for each in side.messages
+        ]
+        number = sum(one["content"] != other["content"] for one, other in zip(messages, side.messages, strict=True))
+        return (replace(side, messages=messages), number) if number else (side, 0)
+    return side, 0
+
+
+def _without_end(answer: str) -> str:
+    found = _END_TOKEN.search(answer) if ">" in answer[-20:] else None
+    if not found or not answer[: found.start()].strip() or (found[0].startswith("</s>") and "<s>" in answer):
+        return answer
+    return answer[: found.start()]
+
+
 def read_row(row: Row, fmt: str, columns: Columns) -> Content:
     """Read one row; RowProblem says what is wrong with it."""
     if problem := unsupported_column(row, fmt, columns):
         raise RowProblem(problem)
     # with those that the config gave a name of its own
-    given = [field for field in ROW_FORMATS[fmt].may if getattr(columns, field) not in (None, field)]
-    for field in (*ROW_FORMATS[fmt].needs, *given):
+    given = {field: path for field in ROW_FORMATS[fmt].may if (path := getattr(columns, field)) not in (None, field)}
+    sure = [field for field, path in given.items() if not all(map(_may_be_absent, path.split(JOIN)))]
+    for field in (*ROW_FORMATS[fmt].needs, *sure):
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
     content = READERS[fmt](row, columns)
     refuse_media(content)
+    if isinstance(content, Conversation) and "reasoning" in ROW_FORMATS[fmt].may:
+        return _with_thought(content, optional_text(row, thought_column(row, columns)))
     return content
+
+
+def _may_be_absent(name: str) -> bool:
+    """Whether it is no misspelled name: a known one of what some rows have."""
+    return has_role(name, *INPUTS, "choices", "reasoning")
+
+
+def _with_thought(chat: Conversation, thought: str) -> Conversation:
+    """Give the last answer the thought of a column, unless it says or has one."""
+    at = max((at for at, message in enumerate(chat.messages) if message["role"] == "assistant"), default=-1)
+    if (
+        at < 0
+        or not thought.strip()
+        or thought.strip() in chat.messages[at]["content"]
+        or thought_of(chat.messages[at])
+    ):
+        return chat
+    answer = {**chat.messages[at], "reasoning_content": thought}
+    return replace(chat, messages=[*chat.messages[:at], answer, *chat.messages[at + 1 :]])
 
 
 def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Iterator[str]:

@@ -131,7 +131,7 @@ def rows_beside(
     on what became of them.
     """
     source = open_source(path, "eval.also", config, None)
-    section, _ = detect_format(config, source, "dataset", formats)
+    section, _ = detect_format(config, source, "dataset", formats, lambda: bool(tokenizer.chat_template))
     shape = ROW_FORMATS[section.format]
     section = replace(
         section,

@@ -1,16 +1,29 @@
 """Column roles: the names under which columns of training data are known. What is read, refused or dropped follows."""
 
+import re
 from collections.abc import Mapping
 from itertools import product
 
 # In each role the clearest names first, in lower case. `input` asks by itself and is context next to an instruction.
 ROLES: Mapping[str, tuple[str, ...]] = {
     "asks": ("instruction", "question", "prompt", "query", "problem", "request", "input"),
-    "answers": ("output", "response", "answer", "completion", "solution", "reply", "target", "completions"),
-    "context": ("context", "passage", "document", "schema", "table", "input"),
+    "answers": (
+        *("output", "response", "answer", "completion", "solution", "reply", "target", "summary", "highlights"),
+        *("outputs", "responses", "completions", "replies"),
+    ),
+    "context": (
+        *("context", "passage", "paragraph", "document", "article", "evidence", "schema", "table", "create_table"),
+        *("contexts", "passages", "paragraphs", "documents", "input"),
+    ),
     "history": ("history",),
-    "system": ("system_prompt", "system"),
+    "system": ("system_prompt", "system", "system_message", "persona"),
+    "choices": ("choices", "options"),
+    "reasoning": (
+        *("reasoning", "reasoning_content", "thinking", "rationale", "complex_cot", "cot", "chain_of_thought"),
+        *("thought", "thoughts"),
+    ),
     "label": ("label", "labels", "kto_tag"),
+    "reward": ("reward", "score"),
     "chosen": ("chosen", "chosen_response", "chosen_messages", "preferred_output"),
     "rejected": (
         *("rejected", "rejected_response", "rejected_messages", "rejected_output", "rejected_answer"),
@@ -29,7 +42,9 @@ ROLES: Mapping[str, tuple[str, ...]] = {
         *("id", "idx", "index", "uid", "uuid", "source", "dataset", "category", "topic", "type", "level", "difficulty"),
     ),
 }
+CHOICE = re.compile(r"[A-F]|(?:option|choice|ans|op)_?[a-fA-F0-9]")  # columns of one choice each
 INPUTS = ("context", "history", "system")  # roles of what an answer needs
+JUDGING = ("label", "reward")
 _MIN_WORDS = {"input": 1}  # of a text that says something; fewer words are a name or an id
 _MIN_TEXT_CHARS = 40  # of one word in a script without spaces
 

@@ -1,7 +1,6 @@
 """Rows of a source through format, template, tokenizer and overflow policy into the token cache, all counted."""
 
 import logging
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,10 +11,10 @@ import numpy as np
 
 from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import ROW_FORMATS
-from app.data.columns import unread, value, wanted_rows
+from app.data.columns import JOIN, thought_column, unread, value, wanted_rows
 from app.data.conversations import tools_column
 from app.data.data_report import Counts, bad_row_problems, count_name
-from app.data.formats import empty_parts, fields_of, read_row
+from app.data.formats import WRITTEN_CHAT, empty_parts, fields_of, read_row, without_end_tokens
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.overflow import fit, fit_pair, policy_for
 from app.data.random_rows import RandomRows
@@ -24,19 +23,13 @@ from app.data.token_cache import RowWriter
 from app.data.token_dataset import digest
 from app.data.tokenizer import Encoder, Tokenizer, Tokens
 from app.data.types import Broken, Content, Conversation, Document, Located, RenderedText, Row, RowProblem, sides_of
-from app.data.unread_columns import is_missed
+from app.data.unread_columns import UnreadColumns
 from app.errors import DataError
 
 BATCH_ROWS = 512
 BATCH_CHARS = 1 << 21  # fewer rows if they are long
 _PROGRESS_SECONDS = 15.0
 
-# of chats that are written out for a model
-_FOREIGN_MARKER = re.compile(
-    r"\[INST\]|<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|(?:user|User|assistant)\|>|### Instruction:"
-    r"|\b(?:Human|USER|User): (?=.*\b(?:Assistant|ASSISTANT): )",
-    re.DOTALL,
-)
 _MAX_MARKER_CHARS = 10_000
 
 log = logging.getLogger(__name__)
@@ -95,12 +88,13 @@ class _Pipeline:
     def __init__(self, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter, counts: Counts) -> None:
         self._config = config
         self._renderer = Renderer(tokenizer, config.train_on, config.on_unstable_template, config.thinking)
+        self._has_template = bool(tokenizer.chat_template)
         self._encoder = Encoder(tokenizer, config.max_length)
         self._policy = policy_for(config.on_overflow, config.format)
         self._writer = writer
         self._counts = counts
-        named = (getattr(config.columns, field) for field in fields_of(config.format))
-        self._read_columns = {name for name in named if name is not None}
+        named = (getattr(config.columns, field) for field in fields_of(config.format) if field != "reasoning")
+        self._read_columns = {part for name in named if name is not None for part in (name, *name.split(JOIN))}
 
     def write(self, rows: Sequence[Located]) -> None:
         """Render, tokenise and write a batch; DataError with the bad rows so far, if they are an error."""
@@ -127,7 +121,7 @@ class _Pipeline:
             return row.reason
         fmt, columns = self._config.format, self._config.columns
         try:
-            content = read_row(row, fmt, columns)
+            content, ended = without_end_tokens(read_row(row, fmt, columns))
             rendered = self._renderer.render(content)
             for sample in rendered.samples:
                 for text in (sample.text, sample.second or "", sample.label or ""):
@@ -136,6 +130,7 @@ class _Pipeline:
             return str(problem)
         except RecursionError:
             return "lists or objects in it are nested too deeply"
+        self._counts.end_tokens += ended
         self._count_unread(row, content, rendered)
         return replace(rendered, empty=tuple(empty_parts(row, content, fmt, columns)))
 
@@ -144,23 +139,41 @@ class _Pipeline:
         columns = self._config.columns
         chats = [each for each in sides_of(content) if isinstance(each, Conversation)]
         read = {*self._read_columns, tools_column(row, columns) or ""} if chats else self._read_columns
-        for name in unread(row, read):
+        thought = thought_column(row, columns) if "reasoning" in fields_of(self._config.format) else None
+        names = [name for name in unread(row, read) if name != thought]
+        for name in names:
             count_name(self._counts.unread_columns, name)
-            found = value(row, name)
-            if is_missed(self._config, name, found, rendered.samples):
-                count_name(self._counts.missed, name)
-                count_name(self._counts.missed_chars, name, len(found) if isinstance(found, str) else 0)
+        if names or thought:
+            self._count_missed(row, content, rendered, [*names, *filter(None, [thought])])
         if isinstance(content, Document) and not content.completion_start:
-            marker = _FOREIGN_MARKER.search(content.text, 0, _MAX_MARKER_CHARS)
+            marker = WRITTEN_CHAT.search(content.text, 0, _MAX_MARKER_CHARS)
             if marker:
                 count_name(self._counts.foreign_markers, marker.group().strip())
-        names = self._renderer.names
+        reads = self._renderer.names
         for at, chat in enumerate(chats):
             first = chat.completion_start if at else 0  # two answers follow the same prompt
-            for key in (key for index in range(first, len(chat.messages)) for key in names.unread_keys(chat, index)):
-                count_name(self._counts.unread_keys, key)
-        for name in (name for name in (chats[0].options if chats else ()) if not names.reads_option(name)):
+            for key in (key for index in range(first, len(chat.messages)) for key in reads.unread_keys(chat, index)):
+                if key != "reasoning_content" or not thought:
+                    count_name(self._counts.unread_keys, key)
+        for name in (name for name in (chats[0].options if chats else ()) if not reads.reads_option(name)):
             count_name(self._counts.unread_columns, f"{columns.chat_template_kwargs}.{name}")
+
+    def _count_missed(self, row: Row, content: Content, rendered: RenderedRow, names: Sequence[str]) -> None:
+        """Count the columns of these names that say what no sample does, and the places where they can be read."""
+        found = UnreadColumns(
+            self._config,
+            row,
+            content,
+            rendered.samples,
+            has_template=self._has_template,
+            writes_thoughts=self._renderer.names.writes_thoughts,
+        )
+        for name, place in found.missed(names):
+            said = value(row, name)
+            count_name(self._counts.missed, name)
+            count_name(self._counts.missed_chars, name, len(said) if isinstance(said, str) else 0)
+            if place is not None and name in self._counts.missed:
+                self._counts.missed_places.setdefault(name, place)
 
     def _write_row(self, location: str, row: RenderedRow, samples: Sequence[Tokens]) -> None:
         counts = self._counts

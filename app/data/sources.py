@@ -18,8 +18,9 @@ from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS
 from app.data.data_file import PACKED_FILES, TAGGED_FILES, DataFile, extension, open_file
 from app.data.random_rows import RandomRows
-from app.data.readers import READERS, TEXT_FILES, named_tags, read_file
+from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, named_tags, read_file
 from app.data.split_files import files_of_splits
+from app.data.text_rows import require_prose
 from app.data.types import Located, escaped
 from app.errors import DataError, EnvironmentProblem, first_line
 
@@ -43,12 +44,19 @@ class FileRows:
 
     def rows(self) -> Iterator[Located]:
         for path, name in self.files:
-            try:
-                yield from read_file(DataFile(path, name, self.notes))
-            except DataError as error:
-                way = "Fix the file:" if len(self.files) == 1 else "Fix the file, or leave it out of"
-                # on a line of its own, since a problem may end in a command
-                raise DataError([f"{each}\n    {way} {self.key}={self.name}" for each in error.problems]) from error
+            file = DataFile(path, name, self.notes)
+            for location, row in self._rows(file):
+                if extension(path) in TEXT_FILES and isinstance(row, dict):
+                    require_prose(path, name, row[TEXT_COLUMN])
+                yield location, row
+
+    def _rows(self, file: DataFile) -> Iterator[Located]:
+        try:
+            yield from read_file(file)
+        except DataError as error:
+            way = "Fix the file:" if len(self.files) == 1 else "Fix the file, or leave it out of"
+            # on a line of its own, since a problem may end in a command
+            raise DataError([f"{each}\n    {way} {self.key}={self.name}" for each in error.problems]) from error
 
     def fingerprint(self) -> str:
         return files_hash(self.files)

@@ -10,7 +10,7 @@ from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.columns import command, is_history, named_like, pair_format
+from app.data.columns import command, is_history, is_talk, jq, named_like, pair_format
 from app.data.conversations import SPEAKERS
 from app.data.roles import INPUTS, ROLES, has_role, names_of
 from app.data.types import Content, Conversation, Document, Example, Row, RowProblem, sides_of
@@ -18,7 +18,7 @@ from app.data.types import Content, Conversation, Document, Example, Row, RowPro
 # As LLaVA, LLaMA-Factory, Qwen-VL, Llama 3.2, Phi and Gemma write them. A tag that is closed, or quoted, is of HTML.
 _PLACEHOLDER = re.compile(
     r"(?<![`'\"])<(?:(?P<tag>image|video|audio)>(?![`'\"])(?!.*</(?P=tag)>)"
-    r"|\|(?:image|video|audio|vision)(?:_\w+)?\|>|start_of_image>|(?:image|audio)_soft_token>)",
+    r"|img>(?=[^<>]+</img>)|\|(?:image|video|audio|vision)(?:_\w+)?\|>|start_of_image>|(?:image|audio)_soft_token>)",
     re.DOTALL | re.IGNORECASE,
 )
 
@@ -28,10 +28,8 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
 
     With the section `config` the commands of the message name its path.
     """
-    for name, found in row.items():
-        if _is_media(str(name), found):
-            without = command("auto", {}, config, leave_out=[str(name)])
-            return _of_media(f"column {name!r}", f" Or leave the column out, type: {without}")
+    if media := [str(name) for name, found in row.items() if _is_media(str(name), found)]:
+        return _of_media_columns(row, media, config)
     shape = ROW_FORMATS.get(fmt)
     if fmt in (*LABELLED_FORMATS, *TAGGED_FORMATS) or (shape and shape.pairs):
         return ""
@@ -46,7 +44,7 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
     label = next((name for name in ROLES["label"] if _is_judged(row.get(name))), "")
     answers = names_of("messages", "answers")
     if label and not {*answers, *(getattr(columns, field, None) for field in answers)}.isdisjoint(row):
-        right = f"jq -c 'select(.{label} == true) | del(.{label})' OLD.jsonl > NEW.jsonl"
+        right = jq(f"select(.{label} == true) | del(.{label})", config)
         remedy = f"Make rows of the right ones alone: {right}, or learn from both by recipe=kto"
         remedy = remedy if label != "labels" else "Take such rows out"
         return (
@@ -82,6 +80,21 @@ def _texts(content: Conversation | Document | Example) -> Iterator[tuple[str, st
         yield "", "" if isinstance(content, Document) else content.second or ""
 
 
+def _of_media_columns(row: Row, media: Sequence[str], config: DatasetConfig | None) -> str:
+    without = f" Or leave it out, type: {command('auto', {}, config, leave_out=media)}"
+    has_placeholder = any(_PLACEHOLDER.search(text) for text in _strings(row))
+    return _of_media("column " + ", ".join(map(repr, media)), without * (not has_placeholder))
+
+
+def _strings(found: Any) -> Iterator[str]:
+    """All texts in a row."""
+    if isinstance(found, str):
+        yield found
+    elif isinstance(found, dict | list):
+        for each in found.values() if isinstance(found, dict) else found:
+            yield from _strings(each)
+
+
 def _of_media(what: str, more: str = "") -> str:
     return f"{what} stands for images, video or audio, and only text is trained here. Take such rows out.{more}"
 
@@ -107,17 +120,17 @@ def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
     chosen = next((name for name in ROLES["chosen"] if row.get(name)), "")
     unwanted = [name for name in row if has_role(name, "rejected")]
     names = [name for name in row if name not in (chosen, *unwanted)]
-    talk = next((name for name in names if _is_talk(row[name])), "")
+    talk = next((name for name in names if is_talk(row[name])), "")
     last = row[talk][-1] if talk and isinstance(row[talk][-1], dict) else {}
     if not chosen or SPEAKERS.get(str(last.get("role", last.get("from")))) == "assistant":
         return command("auto", {}, config, leave_out=[*unwanted, *([chosen] if chosen else [])])
     found = row[chosen]
-    if talk and not (_is_talk(found) and all("role" in turns[0] for turns in (row[talk], found))):
+    if talk and not (is_talk(found) and all("role" in turns[0] for turns in (row[talk], found))):
         role, text, answers = ("from", "value", "gpt") if "from" in row[talk][0] else ("role", "content", "assistant")
         turn = f'[{{{role}: "{answers}", {text}: .{_text_path(found, chosen)}}}]'
         more = f".{chosen}" if isinstance(found, list) else turn
         taken_out = ", ".join(f".{name}" for name in (chosen, *unwanted))
-        return f"jq -c '.{talk} += {more} | del({taken_out})' OLD.jsonl > NEW.jsonl"
+        return jq(f".{talk} += {more} | del({taken_out})", config)
     fmt, columns = _columns_of_wanted(row, chosen, talk, names)
     return command(fmt, columns, config, leave_out=unwanted) if fmt else ""
 
@@ -129,7 +142,7 @@ def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -
         return "chat_completion", {"prompt": talk or "input.messages", "completion": chosen}
     texts = [name for name in names if isinstance(row[name], str)]
     asks = named_like(ROLES["asks"], texts)
-    if _is_talk(found) and not (asks and len(found) == 1):
+    if is_talk(found) and not (asks and len(found) == 1):
         return ("sharegpt", {"conversations": chosen}) if "from" in found[0] else ("messages", {"messages": chosen})
     path = _text_path(found, chosen)
     if not asks:
@@ -144,9 +157,3 @@ def _text_path(found: Any, name: str) -> str:
     """The path of the text of an answer: a column, a message, or a list of one."""
     inner, path = (found[0], f"{name}.0") if isinstance(found, list) else (found, name)
     return f"{path}.{'value' if 'value' in inner else 'content'}" if isinstance(inner, dict) else path
-
-
-def _is_talk(found: Any) -> bool:
-    """Whether it is a list of messages or turns."""
-    first = found[0] if isinstance(found, list) and found else None
-    return isinstance(first, dict) and ("role" in first or "from" in first)

@@ -6,7 +6,7 @@ from app.config.dataset import trains_answers
 from app.data import length_statistics
 from app.data.data_report import MAX_DROPPED_SHARE, MAX_EVAL_FRACTION, MIN_EVAL_ROWS, eval_remedy
 from app.data.overflow import policy_for
-from app.data.roles import INPUTS, has_role
+from app.data.roles import has_role
 from app.data.sources import train_source
 from app.safe_text import many
 from app.training.data_check import DataCheck
@@ -61,15 +61,22 @@ def _over_long(check: DataCheck) -> Iterator[Advice]:
 
 
 def _unread(check: DataCheck) -> Iterator[Advice]:
-    counts = check.data.report.train
-    for name, rows in counts.missed.items():
-        chars = counts.missed_chars[name] // rows
-        is_told = has_role(name, *INPUTS) and check.stops
-        if chars >= LONG_TEXT_CHARS and 2 * rows > counts.rows_kept and not is_told:
+    counts, dataset = check.data.report.train, check.run.dataset
+    told = counts.missed_places if check.stops else {}
+    chars = {name: counts.missed_chars[name] // rows for name, rows in counts.missed.items() if name not in told}
+    long = [name for name in chars if chars[name] >= LONG_TEXT_CHARS and 2 * counts.missed[name] > counts.rows_kept]
+    if long:
+        shown = ", ".join(f"{name} ({chars[name]:,} characters a row)" for name in long)
+        yield (
+            f"dataset.leave_out=[{','.join([*dataset.leave_out, *long])}]",
+            f"not read: {shown}. dataset.columns.FIELD=NAME reads a column, this says that all of them are left out on"
+            " purpose",
+        )
+    for name, rows in counts.unread_columns.items():
+        if dataset.format == "text" and has_role(name, "label") and 2 * rows > counts.rows_kept:
             yield (
-                f"dataset.leave_out=[{name}]",
-                f"column {name}, a text of {chars:,} characters a row, is not read: dataset.columns.FIELD={name} reads"
-                " it, this says that it is left out on purpose",
+                f"task=classification dataset=labelled_text dataset.columns.label={name}",
+                f"column {name} is not read; if it is the class of each text, this learns it instead of the text",
             )
     for marker, rows in counts.foreign_markers.items():
         yield (

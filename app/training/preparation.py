@@ -88,11 +88,14 @@ def prepare_run(
     base = base or BaseModel(run.model, task_of(run.task))
     dataset = within_positions(run.dataset, base, say)
     run = with_packing(run, base, say)
-    dataset, notes = detect_formats(dataset, formats_for(run.task.kind))
+    load = partial(load_tokenizer, run.model, shipped=base.task.tokenizer)
+    dataset, notes = detect_formats(
+        dataset, formats_for(run.task.kind), lambda: bool(load(needs_template=False).chat_template)
+    )
     problems = problems_of(replace(run, dataset=dataset)) if notes else []
     if problems:
         raise ConfigError([*problems[:-1], f"{problems[-1]} ({'; '.join(notes)})"])
-    tokenizer = load_tokenizer(run.model, needs_template=has_chats(dataset), shipped=base.task.tokenizer)
+    tokenizer = load(needs_template=has_chats(dataset))
     judge = partial(judge, longest_row=base.longest_row)
     data = read(dataset, tokenizer, run.cache_dir, notes, judge, run.task.labels, labelling_of(run.task))
     task = run.task

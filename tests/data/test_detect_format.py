@@ -95,11 +95,11 @@ ADVISED: dict[str, tuple[dict[str, Any], str]] = {
 CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
     "dpo-text": (
         {"conversations": TURNS[:1], "tools": [], "chosen": "x", "rejected": "y"},
-        """jq -c '.conversations += [{from: "gpt", value: .chosen}] | del(.chosen, .rejected)' OLD.jsonl > NEW.jsonl""",
+        """jq -c '.conversations += [{from: "gpt", value: .chosen}] | del(.chosen, .rejected)' PATH > NEW.jsonl""",
     ),
     "dpo-content": (
         {"messages": ASKED, "chosen": TURNS[1], "rejected": TURNS[1]},
-        """jq -c '.messages += [{role: "assistant", content: .chosen.value}] | del(.chosen, .rejected)' OLD""",
+        """jq -c '.messages += [{role: "assistant", content: .chosen.value}] | del(.chosen, .rejected)' PATH""",
     ),
 }
 # rows of which no column's name says what it is
@@ -244,7 +244,7 @@ def test_auto_refusal_gives_words_that_work(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", CONVERTED)
 def test_auto_refusal_gives_command_that_makes_rows(tmp_path: Path, name: str) -> None:
     row, made = CONVERTED[name]
-    assert made in refusal(tmp_path, [row] * 2)[-1]
+    assert made.replace("PATH", f"{tmp_path}/a.jsonl") in refusal(tmp_path, [row] * 2)[-1]
 
 
 @pytest.mark.parametrize("row", SAID_NOTHING)

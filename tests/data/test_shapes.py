@@ -153,7 +153,7 @@ REFUSED = [
     Case(
         "dpo-turn",
         {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]},
-        "jq -c '.conversations += [{from: \"gpt\", value: .chosen.value}] | del(.chosen, .rejected)' OLD.jsonl >",
+        "jq -c '.conversations += [{from: \"gpt\", value: .chosen.value}] | del(.chosen, .rejected)' ",
         fmt="sharegpt",
     ),
     Case(
@@ -165,7 +165,7 @@ REFUSED = [
     Case(
         "kto",
         {"prompt": "q", "completion": "a", "label": False},
-        f"{JUDGED} Make rows of the right ones alone: jq -c 'select(.label == true) | del(.label)' OLD.jsonl > NEW",
+        f"{JUDGED} Make rows of the right ones alone: jq -c 'select(.label == true) | del(.label)' ",
         fmt="prompt_completion",
     ),
     Case("kto-chats", {"prompt": ASKED, "completion": ANSWER, "label": True}, "column 'label'", fmt="chat_completion"),
