@@ -92,7 +92,7 @@ def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
 
 
 def _starred(section: DatasetConfig, key: str) -> dict[str, str]:
-    columns = ((name, part) for name, path in asdict(section.columns).items() for part in (path or "").split("+"))
+    columns = ((name, part) for name, path in asdict(section.columns).items() for part in str(path or "").split("+"))
     return {f"{key}.columns.{name}": part for name, part in columns if "*" in part}
 
 

@@ -17,7 +17,7 @@ class Columns:
     conversations: str = MISSING  # list of turns of ShareGPT
     tools: str | None = MISSING  # list of tool definitions; null: not read
     system: str | None = MISSING  # system message of a conversation; null: not read
-    reasoning: str | None = MISSING  # what the assistant thought before its answer; null: not read
+    reasoning: str | None = None  # thought before the last answer; also thinking, rationale, cot; null: not read
     chat_template_kwargs: str | None = None  # object with options of the chat template for the row; null: not read
     instruction: str = MISSING  # instruction
     input: str | None = MISSING  # further input of an instruction; null: not read

@@ -14,7 +14,7 @@ from app.data.chat_template import thought_of
 from app.data.columns import ABSENT, JOIN, has, optional, optional_text, text, thought_column, value
 from app.data.conversations import read_conversation
 from app.data.labels import as_text, tags_as_text
-from app.data.roles import INPUTS, has_role
+from app.data.roles import INPUTS, has_role, names_of
 from app.data.types import (
     Comparison,
     Content,
@@ -212,11 +212,22 @@ def read_row(row: Row, fmt: str, columns: Columns) -> Content:
     for field in (*ROW_FORMATS[fmt].needs, *sure):
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
-    content = READERS[fmt](row, columns)
+    try:
+        content = READERS[fmt](row, columns)
+    except RowProblem as problem:
+        raise RowProblem(f"{problem}{_prompt_hint(row, fmt, columns)}") from None
     refuse_media(content)
     if isinstance(content, Conversation) and "reasoning" in ROW_FORMATS[fmt].may:
         return _with_thought(content, optional_text(row, thought_column(row, columns)))
     return content
+
+
+def _prompt_hint(row: Row, fmt: str, columns: Columns) -> str:
+    """Name the column that may be the prompt of answers that have none."""
+    names = [name for name in names_of("messages", "asks") if row.get(name)]
+    if not ROW_FORMATS[fmt].learnt_by or not names or optional(row, columns.prompt) is not None:
+        return ""
+    return f"; if column {names[0]!r} is the prompt, set dataset.columns.prompt={names[0]}"
 
 
 def _may_be_absent(name: str) -> bool:
