@@ -9,16 +9,19 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
+from app.data.columns import ABSENT, value
 from app.errors import AppError
 from app.training.data_advice import advice
 from app.training.data_check import check_data
-from tests.data.shapes import SHAPES, Shape
+from tests.data.shapes import ANSWERED, ASKS, HH, PAIR, QA, SHAPES, Shape, both
+from tests.data.small import write_jsonl
 from tests.harness.composed import composed
 
 # Overrides that need no new composition, which takes a fifth of a second.
@@ -103,3 +106,52 @@ def test_shape_trained_or_stopped_with_commands_that_work(
         else:  # it stops at another column
             assert followed.stops
             assert shape.stop not in followed.stops[0]
+
+
+def test_preference_text_on_model_with_template_notes_the_other_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [shape] = [shape for shape in SHAPES if shape.name == "dpo-text-prompt"]
+    write_jsonl(tmp_path / "rows.jsonl", [shape.rows])
+    [note] = [line for line in check([*shape.words]).lines if "chat template" in line]
+    begin, command = note.split(" type: ")
+    assert begin.startswith("dataset.format=preference_text writes no chat template, although the model has one.")
+    followed = follow(command, shape)
+    assert followed.sample == both(ASKS)
+    assert not any("chat template" in line for line in followed.lines)
+    write_jsonl(tmp_path / "rows.jsonl", [{"chosen": f"{HH} Hello", "rejected": f"{HH} No"}])
+    assert not any("chat template" in line for line in check([*shape.words]).lines)
+
+
+def test_preference_without_prompt_names_the_column_that_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", [{"question": ASKS, **PAIR}])
+    [problem] = check(["recipe=dpo", "dataset=preference"]).stops
+    assert "; if column 'question' is the prompt, set dataset.columns.prompt=question" in problem
+    words = ["recipe=dpo", "dataset=preference", "dataset.columns.prompt=question"]
+    assert check(words) == check(["recipe=dpo", "dataset=preference", "dataset.columns.prompt=question+none"])
+
+
+def test_reasoning_unread_on_purpose_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", [{**QA, "rationale": "We add one."}])
+    for words in (["dataset.columns.reasoning=null"], ["dataset.thinking=drop"]):
+        found = check(["dataset=auto", *words])
+        assert (found.stops, found.sample) == ([], ANSWERED)
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"question": "q", "context": "c"}, "q\n\nc"),
+        ({"question": "q", "context": None}, "q"),
+        ({"question": "q"}, "q"),
+        ({"question": None, "context": "c"}, None),
+        ({"question": "q", "context": 3}, 3),
+        ({"question+context": "x", "question": "q"}, "x"),
+    ],
+)
+def test_joined_columns_need_the_one_that_asks(row: dict[str, Any], found: object) -> None:
+    assert value(row, "question+context") == found
+    assert value(row, "none+nothing") is ABSENT

@@ -250,8 +250,15 @@ def test_advice_ends_what_would_stop_again(look: Look, tmp_path: Path) -> None:
 
 def test_advice_names_unread_texts_and_written_chats(look: Look, tmp_path: Path) -> None:
     row = {"text": "<s>[INST] Hi [/INST] Hello.</s>", "notes": "It rains on the roof. " * 9, "tag": "x y"}
-    found = advised(look("dataset=auto", f"dataset.path={write_jsonl(tmp_path / 'a.jsonl', [row] * 3)}"))
-    assert "column notes, a text of 198 characters a row, is not read" in found["dataset.leave_out=[notes]"]
+    row |= {"more": "It is late. " * 10, "label": "good"}
+    words = ("dataset=auto", f"dataset.path={write_jsonl(tmp_path / 'a.jsonl', [row] * 3)}")
+    found = advised(look(*words))
+    assert found["dataset.leave_out=[notes,more]"].startswith(
+        "not read: notes (198 characters a row), more (120 characters a row). dataset.columns.FIELD=NAME reads a column"
+    )
+    assert not [key for key in advised(look(*words, "dataset.leave_out=[notes,more]")) if "leave_out" in key]
+    as_classes = "task=classification dataset=labelled_text dataset.columns.label=label"
+    assert found[as_classes].startswith("column label is not read; if it is the class of each text")
     assert found["dataset=messages"].startswith("3 texts with [INST]: chats that are written out for a model")
     assert not [key for key in found if "tag" in key]
 
