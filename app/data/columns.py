@@ -136,7 +136,7 @@ def optional(row: Row, path: str | None) -> Any:
 
 
 def optional_text(row: Row, path: str | None) -> str:
-    """The text of a column that may be absent, and may be a list of texts or choices."""
+    """Return the text of a column that may be absent, a list of texts or choices."""
     found = optional(row, path)
     if path is None or found is None:
         return ""
@@ -258,7 +258,7 @@ def is_history(found: Any) -> bool:
 
 
 def is_talk(found: Any) -> bool:
-    """Whether it is a list of messages or turns."""
+    """Return whether it is a list of messages or turns."""
     first = found[0] if isinstance(found, list) and found else None
     return isinstance(first, dict) and ("role" in first or "from" in first)
 

@@ -74,7 +74,7 @@ def _undetected(config: DatasetConfig) -> Iterator[tuple[str, DatasetConfig, Sou
 
 
 def _columns_of(section: DatasetConfig) -> dict[str, str]:
-    """The columns that its format reads."""
+    """Return the columns that its format reads."""
     return {field: path for field in fields_of(section.format) if (path := getattr(section.columns, field))}
 
 
@@ -145,7 +145,7 @@ def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -
 def _with_prompt(
     found: Candidate, rows: Sequence[Row], columns: Columns, has_template: Callable[[], bool]
 ) -> Candidate:
-    """The way to read answers with the column that asks, and through the chat template if the model has one."""
+    """Return the way to read answers with their prompt, and through the chat template if the model has one."""
     if not ROW_FORMATS[found.format].learnt_by:
         return found
     if not any(has(row, columns.prompt) for row in rows):
@@ -158,7 +158,7 @@ def _with_prompt(
 
 
 def _prompt_of(rows: Sequence[Row], columns: Columns) -> str:
-    """The column that has the turns before the answers, or asks with its further input; `prompt` where none does."""
+    """Return the column with the turns before the answers, or that asks, with its further input; else `prompt`."""
     least = _MIN_FITTING_SHARE * len(rows)
     if any(_has_question(value(row, columns.chosen)) or _has_question(value(row, columns.completion)) for row in rows):
         return columns.prompt
@@ -171,13 +171,13 @@ def _prompt_of(rows: Sequence[Row], columns: Columns) -> str:
 
 
 def _has_question(found: Any) -> bool:
-    """Whether an answer is a whole chat, which has its prompt."""
+    """Return whether an answer is a whole chat, which has its prompt."""
     roles = [each.get("role", each.get("from")) for each in found if isinstance(each, dict)] if is_talk(found) else []
     return any(SPEAKERS.get(str(role)) == "user" for role in roles)
 
 
 def _are_asked(rows: Sequence[Row], columns: Columns) -> bool:
-    """Whether most answers are to a text that is no chat written out for a model, and that they do not repeat."""
+    """Return whether most prompts are texts that are no written-out chats, and that the answers do not repeat."""
     asked = 0
     for row in rows:
         prompt = value(row, columns.prompt)

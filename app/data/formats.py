@@ -231,7 +231,7 @@ def _prompt_hint(row: Row, fmt: str, columns: Columns) -> str:
 
 
 def _may_be_absent(name: str) -> bool:
-    """Whether it is no misspelled name: a known one of what some rows have."""
+    """Return whether it is a known name of what only some rows may have, so not a misspelled one."""
     return has_role(name, *INPUTS, "choices", "reasoning")
 
 

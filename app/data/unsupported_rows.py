@@ -87,7 +87,7 @@ def _of_media_columns(row: Row, media: Sequence[str], config: DatasetConfig | No
 
 
 def _strings(found: Any) -> Iterator[str]:
-    """All texts in a row."""
+    """Yield all texts in a row."""
     if isinstance(found, str):
         yield found
     elif isinstance(found, dict | list):

@@ -254,23 +254,22 @@ THOUGHTS = (
     Shape("thought-in-answer", {**QA, "rationale": "The first"}, ANSWERED),
     Shape("thought-switch", {**QA, "reasoning": "on", "thinking": True}, ANSWERED),
 )
+CHOICE_COLUMNS: tuple[Row, ...] = (
+    {"choices": ["Mars", "Venus"]},
+    {"options": ["A. Mars", "B. Venus"]},
+    {"options": {"A": "Mars", "B": "Venus"}},
+    {"choices": {"text": ["Mars", "Venus"], "label": ["A", "B"]}},
+    {"choices": [{"label": "A", "text": "Mars"}, {"label": "B", "text": "Venus"}]},
+    {"A": "Mars", "B": "Venus"},
+    {"opa": "Mars", "opb": "Venus"},
+    {"option_a": "Mars", "option_b": "Venus"},
+)
 CHOICES = (
     *(
         Shape(
             f"choices-{at}", {**MARS, **found}, stop=f"{NEEDED}{next(iter(found))} (3 of 3 rows)", commands=MARS_CHOICES
         )
-        for at, found in enumerate(
-            (
-                {"choices": ["Mars", "Venus"]},
-                {"options": ["A. Mars", "B. Venus"]},
-                {"options": {"A": "Mars", "B": "Venus"}},
-                {"choices": {"text": ["Mars", "Venus"], "label": ["A", "B"]}},
-                {"choices": [{"label": "A", "text": "Mars"}, {"label": "B", "text": "Venus"}]},
-                {"A": "Mars", "B": "Venus"},
-                {"opa": "Mars", "opb": "Venus"},
-                {"option_a": "Mars", "option_b": "Venus"},
-            )
-        )
+        for at, found in enumerate(CHOICE_COLUMNS)
     ),
     Shape(
         "choices-in-question",
