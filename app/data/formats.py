@@ -166,7 +166,7 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
 
 
 # What models end a text with, where a file has it as letters. `</s>` also closes a tag of HTML.
-_END_TOKEN = re.compile(r"(?:<\|(?:endoftext|im_end|eot_id|end_of_text|end)\|>|<end_of_turn>|<eos>|</s>)\s*\Z")
+_END_TOKEN = re.compile(r"(?:(?:<\|(?:endoftext|im_end|eot_id|end_of_text|end)\|>|<end_of_turn>|<eos>|</s>)\s*)+\Z")
 
 
 def without_end_tokens(content: Content) -> tuple[Content, int]:
@@ -185,14 +185,14 @@ def _without_end_token(side: Any) -> tuple[Any, int]:
         kept = _without_end(side.text[side.completion_start :])
         text = side.text[: side.completion_start] + kept
         return replace(side, text=text), int(text != side.text)
-    if isinstance(side, Conversation):
-        messages = [
-            {**each, "content": _without_end(each["content"])} if each["role"] == "assistant" else each
-            for each in side.messages
-        ]
-        number = sum(one["content"] != other["content"] for one, other in zip(messages, side.messages, strict=True))
-        return (replace(side, messages=messages), number) if number else (side, 0)
-    return side, 0
+    if not isinstance(side, Conversation):
+        return side, 0
+    kept = {at: _without_end(each["content"]) for at, each in enumerate(side.messages) if each["role"] == "assistant"}
+    cut = {at: text for at, text in kept.items() if text != side.messages[at]["content"]}
+    if not cut:
+        return side, 0
+    messages = [{**each, "content": cut.get(at, each["content"])} for at, each in enumerate(side.messages)]
+    return replace(side, messages=messages), len(cut)
 
 
 def _without_end(answer: str) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import product
 
 # In each role the clearest names first, in lower case. `input` asks by itself and is context next to an instruction.
@@ -56,7 +57,12 @@ def names_of(*roles: str) -> tuple[str, ...]:
 
 def has_role(name: str, *roles: str) -> bool:
     """Return whether a column of this name has one of the roles."""
-    return any(name.lower() in ROLES[role] for role in roles)
+    return not _roles_of(name).isdisjoint(roles)
+
+
+@lru_cache(maxsize=1024)  # asked of every column of every row
+def _roles_of(name: str) -> frozenset[str]:
+    return frozenset(role for role, names in ROLES.items() if name.lower() in names)
 
 
 def is_prose(found: object, name: str = "") -> bool:

@@ -412,7 +412,7 @@ OTHERS = (
         {"messages": chat("<img src='a'>", "<p><img src='a'></p>")},
         asked("<img src='a'>", "<p><img src='a'></p>"),
     ),
-    Shape("end-token", {"prompt": "Say 0", "completion": " Zero<|endoftext|>"}, "Say 0[[ Zero<|end|>]]"),
+    Shape("end-token", {"prompt": "Say 0", "completion": " Zero<|im_end|>\n<|endoftext|>"}, "Say 0[[ Zero<|end|>]]"),
     Shape("end-token-of-answer", {"question": "Say 0", "answer": "Zero</s>\n"}, asked("Say 0", "Zero")),
     Shape(
         "end-token-of-pair",
