@@ -89,7 +89,8 @@ def choices_of(found: Any) -> list[tuple[str, str]]:
         if not isinstance(texts, list) and all(len(str(key)) == 1 for key in found):
             labels, texts = [*found], [*found.values()]
     elif isinstance(found, list) and all(isinstance(each, dict) for each in found):
-        labels, texts = ([each.get(key) for each in found] for key in ("label", "text"))
+        labels = [each.get("label") or letter for each, letter in zip(found, labels, strict=False)]
+        texts = [each.get("text") for each in found]
     is_list = isinstance(texts, list) and isinstance(labels, list) and 2 <= len(texts) <= len(labels)
     if not is_list or not all(isinstance(text, str) for text in texts):
         return []
@@ -100,7 +101,8 @@ def thought_column(row: Row, columns: Columns) -> str | None:
     """Return the column with what was thought before the answer: as configured, or any of its names with prose."""
     if columns.reasoning != "reasoning":
         return columns.reasoning
-    return next((name for name in map(str, row) if has_role(name, "reasoning") and is_prose(row[name])), None)
+    found = (name for name, inner in row.items() if has_role(str(name), "reasoning") and is_prose(inner))
+    return next(found, None)
 
 
 def has(row: Row, path: str) -> bool:

@@ -187,8 +187,8 @@ def _without_end_token(side: Any) -> tuple[Any, int]:
         return replace(side, text=text), int(text != side.text)
     if not isinstance(side, Conversation):
         return side, 0
-    kept = {at: _without_end(each["content"]) for at, each in enumerate(side.messages) if each["role"] == "assistant"}
-    cut = {at: text for at, text in kept.items() if text != side.messages[at]["content"]}
+    answers = {at: each["content"] for at, each in enumerate(side.messages) if each["role"] == "assistant"}
+    cut = {at: text for at, answer in answers.items() if (text := _without_end(answer)) != answer}
     if not cut:
         return side, 0
     messages = [{**each, "content": cut.get(at, each["content"])} for at, each in enumerate(side.messages)]

@@ -260,6 +260,7 @@ CHOICE_COLUMNS: tuple[Row, ...] = (
     {"options": {"A": "Mars", "B": "Venus"}},
     {"choices": {"text": ["Mars", "Venus"], "label": ["A", "B"]}},
     {"choices": [{"label": "A", "text": "Mars"}, {"label": "B", "text": "Venus"}]},
+    {"choices": [{"text": "Mars"}, {"text": "Venus"}]},
     {"A": "Mars", "B": "Venus"},
     {"opa": "Mars", "opb": "Venus"},
     {"option_a": "Mars", "option_b": "Venus"},
