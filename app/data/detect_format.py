@@ -10,7 +10,7 @@ from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS
 from app.data.column_sets import Candidate, known_sets, suggestion
 from app.data.columns import ABSENT, JOIN, command, has, is_talk, thought_column, typed, value, wanted_rows
-from app.data.conversations import SPEAKERS
+from app.data.conversations import SPEAKERS, parsed_list
 from app.data.formats import ASSISTANT, WRITTEN_CHAT, fields_of
 from app.data.roles import names_of
 from app.data.sources import Source, eval_source, train_source
@@ -200,6 +200,8 @@ def _fits(fmt: str, found: Any, field: str = "") -> bool:
     if ROW_FORMATS[fmt].learnt_by:  # answers may be one message, and turns of ShareGPT
         conventions.append(ROW_FORMATS["sharegpt"].message)
         found = [found] if isinstance(found, dict) else found
+    if ROW_FORMATS[fmt].any_column:
+        found = parsed_list(found)
     return (
         isinstance(found, list)
         and bool(found)

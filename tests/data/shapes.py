@@ -1,5 +1,6 @@
 """Small shapes of training data as people bring them, and what becomes of each on the model that ships."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -413,6 +414,7 @@ OTHERS = (
         {"messages": chat("<img src='a'>", "<p><img src='a'></p>")},
         asked("<img src='a'>", "<p><img src='a'></p>"),
     ),
+    Shape("messages-as-json-text", {"messages": json.dumps(chat("Hi", "Yo"))}, TALKED),
     Shape("end-token", {"prompt": "Say 0", "completion": " Zero<|im_end|>\n<|endoftext|>"}, "Say 0[[ Zero<|end|>]]"),
     Shape("end-token-of-answer", {"question": "Say 0", "answer": "Zero</s>\n"}, asked("Say 0", "Zero")),
     Shape(

@@ -17,7 +17,7 @@ from tests.data.small import LINES, chat, config, tokenizer, write_chats, write_
 
 # Of CODE_VERSION. If the test below finds another digest, what rows become has changed: raise CODE_VERSION and write
 # the new digest here, or users get the old rows from their caches.
-GOLDEN = (12, "62c2bf22669c01dacfb474e2eaa4ed9290fdb9461a6900e8eafc23b913771576")
+GOLDEN = (12, "93d8864b0e917e0065ea06959b20545fcdea48acbde2d8bbccc86ff211ea129b")
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_cached_bad_rows_stop_a_stricter_run(tmp_path: Path) -> None:
 
 def test_cache_key_columns_and_format_change_it(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text("instruction,input,output,text\nadd,1,3,x\n")
+    path.write_text("instruction,input,output,text\nadd,1,3,add 1: 3\n")
     for changes in (
         {"fmt": "instruction"},
         {"fmt": "instruction", "columns": {"input": "text"}},
