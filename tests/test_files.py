@@ -8,7 +8,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from app.errors import EnvironmentProblem
-from app.files import append_text, checksummed_folder, delete_folder, read_json, write_json, write_text
+from app.files import (
+    append_text,
+    checksummed_folder,
+    delete_folder,
+    read_json,
+    verify_checksums,
+    write_json,
+    write_text,
+)
 from tests.harness.child import run
 
 
@@ -164,3 +172,13 @@ def test_append_text_survives_kill(tmp_path: Path) -> None:
     returncode, _, _ = run(code, str(tmp_path / "log.txt"))
     assert returncode == -9
     assert (tmp_path / "log.txt").read_text() == "".join(f"{number}\n" for number in range(1000))
+
+
+def test_verify_checksums_edited_card_is_accepted(tmp_path: Path) -> None:
+    with checksummed_folder(tmp_path / "final") as folder:
+        for name in ("README.md", "config.json"):
+            write_text(folder / name, "old")
+    write_text(tmp_path / "final" / "README.md", "new")
+    assert verify_checksums(tmp_path / "final") is None
+    write_text(tmp_path / "final" / "config.json", "new")
+    assert verify_checksums(tmp_path / "final") == "config.json is not what was written"
