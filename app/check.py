@@ -27,6 +27,7 @@ from app.distributed.failures import fail_as_one_of_several, report_failure
 from app.distributed.launch import launch, processes_to_start
 from app.errors import AppError, ConfigError, refuse
 from app.files import report_write_errors, write_json, write_text
+from app.program import as_started, remember_settings
 from app.tracking.console import Console, open_console
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
     from app.training.data_check import check_data
 
     found = check_data(config.run, _processes(config.run), console.say)
-    return {**found.facts(), "advice": [{"set": key, "why": why} for key, why in advice(found)]}
+    facts = found.facts()
+    facts |= {name: [as_started(text) for text in facts[name]] for name in ("lines", "notes", "stops")}
+    return {**facts, "advice": [{"set": key, "why": why} for key, why in advice(found)]}
 
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
@@ -257,6 +260,7 @@ def _command(arguments: Sequence[str]) -> int:
     if any(key_of(text).partition(".")[0] == "sweep" for text in arguments):
         return _ladder(arguments)
     config = check_config(arguments)
+    remember_settings(arguments)
     if "cluster" in config.checks:
         return _in_processes(config, arguments)
     if not world().is_first:

@@ -25,6 +25,7 @@ from app.distributed.environment import world
 from app.distributed.failures import end_as_one_of_several, fail_as_one_of_several, quiet_connections, reporting_crashes
 from app.distributed.launch import launched_run, processes_to_start, require_named_folder, train_in_processes
 from app.errors import AppError, refuse
+from app.program import remember_settings
 from app.signals import CTRL_C, Stopped, ending_on_signals
 from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
@@ -143,6 +144,7 @@ def _dispatch(arguments: list[str]) -> None:
 
         sys.exit(sweep(arguments, _check_parts))
     _typed[:] = arguments
+    remember_settings(arguments)
     overrides, switches = split_arguments(arguments)
     if world().is_first:
         print_settings_notes(arguments)

@@ -1,12 +1,14 @@
 """app.check as a process: what is shown, written and returned is what a run would find."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.small import chat, write_chats
+from tests.data.small import chat, write_chats, write_jsonl
 from tests.harness.runs import SMALL, Zygote
 from tests.pages.reading import read
 
@@ -64,6 +66,28 @@ def test_check_data_bad_rows_have_places_and_exit_code_2(zygote: Zygote, tmp_pat
 
     code, _, wrong = look(zygote, tmp_path, "data", *words, "dataset.on_bad_row=skip")
     assert (code, wrong) == (0, "")
+
+
+def test_check_advised_commands_repeat_typed_settings_and_pass(zygote: Zygote, tmp_path: Path) -> None:
+    """Rows of about 300 tokens, which the default length of the model refuses."""
+    story = " ".join(["It rains on the hills and in the town."] * 25)
+    rows = [{"question": f"What is {n}?", "answer": f"It is {n}.", "paragraph": f"{n} {story}"} for n in range(9)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    settings = ("model=tiny", "dataset.max_length=500", "batching.tokens=512", "cache_dir=the cache")
+    code, _, wrong = look(zygote, tmp_path, "data", *settings, "dataset=a.jsonl", "output_dir=look")
+    assert code == 2
+    commands = re.findall(r"type: python -m app\.check (.*)", wrong)
+    assert len(commands) == 2
+    assert commands[0] in facts_in(tmp_path / "look")["stops"][0]
+    trained = zygote.run(tmp_path, *settings, "dataset=a.jsonl", "output_dir=run", code=2)
+    assert re.findall(r"type: python -m app\.check (.*)", trained.stderr) == commands
+    for command in commands:
+        words = shlex.split(command)
+        assert {*settings} < {*words}
+        assert not any(word.startswith("output_dir") for word in words)
+        assert look(zygote, tmp_path, *words)[::2] == (0, "")
+    short = [word for word in shlex.split(commands[0]) if word not in settings[1:3]]
+    assert "longer" in look(zygote, tmp_path, *short)[2]
 
 
 def test_check_without_arguments_checks_all_and_writes_nothing(zygote: Zygote, tmp_path: Path) -> None:
