@@ -149,7 +149,13 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         processes=processes,
         base=prepared.base,
         other_template=other_template(prepared.tokenizer),
-        preview=preview(prepared.data.train, prepared.objective, prepared.tokenizer, first=True),
+        preview=preview(
+            prepared.data.train,
+            prepared.objective,
+            prepared.tokenizer,
+            prepared.data.report.shares.values(),
+            first=True,
+        ),
         stops=stops,
     )
 

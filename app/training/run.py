@@ -181,7 +181,8 @@ def _opened(
     recorder = Recorder.open(folder, run.tracker, asdict(run), manifest_facts(resolved), console, step)
     try:
         with recorder:
-            recorder.preview(preview(resolved.data.train, resolved.objective, resolved.tokenizer))
+            data = resolved.data
+            recorder.preview(preview(data.train, resolved.objective, resolved.tokenizer, data.report.shares.values()))
             yield recorder
     finally:
         with suppress(AppError):  # the outcome of the run has been reported by now

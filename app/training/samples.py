@@ -1,6 +1,6 @@
 """Rows shown to people: training rows with their loss mask, and held-out rows answered by the model so far."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from app.config.problems import PROBLEMS, text_of
+from app.data.data_report import SourceShare
 from app.data.length_statistics import histogram
 from app.data.objectives import Classification, Objective, WordTags
 from app.data.token_dataset import TokenRows
@@ -27,15 +28,35 @@ MAX_CHARACTER_TOKENS = 4  # bytes of a character in UTF-8
 MAX_STRETCH_TOKENS = 160  # half from its beginning and half from its end
 
 
-def preview(rows: TokenRows, objective: Objective, tokenizer: Any, *, first: bool = False) -> dict[str, Any]:
-    """Training rows spread over the data, or its `first` ones, with what the model must predict of them."""
-    count = min(PREVIEW_ROWS, len(rows))
-    chosen = range(count) if first else np.linspace(0, len(rows) - 1, count).astype(int).tolist()
+def preview(
+    rows: TokenRows, objective: Objective, tokenizer: Any, shares: Iterable[SourceShare] = (), *, first: bool = False
+) -> dict[str, Any]:
+    """Training rows spread over the data, or its `first` ones, with what the model must predict of them.
+
+    Of a mix, whose sources have these `shares` of the rows, at least one row of each source.
+    """
+    sources = [*_distinct_rows(shares)] or [range(len(rows))]
+    chosen = list[int]()
+    for place, source in enumerate(sources):
+        count = min(len(source), max(1, len(range(place, PREVIEW_ROWS, len(sources)))))
+        places = range(count) if first else np.linspace(0, len(source) - 1, count).astype(int).tolist()
+        chosen += [source[i] for i in places]
     return {
         "marked": objective.marked,
         "rows": [_row(rows, i, objective, tokenizer) for i in chosen],
         "lengths": histogram(rows.lengths),
     }
+
+
+def _distinct_rows(shares: Iterable[SourceShare]) -> Iterator[range]:
+    """Yield the rows of each source, once where its weight repeats them."""
+    begin = 0
+    for share in shares:
+        times = max(1, int(share.weight))  # repeated rows are next to each other
+        distinct = range(begin, begin + share.drawn, times)[: share.samples]
+        begin += share.drawn
+        if distinct:
+            yield distinct
 
 
 def _row(rows: TokenRows, i: int, objective: Objective, tokenizer: Any) -> dict[str, Any]:

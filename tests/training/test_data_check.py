@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from app.data.objectives import NEXT_TOKEN
+from app.model.tokenizer import load_tokenizer
 from app.training.data_advice import advice
 from app.training.data_check import DataCheck, check_data
 from app.training.resolve import resolve_run
+from app.training.samples import preview
 from app.training.summary import run_table
 from tests.data.small import chat, write_chats, write_jsonl
 from tests.training.conftest import small_run
@@ -145,6 +148,31 @@ def test_mix_sources_are_judged_by_their_formats(look: Look, tmp_path: Path) -> 
     assert chats["tokens"] + text["tokens"] == facts["total_tokens"]
     assert chats["share"] + text["share"] == pytest.approx(1)
     assert look().facts()["sources"] == []
+
+
+def test_preview_of_mix_shows_distinct_rows_of_each_source(look: Look, tmp_path: Path) -> None:
+    weights = {"a": 2, "b": 0.5, "c": 0, "d": 2.5}
+    words = ["dataset=mix"]
+    for name, weight in weights.items():
+        write_chats(tmp_path / f"{name}.jsonl", *[chat(f"{name} {n}?", f"It is {n}") for n in range(8)])
+        words += [f"dataset.mix.{name}.path={tmp_path / name}.jsonl", f"dataset.mix.{name}.weight={weight}"]
+        words.append(f"dataset.mix.{name}.format=messages")
+    found = look(*words)
+    places = [row["place"] for row in found.preview["rows"]]
+    assert [place.partition(".")[0] for place in places] == ["a", "a", "b", "d"]
+    assert places[:2] == ["a.jsonl:1", "a.jsonl:2"]
+    assert places[3] == "d.jsonl:1"
+    shares = found.data.report.shares.values()
+    spread = preview(found.data.train, NEXT_TOKEN, load_tokenizer(found.run.model, needs_template=True), shares)["rows"]
+    assert [row["place"] for row in spread][:2] == ["a.jsonl:1", "a.jsonl:8"]
+
+
+def test_preview_of_mix_of_many_sources_shows_one_row_of_each(look: Look, tmp_path: Path) -> None:
+    words = ["dataset=mix"]
+    for name in "abcdef":
+        write_chats(tmp_path / f"{name}.jsonl", chat(f"{name}?", "Yes"))
+        words += [f"dataset.mix.{name}.path={tmp_path / name}.jsonl", f"dataset.mix.{name}.format=messages"]
+    assert [row["place"][0] for row in look(*words).preview["rows"]] == [*"abcdef"]
 
 
 def test_advice_omits_useless_max_length(look: Look, tmp_path: Path) -> None:
