@@ -22,6 +22,7 @@ from app.config.overrides import check_overrides, key_of, parse_override, partit
 from app.config.rules import problems_of
 from app.config.schema import ModelConfig, RunConfig
 from app.config.settings_file import RATE, flat, replaced_alternatives
+from app.config.tasks import TASKS
 from app.config.unread_keys import unread_problems
 from app.config.validate import field_types, format_value, is_key, leaf_keys, parse_section, typed_only
 from app.config.yaml_files import literal, read_yaml
@@ -294,12 +295,23 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     with open_dict(config):
         config.pop("hydra", None)
     try:
+        _fit_pairs(config)
         return _as_dict(config, resolve=True)
     except OmegaConfBaseException as fault:
         # a misspelt key is often why another one cannot be looked up
         reason = _one_line(fault).partition(" full_key:")[0].rpartition("while resolving interpolation: ")[2].strip('"')
         lookup = f"{fault.full_key}: {reason}." if fault.full_key else f"{reason}."
         raise ConfigError(_problems_besides_lookups(config) or lookup) from fault
+
+
+def _fit_pairs(config: DictConfig) -> None:
+    """Lower the default of `dataset.max_length` until a bin holds both answers of a pair."""
+    keys = ("task.kind", "batching.packing", "batching.tokens", "dataset.max_length")
+    kind, packing, tokens, length = (OmegaConf.select(config, key) for key in keys)
+    if not (kind in TASKS and packing and isinstance(tokens, int) and isinstance(length, int)):
+        return
+    if TASKS[kind].documents > 1 and OmegaConf.is_interpolation(config.dataset, "max_length"):
+        config.dataset.max_length = min(length, tokens // TASKS[kind].documents)
 
 
 def _problems_besides_lookups(config: DictConfig) -> list[str]:

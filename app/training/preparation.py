@@ -27,7 +27,7 @@ from app.errors import ConfigError, refuse
 from app.model.adapters import short_names
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer, new_ids
-from app.training.auto_settings import with_packing
+from app.training.auto_settings import has_auto_bins, with_packing
 
 ROWS_MULTIPLE = 64  # of a resized vocabulary: matrix products of other sizes leave tensor cores idle
 
@@ -88,6 +88,7 @@ def prepare_run(
     base = base or BaseModel(run.model, task_of(run.task))
     dataset = within_positions(run.dataset, base, say)
     run = with_packing(run, base, say)
+    _note_length_of_pairs(run, base, say)
     load = partial(load_tokenizer, run.model, shipped=base.task.tokenizer)
     dataset, notes = detect_formats(
         dataset, formats_for(run.task.kind), lambda: bool(load(needs_template=False).chat_template)
@@ -135,6 +136,17 @@ def rows_of_also(prepared: Prepared) -> tuple[TokenRows | None, list[str]]:
     rows, lines = rows_beside(run.eval.also, run.dataset, *given)
     refuse(_unknown_ids(run, base, rows))
     return rows, lines
+
+
+def _note_length_of_pairs(run: RunConfig, base: BaseModel, say: Callable[[str], None]) -> None:
+    """Note a `dataset.max_length` below the model's default that is all that bins of pairs allow."""
+    documents, length = base.task.documents, run.dataset.max_length
+    if documents == 1 or not run.batching.packing or has_auto_bins(run):
+        return
+    if length == run.batching.bin_tokens // documents < run.model.suggest.length:
+        both = f"a bin of batching.tokens={run.batching.tokens} holds both answers of a pair"
+        more = documents * run.model.suggest.length
+        say(f"note    dataset.max_length={length}: {both}. For longer answers, raise both, e.g. batching.tokens={more}")
 
 
 def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str], None]) -> DatasetConfig:

@@ -86,3 +86,25 @@ def test_own_rows_never_scored_on_the_sample(given: tuple[str, ...], group: str)
 
 def test_sample_part_scored_on_the_sample() -> None:
     assert compose_run(["dataset.path=asset:sample/eval.jsonl"]).dataset.eval_path == "asset:sample/eval.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [
+        (("recipe=dpo", "dataset=auto", "dataset.path=a"), 128),
+        (("recipe=simpo", "dataset=preference", "dataset.path=a", "batching.tokens=300"), 150),
+        (("recipe=orpo", "dataset=auto", "dataset.path=a", "batching.tokens=600"), 256),
+        (("recipe=dpo", "dataset=auto", "dataset.path=a", "batching.packing=false"), 256),
+        (("recipe=dpo", "dataset=auto", "dataset.path=a", "dataset.max_length=100"), 100),
+        (("recipe=kto", "dataset=auto", "dataset.path=a"), 256),
+        (("recipe=dpo", "model=llama"), 128),
+    ],
+)
+def test_max_length_of_pairs_default_fits_bins(words: tuple[str, ...], length: int) -> None:
+    assert compose_run(words).dataset.max_length == length
+
+
+def test_max_length_of_pairs_typed_above_bins_refused() -> None:
+    problem = refusal_of("recipe=dpo", "dataset=auto", "dataset.path=a", "dataset.max_length=256")
+    assert "Set batching.tokens=512 or more, or dataset.max_length=128 or less." in str(problem)
+    assert "model.suggest.length=abc" in str(refusal_of("recipe=dpo", "dataset=auto", "model.suggest.length=abc"))

@@ -15,6 +15,7 @@ from app.training.resolve import resolve_run
 from app.training.samples import preview
 from app.training.summary import run_table
 from tests.data.small import chat, write_chats, write_jsonl
+from tests.harness.composed import composed
 from tests.training.conftest import small_run
 
 Look = Callable[..., DataCheck]
@@ -265,6 +266,16 @@ def test_lengths_of_pairs_are_those_of_the_longer_answer(look: Look, tmp_path: P
     [key] = [each for each in advised(short) if each.startswith("dataset.max_length=")]
     after = look(*words, "dataset.on_overflow=drop", *key.split())
     assert after.facts()["overlong_rows"] <= 0.01 * len(rows)
+
+
+def test_default_length_of_pairs_has_a_note(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}])
+    words = ("recipe=dpo", "dataset=auto", f"dataset.path={tmp_path / 'a.jsonl'}", f"cache_dir={tmp_path / 'cache'}")
+    said: list[str] = []
+    check_data(composed(*words), 1, said.append)
+    check_data(composed(*words, "dataset.max_length=100"), 1, said.append)
+    note = "note    dataset.max_length=128: a bin of batching.tokens=256 holds both answers of a pair."
+    assert [line.startswith(note) for line in said if "max_length" in line] == [True]
 
 
 def test_advice_ends_what_would_stop_again(look: Look, tmp_path: Path) -> None:
