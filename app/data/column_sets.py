@@ -1,16 +1,21 @@
 """Sets of columns that many data sets share, and the words to type for those that nothing recognises."""
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import ROW_FORMATS, TAGGED_FORMATS
-from app.data.columns import EVERY_ELEMENT, command, is_history, named_like, pair_format, value
+from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
+from app.data.columns import ABSENT, EVERY_ELEMENT, command, is_history, is_talk, named_like, pair_format, value
+from app.data.conversations import LABELS
 from app.data.roles import INPUTS, ROLES, has_role, is_prose, names_of
 from app.data.types import Row
 
 _SHORT_TYPES = (str, int, float, type(None))
+_LABEL = (str, int, float)
+_KINDS = {"label": _LABEL, "tokens": list, "tags": list}  # by field; the others hold text
 _MAX_SHORT_CHARS = 40  # of a column that is about a row
 _NUMBERED = re.compile(rf"({'|'.join(ROLES['answers'])})[_-]?(?:\d|[a-z])")
 
@@ -66,6 +71,53 @@ COLUMN_SETS = (
         frozenset({"role_1", "role_2", "sub_topic"}),
     ),
 )
+# Sets that are proposed, not taken: a column of them may mean something else.
+PROPOSED_SETS = (
+    ColumnSet("text_pair", {"sentence1": "premise", "sentence2": "hypothesis", "label": "label"}),  # NLI
+    ColumnSet("text_pair", {"sentence1": "sentence1", "sentence2": "sentence2", "label": "label"}),  # MRPC
+    ColumnSet("text_pair", {"sentence1": "sentence1", "sentence2": "sentence2", "label": "score"}),  # STS-B
+    ColumnSet("text_pair", {"sentence1": "question1", "sentence2": "question2", "label": "is_duplicate"}),  # QQP
+    ColumnSet("tagged_words", {"tokens": "words", "tags": "ner"}),
+    ColumnSet("instruction", {"instruction": "question", "input": "context", "output": "answers.text.0"}),  # SQuAD
+    ColumnSet("question_answer", {"question": "document", "answer": "summary"}),  # XSum
+    ColumnSet("question_answer", {"question": "article", "answer": "highlights"}),  # CNN/DailyMail
+    ColumnSet("question_answer", {"question": "question", "answer": "query"}),  # Spider
+    ColumnSet("question_answer", {"question": "problem_statement", "answer": "patch"}),  # SWE-bench
+)
+
+
+def answer_columns(rows: Sequence[Row], formats: Sequence[str], least: float) -> tuple[str, dict[str, str]]:
+    """Return what the columns of answers to compare or to judge mean, and these columns by field; empty for none."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if _share(rows, name) >= least]
+    if "preference" in formats:
+        chosen, rejected = (
+            next((name for name in ROLES[role] if name in names), "") for role in ("chosen", "rejected")
+        )
+        several = [name for name in names if _NUMBERED.fullmatch(name)]
+        if not (chosen and rejected) and len(several) == 2:
+            chosen, rejected = several
+        if chosen and rejected:
+            return f"{chosen} is the chosen answer and {rejected} the rejected one", {
+                "chosen": chosen,
+                "rejected": rejected,
+            }
+    if "preference_label" in formats:
+        label = next((name for name in ROLES["label"] if _share(rows, name, _is_judged) >= least), "")
+        talk = next((name for name in ROLES["messages"] if _share(rows, name, is_talk) >= least), "")
+        answer = talk or named_like(ROLES["answers"], [name for name in names if name != label])
+        if label and answer:
+            return f"{label} is true where the answer in {answer} is good", {"completion": answer, "label": label}
+    return "", {}
+
+
+def _share(rows: Sequence[Row], path: str, is_kind: Callable[[Any], bool] | None = None) -> float:
+    """Return the share of the rows that have something of a kind there."""
+    found = [value(row, path) for row in rows]
+    return sum(each is not ABSENT and each is not None and (not is_kind or is_kind(each)) for each in found) / len(rows)
+
+
+def _is_judged(found: Any) -> bool:
+    return str(found).strip().lower() in LABELS
 
 
 def known_sets(rows: Sequence[Row], columns: Columns, formats: Iterable[str], least: float) -> Iterator[Candidate]:
@@ -92,6 +144,8 @@ def known_sets(rows: Sequence[Row], columns: Columns, formats: Iterable[str], le
 
 def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
     """Command that reads these rows; empty where no name says which column asks or answers."""
+    if proposed := _of_known_set(config, key, rows, formats, least):
+        return proposed
     paths = [path for path in _text_paths(rows[0]) if sum(_has(row, path) for row in rows) / len(rows) >= least]
     starred = next((path.partition(EVERY_ELEMENT)[0] for path in paths if EVERY_ELEMENT in path), "")
     paths = [path for path in paths if EVERY_ELEMENT not in path or path.partition(EVERY_ELEMENT)[0] == starred]
@@ -121,15 +175,48 @@ def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Se
     return f"If {meaning}, type: {command(fmt, columns, config, key, several[1:])}"
 
 
+def _of_known_set(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
+    """Return the command that reads a set of columns by another format, or for another task; empty if none is there."""
+    tasks = (*LABELLED_FORMATS, *TAGGED_FORMATS) if "text" in formats and key == "dataset" and not config.mix else ()
+    names = {str(name) for row in rows for name in row}
+    for each in PROPOSED_SETS:
+        heads = {path.partition(".")[0] for path in each.columns.values()}
+        if each.format in formats and any(has_role(name, "answers") for name in names - heads):
+            continue
+        kinds = {path: _KINDS.get(field, str) for field, path in each.columns.items()}
+        fits = sum(all(_has(row, path, kind) for path, kind in kinds.items()) for row in rows)
+        if each.format in (*formats, *tasks) and fits >= least * len(rows):
+            asks, answers, *more = each.columns.values()
+            meaning = f"{asks} asks and {each.columns.get('output', answers)} answers"
+            if each.format in LABELLED_FORMATS:
+                meaning = f"{more[0]} is the label of the pair {asks}, {answers}"
+            elif each.format in TAGGED_FORMATS:
+                meaning = f"{answers} has the tags of {asks}"
+            words = command(each.format, each.columns, config, key)
+            return f"If {meaning}, type: {words}{_regression(rows, each.columns.get('label', ''))}"
+    return ""
+
+
+def _regression(rows: Sequence[Row], label: str) -> str:
+    """Return the setting for labels that are numbers with fractions; empty for others."""
+    try:
+        numbers = [float(str(value(row, label))) for row in rows if _has(row, label, _LABEL)]
+    except ValueError:
+        return ""
+    is_fraction = all(map(math.isfinite, numbers)) and not all(map(float.is_integer, numbers))
+    return " task.problem=regression" if is_fraction else ""
+
+
 def _for_labels(config: DatasetConfig, key: str, rows: Sequence[Row], texts: Sequence[str]) -> str:
     columns = {path: path.partition(EVERY_ELEMENT)[0] for path in texts}
     text = max(texts, key=lambda path: sum(len(str(value(row, columns[path]))) for row in rows), default="")
-    others = [name for name, found in rows[0].items() if isinstance(found, str | int) and name != text]
-    label = next((name for name in others if not has_role(name, "about")), "")
+    others = [name for name, found in rows[0].items() if isinstance(found, _LABEL) and name != text]
+    others = [name for name in others if not has_role(name, "about") and not _is_prose(rows, name)]
+    label = next((name for name in others if has_role(name, "label")), others[0] if others else "")
     if not text or not label:
         return ""
     words = command("labelled_text", {"text": text, "label": label}, config, key)
-    return f"If {label} is the label of {text}, type: {words}"
+    return f"If {label} is the label of {text}, type: {words}{_regression(rows, label)}"
 
 
 def _text_paths(row: Row) -> Iterator[str]:
@@ -149,7 +236,7 @@ def _text_paths(row: Row) -> Iterator[str]:
             yield from (f"{name}{EVERY_ELEMENT}.{key}" for key, inner in found[0].items() if isinstance(inner, str))
 
 
-def _has(row: Row, path: str, kind: type = str, *, may_be_null: bool = False) -> bool:
+def _has(row: Row, path: str, kind: Any = str, *, may_be_null: bool = False) -> bool:
     head, _, inner = path.partition(EVERY_ELEMENT)
     found = value(row, head)
     if EVERY_ELEMENT in path:

@@ -21,7 +21,7 @@ _ROLE_NAMES = {
 }
 SPEAKERS = {**_ROLE_NAMES, "function_call": "assistant"}
 ROLES = ("system", "user", "assistant", "tool")
-_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # of an answer
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # of an answer
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
 _READ_PARTS = ("text", "reasoning", "tool_call")
@@ -77,7 +77,7 @@ def preference_label(row: Row, columns: Columns) -> Judged:
 def is_wanted(row: Row, column: str) -> bool:
     """The label of an answer; tables of text and numbers write it as well."""
     found = value(row, column)
-    known = _LABELS.get(str(found).strip().lower())
+    known = LABELS.get(str(found).strip().lower())
     if known is None:
         what = repr(found) if isinstance(found, str | int | float) else kind_of(found)
         raise RowProblem(f"column {column!r} must be true (wanted) or false, found {what}")

@@ -8,7 +8,7 @@ from typing import Any
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS
-from app.data.column_sets import Candidate, known_sets, suggestion
+from app.data.column_sets import Candidate, answer_columns, known_sets, suggestion
 from app.data.columns import ABSENT, JOIN, command, has, is_talk, thought_column, typed, value, wanted_rows
 from app.data.conversations import SPEAKERS, parsed_list
 from app.data.formats import ASSISTANT, WRITTEN_CHAT, fields_of
@@ -99,7 +99,8 @@ def detect_format(
     fitting = _fitting(rows, config.columns, formats)
     fitting = fitting or [*known_sets(rows, config.columns, formats, _MIN_FITTING_SHARE)]
     if not fitting:
-        raise DataError(_NEW_LINE.join(map(escaped, _unknown(named, key, rows, config, formats))))
+        advice = _of_answers(config, key, rows, formats, has_template)
+        raise DataError(_NEW_LINE.join(map(escaped, _unknown(named, key, rows, config, formats, advice))))
     if len(fitting) > 1:
         begin = f"{named}: {key}.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
         words = [command(each.format, each.renamed, config, key) for each in fitting]
@@ -162,8 +163,8 @@ def _prompt_of(rows: Sequence[Row], columns: Columns) -> str:
     least = _MIN_FITTING_SHARE * len(rows)
     if any(_has_question(value(row, columns.chosen)) or _has_question(value(row, columns.completion)) for row in rows):
         return columns.prompt
-    for name in names_of("messages"):
-        if sum(is_talk(row.get(name)) for row in rows) >= least:
+    for name in (*names_of("messages"), "input.messages"):  # the last as OpenAI has it
+        if sum(is_talk(value(row, name)) for row in rows) >= least:
             return name
     texts = [name for name in names_of("asks") if sum(isinstance(row.get(name), str) for row in rows) >= least]
     more = ["input"] if texts[:1] == ["instruction"] and "input" in _names(rows) else []
@@ -227,15 +228,32 @@ def _note(found: Candidate, key: str, rows: Sequence[Row], columns: Columns, rea
     return escaped(f"{key}.format=auto: taken as {words}, because {reason}{also}")
 
 
-def _unknown(named: str, key: str, rows: Sequence[Row], config: DatasetConfig, formats: Sequence[str]) -> list[str]:
+def _of_answers(
+    config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], has_template: Callable[[], bool]
+) -> str:
+    """Return the command that reads answers of other names to compare or to judge; empty if there are none."""
+    meaning, names = answer_columns(rows, formats, _MIN_FITTING_SHARE)
+    columns = replace(config.columns, **names)
+    for candidate in _candidates(rows, columns, formats):
+        if names and candidate.fits >= _MIN_FITTING_SHARE * len(rows):
+            found = _with_prompt(candidate, rows, columns, has_template)
+            return f"If {meaning}, type: {command(found.format, {**names, **found.renamed}, config, key)}"
+    return ""
+
+
+def _unknown(
+    named: str, key: str, rows: Sequence[Row], config: DatasetConfig, formats: Sequence[str], advice: str
+) -> list[str]:
     """Say which columns there are, what the formats lack that they nearly have, and what to type."""
     held = {name: next((row[name] for row in rows if row.get(name) is not None), None) for name in _names(rows)}
     found = listed([f"{name} ({kind_of(inner)})" for name, inner in held.items()]) or "none"
     begin = f"{named}: {key}.format=auto knows no format for these rows; columns found: {found}"
     wants = [_missing(fmt, key, rows, config.columns) for fmt in formats]
     chosen = "dataset=FORMAT" if key == "dataset" and not config.mix else f"{key}.format=FORMAT"
-    advice = suggestion(config, key, rows, formats, _MIN_FITTING_SHARE) or (
-        f"docs/data.md has the shapes of rows; columns of other names: {chosen} {key}.columns.FIELD=NAME"
+    advice = (
+        advice
+        or suggestion(config, key, rows, formats, _MIN_FITTING_SHARE)
+        or (f"docs/data.md has the shapes of rows; columns of other names: {chosen} {key}.columns.FIELD=NAME")
     )
     if any("input_ids" in row for row in rows):
         advice = "Rows of tokens (input_ids) are not read: give their texts"

@@ -66,6 +66,7 @@ HH_BOTH = f"{HH}[[ Hello<|end|>]]{HH}[[ No<|end|>]]"
 BRIEF = "Be brief and kind."
 JSON_LINES = '{"question": "What is one?", "answer": "The first."}\n' * 3
 CONLL = "-DOCSTART- -X- O O\n\nBob NNP B-NP B-PER\nruns VB O O\n\nIn IN O O\nParis NNP B-NP B-LOC\n"
+CHOSEN = ("chosen_messages", "rejected_messages")
 JUDGED = "which judges the answers as wrong or right"
 
 PAIRS = (
@@ -153,6 +154,55 @@ PAIRS = (
         [{"question": ASKS, "completion": "Two.", "label": bool(at % 2)} for at in range(4)],
         f"{asked(ASKS, 'Two.')}\n[[false]]",
         words=KTO,
+    ),
+)
+OTHER_ANSWERS: tuple[tuple[str, Row, str, str], ...] = (
+    (
+        "chosen-messages",
+        {"chosen_messages": chat(ASKS, "It is two."), "rejected_messages": chat(ASKS, "No idea.")},
+        *CHOSEN,
+    ),
+    ("answer1", {"question": ASKS, "answer1": "It is two.", "answer2": "No idea."}, "answer1", "answer2"),
+    (
+        "response-j",
+        {"question": ASKS, "response_j": "It is two.", "response_k": "No idea."},
+        "response_j",
+        "response_k",
+    ),
+    (
+        "openai",
+        {
+            "input": {"messages": chat(ASKS)},
+            "preferred_output": [{"role": "assistant", "content": "It is two."}],
+            "non_preferred_output": [{"role": "assistant", "content": "No idea."}],
+        },
+        *("preferred_output", "non_preferred_output"),
+    ),
+)
+PROPOSED_PAIRS = (
+    *(
+        Shape(
+            f"dpo-{name}",
+            rows,
+            stop=f"If {chosen} is the chosen answer and {rejected} the rejected one, type: ",
+            commands=(both(ASKS),),
+            words=DPO,
+        )
+        for name, rows, chosen, rejected in OTHER_ANSWERS
+    ),
+    *(
+        Shape(
+            f"kto-{name}",
+            [{**row, label: bool(at % 2)} for at in range(4)],
+            stop=f"If {label} is true where the answer in {answer} is good, type: ",
+            commands=(f"{asked(ASKS, 'Two.')}\n[[false]]",),
+            words=KTO,
+        )
+        for name, row, answer, label in (
+            ("answer", {"question": ASKS, "answer": "Two."}, "answer", "label"),
+            ("messages", {"messages": chat(ASKS, "Two.")}, "messages", "label"),
+            ("tag", {"instruction": ASKS, "input": "", "output": "Two."}, "output", "kto_tag"),
+        )
     ),
 )
 TEXTS = (
@@ -359,6 +409,70 @@ CONTEXTS = (
         commands=(asked("Hi", "Yo", f"{BRIEF}\n\nI like rain."), asked("Hi", "Yo", BRIEF)),
     ),
 )
+CLASSES, TAGS = ("task=classification", "dataset=auto"), ("task=tokens", "dataset=auto")
+NLI: Row = {"premise": "A man runs.", "hypothesis": "He moves."}
+STS: Row = {"genre": "news", "filename": "x", "sentence1": "A man runs.", "sentence2": "He moves."}
+PAIRED = "A man runs. He moves.\n"
+PROPOSED = (
+    *(
+        Shape(
+            f"pair-{name}-{words[0]}",
+            [{**row, label: at * step} for at in range(3)],
+            stop=f"If {label} is the label of the pair {pair}, type: ",
+            commands=(f"{PAIRED}[[{0 * step}]]",),
+            words=words,
+        )
+        for name, row, label, step, pair in (
+            ("nli", NLI, "label", 1, "premise, hypothesis"),
+            ("sts", STS, "score", 0.5, "sentence1, sentence2"),
+            ("qqp", {"question1": "A man runs.", "question2": "He moves."}, "is_duplicate", 1, "question1, question2"),
+        )
+        for words in (CLASSES, AUTO)
+    ),
+    Shape(
+        "pair-default-task",
+        [{**STS, "label": at} for at in range(3)],
+        stop="If label is the label of the pair sentence1, sentence2, type: ",
+        commands=(f"{PAIRED}[[0]]",),
+    ),
+    Shape(
+        "class-behind-texts",
+        [{"title": "The rain of today", "review": "It rains and rains today.", "stars": at} for at in range(3)],
+        stop="If stars is the label of review, type: ",
+        commands=("It rains and rains today.\n[[0]]",),
+        words=CLASSES,
+    ),
+    *(
+        Shape(
+            f"words-ner-{words[0]}",
+            {"id": "1", "words": ["Bob", "runs"], "ner": ["B-PER", "O"]},
+            stop="If ner has the tags of words, type: ",
+            commands=("[[B]]ob[[ runs]]\n[[B-PER O]]",),
+            words=words,
+        )
+        for words in (TAGS, AUTO)
+    ),
+    Shape(
+        "squad",
+        {"context": RAIN, "question": "Does it rain?", "answers": {"text": ["It does."], "answer_start": [0]}},
+        stop="If question asks and answers.text.0 answers, type: ",
+        commands=(asked(f"Does it rain?\n\n{RAIN}", "It does."),),
+    ),
+    *(
+        Shape(
+            f"answer-{answers}",
+            {asks: RAIN, answers: "It is two.", **more},
+            stop=f"If {asks} asks and {answers} answers, type: ",
+            commands=(asked(RAIN, "It is two."),),
+        )
+        for asks, answers, more in (
+            ("document", "summary", {"id": "1"}),
+            ("article", "highlights", {"id": "1"}),
+            ("question", "query", {"db_id": "x", "query_toks": ["a"], "sql": {"from": 1}}),
+            ("problem_statement", "patch", {"repo": "a/b", "test_patch": "diff a b", "hints_text": "see it"}),
+        )
+    ),
+)
 OTHERS = (
     *(
         Shape(
@@ -426,4 +540,4 @@ OTHERS = (
     Shape("end-token-of-html", {"question": "Say 0", "answer": "<s>Zero</s>"}, asked("Say 0", "<s>Zero</s>")),
     Shape("end-token-alone", {"prompt": "Say 0", "completion": "<|endoftext|>"}, "Say 0[[<|endoftext|><|end|>]]"),
 )
-SHAPES = (*PAIRS, *TEXTS, *THOUGHTS, *CHOICES, *CONTEXTS, *OTHERS)
+SHAPES = (*PAIRS, *PROPOSED_PAIRS, *TEXTS, *THOUGHTS, *CHOICES, *CONTEXTS, *PROPOSED, *OTHERS)
