@@ -8,7 +8,17 @@ from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.columns import ABSENT, EVERY_ELEMENT, command, is_history, is_talk, named_like, pair_format, value
+from app.data.columns import (
+    ABSENT,
+    EVERY_ELEMENT,
+    command,
+    is_history,
+    is_number,
+    is_talk,
+    named_like,
+    pair_format,
+    value,
+)
 from app.data.conversations import LABELS
 from app.data.roles import INPUTS, ROLES, has_role, is_prose, names_of
 from app.data.types import Row
@@ -82,6 +92,8 @@ PROPOSED_SETS = (
     ColumnSet("question_answer", {"question": "document", "answer": "summary"}),  # XSum
     ColumnSet("question_answer", {"question": "article", "answer": "highlights"}),  # CNN/DailyMail
     ColumnSet("question_answer", {"question": "question", "answer": "query"}),  # Spider
+    ColumnSet("question_answer", {"question": "inputs", "answer": "targets"}),  # FLAN
+    ColumnSet("question_answer", {"question": "src", "answer": "tgt"}),  # translations
     ColumnSet("question_answer", {"question": "problem_statement", "answer": "patch"}),  # SWE-bench
 )
 
@@ -146,24 +158,31 @@ def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Se
     """Command that reads these rows; empty where no name says which column asks or answers."""
     if proposed := _of_known_set(config, key, rows, formats, least):
         return proposed
-    paths = [path for path in _text_paths(rows[0]) if sum(_has(row, path) for row in rows) / len(rows) >= least]
+    paths = list(dict.fromkeys(path for row in rows for path in _text_paths(row)))
+    paths = [path for path in paths if sum(_has(row, path) for row in rows) >= least * len(rows)]
     starred = next((path.partition(EVERY_ELEMENT)[0] for path in paths if EVERY_ELEMENT in path), "")
     paths = [path for path in paths if EVERY_ELEMENT not in path or path.partition(EVERY_ELEMENT)[0] == starred]
     if "labelled_text" in formats:
         return _for_labels(config, key, rows, paths)
     asks = named_like(ROLES["asks"], paths)
     several = [path for path in paths if _NUMBERED.fullmatch(path)]
-    answers = several[0] if len(several) > 1 else named_like(ROLES["answers"], [path for path in paths if path != asks])
+    answers = several[0] if len(several) > 1 else _answering([path for path in paths if path != asks])
+    translated = [path for path in paths if path.startswith("translation.")]  # WMT
+    if len(translated) == 2:
+        asks, answers = translated
     texts = [path for path in paths if path not in (asks, answers) and _is_prose(rows, path)]
     if bool(asks) != bool(answers) and len(texts) == 1 and not named_like(names_of(*INPUTS), texts):
         asks, answers = asks or texts[0], answers or texts[0]
+    names = dict.fromkeys(str(name) for row in rows for name in row)
     if not asks or not answers:
         plain = texts or paths
-        if len(plain) != 1 or EVERY_ELEMENT in plain[0] or "text" not in formats:
+        if len(plain) != 1 or EVERY_ELEMENT in plain[0] or "text" not in formats or asks not in ("", plain[0]):
             return ""
+        if any(has_role(name, "answers") for name in names if name != plain[0]):
+            return ""  # an answer that is no text
         return f"To train {plain[0]} as plain text, type: {command('text', {'text': plain[0]}, config, key)}"
     others = [path for path in paths if path not in (asks, answers, *several)]
-    others += [name for name in rows[0] if any(is_history(row.get(name)) for row in rows)]
+    others += [name for name in names if any(is_history(row.get(name)) for row in rows)]
     fmt, columns = pair_format(asks, answers, others)
     if fmt not in formats:
         return ""
@@ -197,6 +216,15 @@ def _of_known_set(config: DatasetConfig, key: str, rows: Sequence[Row], formats:
     return ""
 
 
+def without_answers(rows: Sequence[Row]) -> str:
+    """Return the column that asks where no name, also inside a column, is one of answers; empty for other rows."""
+    names = {str(name): found for row in rows for name, found in row.items() if found}
+    parts = [found[0] if isinstance(found, list) else found for found in names.values()]
+    inner = [str(key) for part in parts if isinstance(part, dict) for key in part]
+    asks = next((name for name, found in names.items() if has_role(name, "asks") and not isinstance(found, dict)), "")
+    return asks if not any(has_role(name, "answers", "messages") for name in (*names, *inner)) else ""
+
+
 def _regression(rows: Sequence[Row], label: str) -> str:
     """Return the setting for labels that are numbers with fractions; empty for others."""
     try:
@@ -205,6 +233,13 @@ def _regression(rows: Sequence[Row], label: str) -> str:
         return ""
     is_fraction = all(map(math.isfinite, numbers)) and not all(map(float.is_integer, numbers))
     return " task.problem=regression" if is_fraction else ""
+
+
+def _answering(paths: Sequence[str]) -> str:
+    """Return the path that answers: what is true, before a guess of a model."""
+    truth = [path for path in paths if path == "ground_truth"]
+    top = [path for path in paths if "." not in path]
+    return next(iter(truth), "") or named_like(ROLES["answers"], top) or named_like(ROLES["answers"], paths)
 
 
 def _for_labels(config: DatasetConfig, key: str, rows: Sequence[Row], texts: Sequence[str]) -> str:
@@ -224,7 +259,7 @@ def _text_paths(row: Row) -> Iterator[str]:
     for name, found in row.items():
         if has_role(name, "about"):
             continue
-        if isinstance(found, str):
+        if _is_text(found, name):
             yield name
         elif isinstance(found, dict):
             yield from (f"{name}.{key}" for key, inner in found.items() if isinstance(inner, str))
@@ -242,13 +277,18 @@ def _has(row: Row, path: str, kind: Any = str, *, may_be_null: bool = False) -> 
     if EVERY_ELEMENT in path:
         parts = [value({"*": each}, f"*{inner}") for each in found] if isinstance(found, list) else []
         return bool(parts) and all(isinstance(part, str) for part in parts)
-    return isinstance(found, kind) or (may_be_null and found is None)
+    return isinstance(found, kind) or (may_be_null and found is None) or (kind is str and _is_text(found, path))
+
+
+def _is_text(found: Any, path: str) -> bool:
+    """Return whether it is text, or a number where the path answers, which is read as text."""
+    return isinstance(found, str) or (is_number(found) and bool(named_like(ROLES["answers"], [path])))
 
 
 def _is_prose(rows: Sequence[Row], path: str) -> bool:
-    """Whether most rows hold text of several words there."""
-    head, _, _ = path.partition(EVERY_ELEMENT)
-    return 2 * sum(is_prose(str(value(row, head))) for row in rows) > len(rows)
+    """Whether most rows hold text of several words there, in a list in its first element."""
+    first = path.replace(EVERY_ELEMENT, ".0")
+    return 2 * sum(is_prose(str(value(row, first))) for row in rows) > len(rows)
 
 
 def _is_short(rows: Sequence[Row], name: str) -> bool:

@@ -3,6 +3,7 @@ what names mean.
 """
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -129,6 +130,17 @@ def text(row: Row, path: str) -> str:
     if not isinstance(found, str):
         raise RowProblem(f"column {path!r} must be text, found {kind_of(found)}")
     return found
+
+
+def answer_text(row: Row, path: str) -> str:
+    """Return the text of a column with an answer, which may be a number."""
+    found = value(row, path)
+    return str(found) if is_number(found) else text(row, path)
+
+
+def is_number(found: Any) -> bool:
+    """Return whether it is a finite number."""
+    return isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
 
 
 def optional(row: Row, path: str | None) -> Any:

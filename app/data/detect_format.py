@@ -8,10 +8,10 @@ from typing import Any
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS
-from app.data.column_sets import Candidate, answer_columns, known_sets, suggestion
-from app.data.columns import ABSENT, JOIN, command, has, is_talk, thought_column, typed, value, wanted_rows
+from app.data.column_sets import Candidate, answer_columns, known_sets, suggestion, without_answers
+from app.data.columns import ABSENT, JOIN, command, has, is_number, is_talk, thought_column, typed, value, wanted_rows
 from app.data.conversations import SPEAKERS, parsed_list
-from app.data.formats import ASSISTANT, WRITTEN_CHAT, fields_of
+from app.data.formats import ANSWERS, ASSISTANT, WRITTEN_CHAT, fields_of
 from app.data.roles import names_of
 from app.data.sources import Source, eval_source, train_source
 from app.data.types import Broken, Row, escaped, kind_of
@@ -98,6 +98,7 @@ def detect_format(
         raise DataError(f"{named}: in {len(problems)} of the first {len(rows)} rows, {problems[0]}")
     fitting = _fitting(rows, config.columns, formats)
     fitting = fitting or [*known_sets(rows, config.columns, formats, _MIN_FITTING_SHARE)]
+    fitting = fitting or _fitting(_with_numbers_as_text(rows, config.columns), config.columns, formats)
     if not fitting:
         advice = _of_answers(config, key, rows, formats, has_template)
         raise DataError(_NEW_LINE.join(map(escaped, _unknown(named, key, rows, config, formats, advice))))
@@ -128,6 +129,12 @@ def _fitting(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> l
     found = [each for each in _candidates(rows, columns, formats) if each.fits >= _MIN_FITTING_SHARE * len(rows)]
     taken = {name for each in found if not each.renamed for name in each.columns}
     return [each for each in found if not each.renamed or each.columns[0] not in taken]
+
+
+def _with_numbers_as_text(rows: Sequence[Row], columns: Columns) -> list[Row]:
+    """Return the rows as they are read where answers are numbers."""
+    names = {getattr(columns, field) for field in ANSWERS}
+    return [{name: str(i) if name in names and is_number(i) else i for name, i in row.items()} for row in rows]
 
 
 def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> Iterator[Candidate]:
@@ -250,10 +257,12 @@ def _unknown(
     begin = f"{named}: {key}.format=auto knows no format for these rows; columns found: {found}"
     wants = [_missing(fmt, key, rows, config.columns) for fmt in formats]
     chosen = "dataset=FORMAT" if key == "dataset" and not config.mix else f"{key}.format=FORMAT"
+    asks = without_answers(rows)
+    alone = f"No column has the name of an answer to {asks}. " if asks else ""
     advice = (
         advice
         or suggestion(config, key, rows, formats, _MIN_FITTING_SHARE)
-        or (f"docs/data.md has the shapes of rows; columns of other names: {chosen} {key}.columns.FIELD=NAME")
+        or f"{alone}docs/data.md has the shapes of rows; columns of other names: {chosen} {key}.columns.FIELD=NAME"
     )
     if any("input_ids" in row for row in rows):
         advice = "Rows of tokens (input_ids) are not read: give their texts"

@@ -11,7 +11,7 @@ from app.config.dataset_schema import Columns
 from app.config.row_formats import ROW_FORMATS
 from app.data import conversations
 from app.data.chat_template import thought_of
-from app.data.columns import ABSENT, JOIN, has, optional, optional_text, text, thought_column, value
+from app.data.columns import ABSENT, JOIN, answer_text, has, optional, optional_text, text, thought_column, value
 from app.data.conversations import read_conversation
 from app.data.labels import as_text, tags_as_text
 from app.data.roles import INPUTS, has_role, names_of
@@ -31,6 +31,7 @@ from app.data.types import (
 from app.data.unsupported_rows import refuse_media, unsupported_column
 from app.safe_text import many
 
+ANSWERS = ("output", "answer", "completion")  # fields that may hold a number
 _SPEAKING_ROLES = ("user", "assistant")
 ASSISTANT = "\n\nAssistant:"  # of plain chats, such as those of HH
 # of chats that are written out for a model
@@ -47,7 +48,7 @@ def _instruction(row: Row, columns: Columns) -> Conversation:
     if more.strip():
         question = f"{question}\n\n{more}"
     earlier = _history(optional(row, columns.history), columns.history)
-    return read_conversation([*earlier, *_pair(question, text(row, columns.output))], row, columns)
+    return read_conversation([*earlier, *_pair(question, answer_text(row, columns.output))], row, columns)
 
 
 def _history(found: Any, column: str | None) -> list[Message]:
@@ -70,7 +71,7 @@ def _pair(question: str, answer: str) -> list[Message]:
 
 def _prompt_completion(row: Row, columns: Columns) -> Document:
     prompt = text(row, columns.prompt)
-    return Document(prompt + text(row, columns.completion), completion_start=len(prompt))
+    return Document(prompt + answer_text(row, columns.completion), completion_start=len(prompt))
 
 
 def _preference_text(row: Row, columns: Columns) -> Comparison:
@@ -148,7 +149,7 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
     "sharegpt": conversations.sharegpt,
     "instruction": _instruction,
     "question_answer": lambda row, names: read_conversation(
-        _pair(text(row, names.question), text(row, names.answer)), row, names
+        _pair(text(row, names.question), answer_text(row, names.answer)), row, names
     ),
     "prompt_completion": _prompt_completion,
     "chat_completion": conversations.chat_completion,

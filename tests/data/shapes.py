@@ -467,10 +467,57 @@ PROPOSED = (
         )
         for asks, answers, more in (
             ("document", "summary", {"id": "1"}),
+            ("inputs", "targets", {}),
+            ("src", "tgt", {}),
+            ("question", "ground_truth", {"6b": {"solution": "It is three."}, "answer_of_7b": "It is four."}),
             ("article", "highlights", {"id": "1"}),
             ("question", "query", {"db_id": "x", "query_toks": ["a"], "sql": {"from": 1}}),
             ("problem_statement", "patch", {"repo": "a/b", "test_patch": "diff a b", "hints_text": "see it"}),
         )
+    ),
+)
+NO_ANSWER = "No column has the name of an answer to "
+READ = (
+    Shape("number", {"question": ASKS, "answer": 2}, asked(ASKS, "2")),
+    Shape("number-of-some", [{"question": ASKS, "answer": each} for each in (0.5, "Two.", 3)], asked(ASKS, "0.5")),
+    Shape("number-of-instruction", {"instruction": ASKS, "output": 2}, asked(ASKS, "2")),
+    Shape("number-of-completion", {"prompt": "Say 1", "completion": 2}, "Say 1[[2<|end|>]]"),
+    Shape(
+        "number-with-choices",
+        {**MARS, "answer": 1, "choices": ["Mars", "Venus"]},
+        stop=f"{NEEDED}choices",
+        commands=(asked("Which?\n\nA. Mars\nB. Venus", "1"), asked("Which?", "1")),
+    ),
+    Shape("number-in-messages", {**TALK, "question": ASKS, "answer": 2}, TALKED),
+    Shape("number-that-is-none", {"question": ASKS, "answer": True}, stop="dataset.format=auto knows no format"),
+    Shape(
+        "number-of-other-name",
+        {"query": ASKS, "solution": 2},
+        stop="If query asks and solution answers, type: ",
+        commands=(asked(ASKS, "2"),),
+    ),
+    Shape(
+        "history-from-row-2",
+        [{"query": "Hi", "response": "Yo"}, {"query": "And?", "response": "Two", "history": [["Hi", "Yo"]]}],
+        stop="If query asks and response answers, type: ",
+        commands=(TALKED,),
+    ),
+    Shape(
+        "translation",
+        {"translation": {"en": RAIN, "ro": "Azi ploua."}},
+        stop="If translation.en asks and translation.ro answers, type: ",
+        commands=(asked(RAIN, "Azi ploua."),),
+    ),
+    Shape(
+        "settings-of-samples",
+        {"prompt": ASKS, "results": [{"sampling_config": "greedy", "outputs": ["Two."]}]},
+        stop="docs/data.md has the shapes of rows",
+    ),
+    Shape("calls-alone", {"question": [chat("Hi")], "function": [{"name": "f"}]}, stop=f"{NO_ANSWER}question. "),
+    Shape(
+        "choices-alone",
+        {"context": RAIN, "question": "Now?", "ans0": "Yes", "ans1": "No", "label": 1},
+        stop=f"{NO_ANSWER}question. ",
     ),
 )
 OTHERS = (
@@ -540,4 +587,4 @@ OTHERS = (
     Shape("end-token-of-html", {"question": "Say 0", "answer": "<s>Zero</s>"}, asked("Say 0", "<s>Zero</s>")),
     Shape("end-token-alone", {"prompt": "Say 0", "completion": "<|endoftext|>"}, "Say 0[[<|endoftext|><|end|>]]"),
 )
-SHAPES = (*PAIRS, *PROPOSED_PAIRS, *TEXTS, *THOUGHTS, *CHOICES, *CONTEXTS, *PROPOSED, *OTHERS)
+SHAPES = (*PAIRS, *PROPOSED_PAIRS, *TEXTS, *THOUGHTS, *CHOICES, *CONTEXTS, *PROPOSED, *READ, *OTHERS)

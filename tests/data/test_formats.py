@@ -346,7 +346,7 @@ OTHERS = [
     ("chat_completion", {"prompt": ASKED, "completion": [SAID]}, "message 1 must be an object with role and"),
     ("prompt_completion", {"prompt": "2 + 2?", "completion": SAID}, "column 'completion' must be text, found a list"),
     ("prompt_completion", {"prompt": ASKED, "completion": SAID}, "column 'prompt' must be text, found a list"),
-    ("question_answer", {"question": "a", "answer": 3}, "column 'answer' must be text"),
+    ("question_answer", {"question": "a", "answer": True}, "column 'answer' must be text"),
     ("text", {"text": " \n"}, "column 'text' is empty"),
     ("text", {"text": None}, "column 'text' must be text, found null"),
     ("text", {}, "columns found: none"),
