@@ -19,7 +19,8 @@ from app.data.columns import (
     pair_format,
     value,
 )
-from app.data.conversations import LABELS
+from app.data.conversations import LABELS, SPEAKERS
+from app.data.nested_chats import nested_chats
 from app.data.roles import INPUTS, ROLES, has_role, is_prose, names_of
 from app.data.types import Row
 
@@ -94,6 +95,9 @@ PROPOSED_SETS = (
     ColumnSet("question_answer", {"question": "question", "answer": "query"}),  # Spider
     ColumnSet("question_answer", {"question": "inputs", "answer": "targets"}),  # FLAN
     ColumnSet("question_answer", {"question": "src", "answer": "tgt"}),  # translations
+    ColumnSet("chat_completion", {"prompt": "prompt", "completion": "extra_info.answer"}),  # verl
+    ColumnSet("chat_completion", {"prompt": "prompt", "completion": "reward_model.ground_truth"}),
+    ColumnSet("chat_completion", {"prompt": "messages", "completion": "ground_truth"}),  # RLVR
     ColumnSet("question_answer", {"question": "problem_statement", "answer": "patch"}),  # SWE-bench
 )
 
@@ -156,7 +160,8 @@ def known_sets(rows: Sequence[Row], columns: Columns, formats: Iterable[str], le
 
 def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
     """Command that reads these rows; empty where no name says which column asks or answers."""
-    if proposed := _of_known_set(config, key, rows, formats, least):
+    proposed = of_known_set(config, key, rows, formats, least)
+    if proposed or ("messages" in formats and (proposed := nested_chats(config, rows, least))):
         return proposed
     paths = list(dict.fromkeys(path for row in rows for path in _text_paths(row)))
     paths = [path for path in paths if sum(_has(row, path) for row in rows) >= least * len(rows)]
@@ -175,12 +180,7 @@ def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Se
         asks, answers = asks or texts[0], answers or texts[0]
     names = dict.fromkeys(str(name) for row in rows for name in row)
     if not asks or not answers:
-        plain = texts or paths
-        if len(plain) != 1 or EVERY_ELEMENT in plain[0] or "text" not in formats or asks not in ("", plain[0]):
-            return ""
-        if any(has_role(name, "answers") for name in names if name != plain[0]):
-            return ""  # an answer that is no text
-        return f"To train {plain[0]} as plain text, type: {command('text', {'text': plain[0]}, config, key)}"
+        return _for_plain_text(config, key, names, asks, texts or paths) if "text" in formats else ""
     others = [path for path in paths if path not in (asks, answers, *several)]
     others += [name for name in names if any(is_history(row.get(name)) for row in rows)]
     fmt, columns = pair_format(asks, answers, others)
@@ -194,7 +194,7 @@ def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Se
     return f"If {meaning}, type: {command(fmt, columns, config, key, several[1:])}"
 
 
-def _of_known_set(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
+def of_known_set(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
     """Return the command that reads a set of columns by another format, or for another task; empty if none is there."""
     tasks = (*LABELLED_FORMATS, *TAGGED_FORMATS) if "text" in formats and key == "dataset" and not config.mix else ()
     names = {str(name) for row in rows for name in row}
@@ -202,8 +202,13 @@ def _of_known_set(config: DatasetConfig, key: str, rows: Sequence[Row], formats:
         heads = {path.partition(".")[0] for path in each.columns.values()}
         if each.format in formats and any(has_role(name, "answers") for name in names - heads):
             continue
-        kinds = {path: _KINDS.get(field, str) for field, path in each.columns.items()}
-        fits = sum(all(_has(row, path, kind) for path, kind in kinds.items()) for row in rows)
+        talks = [path for field, path in each.columns.items() if field == "prompt"]
+        kinds = {path: _KINDS.get(field, str) for field, path in each.columns.items() if path not in talks}
+        fits = sum(
+            all(_has(row, path, kind) for path, kind in kinds.items())
+            and all(is_unanswered(value(row, path)) for path in talks)
+            for row in rows
+        )
         if each.format in (*formats, *tasks) and fits >= least * len(rows):
             asks, answers, *more = each.columns.values()
             meaning = f"{asks} asks and {each.columns.get('output', answers)} answers"
@@ -225,6 +230,12 @@ def without_answers(rows: Sequence[Row]) -> str:
     return asks if not any(has_role(name, "answers", "messages") for name in (*names, *inner)) else ""
 
 
+def is_unanswered(found: Any) -> bool:
+    """Return whether it is a list of messages or turns without an answer at its end."""
+    last = found[-1] if is_talk(found) else None
+    return isinstance(last, dict) and SPEAKERS.get(str(last.get("role", last.get("from")))) != "assistant"
+
+
 def _regression(rows: Sequence[Row], label: str) -> str:
     """Return the setting for labels that are numbers with fractions; empty for others."""
     try:
@@ -233,6 +244,15 @@ def _regression(rows: Sequence[Row], label: str) -> str:
         return ""
     is_fraction = all(map(math.isfinite, numbers)) and not all(map(float.is_integer, numbers))
     return " task.problem=regression" if is_fraction else ""
+
+
+def _for_plain_text(config: DatasetConfig, key: str, names: Iterable[str], asks: str, plain: Sequence[str]) -> str:
+    """Return the command that trains the only text; empty where another column answers, or the text is asked about."""
+    if len(plain) != 1 or EVERY_ELEMENT in plain[0] or asks not in ("", plain[0]):
+        return ""
+    if any(has_role(name, "answers") for name in names if name != plain[0]):
+        return ""
+    return f"To train {plain[0]} as plain text, type: {command('text', {'text': plain[0]}, config, key)}"
 
 
 def _answering(paths: Sequence[str]) -> str:

@@ -41,8 +41,10 @@ def sharegpt(row: Row, columns: Columns) -> Conversation:
 
 
 def chat_completion(row: Row, columns: Columns) -> Conversation:
-    """Read two lists of messages, prompt and completion, as one conversation."""
-    prompt, completion = (_message_list(row, name) for name in (columns.prompt, columns.completion))
+    """Read two lists of messages, prompt and completion, as one conversation; the completion may be one text."""
+    prompt, answer = _message_list(row, columns.prompt), parsed_list(value(row, columns.completion))
+    is_text = isinstance(answer, str)
+    completion = [{"role": "assistant", "content": answer}] if is_text else _message_list(row, columns.completion)
     whole = read_conversation([*prompt, *completion], row, columns)
     return replace(whole, completion_start=len(whole.messages) - len(completion))
 

@@ -8,7 +8,15 @@ from typing import Any
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS
-from app.data.column_sets import Candidate, answer_columns, known_sets, suggestion, without_answers
+from app.data.column_sets import (
+    Candidate,
+    answer_columns,
+    is_unanswered,
+    known_sets,
+    of_known_set,
+    suggestion,
+    without_answers,
+)
 from app.data.columns import ABSENT, JOIN, command, has, is_number, is_talk, thought_column, typed, value, wanted_rows
 from app.data.conversations import SPEAKERS, parsed_list
 from app.data.formats import ANSWERS, ASSISTANT, WRITTEN_CHAT, fields_of
@@ -99,8 +107,9 @@ def detect_format(
     fitting = _fitting(rows, config.columns, formats)
     fitting = fitting or [*known_sets(rows, config.columns, formats, _MIN_FITTING_SHARE)]
     fitting = fitting or _fitting(_with_numbers_as_text(rows, config.columns), config.columns, formats)
-    if not fitting:
-        advice = _of_answers(config, key, rows, formats, has_template)
+    beside = _answers_beside(config, key, rows, fitting)
+    if beside or not fitting:
+        advice = beside or _of_answers(config, key, rows, formats, has_template)
         raise DataError(_NEW_LINE.join(map(escaped, _unknown(named, key, rows, config, formats, advice))))
     if len(fitting) > 1:
         begin = f"{named}: {key}.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
@@ -233,6 +242,14 @@ def _note(found: Candidate, key: str, rows: Sequence[Row], columns: Columns, rea
     also = f"; also read: {listed(may)}" if may else ""
     words = typed(key, found.format, found.renamed)
     return escaped(f"{key}.format=auto: taken as {words}, because {reason}{also}")
+
+
+def _answers_beside(config: DatasetConfig, key: str, rows: Sequence[Row], fitting: Sequence[Candidate]) -> str:
+    """Return the command that reads the answers to messages from another column; empty where they are answered."""
+    if not fitting or fitting[0].format != "messages" or config.train_on == "all":
+        return ""
+    alone = sum(is_unanswered(value(row, fitting[0].columns[0])) for row in rows)
+    return of_known_set(config, key, rows, ["chat_completion"], _MIN_FITTING_SHARE) if 2 * alone > len(rows) else ""
 
 
 def _of_answers(

@@ -508,6 +508,49 @@ READ = (
         stop="If translation.en asks and translation.ro answers, type: ",
         commands=(asked(RAIN, "Azi ploua."),),
     ),
+    *(
+        Shape(
+            f"tree-{file}",
+            {
+                "prompt": {
+                    "text": "Hi",
+                    "role": "prompter",
+                    "replies": [
+                        {"text": "Yo", "role": "assistant", "replies": [{"text": "And?", "role": "prompter"}]},
+                        {"text": "Hey", "role": "assistant", "replies": []},
+                    ],
+                }
+            },
+            stop="Each row is a tree of messages. ",
+            commands=(TALKED,),
+            file=file,
+        )
+        for file in ("rows.jsonl", "rows.json")
+    ),
+    Shape(
+        "pairs-of-firefly",
+        {
+            "conversation_id": 1,
+            "conversation": [{"human": "Hi", "assistant": "Yo"}, {"human": "And", "assistant": "Me"}],
+        },
+        stop="Column conversation has pairs of human and assistant. ",
+        commands=(f"{TALKED}{asked('And', 'Me')}",),
+    ),
+    *(
+        Shape(
+            f"prompts-{answers}",
+            {asks: chat(ASKS), "data_source": "x", **more},
+            stop=f"If {asks} asks and {answers} answers, type: ",
+            commands=(asked(ASKS, "It is two."),),
+        )
+        for asks, answers, more in (
+            ("prompt", "extra_info.answer", {"extra_info": {"answer": "It is two.", "index": 0, "question": ASKS}}),
+            ("prompt", "reward_model.ground_truth", {"reward_model": {"ground_truth": "It is two.", "style": "rule"}}),
+            ("messages", "ground_truth", {"ground_truth": "It is two."}),
+        )
+    ),
+    Shape("prompts-alone", {"prompt": chat(ASKS)}, stop="prompts without answers, as for RL, are not training data"),
+    Shape("truth-of-messages", {**TALK, "ground_truth": "Yo"}, TALKED),
     Shape(
         "settings-of-samples",
         {"prompt": ASKS, "results": [{"sampling_config": "greedy", "outputs": ["Two."]}]},

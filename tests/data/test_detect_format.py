@@ -109,7 +109,6 @@ SAID_NOTHING: list[dict[str, Any]] = [
     {"function": [{"name": "Some words.", "description": "Other words."}]},
     {"input": ["q1", "q2"], "output": ["a1", "a2"]},
     {"instruction": "q", "context": "It rains today.", "input": "And yesterday?", "response": "a"},
-    {"conversation": [{"human": "Hi", "assistant": "Hello."}, {"human": "And you?", "assistant": "Fine."}]},
 ]
 
 
