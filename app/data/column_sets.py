@@ -25,6 +25,7 @@ from app.data.roles import INPUTS, ROLES, has_role, is_prose, names_of
 from app.data.types import Row
 
 _SHORT_TYPES = (str, int, float, type(None))
+_NUMERIC_ANSWERS = ("output", "answer", "solution", "response", "completion", "ground_truth")  # others may be counts
 _LABEL = (str, int, float)
 _KINDS = {"label": _LABEL, "tokens": list, "tags": list}  # by field; the others hold text
 _MAX_SHORT_CHARS = 40  # of a column that is about a row
@@ -173,7 +174,7 @@ def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Se
     several = [path for path in paths if _NUMBERED.fullmatch(path)]
     answers = several[0] if len(several) > 1 else _answering([path for path in paths if path != asks])
     translated = [path for path in paths if path.startswith("translation.")]  # WMT
-    if len(translated) == 2:
+    if len(translated) == 2 and not (asks and answers):
         asks, answers = translated
     texts = [path for path in paths if path not in (asks, answers) and _is_prose(rows, path)]
     if bool(asks) != bool(answers) and len(texts) == 1 and not named_like(names_of(*INPUTS), texts):
@@ -301,8 +302,8 @@ def _has(row: Row, path: str, kind: Any = str, *, may_be_null: bool = False) -> 
 
 
 def _is_text(found: Any, path: str) -> bool:
-    """Return whether it is text, or a number where the path answers, which is read as text."""
-    return isinstance(found, str) or (is_number(found) and bool(named_like(ROLES["answers"], [path])))
+    """Return whether it is text, or a number that answers, which is read as text."""
+    return isinstance(found, str) or (is_number(found) and path.rpartition(".")[2] in _NUMERIC_ANSWERS)
 
 
 def _is_prose(rows: Sequence[Row], path: str) -> bool:

@@ -291,8 +291,12 @@ def _missing(fmt: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
     names = {field: getattr(columns, field) for field in ROW_FORMATS[fmt].needs}
     if not any(has(row, name) for row in rows for name in names.values()):
         return ""
-    fitting = {name: sum(_fits(fmt, value(row, name), field) for row in rows) for field, name in names.items()}
-    wants = [f"{name} ({number} of {len(rows)} rows have it)" for name, number in fitting.items()]
+    wants = []
+    for field, name in names.items():
+        others = [each for row in rows if not _fits(fmt, each := value(row, name), field)]
+        kinds = {kind_of(each): None for each in others if each is not ABSENT}
+        number = f"{len(rows) - len(others)} of {len(rows)} rows have it"
+        wants.append(f"{name} ({number}{'; others: ' * bool(kinds)}{listed([*kinds])})")
     return f"{key}.format={fmt} wants {ROW_FORMATS[fmt].holds} in {' and '.join(wants)}"
 
 

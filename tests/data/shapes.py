@@ -496,6 +496,7 @@ READ = (
         stop="If query asks and solution answers, type: ",
         commands=(asked(ASKS, "2"),),
     ),
+    Shape("number-that-counts", {"question": [ASKS], "num_responses": 5, "replies": 2}, stop="docs/data.md has the"),
     Shape(
         "history-from-row-2",
         [{"query": "Hi", "response": "Yo"}, {"query": "And?", "response": "Two", "history": [["Hi", "Yo"]]}],

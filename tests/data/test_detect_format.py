@@ -169,8 +169,8 @@ def test_auto_few_bad_rows_tolerated(tmp_path: Path) -> None:
     assert "because 9 of the first 10 rows hold" in auto(tmp_path, rows)[1]
     lines = refusal(tmp_path, [*rows, {"messages": "x"}])
     assert (
-        "dataset.format=messages wants lists of objects with role and content in messages (9 of 11 rows have it)"
-        in lines
+        "dataset.format=messages wants lists of objects with role and content in messages"
+        " (9 of 11 rows have it; others: text)" in lines
     )
 
 
