@@ -138,12 +138,17 @@ class TemplateNames:
     def reads_option(self, name: str) -> bool:
         return name in self._words and name not in _NO_OPTIONS
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the tokenizer has a template."""
+        return bool(self._tokenizer.chat_template)
+
     @cached_property
     def writes_thoughts(self) -> bool:
         """Whether there is a template, and it writes what an assistant thought before its answer."""
         answer = {"role": "assistant", "content": "b", THOUGHT_KEYS[0]: "c"}
         chat = Conversation([{"role": "user", "content": "a"}, answer])
-        return bool(self._tokenizer.chat_template) and not self.unread_keys(chat, 1)
+        return self.is_there and not self.unread_keys(chat, 1)
 
     @cached_property
     def writes_python(self) -> bool:

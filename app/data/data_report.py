@@ -1,13 +1,14 @@
 """Fate of the rows: counts, lines for people, and the reasons why a run would stop at them."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from app.config.dataset_schema import DatasetConfig
 from app.data.sources import Source
 from app.data.types import escaped
-from app.data.unread_columns import unread_problems
+from app.data.unread_columns import Place, Way, unread_problems
 from app.safe_text import listed, many
 
 LongestRow = Callable[[int], int]  # of so many tokens, those that the model reads in a row
@@ -70,7 +71,7 @@ class Counts:
     empty: dict[str, int] = field(default_factory=dict)  # blank texts, by their column or role
     unread_columns: dict[str, int] = field(default_factory=dict)  # rows that hold something there
     missed: dict[str, int] = field(default_factory=dict)  # rows where an unread column says what no sample does
-    missed_places: dict[str, str] = field(default_factory=dict)  # where dataset.columns can read those answers need
+    missed_places: dict[str, Place] = field(default_factory=dict)  # where those that answers need can be read
     missed_chars: dict[str, int] = field(default_factory=dict)  # of its texts
     foreign_markers: dict[str, int] = field(default_factory=dict)  # plain texts that another program wrote out as chats
     unread_keys: dict[str, int] = field(
@@ -81,6 +82,15 @@ class Counts:
     duplicates_dropped: int = 0
     left_over: int = 0  # samples after the first dataset.max_rows or eval_max_rows
     classes: dict[str, int] = field(default_factory=dict)  # of examples: samples by their label
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> "Counts":
+        """Return the counts that were stored as JSON."""
+        places = {
+            name: Place(place["field"], tuple(place["paths"]), place["first"], Way(place["way"]))
+            for name, place in facts["missed_places"].items()
+        }
+        return cls(**{**facts, "missed_places": places})
 
     def bad(self, place: str, reason: str) -> None:
         """Count a bad row, and keep the first places."""

@@ -182,7 +182,7 @@ def _rows(
     rows, facts = cached_rows(
         cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, lenient, tokenizer, writer))
     )
-    counts = Counts(**facts)
+    counts = Counts.from_facts(facts)
     counts.source = source.name  # the cached entry may name another path with the same content
     shape = ROW_FORMATS[config.format]
     column = str(getattr(config.columns, shape.needs[-1]))  # the last is that of labels or tags

@@ -23,7 +23,7 @@ from app.data.token_cache import RowWriter
 from app.data.token_dataset import digest
 from app.data.tokenizer import Encoder, Tokenizer, Tokens
 from app.data.types import Broken, Content, Conversation, Document, Located, RenderedText, Row, RowProblem, sides_of
-from app.data.unread_columns import UnreadColumns
+from app.data.unread_columns import ReadRow
 from app.errors import DataError
 
 BATCH_ROWS = 512
@@ -88,7 +88,6 @@ class _Pipeline:
     def __init__(self, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter, counts: Counts) -> None:
         self._config = config
         self._renderer = Renderer(tokenizer, config.train_on, config.on_unstable_template, config.thinking)
-        self._has_template = bool(tokenizer.chat_template)
         self._encoder = Encoder(tokenizer, config.max_length)
         self._policy = policy_for(config.on_overflow, config.format)
         self._writer = writer
@@ -160,15 +159,8 @@ class _Pipeline:
 
     def _count_missed(self, row: Row, content: Content, rendered: RenderedRow, names: Sequence[str]) -> None:
         """Count the columns of these names that say what no sample does, and the places where they can be read."""
-        found = UnreadColumns(
-            self._config,
-            row,
-            content,
-            rendered.samples,
-            has_template=self._has_template,
-            writes_thoughts=self._renderer.names.writes_thoughts,
-        )
-        for name, place in found.missed(names):
+        read = ReadRow(self._config, row, content, rendered.samples, self._renderer.names)
+        for name, place in read.missed(names):
             said = value(row, name)
             count_name(self._counts.missed, name)
             count_name(self._counts.missed_chars, name, len(said) if isinstance(said, str) else 0)

@@ -1,6 +1,8 @@
 """Columns that are not read although answers need what they say, or are judged by them: what to type instead."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
@@ -23,6 +25,7 @@ from app.data.roles import CHOICE, INPUTS, JUDGING, has_role, is_prose
 from app.data.types import Content, Conversation, Document, RenderedText, Row, sides_of
 
 if TYPE_CHECKING:
+    from app.data.chat_template import TemplateNames
     from app.data.data_report import Counts
 
 _JUDGEMENTS = (0, 1, "0", "1", "0.0", "1.0")
@@ -34,58 +37,78 @@ _PAIRS = {
 _TALKS = ("messages", "conversations", "prompt")  # fields that may hold a system message of their own
 _TEXT_KEYS = ("text", "content", "value")  # of the elements of a list of answers
 _PARENTS = ("parent_id", "parent_message_id")  # columns of a table of messages
-# Places that are no field of `dataset.columns`.
-_TALK, _TEMPLATE, _THREAD, _OPENING = "talk", "template", "thread", "opening"
-_FIRST = "<"  # in front of a place: the column comes before what is read there already
 THOUGHT_TEMPLATE = "qwen3"  # one that ships and writes thoughts
 
 
-class UnreadColumns:
-    """Unread columns of one row that say what no sample of it does, and the field of `dataset.columns` for each."""
+class Way(StrEnum):
+    """What reads a missed column."""
 
-    def __init__(
-        self,
-        config: DatasetConfig,
-        row: Row,
-        content: Content,
-        samples: Sequence[RenderedText],
-        *,
-        has_template: bool,
-        writes_thoughts: bool,
-    ) -> None:
-        self._config, self._row, self._columns = config, row, config.columns
-        self._fields, self._shape = fields_of(config.format), ROW_FORMATS[config.format]
-        self._side = sides_of(content)[0]
-        self._samples, self._has_template, self._writes_thoughts = samples, has_template, writes_thoughts
-        has_prompt = not isinstance(self._side, Document) or self._side.completion_start
-        self._wants_prompt = bool(self._shape.learnt_by) and not has_prompt
+    FIELD = "field"  # of `dataset.columns`
+    CHAT = "chat"  # a field, of the chat format of the task
+    SYSTEM_MESSAGE = "system message"  # once jq has appended the column to it
+    THREAD = "thread"  # rows of messages that jq makes of a table
+    TEMPLATE = "template"  # a chat template that writes thoughts
+    NONE = "none"
 
-    def missed(self, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """Yield each missed column with the place where it can be read; None where no answer needs it.
 
-        A place is a field, with what it reads now after a `=`; empty where no field can take the column.
-        """
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a missed column can be read."""
+
+    field: str = ""
+    paths: tuple[str, ...] = ()  # of what is there: columns of the field, key of the system message, ids of the thread
+    first: bool = False  # before them
+    way: Way = Way.FIELD
+
+
+_NOWHERE = Place(way=Way.NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """A row, its samples, and the settings that made them."""
+
+    config: DatasetConfig
+    row: Row
+    content: Content
+    samples: Sequence[RenderedText]
+    template: "TemplateNames"
+
+    @property
+    def _fields(self) -> Sequence[str]:
+        return fields_of(self.config.format)
+
+    @property
+    def _wants_prompt(self) -> bool:
+        """Whether answers are compared that have no prompt."""
+        side = sides_of(self.content)[0]
+        has_prompt = not isinstance(side, Document) or side.completion_start
+        return bool(ROW_FORMATS[self.config.format].learnt_by) and not has_prompt
+
+    def missed(self, names: Sequence[str]) -> Iterator[tuple[str, Place | None]]:
+        """Yield each unread column that says what no sample does, and where to read it; None if no answer needs it."""
         choices = [name for name in names if CHOICE.fullmatch(name)]
         for name in names:
-            found = value(self._row, name)
-            if name in self._fields and getattr(self._columns, name) != name:
+            found = value(self.row, name)
+            if name in self._fields and getattr(self.config.columns, name) != name:
                 continue  # null, or another column in its place, on purpose
             if has_role(name, *JUDGING):
-                if self._config.format not in WITHOUT_ANSWERS and is_judgement(found):
+                if self.config.format not in WITHOUT_ANSWERS and is_judgement(found):
                     yield name, None
             elif has_role(name, "history") and is_history(found):
-                yield name, "history" if self._config.format in _PAIRS else ""
+                yield name, Place("history") if self.config.format in _PAIRS else _NOWHERE
             elif self._is_missed(name, found, is_choice=len(choices) > 1 and name in choices):
                 yield name, self._place(name, found, is_choice=name in choices)
 
     def _is_missed(self, name: str, found: Any, *, is_choice: bool) -> bool:
-        if self._config.format == "text" and has_role(name, "answers"):
+        """Return whether the column says what an answer may need and no sample says."""
+        if self.config.format == "text" and has_role(name, "answers"):
             return bool(_answer_path(name, found)) and not self._says(_first_text(found))
-        if self._config.format == "text" and _is_of_thread(self._row, name, found):
+        if self.config.format == "text" and _is_of_thread(self.row, name, found):
             return True
         if is_talk(found):
             return self._wants_prompt
-        if has_role(name, "reasoning") and (self._config.thinking == "drop" or self._columns.reasoning is None):
+        if has_role(name, "reasoning") and (self.config.thinking == "drop" or self.config.columns.reasoning is None):
             return False
         said, choices = as_text(found, name), choices_of(found)
         if has_role(name, "choices") and choices:
@@ -96,60 +119,71 @@ class UnreadColumns:
     def _says(self, said: str) -> bool:
         """Return whether a sample has this text."""
         words = " ".join(said.split())
-        return any(said.strip() in each.text or words in " ".join(each.text.split()) for each in self._samples)
+        return any(said.strip() in each.text or words in " ".join(each.text.split()) for each in self.samples)
 
-    def _place(self, name: str, found: Any, *, is_choice: bool) -> str | None:
-        fmt = self._config.format
+    def _place(self, name: str, found: Any, *, is_choice: bool) -> Place | None:
+        """Return where a missed column can be read; None if no answer needs it."""
+        fmt = self.config.format
         if fmt in WITHOUT_ANSWERS:
-            is_default = fmt == "text" and self._columns.text == "text"  # another one is chosen on purpose
+            is_default = fmt == "text" and self.config.columns.text == "text"  # another one is chosen on purpose
             return self._place_beside_text(name, found) if is_default else None
         if has_role(name, "reasoning"):
             return self._place_of_thought(name)
         if not (is_choice or self._wants_prompt or has_role(name, *INPUTS, "choices")):
             return None
         if fmt in _PAIRS:
-            return self._existing("system" if has_role(name, "system") else "input")
-        return self._place_in_prompt(name, found) if self._shape.learnt_by else self._place_in_system(found)
+            return self._in_field("system" if has_role(name, "system") else "input")
+        if ROW_FORMATS[fmt].learnt_by:
+            return self._place_in_prompt(name, found)
+        return self._place_in_system(found)
 
-    def _place_beside_text(self, name: str, found: Any) -> str | None:
+    def _place_beside_text(self, name: str, found: Any) -> Place | None:
+        """Return where a column next to a plain text can be read; None if the text does not need it."""
         if has_role(name, "answers"):
-            return f"answer={_answer_path(name, found)}"
-        if _is_of_thread(self._row, name, found):
-            return f"{_THREAD}={_keys_of_thread(self._row)}"
-        return "question" if has_role(name, "asks") else None
+            return Place("answer", (_answer_path(name, found),))
+        if _is_of_thread(self.row, name, found):
+            return Place(paths=_keys_of_thread(self.row), way=Way.THREAD)
+        return Place("question") if has_role(name, "asks") else None
 
-    def _place_in_prompt(self, name: str, found: Any) -> str:
-        talk = next((each for each in self._row.values() if is_talk(each)), None)
-        if self._wants_prompt and (self._has_template or talk is not None):
-            return "system" if has_role(name, "system") or talk not in (None, found) else _TALK
-        asked = optional(self._row, self._columns.prompt)
-        if isinstance(asked, list | dict) or (has_role(name, "system") and "system" in self._fields):
+    def _place_in_prompt(self, name: str, found: Any) -> Place:
+        """Return where the prompt of compared answers can have the column."""
+        is_system = has_role(name, "system")
+        talk = next((each for each in self.row.values() if is_talk(each)), None)
+        if self._wants_prompt and (self.template.is_there or talk is not None):
+            in_system = is_system or talk not in (None, found)
+            return Place("system") if in_system else Place("prompt", way=Way.CHAT)
+        asked = optional(self.row, self.config.columns.prompt)
+        if isinstance(asked, list | dict) or (is_system and "system" in self._fields):
             return self._place_in_system(found)
-        return _FIRST * has_role(name, "system") + self._existing("prompt")
+        return self._in_field("prompt", first=is_system)
 
-    def _place_in_system(self, found: Any) -> str:
-        messages = self._side.messages if isinstance(self._side, Conversation) else []
-        if not messages or messages[0]["role"] != "system" or optional(self._row, self._columns.system):
-            return self._existing("system")
-        talks = (path for field in _TALKS if field in self._fields and (path := getattr(self._columns, field)))
-        column = next((path for path in talks if is_talk(self._row.get(path))), "")
+    def _place_in_system(self, found: Any) -> Place:
+        """Return where the system message can have the column."""
+        side = sides_of(self.content)[0]
+        messages = side.messages if isinstance(side, Conversation) else []
+        if not messages or messages[0]["role"] != "system" or optional(self.row, self.config.columns.system):
+            return self._in_field("system")
+        talks = (path for field in _TALKS if field in self._fields and (path := getattr(self.config.columns, field)))
+        column = next((path for path in talks if is_talk(self.row.get(path))), "")
         if not column or not isinstance(found, str):
-            return ""
-        return f"{_OPENING}=.{column}[0].{'value' if 'from' in self._row[column][0] else 'content'}"
+            return _NOWHERE
+        text = "value" if "from" in self.row[column][0] else "content"
+        return Place(paths=(f".{column}[0].{text}",), way=Way.SYSTEM_MESSAGE)
 
-    def _place_of_thought(self, name: str) -> str:
-        fields = self._fields
-        if self._writes_thoughts:
-            return "reasoning" if "reasoning" in fields and name != thought_column(self._row, self._columns) else ""
-        if self._config.format in _PAIRS:
-            return _FIRST + self._existing(_PAIRS[self._config.format][1])
-        return _TEMPLATE if "reasoning" in fields else ""
+    def _place_of_thought(self, name: str) -> Place:
+        """Return where a thought can be read."""
+        if self.template.writes_thoughts:
+            is_free = "reasoning" in self._fields and name != thought_column(self.row, self.config.columns)
+            return Place("reasoning") if is_free else _NOWHERE
+        if self.config.format in _PAIRS:
+            return self._in_field(_PAIRS[self.config.format][1], first=True)
+        return Place(way=Way.TEMPLATE) if "reasoning" in self._fields else _NOWHERE
 
-    def _existing(self, field: str) -> str:
-        """Return the field, with the column that it reads in this row."""
-        path = getattr(self._columns, field)
-        found = optional(self._row, path) if field in self._fields else None
-        return f"{field}={path}" if found else field
+    def _in_field(self, field: str, *, first: bool = False) -> Place:
+        """Return the place after or before the column that the field reads in this row."""
+        path = getattr(self.config.columns, field)
+        is_read = field in self._fields and optional(self.row, path)
+        return Place(field, (path,) if is_read else (), first)
 
 
 def is_judgement(found: Any) -> bool:
@@ -164,10 +198,10 @@ def _is_of_thread(row: Row, name: str, found: Any) -> bool:
     return name == "role" and str(found).lower() in (*SPEAKERS, "prompter")
 
 
-def _keys_of_thread(row: Row) -> str:
-    """Return the names of the columns with a message and with the one that it answers; empty if there are none."""
+def _keys_of_thread(row: Row) -> tuple[str, ...]:
+    """Return the columns with the ids of a message and of the one that it answers; empty if one is not there."""
     names = [next((name for name in names if name in row), "") for names in (("message_id", "id"), _PARENTS)]
-    return ",".join(names) if all(names) else ""
+    return tuple(names) if all(names) else ()
 
 
 def _answer_path(name: str, found: Any) -> str:
@@ -183,6 +217,7 @@ def _answer_path(name: str, found: Any) -> str:
 
 
 def _first_text(found: Any) -> str:
+    """Return the text of an answer, or of the first of several."""
     first = found[0] if isinstance(found, list) else found
     return first if isinstance(first, str) else next(first[key] for key in _TEXT_KEYS if key in first)
 
@@ -193,7 +228,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
     places = {
         name: place
         for name, place in counts.missed_places.items()
-        if 2 * missed[name] > rows or place.startswith(_THREAD)
+        if 2 * missed[name] > rows or place.way is Way.THREAD
     }
     judging = [name for name in missed if has_role(name, *JUDGING) and missed[name] == counts.unread_columns.get(name)]
     without = command(fmt, _columns_of(fmt, config.columns), config, key, [*places, *judging])
@@ -202,7 +237,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
         why = "though the answers may need it"
         if fmt == "text":
             why = f"so {config.columns.text} alone would be trained"
-        elif any(place in ("prompt", _TALK) for place in places.values()):
+        elif any(place.field == "prompt" and not (place.paths or place.first) for place in places.values()):
             why = "so the answers would be trained without their prompt"
         yield (
             f"not read, {why}: {counted}. To read it, {_how(config, key, places)}\n"
@@ -217,24 +252,24 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
         )
 
 
-def _how(config: DatasetConfig, key: str, places: Mapping[str, str]) -> str:
-    """Return what reads the columns: a command, or a program that makes other rows."""
-    keys = next((place.partition("=")[2] for place in places.values() if place.startswith(_THREAD)), None)
-    if keys is not None:
-        return f"make a conversation of each answer: {_jq_of_thread(config, *keys.split(','))}" if keys else _MAKE_CHATS
-    if all(place.startswith(_OPENING) for place in places.values()):
-        opening = next(iter(places.values())).partition("=")[2]
+def _how(config: DatasetConfig, key: str, places: Mapping[str, Place]) -> str:
+    """Return the command that reads the columns, or advice on making rows where none can."""
+    thread = next((place for place in places.values() if place.way is Way.THREAD), None)
+    if thread is not None:
+        if not thread.paths:
+            return "make rows of messages, one for each conversation"
+        return f"make a conversation of each answer: {_jq_of_thread(config, *thread.paths)}"
+    if all(place.way is Way.SYSTEM_MESSAGE for place in places.values()):
+        [text] = next(iter(places.values())).paths
         joined = " + ".join(f'"\\n\\n" + .{name}' for name in places)
         taken = ", ".join(f".{name}" for name in places)
-        return f"type: {jq(f'{opening} += {joined} | del({taken})', config)}"
+        return f"type: {jq(f'{text} += {joined} | del({taken})', config)}"
     reading = _reading(config.format, config.columns, places)
     if reading is None:
         return "write it into the texts that are read"
-    template = f" model.chat_template={THOUGHT_TEMPLATE}" if _TEMPLATE in places.values() else ""
+    has_template = any(place.way is Way.TEMPLATE for place in places.values())
+    template = f" model.chat_template={THOUGHT_TEMPLATE}" if has_template else ""
     return f"type: {command(*reading, config, key)}{template}"
-
-
-_MAKE_CHATS = "make rows of messages, one for each conversation"
 
 
 def _jq_of_thread(config: DatasetConfig, name: str, parent: str) -> str:
@@ -247,44 +282,45 @@ def _jq_of_thread(config: DatasetConfig, name: str, parent: str) -> str:
     return f"{jq(program, config, of_all=True)} && {checked}"
 
 
-def _reading(fmt: str, columns: Columns, places: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
+def _reading(fmt: str, columns: Columns, places: Mapping[str, Place]) -> tuple[str, dict[str, str]] | None:
     """Return the format and columns that read the columns of `places` besides what `fmt` reads; None if none does."""
-    if any(not place or place.startswith(_OPENING) for place in places.values()):
+    ways = {place.way for place in places.values()}
+    if ways & {Way.NONE, Way.SYSTEM_MESSAGE}:
         return None
     if fmt == "text":
         return _reading_of_text(columns.text, places)
-    read = _columns_of(fmt, columns)
-    fields = dict.fromkeys(place.lstrip(_FIRST).partition("=")[0] for place in places.values() if place != _TEMPLATE)
-    renamed = {_TALK: "prompt"}
-    if fmt in _PAIRS and not fields.keys() <= {*fields_of(fmt)}:
-        asks, answers = (getattr(columns, field) for field in _PAIRS[fmt])
-        read |= {"instruction": asks, "output": answers}
-        renamed |= dict(zip(_PAIRS[fmt], _PAIRS["instruction"], strict=True))
-        fmt = "instruction"
-    elif not fields.keys() <= {*fields_of(fmt)}:
-        fmt = CHAT_OF.get(fmt, fmt)
-    if places.get("history", "history") != "history":
+    read, renamed = _columns_of(fmt, columns), dict[str, str]()
+    fields = dict.fromkeys(place.field for place in places.values() if place.field)
+    if Way.CHAT in ways or not fields.keys() <= {*fields_of(fmt)}:
+        if fmt in _PAIRS:
+            renamed = dict(zip(_PAIRS[fmt], _PAIRS["instruction"], strict=True))
+            read |= {new: getattr(columns, field) for field, new in renamed.items()}
+            fmt = "instruction"
+        else:
+            fmt = CHAT_OF.get(fmt, fmt)
+    if "history" in places and places["history"].field != "history":
         read["history"] = "null"
-    read |= {renamed.get(field, field): _path(field, places) for field in fields}
+    read |= {renamed.get(field, field): _joined(field, places) for field in fields}
     return fmt, {field: path for field, path in read.items() if field in fields_of(fmt)}
 
 
-def _path(field: str, places: Mapping[str, str]) -> str:
-    """Return the columns that a field reads now and those placed there, joined."""
-    here = {name: place for name, place in places.items() if place.lstrip(_FIRST).partition("=")[0] == field}
-    first = [name for name, place in here.items() if place.startswith(_FIRST)]
-    last = [name for name in here if name not in first]
-    existing = [path for place in here.values() if (path := place.partition("=")[2])][:1]
-    return JOIN.join([*first, *existing, *last])
+def _joined(field: str, places: Mapping[str, Place]) -> str:
+    """Return the path of the columns that a field reads now and those placed there."""
+    here = {name: place for name, place in places.items() if place.field == field}
+    first = [name for name, place in here.items() if place.first]
+    existing = next((place.paths for place in here.values() if place.paths), ())
+    return JOIN.join([*first, *existing, *(name for name in here if name not in first)])
 
 
-def _reading_of_text(text: str, places: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    asks = next((name for name, place in places.items() if place == "question"), "")
-    answers = next((path for place in places.values() if (path := place.partition("=")[2])), "")
+def _reading_of_text(text: str, places: Mapping[str, Place]) -> tuple[str, dict[str, str]]:
+    """Return the format and columns of a question and its answer, one of which is the plain text."""
+    asks = next((name for name, place in places.items() if place.field == "question"), "")
+    answers = next((path for place in places.values() for path in place.paths), "")
     if asks and answers:
         return "instruction", {"instruction": asks, "output": answers, "input": text}
     return "question_answer", {"question": asks or text, "answer": answers or text}
 
 
 def _columns_of(fmt: str, columns: Columns) -> dict[str, str]:
+    """Return the column that each field of the format reads; null for none."""
     return {field: getattr(columns, field) or "null" for field in fields_of(fmt)}
