@@ -30,6 +30,13 @@ KEPT_UNTIL_QUESTION = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+# Writes a shorter opening, not a part of the first one, once an answer is no longer the last message.
+OTHER_OPENING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{{ EMPTY if loop.last else '<note>' }}{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+).replace("EMPTY", repr(EMPTY))
+
 
 @cache
 def templated(name: str) -> Any:
@@ -39,6 +46,8 @@ def templated(name: str) -> Any:
     made = tokenizer("chatml")
     if name == "kept_until_question":
         made.chat_template = KEPT_UNTIL_QUESTION
+    elif name == "other_opening":
+        made.chat_template = OTHER_OPENING
     elif name == "qwen3 without thoughts":
         made.chat_template = "{% set enable_thinking = false %}" + template_text("qwen3")
     else:
@@ -171,6 +180,7 @@ def test_join_keeps_empty_thought_of_each_answer(name: str) -> None:
     [
         ("channels", TALK),  # rewrites the end of an answer
         ("inst_system_in_last", TALK),  # moves the system message
+        ("other_opening", TALK),  # replaces the opening of an answer
         ("qwen3", chat("Hi", "<think>", "And you?", "Fine.")),  # trains the empty thought
         ("thinking", chat("Hi", "Hello. ", "And you?", "Fine.")),  # trims the answer
     ],
