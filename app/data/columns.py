@@ -7,10 +7,12 @@ import math
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
+from app.data.data_file import DataFile, extension
 from app.data.roles import CHOICE, ROLES, has_role, is_prose
 from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
@@ -277,11 +279,8 @@ def is_talk(found: Any) -> bool:
     return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
-def jq(program: str, config: DatasetConfig | None, *, of_all: bool = False) -> str:
-    """Return the command that makes other rows of a file of JSON, by a program for one row or the array of all."""
-    path = (config.path if config else None) or ""
-    if not path.endswith((".jsonl", ".ndjson", ".json")):
-        path = "OLD.jsonl"
-    is_array = path.endswith(".json")
-    program = program if of_all or not is_array else f".[] | {program}"
-    return f"jq -c{'s' * (of_all and not is_array)} {shlex.quote(program)} {shlex.quote(path)} > NEW.jsonl"
+def json_file(config: DatasetConfig | None) -> DataFile:
+    """Return the file of JSON rows that a section reads; OLD.jsonl where it reads other rows."""
+    path = Path((config.path if config else None) or "")
+    path = path if extension(path) in (".jsonl", ".ndjson", ".json") else Path("OLD.jsonl")
+    return DataFile(path, path.name)

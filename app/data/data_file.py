@@ -11,15 +11,24 @@ from pathlib import Path
 from app.data.types import escaped
 from app.errors import EnvironmentProblem
 
-# Of a column of words and one of tags, a word a line and a blank line after each sentence, to rows for task=tokens.
 _TAGGED_WORDS = (
     r"""awk 'function out() { if (n) print "{\"tokens\": [" t "], \"tags\": [" g "]}"; n = 0; t = g = "" }"""
     r""" function q(s) { gsub(/[\\"]/, "\\\\&", s); return "\"" s "\"" } { sub(/\r$/, "") } !NF { out(); next }"""
     r""" %s { t = t (n ? ", " : "") q(%s); g = g (n++ ? ", " : "") q(%s) } END { out() }'"""
 )
+
+
+def awk_of_tagged_words(condition: str, word: str, tag: str, options: str = "") -> str:
+    """Return the awk program that makes rows for task=tokens of lines with a word and its tag.
+
+    The fields `word` and `tag` are read of lines that meet the condition. A blank line ends a sentence.
+    """
+    return _TAGGED_WORDS.replace("awk", f"awk{options}") % (condition, word, tag)
+
+
 TAGGED_FILES = {
-    ".conll": _TAGGED_WORDS % ('$1 != "-DOCSTART-" && !/^# id /', "$1", "$NF"),
-    ".conllu": _TAGGED_WORDS.replace("awk", "awk -F'\\t'") % ("$1 ~ /^[0-9]+$/", "$2", "$4"),  # FORM and UPOS
+    ".conll": awk_of_tagged_words('$1 != "-DOCSTART-" && !/^# id /', "$1", "$NF"),
+    ".conllu": awk_of_tagged_words("$1 ~ /^[0-9]+$/", "$2", "$4", " -F'\\t'"),  # FORM and UPOS
 }
 TABLE_FILES = (".parquet", ".arrow", ".feather")  # compressed inside, so that no .gz of them is read
 PACKED_FILES = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # with the command that unpacks them
@@ -56,15 +65,22 @@ class DataFile:
         """Return the shell command that writes what `program`, a filter such as jq, makes of the file."""
         source = self._unpacked() if self.packing else ""
         words = f"{source} | {program}" if source else f"{program} {shlex.quote(str(self.path))}"
-        return escaped(f"{words} > {self._target(suffix)}")
+        return escaped(f"{words} > {shlex.quote(self.target(suffix))}")
 
     def jq(self, selection: str) -> str:
         """Return the shell command that writes the values that jq selects as JSON Lines."""
         return self.converted(f"jq -c {shlex.quote(selection)}", ".jsonl")
 
+    def jq_of_rows(self, program: str, *, of_all: bool = False) -> str:
+        """Return the shell command that makes other rows, by a jq program for one row or for the array of all."""
+        is_array = extension(self.path) == ".json"
+        if of_all and not is_array:
+            return self.converted(f"jq -cs {shlex.quote(program)}", ".jsonl")
+        return self.jq(program if of_all or not is_array else f".[] | {program}")
+
     def with_first_line(self, line: str) -> str:
         """Return the shell command that writes the file with a line in front, in which tabs are written as \\t."""
-        return escaped(f"(printf '{line}\\n'; {self._unpacked()}) > {self._target()}")
+        return escaped(f"(printf '{line}\\n'; {self._unpacked()}) > {shlex.quote(self.target(''))}")
 
     def as_utf8(self) -> str:
         """Advice for bytes that are not UTF-8."""
@@ -74,9 +90,10 @@ class DataFile:
     def _unpacked(self) -> str:
         return f"{PACKED_FILES.get(self.packing, 'cat')} {shlex.quote(str(self.path))}"
 
-    def _target(self, suffix: str = "") -> str:
+    def target(self, suffix: str = ".jsonl") -> str:
+        """Return the name of the file that a command writes; with the suffix of this one where `suffix` is empty."""
         plain = self.path.with_suffix("") if self.packing else self.path
-        return shlex.quote(f"{plain.stem}-fixed{suffix or plain.suffix}")
+        return f"{plain.stem}-fixed{suffix or plain.suffix}"
 
 
 def extension(path: Path) -> str:

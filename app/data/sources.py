@@ -47,7 +47,7 @@ class FileRows:
             file = DataFile(path, name, self.notes)
             for location, row in self._rows(file):
                 if extension(path) in TEXT_FILES and isinstance(row, dict):
-                    require_prose(path, name, row[TEXT_COLUMN])
+                    require_prose(file, row[TEXT_COLUMN])
                 yield location, row
 
     def _rows(self, file: DataFile) -> Iterator[Located]:

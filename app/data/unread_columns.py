@@ -14,7 +14,7 @@ from app.data.columns import (
     command,
     is_history,
     is_talk,
-    jq,
+    json_file,
     optional,
     thought_column,
     value,
@@ -244,7 +244,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
             f"    To train without it, type: {without}"
         )
     for name in judging:
-        right = jq(f"select((.{name} | tonumber) == 1) | del(.{name})", config)
+        right = json_file(config).jq_of_rows(f"select((.{name} | tonumber) == 1) | del(.{name})")
         yield (
             f"column {name!r} is 0 or 1 in {missed[name]:,} of {rows:,} rows, which judges the answers as wrong"
             " or right (preference data, as for KTO), and all of them would be learnt. Make rows of the right ones"
@@ -263,7 +263,7 @@ def _how(config: DatasetConfig, key: str, places: Mapping[str, Place]) -> str:
         [text] = next(iter(places.values())).paths
         joined = " + ".join(f'"\\n\\n" + .{name}' for name in places)
         taken = ", ".join(f".{name}" for name in places)
-        return f"type: {jq(f'{text} += {joined} | del({taken})', config)}"
+        return f"type: {json_file(config).jq_of_rows(f'{text} += {joined} | del({taken})')}"
     reading = _reading(config.format, config.columns, places)
     if reading is None:
         return "write it into the texts that are read"
@@ -278,8 +278,9 @@ def _jq_of_thread(config: DatasetConfig, name: str, parent: str) -> str:
     role = f'(if .role | IN({speakers}) then "assistant" elif .role == "system" then "system" else "user" end)'
     turns = f"[recurse($all[.{parent} | tostring] // empty)] | reverse | map({{role: {role}, content: .text}})"
     program = f"INDEX(.{name}) as $all | .[] | select(.role | IN({speakers})) | {{messages: ({turns})}}"
-    checked = "python -m app.check data dataset=messages dataset.path=NEW.jsonl dataset.train_on=last"
-    return f"{jq(program, config, of_all=True)} && {checked}"
+    file = json_file(config)
+    checked = command("messages", {}, DatasetConfig(path=file.target(), split="train"))
+    return f"{file.jq_of_rows(program, of_all=True)} && {checked} dataset.train_on=last"
 
 
 def _reading(fmt: str, columns: Columns, places: Mapping[str, Place]) -> tuple[str, dict[str, str]] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.columns import command, is_history, is_talk, jq, named_like, pair_format
+from app.data.columns import command, is_history, is_talk, json_file, named_like, pair_format
 from app.data.conversations import SPEAKERS
 from app.data.roles import INPUTS, ROLES, has_role, names_of
 from app.data.types import Content, Conversation, Document, Example, Row, RowProblem, sides_of
@@ -44,7 +44,7 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
     label = next((name for name in ROLES["label"] if _is_judged(row.get(name))), "")
     answers = names_of("messages", "answers")
     if label and not {*answers, *(getattr(columns, field, None) for field in answers)}.isdisjoint(row):
-        right = jq(f"select(.{label} == true) | del(.{label})", config)
+        right = json_file(config).jq_of_rows(f"select(.{label} == true) | del(.{label})")
         remedy = f"Make rows of the right ones alone: {right}, or learn from both by recipe=kto"
         remedy = remedy if label != "labels" else "Take such rows out"
         return (
@@ -130,7 +130,7 @@ def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
         turn = f'[{{{role}: "{answers}", {text}: .{_text_path(found, chosen)}}}]'
         more = f".{chosen}" if isinstance(found, list) else turn
         taken_out = ", ".join(f".{name}" for name in (chosen, *unwanted))
-        return jq(f".{talk} += {more} | del({taken_out})", config)
+        return json_file(config).jq_of_rows(f".{talk} += {more} | del({taken_out})")
     fmt, columns = _columns_of_wanted(row, chosen, talk, names)
     return command(fmt, columns, config, leave_out=unwanted) if fmt else ""
 

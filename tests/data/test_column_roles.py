@@ -67,7 +67,7 @@ def follow(command: str, shape: Shape) -> Verdict:
     """Type a command of a message in the folder of the rows; rows that it makes are checked as any others."""
     made, _, checked = command.rpartition(" && ")
     if command.startswith("jq ") and not made:
-        made, checked = command, shlex.join([*CHECK, "dataset=auto", "dataset.path=NEW.jsonl"])
+        made, checked = command, shlex.join([*CHECK, "dataset=auto", f"dataset.path={shlex.split(command)[-1]}"])
     if made:
         folder = str(Path(sys.executable).parent)
         path = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}

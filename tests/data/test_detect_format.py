@@ -95,7 +95,7 @@ ADVISED: dict[str, tuple[dict[str, Any], str]] = {
 CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
     "dpo-text": (
         {"conversations": TURNS[:1], "tools": [], "chosen": "x", "rejected": "y"},
-        """jq -c '.conversations += [{from: "gpt", value: .chosen}] | del(.chosen, .rejected)' PATH > NEW.jsonl""",
+        """jq -c '.conversations += [{from: "gpt", value: .chosen}] | del(.chosen, .rejected)' PATH > a-fixed.jsonl""",
     ),
     "dpo-content": (
         {"messages": ASKED, "chosen": TURNS[1], "rejected": TURNS[1]},

@@ -15,6 +15,7 @@ from app.data.data_file import DataFile
 from app.data.detect_format import detect_formats
 from app.data.readers import read_file
 from app.data.sources import check
+from app.data.text_rows import require_prose
 from app.data.types import Broken
 from app.errors import DataError
 from tests.data.small import config
@@ -188,6 +189,27 @@ def test_conll_command_makes_rows_of_words_and_tags(
     found = run_command(tmp_path, message)
     assert rows_of(found) == rows
     assert detect_formats(config(found, "auto"), formats_for("tokens"))[0].format == "tagged_words"
+
+
+GERMEVAL = """#\tnews\t[2012-11-19]
+1\tÖl\tB-ORG\tB-LOC
+2\tist\tO\tO
+
+#\tnews\t[2012-11-20]
+1\tda\tO\tO
+"""
+
+
+@pytest.mark.parametrize("name", ["a b.txt", "a.txt.gz"])
+def test_text_of_numbered_words_command_makes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(gzip.compress(GERMEVAL.encode()) if name.endswith(".gz") else GERMEVAL.encode())
+    with pytest.raises(DataError, match="its lines are words with their tags") as error:
+        require_prose(DataFile(Path(name), name), GERMEVAL)
+    command, _, checked = str(error.value).split("type: ")[1].partition("\n")[0].rpartition(" && ")
+    found = run_command(tmp_path, command)
+    assert rows_of(found) == [{"tokens": ["Öl", "ist"], "tags": ["B-ORG", "O"]}, {"tokens": ["da"], "tags": ["O"]}]
+    assert f"task=tokens dataset=tagged_words dataset.path={found.name}" in checked.replace("'", "")
 
 
 def test_json_lists_of_other_lengths_named(tmp_path: Path) -> None:

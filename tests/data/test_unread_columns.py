@@ -105,7 +105,7 @@ def test_answers_judged_by_numbers_stop(tmp_path: Path, fmt: str, row: Row) -> N
     for given in (fmt, "auto"):
         problem = stopped(tmp_path, [row] * 3, given)
         assert f"column '{name}' is 0 or 1 in 3 of 3 rows, which judges the answers" in problem
-        assert f"jq -c 'select((.{name} | tonumber) == 1) | del(.{name})' {tmp_path}/a.jsonl > NEW.jsonl" in problem
+        assert f"jq -c 'select((.{name} | tonumber) == 1) | del(.{name})' {tmp_path}/a.jsonl > a-fixed.jsonl" in problem
         follow(problem.rpartition("type: ")[2], tmp_path)
     data(tmp_path, [row, {**row, name: 2}], fmt)  # classes
 
