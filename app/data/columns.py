@@ -12,7 +12,7 @@ from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.data_file import DataFile, extension
+from app.data.data_file import DataFile
 from app.data.roles import CHOICE, ROLES, has_role, is_prose
 from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
@@ -281,6 +281,6 @@ def is_talk(found: Any) -> bool:
 
 def json_file(config: DatasetConfig | None) -> DataFile:
     """Return the file of JSON rows that a section reads; OLD.jsonl where it reads other rows."""
-    path = Path((config.path if config else None) or "")
-    path = path if extension(path) in (".jsonl", ".ndjson", ".json") else Path("OLD.jsonl")
+    named = (config.path if config else None) or ""
+    path = Path(named if named.endswith((".jsonl", ".ndjson", ".json")) else "OLD.jsonl")
     return DataFile(path, path.name)
