@@ -45,7 +45,9 @@ def test_quantized_export_is_reloaded_to_the_bit_and_keeps_what_was_trained(
 ) -> None:
     check_quantized(quick_zygote, finished, tmp_path, "qlora", "nf4", 4.5)
     found = report(tmp_path / "out")
-    assert found["loss_after"] == pytest.approx(found["loss_before"], abs=4e-3)  # 2e-3, by processor; 6e-3 to 8e-3 from the packed base
+    assert found["loss_after"] == pytest.approx(
+        found["loss_before"], abs=4e-3
+    )  # 2e-3, by processor; 6e-3 to 8e-3 from the packed base
 
 
 def check_quantized(
