@@ -51,7 +51,7 @@ def test_wanted_rows_no_list_is_bad_row(row: dict[str, Any], found: str) -> None
 
 def test_wanted_rows_elements_have_locations_and_counts(tmp_path: Path) -> None:
     rows = [
-        {"instruction": "add", "instances": [{"input": "1", "output": "one"}, {"input": "2", "output": 2}]},
+        {"instruction": "add", "instances": [{"input": "1", "output": "one"}, {"input": "2", "output": True}]},
         {"instruction": "sub", "instances": [{"input": "", "output": "three"}]},
     ]
     path = write_jsonl(tmp_path / "a.jsonl", rows)

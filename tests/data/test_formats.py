@@ -341,7 +341,7 @@ OTHERS = [
         {"prompt": "2 + 2?", "completion": SAID},
         "column 'prompt' must be a list of messages, found text",
     ),
-    ("chat_completion", {"prompt": ASKED, "completion": "4"}, "column 'completion' must be a list of messages"),
+    ("chat_completion", {"prompt": ASKED, "completion": 4}, "column 'completion' must be a list of messages"),
     ("chat_completion", {"prompt": ASKED, "completion": []}, "list of messages, found an empty list"),
     ("chat_completion", {"prompt": ASKED, "completion": [SAID]}, "message 1 must be an object with role and"),
     ("prompt_completion", {"prompt": "2 + 2?", "completion": SAID}, "column 'completion' must be text, found a list"),
