@@ -54,15 +54,17 @@ def answers(code: str, file: Path, questions: list[str], place: Path) -> list[st
 
 def test_small_model_answers_in_llama_cpp_as_here(quick_zygote: Zygote, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    few = ("dataset.max_rows=1200", "dataset.eval_max_rows=16", "eval.samples=0", "launch.threads=1")
-    ended = quick_zygote.run(tmp_path, "training.max_steps=60", f"output_dir={run}", *few)
+    # few rows, learned by heart: the likeliest token leads by more than what llama.cpp rounds otherwise
+    few = ("dataset.max_rows=64", "dataset.eval_max_rows=16", "eval.samples=0", "launch.threads=1")
+    words = ("training.epochs=30", "training.max_steps=100", f"output_dir={run}")
+    ended = quick_zygote.run(tmp_path, *words, *few)
     assert ended.code == 0, ended.stderr
     ended = quick_zygote.run(tmp_path, f"run={run}", "kind=gguf", f"to={out}", module="app.export")
     assert ended.code == 0, ended.stdout + ended.stderr
     report = json.loads((out / "export.json").read_text())
     assert report["loss_difference"] < 0.02
-    rows = [json.loads(line)["messages"] for line in (ROOT / "sample" / "eval.jsonl").read_text().splitlines()]
-    questions = [row[0]["content"] for row in rows if len(row) == 2][::30][:6]
+    rows = [json.loads(line)["messages"] for line in (ROOT / "sample" / "train.jsonl").read_text().splitlines()[:64]]
+    questions = [row[0]["content"] for row in rows if len(row) == 2][::8][:6]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in questions))
     words = (f"run={run}", "prompts=asked.jsonl", "output=said.jsonl")
     assert quick_zygote.run(tmp_path, *words, module="app.generate").code == 0
