@@ -49,16 +49,15 @@ def converted(data: Mapping[str, Any]) -> Conversion:
 
 
 def _lost_objectives(found: Conversion) -> Iterator[str]:
-    """Problems with settings that decide what is trained: without them, the file would be one of another objective."""
+    """Yield a problem for each setting that selects the training objective and cannot be converted."""
     patterns = found.facts.get("objective", "").split()
     losses = ", ".join(kind for kind in PREFERENCE_KINDS if kind != "none")
     for name, value in found.settings.items():
         is_lost = name in found.lost and any(fnmatch(name, pattern) for pattern in patterns)
         if is_lost or (name not in found.carried and any(fnmatch(f"{name}={value}", pattern) for pattern in patterns)):
             yield (
-                f"{name}: {format_value(value)}: this objective is not supported, and without it the file would train "
-                f"another one. Supported: supervised fine-tuning, and the preference losses {losses}. Change or remove "
-                f"{name} to convert the rest."
+                f"{name}: {format_value(value)}: this training objective is not supported. Supported: supervised "
+                f"fine-tuning and the preference losses {losses}. Change or remove {name} to convert the rest."
             )
 
 

@@ -265,7 +265,7 @@ def _loss_of_pairs(found: Conversion, name: str, value: Any) -> None:
     if found.settings.get("stage") == "dpo":
         by_table(found, name, value)
     else:
-        found.needless[name] = "only stage: dpo reads it"
+        found.needless[name] = "used with stage: dpo only"
 
 
 def _one_of_a_list(found: Conversion, name: str, value: Any) -> None:

@@ -173,8 +173,8 @@ def command(
     leave_out: Sequence[str] = (),
 ) -> str:
     """The command line that checks the rows of `config` as `fmt`; of a source of a mix, only its own words."""
-    unwanted = [*(config.leave_out if config else ()), *leave_out]
-    last = [shlex.quote(f"dataset.leave_out=[{','.join(unwanted)}]")] if unwanted else []
+    skipped = [*(config.leave_out if config else ()), *leave_out]
+    last = [shlex.quote(f"dataset.leave_out=[{','.join(skipped)}]")] if skipped else []
     if key != "dataset" or (config and config.mix):
         return " ".join([typed(key, fmt, columns), *last])
     given = {name: getattr(config, name) for name in _SOURCE} if config else {"path": "FILE"}

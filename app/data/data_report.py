@@ -8,7 +8,7 @@ from typing import Any
 from app.config.dataset_schema import DatasetConfig
 from app.data.sources import Source
 from app.data.types import escaped
-from app.data.unread_columns import Place, Way, unread_problems
+from app.data.unread_columns import ColumnPlace, Way, unread_problems
 from app.safe_text import listed, many
 
 LongestRow = Callable[[int], int]  # of so many tokens, those that the model reads in a row
@@ -71,7 +71,7 @@ class Counts:
     empty: dict[str, int] = field(default_factory=dict)  # blank texts, by their column or role
     unread_columns: dict[str, int] = field(default_factory=dict)  # rows that hold something there
     missed: dict[str, int] = field(default_factory=dict)  # rows where an unread column says what no sample does
-    missed_places: dict[str, Place] = field(default_factory=dict)  # where those that answers need can be read
+    missed_places: dict[str, ColumnPlace] = field(default_factory=dict)  # where those that answers need can be read
     missed_chars: dict[str, int] = field(default_factory=dict)  # of its texts
     foreign_markers: dict[str, int] = field(default_factory=dict)  # plain texts that another program wrote out as chats
     unread_keys: dict[str, int] = field(
@@ -87,7 +87,7 @@ class Counts:
     def from_facts(cls, facts: Mapping[str, Any]) -> "Counts":
         """Return the counts that were stored as JSON."""
         places = {
-            name: Place(place["field"], tuple(place["paths"]), place["first"], Way(place["way"]))
+            name: ColumnPlace(place["field"], tuple(place["paths"]), place["first"], Way(place["way"]))
             for name, place in facts["missed_places"].items()
         }
         return cls(**{**facts, "missed_places": places})

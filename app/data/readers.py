@@ -107,7 +107,7 @@ def _parse_line(line: bytes, file: DataFile) -> dict[str, object] | Broken:
 
 
 def _kind_with_command(found: Any, file: DataFile, each: str = "") -> str:
-    """Name what stands in place of an object, with the command that makes rows of it; `each` selects them for jq."""
+    """Return the type of a row that is not an object, with the command that converts it; `each` selects rows for jq."""
     first = found[0] if isinstance(found, list) and found else None
     selection = "{text: .}" if isinstance(found, str) else ""
     if isinstance(first, dict):

@@ -52,7 +52,7 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ColumnPlace:
     """Where a missed column can be read."""
 
     field: str = ""
@@ -61,7 +61,7 @@ class Place:
     way: Way = Way.FIELD
 
 
-_NOWHERE = Place(way=Way.NONE)
+_NOWHERE = ColumnPlace(way=Way.NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class ReadRow:
         has_prompt = not isinstance(side, Document) or side.completion_start
         return bool(ROW_FORMATS[self.config.format].learnt_by) and not has_prompt
 
-    def missed(self, names: Sequence[str]) -> Iterator[tuple[str, Place | None]]:
+    def missed(self, names: Sequence[str]) -> Iterator[tuple[str, ColumnPlace | None]]:
         """Yield each unread column that says what no sample does, and where to read it; None if no answer needs it."""
         choices = [name for name in names if CHOICE.fullmatch(name)]
         for name in names:
@@ -96,7 +96,7 @@ class ReadRow:
                 if self.config.format not in WITHOUT_ANSWERS and is_judgement(found):
                     yield name, None
             elif has_role(name, "history") and is_history(found):
-                yield name, Place("history") if self.config.format in _PAIRS else _NOWHERE
+                yield name, ColumnPlace("history") if self.config.format in _PAIRS else _NOWHERE
             elif self._is_missed(name, found, is_choice=len(choices) > 1 and name in choices):
                 yield name, self._place(name, found, is_choice=name in choices)
 
@@ -121,7 +121,7 @@ class ReadRow:
         words = " ".join(said.split())
         return any(said.strip() in each.text or words in " ".join(each.text.split()) for each in self.samples)
 
-    def _place(self, name: str, found: Any, *, is_choice: bool) -> Place | None:
+    def _place(self, name: str, found: Any, *, is_choice: bool) -> ColumnPlace | None:
         """Return where a missed column can be read; None if no answer needs it."""
         fmt = self.config.format
         if fmt in WITHOUT_ANSWERS:
@@ -137,27 +137,27 @@ class ReadRow:
             return self._place_in_prompt(name, found)
         return self._place_in_system(found)
 
-    def _place_beside_text(self, name: str, found: Any) -> Place | None:
+    def _place_beside_text(self, name: str, found: Any) -> ColumnPlace | None:
         """Return where a column next to a plain text can be read; None if the text does not need it."""
         if has_role(name, "answers"):
-            return Place("answer", (_answer_path(name, found),))
+            return ColumnPlace("answer", (_answer_path(name, found),))
         if _is_of_thread(self.row, name, found):
-            return Place(paths=_keys_of_thread(self.row), way=Way.THREAD)
-        return Place("question") if has_role(name, "asks") else None
+            return ColumnPlace(paths=_keys_of_thread(self.row), way=Way.THREAD)
+        return ColumnPlace("question") if has_role(name, "asks") else None
 
-    def _place_in_prompt(self, name: str, found: Any) -> Place:
+    def _place_in_prompt(self, name: str, found: Any) -> ColumnPlace:
         """Return where the prompt of compared answers can have the column."""
         is_system = has_role(name, "system")
         talk = next((each for each in self.row.values() if is_talk(each)), None)
         if self._wants_prompt and (self.template.is_there or talk is not None):
             in_system = is_system or talk not in (None, found)
-            return Place("system") if in_system else Place("prompt", way=Way.CHAT)
+            return ColumnPlace("system") if in_system else ColumnPlace("prompt", way=Way.CHAT)
         asked = optional(self.row, self.config.columns.prompt)
         if isinstance(asked, list | dict) or (is_system and "system" in self._fields):
             return self._place_in_system(found)
         return self._in_field("prompt", first=is_system)
 
-    def _place_in_system(self, found: Any) -> Place:
+    def _place_in_system(self, found: Any) -> ColumnPlace:
         """Return where the system message can have the column."""
         side = sides_of(self.content)[0]
         messages = side.messages if isinstance(side, Conversation) else []
@@ -168,22 +168,22 @@ class ReadRow:
         if not column or not isinstance(found, str):
             return _NOWHERE
         text = "value" if "from" in self.row[column][0] else "content"
-        return Place(paths=(f".{column}[0].{text}",), way=Way.SYSTEM_MESSAGE)
+        return ColumnPlace(paths=(f".{column}[0].{text}",), way=Way.SYSTEM_MESSAGE)
 
-    def _place_of_thought(self, name: str) -> Place:
+    def _place_of_thought(self, name: str) -> ColumnPlace:
         """Return where a thought can be read."""
         if self.template.writes_thoughts:
             is_free = "reasoning" in self._fields and name != thought_column(self.row, self.config.columns)
-            return Place("reasoning") if is_free else _NOWHERE
+            return ColumnPlace("reasoning") if is_free else _NOWHERE
         if self.config.format in _PAIRS:
             return self._in_field(_PAIRS[self.config.format][1], first=True)
-        return Place(way=Way.TEMPLATE) if "reasoning" in self._fields else _NOWHERE
+        return ColumnPlace(way=Way.TEMPLATE) if "reasoning" in self._fields else _NOWHERE
 
-    def _in_field(self, field: str, *, first: bool = False) -> Place:
+    def _in_field(self, field: str, *, first: bool = False) -> ColumnPlace:
         """Return the place after or before the column that the field reads in this row."""
         path = getattr(self.config.columns, field)
         is_read = field in self._fields and optional(self.row, path)
-        return Place(field, (path,) if is_read else (), first)
+        return ColumnPlace(field, (path,) if is_read else (), first)
 
 
 def is_judgement(found: Any) -> bool:
@@ -252,7 +252,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
         )
 
 
-def _how(config: DatasetConfig, key: str, places: Mapping[str, Place]) -> str:
+def _how(config: DatasetConfig, key: str, places: Mapping[str, ColumnPlace]) -> str:
     """Return the command that reads the columns, or advice on making rows where none can."""
     thread = next((place for place in places.values() if place.way is Way.THREAD), None)
     if thread is not None:
@@ -283,7 +283,7 @@ def _jq_of_thread(config: DatasetConfig, name: str, parent: str) -> str:
     return f"{file.jq_of_rows(program, of_all=True)} && {checked} dataset.train_on=last"
 
 
-def _reading(fmt: str, columns: Columns, places: Mapping[str, Place]) -> tuple[str, dict[str, str]] | None:
+def _reading(fmt: str, columns: Columns, places: Mapping[str, ColumnPlace]) -> tuple[str, dict[str, str]] | None:
     """Return the format and columns that read the columns of `places` besides what `fmt` reads; None if none does."""
     ways = {place.way for place in places.values()}
     if ways & {Way.NONE, Way.SYSTEM_MESSAGE}:
@@ -305,7 +305,7 @@ def _reading(fmt: str, columns: Columns, places: Mapping[str, Place]) -> tuple[s
     return fmt, {field: path for field, path in read.items() if field in fields_of(fmt)}
 
 
-def _joined(field: str, places: Mapping[str, Place]) -> str:
+def _joined(field: str, places: Mapping[str, ColumnPlace]) -> str:
     """Return the path of the columns that a field reads now and those placed there."""
     here = {name: place for name, place in places.items() if place.field == field}
     first = [name for name, place in here.items() if place.first]
@@ -313,7 +313,7 @@ def _joined(field: str, places: Mapping[str, Place]) -> str:
     return JOIN.join([*first, *existing, *(name for name in here if name not in first)])
 
 
-def _reading_of_text(text: str, places: Mapping[str, Place]) -> tuple[str, dict[str, str]]:
+def _reading_of_text(text: str, places: Mapping[str, ColumnPlace]) -> tuple[str, dict[str, str]]:
     """Return the format and columns of a question and its answer, one of which is the plain text."""
     asks = next((name for name, place in places.items() if place.field == "question"), "")
     answers = next((path for place in places.values() for path in place.paths), "")

@@ -36,7 +36,7 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
     for name in _preference_columns(row, columns):
         words = _wanted_answers(row, config)
         return (
-            f"column {name!r} makes this preference data (wanted and unwanted answers), from which recipe=dpo, orpo and"
+            f"column {name!r} makes this preference data (chosen and rejected answers), from which recipe=dpo, orpo and"
             " simpo learn." + (f" To train on the wanted answers alone, type: {words}" if words else "")
         )
     if shape and shape.learnt_by:
@@ -118,21 +118,21 @@ def _is_judged(found: Any) -> bool:
 def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
     """Setting to type, or a command that makes other rows, to train on the wanted answers of rows with preferences."""
     chosen = next((name for name in ROLES["chosen"] if row.get(name)), "")
-    unwanted = [name for name in row if has_role(name, "rejected")]
-    names = [name for name in row if name not in (chosen, *unwanted)]
+    rejected = [name for name in row if has_role(name, "rejected")]
+    names = [name for name in row if name not in (chosen, *rejected)]
     talk = next((name for name in names if is_talk(row[name])), "")
     last = row[talk][-1] if talk and isinstance(row[talk][-1], dict) else {}
     if not chosen or SPEAKERS.get(str(last.get("role", last.get("from")))) == "assistant":
-        return command("auto", {}, config, leave_out=[*unwanted, *([chosen] if chosen else [])])
+        return command("auto", {}, config, leave_out=[*rejected, *([chosen] if chosen else [])])
     found = row[chosen]
     if talk and not (is_talk(found) and all("role" in turns[0] for turns in (row[talk], found))):
         role, text, answers = ("from", "value", "gpt") if "from" in row[talk][0] else ("role", "content", "assistant")
         turn = f'[{{{role}: "{answers}", {text}: .{_text_path(found, chosen)}}}]'
         more = f".{chosen}" if isinstance(found, list) else turn
-        taken_out = ", ".join(f".{name}" for name in (chosen, *unwanted))
+        taken_out = ", ".join(f".{name}" for name in (chosen, *rejected))
         return json_file(config).jq_of_rows(f".{talk} += {more} | del({taken_out})")
     fmt, columns = _columns_of_wanted(row, chosen, talk, names)
-    return command(fmt, columns, config, leave_out=unwanted) if fmt else ""
+    return command(fmt, columns, config, leave_out=rejected) if fmt else ""
 
 
 def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -> tuple[str, dict[str, str]]:

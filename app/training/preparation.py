@@ -14,7 +14,7 @@ from app.config.dataset import formats_for, has_chats, paths_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.problems import PROBLEMS
 from app.config.rules import problems_of
-from app.config.schema import RunConfig, TaskConfig, TrainingConfig
+from app.config.schema import AdapterConfig, RunConfig, TaskConfig, TrainingConfig
 from app.config.tasks import Task, labelling_of, task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.detect_format import detect_formats
@@ -112,17 +112,22 @@ def prepare_run(
         report(problems)
         task = replace(task, class_weights=weights)
     run = _with_new_rows(run, base, tokenizer, say)
-    adapter = run.adapter
     if run.model.vocab_size != base.config.vocab_size:
         base = replace(base, config=replace(base.config, vocab_size=run.model.vocab_size))
     objective = build_objective(task, tokenizer, run.seed, bidirectional=base.is_bidirectional)
     report(_unknown_ids(run, base, data.train, data.eval))
-    part = None if run.adapter.start is None else base.text_part
-    if part is not None:  # the adapter that it goes on from has the names of the whole
+    run = replace(run, dataset=dataset, task=task, adapter=_with_names_of_model(run.adapter, base))
+    return Prepared(run, base, tokenizer, data, objective)
+
+
+def _with_names_of_model(adapter: AdapterConfig, base: BaseModel) -> AdapterConfig:
+    """Return the adapter with the layer names of the trained model, in place of those of its start adapter."""
+    if adapter.start is None:
+        return adapter
+    part = base.text_part
+    if part is not None:
         adapter = with_names(adapter, lambda name: part.in_text(name) or name)
-    if adapter.start is not None:
-        adapter = replace(adapter, targets=short_names(adapter.targets, base.on_meta()))
-    return Prepared(replace(run, dataset=dataset, task=task, adapter=adapter), base, tokenizer, data, objective)
+    return replace(adapter, targets=short_names(adapter.targets, base.on_meta()))
 
 
 def rows_of_also(prepared: Prepared) -> tuple[TokenRows | None, list[str]]:

@@ -693,7 +693,7 @@ def test_convert_other_objective_refused_without_file(text: str, tmp_path: Path)
     problems = refusal.value.problems
     names = OTHER_OBJECTIVES[text]
     assert [problem[: len(name)] for problem, name in zip(problems, names, strict=True)] == names
-    assert all("this objective is not supported" in problem for problem in problems)
+    assert all("this training objective is not supported" in problem for problem in problems)
     assert not target.exists()
 
 
