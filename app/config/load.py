@@ -31,6 +31,7 @@ from app.errors import CheckpointError, ConfigError, refuse
 VERSION_BASE = "1.3"
 _SAMPLE = "asset:sample/"
 _PROCESSES = "launch.num_processes"
+_OFF = {"model.trust_remote_code": False}  # as in conf/model/_hub.yaml
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -222,7 +223,7 @@ def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str,
     choices = {key: value for key, value in changes.items() if key in groups.choices_by_group()}
     sections = {group: load_choice(group, choice) for group, choice in choices.items()}
     config = OmegaConf.create({**literal(asdict(run)), **sections})
-    defaults = dict(flat("", default_values()))
+    defaults = {**_OFF, **dict(flat("", read_yaml(groups.CONF / "config.yaml")))}
     own = {key: defaults[key] for key in leaf_keys(RunConfig) if typed_only(RunConfig, key) == RUNS_CODE}
     processes = run.launch.num_processes
     if processes != defaults[_PROCESSES] and _PROCESSES not in {**over, **changes}:

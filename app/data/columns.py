@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
@@ -19,6 +20,7 @@ from app.data.types import Broken, Located, Row, RowProblem, kind_of
 ABSENT = object()
 EVERY_ELEMENT = ".*"
 JOIN = "+"
+_LETTERS = [*ascii_uppercase]  # of choices without labels
 _PLAIN_VALUE = re.compile(r"[\w.*+/: -]+")
 _LABELLED_CHOICE = re.compile(r"\s*\(?\w{1,2}\s?[).:]")
 _SOURCE = ("path", "split", "hub_config", "revision")
@@ -72,8 +74,8 @@ def as_text(found: Any, name: str = "") -> str | None:
     """Return a text, a list of texts or the choices of a question as one text, schemas as JSON; None for others."""
     if isinstance(found, str):
         return found
-    choices = choices_of(found)
-    if choices and has_role(name, "choices"):
+    choices = choices_of(found) if has_role(name, "choices") else []
+    if choices:
         labelled = all(_LABELLED_CHOICE.match(text) for _, text in choices)
         return "\n".join(text if labelled else f"{label}. {text}" for label, text in choices)
     if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
@@ -85,7 +87,7 @@ def as_text(found: Any, name: str = "") -> str | None:
 
 def choices_of(found: Any) -> list[tuple[str, str]]:
     """Return the choices of a question with their labels; empty if it holds none."""
-    labels: Sequence[Any] = [chr(ord("A") + at) for at in range(26)]
+    labels: Any = _LETTERS
     texts = found
     if isinstance(found, dict):
         labels, texts = found.get("label", labels), found.get("text")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 
 # In each role the clearest names first, in lower case. `input` asks by itself and is context next to an instruction.
@@ -50,6 +50,7 @@ _MIN_WORDS = {"input": 1}  # of a text that says something; fewer words are a na
 _MIN_TEXT_CHARS = 40  # of one word in a script without spaces
 
 
+@cache
 def names_of(*roles: str) -> tuple[str, ...]:
     """Return all names of the roles, the clearest first."""
     return tuple(dict.fromkeys(name for role in roles for name in ROLES[role]))

@@ -44,9 +44,9 @@ class FileRows:
 
     def rows(self) -> Iterator[Located]:
         for path, name in self.files:
-            file = DataFile(path, name, self.notes)
+            file, is_text = DataFile(path, name, self.notes), extension(path) in TEXT_FILES
             for location, row in self._rows(file):
-                if extension(path) in TEXT_FILES and isinstance(row, dict):
+                if is_text and isinstance(row, dict):
                     require_prose(file, row[TEXT_COLUMN])
                 yield location, row
 

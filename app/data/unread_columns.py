@@ -110,9 +110,9 @@ class ReadRow:
             return self._wants_prompt
         if has_role(name, "reasoning") and (self.config.thinking == "drop" or self.config.columns.reasoning is None):
             return False
-        said, choices = as_text(found, name), choices_of(found)
-        if has_role(name, "choices") and choices:
+        if has_role(name, "choices") and (choices := choices_of(found)):
             return not all(self._says(text) for _, text in choices)
+        said = as_text(found, name)
         is_short_one = is_choice or (self._wants_prompt and has_role(name, "asks"))
         return said is not None and (is_short_one or is_prose(said, name)) and not self._says(said)
 
