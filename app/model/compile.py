@@ -24,6 +24,7 @@ from app.errors import ConfigError, EnvironmentProblem, TrainingError, gist
 from app.model.activation_checkpointing import repeated_layers
 from app.model.attention.requirements import dropouts_of
 from app.model.comparison import Comparison, attempt, max_or_nan
+from app.model.partition import marking_pass
 from app.model.recurrent import recurrent_mixers
 
 _ALLOWED_FP32 = 1e-4  # of the gradient's norm
@@ -153,6 +154,7 @@ class CompiledLayers:
         wanted = torch._inductor.list_mode_options(self._config.mode)
         # random numbers are those that the layers would draw by themselves
         wanted |= {"fallback_random": True, "triton.cudagraphs": self._config.graphs}
+        wanted |= {"joint_custom_pre_pass": marking_pass()}
         with torch._functorch.config.patch(activation_memory_budget=self._config.memory_budget):
             return backend(graph, inputs, config_patches=wanted)
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.model.kernels import autocast_dtype
+from app.model.operations import COSTS, OperationCost
+from app.model.partition import DEQUANTIZE
 
 _INT8_MAX = 127
 
@@ -85,4 +87,20 @@ class Int8Linear(FrozenLinear):
         return gradient @ self.unpacked(gradient.dtype)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        return self.weight.to(dtype).mul_(self.scale.to(dtype))
+        weight: Tensor = torch.ops.app_kernels.dequantize_int8(self.weight, self.scale, dtype)
+        return weight
+
+
+def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype).mul_(scale.to(dtype))
+
+
+# One operation, so that compiled layers never save a dequantized weight for their backward pass
+_OPS = torch.library.Library("app_kernels", "FRAGMENT")
+_OPS.define("dequantize_int8(Tensor weight, Tensor scale, ScalarType dtype) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _OPS.impl("dequantize_int8", _dequantize, _device)
+torch.library.register_fake(
+    "app_kernels::dequantize_int8", lambda weight, _scale, dtype: torch.empty_like(weight, dtype=dtype), lib=_OPS
+)
+COSTS[DEQUANTIZE] = OperationCost()
