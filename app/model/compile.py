@@ -6,14 +6,12 @@ passes without a gradient, use the layer's own forward: evaluations, answers, mi
 """
 
 import contextlib
-import math
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from importlib.util import find_spec
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +21,9 @@ from app.config.schema import CompileConfig
 from app.errors import ConfigError, EnvironmentProblem, TrainingError, gist
 from app.model.activation_checkpointing import repeated_layers
 from app.model.attention.requirements import dropouts_of
-from app.model.comparison import Comparison, attempt, max_or_nan
 from app.model.partition import marking_pass
 from app.model.recurrent import recurrent_mixers
 
-_ALLOWED_FP32 = 1e-4  # of the gradient's norm
-_ALLOWED_ROUNDINGS = 8  # of the dtype of the arithmetic
 _COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -72,25 +67,48 @@ def require_compilable_attention(
             )
 
 
+class LayerCall(NamedTuple):
+    """The arguments of a layer; hidden states come first."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def hidden(self) -> Tensor:
+        states: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
+        return states
+
+    def with_hidden(self, states: Tensor | None) -> "LayerCall":
+        if self.args:
+            return LayerCall((states, *self.args[1:]), self.kwargs)
+        return LayerCall((), self.kwargs | {"hidden_states": states})
+
+
+Visit = Callable[[int, nn.Module, Callable[..., Any], LayerCall], Any]  # number, layer, own forward, call -> output
+
+
 class CompiledLayers:
     """The compiled layers of one model. `graphs` counts the graphs that were made, `seconds` what that took."""
 
-    def __init__(self, layers: list[Any], config: CompileConfig, left_out: int = 0) -> None:
+    def __init__(self, layers: Mapping[int, Any], config: CompileConfig, left_out: int = 0) -> None:
+        """`layers` by their numbers in the model."""
         self.layers = len(layers)
         self.left_out = left_out
         self.graphs = 0
         self.seconds = 0.0
         self.verified = False  # a further graph is an error
+        self.worst_ratio = 0.0  # of errors, as verification found
         self.fault: str | None = None  # why layers use their own forward after all
         self.is_on = True
+        self._visit: Visit | None = None
         self._shape: torch.Size | None = None
         self._config = config
         # a copy with a code object of its own: torch caches graphs by code object, and another model has other graphs
         code: Any = _own_forward.__code__.replace()
         own_forward: Any = FunctionType(code, _own_forward.__globals__, _own_forward.__name__)
         self._compiled: Any = torch.compile(own_forward, fullgraph=True, dynamic=False, backend=self._compile_graph)
-        for layer in layers:
-            layer.forward = self._compiled_forward(layer, first=layer is layers[0])
+        for number, layer in layers.items():
+            layer.forward = self._compiled_forward(number, layer, first=number == min(layers))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -101,26 +119,43 @@ class CompiledLayers:
         finally:
             self.is_on = before
 
+    @contextlib.contextmanager
+    def visited(self, visit: Visit) -> Iterator[None]:
+        """Context in which every layer's output is what `visit` returns."""
+        self._visit = visit
+        try:
+            yield
+        finally:
+            self._visit = None
+
+    def compiled(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the compiled layer, compiled for this shape alone from now on."""
+        self._shape = LayerCall(args, kwargs).hidden.shape
+        if self._config.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        return self._compiled(layer, *args, **kwargs)
+
     def give_up(self, fault: str) -> None:
         """Use the layers' own forward for the rest of the run."""
         self.is_on, self.fault = False, fault
 
     def remarks(self) -> list[str]:
         if self.fault is not None:
-            return [f"compile=blocks: {self.fault}, so layers are computed as without it"]
-        others = f"; {self.left_out} layers with a recurrent mixer are computed as without it" if self.left_out else ""
+            return [f"compiled layers disabled: {self.fault}"]
+        others = f"; {self.left_out} layers with a recurrent mixer are not compiled" if self.left_out else ""
         return [
-            f"compile=blocks: {self.layers} layers are {self.graphs} graph{'s' * (self.graphs != 1)}, made in "
-            f"{self.seconds:.1f} s before the first step; memory is planned as that of fused layers, evaluations are "
-            f"computed as without it{others}"
+            f"{self.layers} layers compiled as {self.graphs} graph{'s' * (self.graphs != 1)} in {self.seconds:.1f} s; "
+            f"largest error {self.worst_ratio:.2f}x that of uncompiled layers; evaluations are not compiled{others}"
         ]
 
-    def _compiled_forward(self, layer: Any, *, first: bool) -> Callable[..., Any]:
+    def _compiled_forward(self, number: int, layer: Any, *, first: bool) -> Callable[..., Any]:
         own = layer.forward
 
         @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._fits(args, kwargs):
+            if self._visit is not None:
+                return self._visit(number, layer, own, LayerCall(args, kwargs))
+            if not self._fits(LayerCall(args, kwargs)):
                 return own(*args, **kwargs)
             if first and self._config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -136,12 +171,11 @@ class CompiledLayers:
 
         return forward
 
-    def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not self.is_on or kwargs.get("documents") is None or not torch.is_grad_enabled():
+    def _fits(self, call: LayerCall) -> bool:
+        if not self.is_on or call.kwargs.get("documents") is None or not torch.is_grad_enabled():
             return False
-        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        self._shape = self._shape or hidden.shape
-        return hidden.shape == self._shape
+        self._shape = self._shape or call.hidden.shape
+        return call.hidden.shape == self._shape
 
     def _compile_graph(self, graph: Any, inputs: list[Any]) -> Any:
         """The backend that torch calls for each graph."""
@@ -168,7 +202,8 @@ def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -
     import torch._functorch.config  # noqa: F401  both are named above
 
     layers = repeated_layers(lm)
-    compilable = [each for each in layers if not recurrent_mixers(each)]  # others have rows of many shapes inside
+    # recurrent mixers have rows of many shapes inside
+    compilable = {number: each for number, each in enumerate(layers) if not recurrent_mixers(each)}
     compiled = CompiledLayers(compilable, config, len(layers) - len(compilable))
     if not compilable:
         compiled.give_up("every layer has a recurrent mixer, whose rows have many shapes")
@@ -177,73 +212,3 @@ def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -
 
 def _own_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
-
-
-def verify_compiled(
-    model: nn.Module,
-    trained: Mapping[str, nn.Parameter],
-    layers: CompiledLayers,
-    batch: Batch,
-    compute: torch.dtype | None,
-) -> Comparison:
-    """Compile before the first step, and compare loss and gradient of `batch` with those of the layers' own forward."""
-    parameters = list(trained.values())
-    with layers.paused():
-        own_loss, own = gradients_on_host(model, batch, parameters)
-
-    def compare() -> Comparison:
-        begun = time.perf_counter()
-        gradients_on_host(model, batch, parameters)
-        layers.seconds += time.perf_counter() - begun
-        loss, found = gradients_on_host(model, batch, parameters)  # as all later ones: no graph is made
-        layers.verified = True
-        difference = [abs(loss - own_loss) / max(abs(own_loss), 1e-30), _difference(found, own, parameters)]
-        allowed = _ALLOWED_FP32 if compute is None else _ALLOWED_ROUNDINGS * torch.finfo(compute).eps
-        return Comparison("loss and gradient of compiled layers against their own", max_or_nan(difference), allowed)
-
-    # of any stage of the compiler, and of what it made
-    return attempt(compare, RuntimeError, "the compiler cannot do this model ({})")
-
-
-Gradients = dict[nn.Parameter, Tensor]  # on the host; none where a parameter got no gradient
-
-
-def _difference(found: Gradients, expected: Gradients, parameters: Sequence[nn.Parameter]) -> float:
-    """Relative, over all parameters together; computed on the device, where those of a sharded model are reduced."""
-    apart = size = 0.0
-    for parameter in parameters:
-        ours, own = (
-            side[parameter].to(parameter.device) if parameter in side else torch.zeros_like(parameter)
-            for side in (found, expected)
-        )
-        apart += _square(ours - own)
-        size += _square(own)
-    return math.sqrt(apart / max(size, 1e-60))
-
-
-def _square(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
-
-
-def gradients_on_host(model: nn.Module, batch: Batch, parameters: Sequence[nn.Parameter]) -> tuple[float, Gradients]:
-    """Loss and gradients; the device has one gradient at a time, and the run's random numbers stay as they are."""
-    found: Gradients = {}
-
-    def move_to_host(parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
-        found[parameter] = parameter.grad.to("cpu", copy=True)
-        parameter.grad = None
-
-    device = batch.ids.device
-    hooks = [each.register_post_accumulate_grad_hook(move_to_host) for each in parameters]
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            loss, _ = model(batch)
-            (loss / (batch.label_weight or 1.0)).backward()
-            return float(loss.detach()), found
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter in parameters:
-            parameter.grad = None

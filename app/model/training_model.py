@@ -151,16 +151,19 @@ class TrainingModel(nn.Module):
         scale = (alpha / (lengths * size).sqrt()).to(embeddings.dtype).view(lines, width, 1)
         return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * scale
 
-    def _labelled_rows(self, batch: Batch) -> Tensor:
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """The backbone's output [R, S, hidden]."""
         self._lengths = batch.lengths
-        hidden = self.language_model.base_model(
+        states: Tensor = self.language_model.base_model(
             input_ids=batch.ids,
             use_cache=False,
             **self.places(batch.positions, batch.documents, batch.lengths),
             **self.segment_arguments(batch.token_type_ids),
         )[0]
-        rows: Tensor = hidden.flatten(0, 1).index_select(0, batch.label_rows)
-        return rows
+        return states
+
+    def _labelled_rows(self, batch: Batch) -> Tensor:
+        return self.hidden_states(batch).flatten(0, 1).index_select(0, batch.label_rows)
 
     def places(
         self, positions: Tensor, documents: PackedSequences | None, lengths: Sequence[int] | None

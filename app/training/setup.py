@@ -17,10 +17,10 @@ from app.model.adapters import adapter_of, lr_factor
 from app.model.build import choose_loss_head, random_base
 from app.model.checks import check_adapter, check_causal, check_head, check_packing
 from app.model.comparison import Comparison, max_difference
-from app.model.compile import verify_compiled
 from app.model.save import save_base
 from app.model.source import base_fingerprint
 from app.model.training_model import TrainingModel
+from app.model.verification import verify_compiled
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.tracking.recorder import Recorder
 from app.training.adapter_start import load_start
@@ -61,8 +61,7 @@ def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
         comparisons = [*head, *check_causal(model, batch), *check_packing(model, batch), *fused, *rounding]
     layers = model.compiled_layers
     if layers is not None:
-        compiled = verify_compiled(model, model.trained(), layers, batch, model.compute)
-        comparisons += compiled.or_leave(layers.give_up)
+        comparisons += verify_compiled(model, layers, batch).or_leave(layers.give_up)
     return comparisons
 
 

@@ -23,10 +23,10 @@ from app.model.adapters import add_adapter
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, build_training_model, choose_loss_head
-from app.model.compile import verify_compiled
 from app.model.load_base import load_base
 from app.model.quantization import quantizer_of
 from app.model.structure import BaseModel
+from app.model.verification import verify_compiled
 from app.training.auto_settings import AUTO
 from app.training.choices import Choices, choose, sections_of
 from app.training.setup import stepper_of
@@ -132,7 +132,7 @@ class Ours:
         self._stepper = stepper_of(model, run, prepared.runtime, prepared.choices.precision)
         choose_loss_head(model, first.to(device))
         if model.compiled_layers is not None:
-            compared = verify_compiled(model, model.trained(), model.compiled_layers, first.to(device), model.compute)
+            compared = verify_compiled(model, model.compiled_layers, first.to(device))
             assert compared.passed, compared
         self.network: nn.Module = model.network
         self.attention = prepared.choices.attention

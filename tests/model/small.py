@@ -13,9 +13,9 @@ from app.config.tasks import TASKS, Task
 from app.model.attention import register
 from app.model.build import ModelSections, build_training_model
 from app.model.comparison import Comparison
-from app.model.compile import verify_compiled
 from app.model.structure import model_class
 from app.model.training_model import TrainingModel
+from app.model.verification import verify_compiled
 
 CAUSAL = TASKS["causal"]
 VOCABULARY = 64
@@ -370,5 +370,5 @@ def verified(training_model: TrainingModel, batch: Batch) -> Comparison | None:
     """Compare compiled layers with their own forward."""
     layers = training_model.compiled_layers
     assert layers is not None
-    found = verify_compiled(training_model, training_model.trained(), layers, batch, training_model.compute)
+    found = verify_compiled(training_model, layers, batch)
     return next(iter(found.or_leave(layers.give_up)), None)
