@@ -7,7 +7,7 @@ passes without a gradient, use the layer's own forward: evaluations, answers, mi
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from importlib.util import find_spec
 from types import FunctionType
@@ -97,7 +97,8 @@ class CompiledLayers:
         self.graphs = 0
         self.seconds = 0.0
         self.verified = False  # a further graph is an error
-        self.worst_ratio = 0.0  # of errors, as verification found
+        self.worst_ratio = 0.0  # of `errors`, which verification finds
+        self.errors: Sequence[Any] = ()
         self.fault: str | None = None  # why layers use their own forward after all
         self.is_on = True
         self._visit: Visit | None = None

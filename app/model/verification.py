@@ -115,7 +115,7 @@ def verify_compiled(model: Model, layers: CompiledLayers, batch: Batch) -> Compa
             model.hidden_states(batch)
     found = verifier.result()
     layers.seconds += time.perf_counter() - began
-    layers.verified, layers.worst_ratio = True, found.difference
+    layers.verified, layers.worst_ratio, layers.errors = True, found.difference, verifier.errors
     return found
 
 
@@ -131,7 +131,7 @@ class _Verifier:
         self._model, self._layers, self._places = model, layers, compared.places
         self._recorded: dict[int, tuple[LayerCall, bool]] = {}
         self._needs_gradient = False  # of the next layer's input
-        self._errors: list[TensorError] = []
+        self.errors: list[TensorError] = []
         self._fault: str | None = None
 
     def record(self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall) -> Any:
@@ -151,7 +151,7 @@ class _Verifier:
         if self._fault is None:
             torch.manual_seed(number)
             try:
-                self._errors += self._errors_of(number, layer, own, call, masks)
+                self.errors += self.errors_of(number, layer, own, call, masks)
             except Exception as fault:
                 if is_out_of_memory(fault):
                     raise
@@ -193,18 +193,18 @@ class _Verifier:
         words = "error of compiled layers by that of their own forward"
         if self._fault is not None:
             return Fault(self._fault, math.nan, 0.0)
-        if not self._errors:  # no layer can be compiled
+        if not self.errors:  # no layer can be compiled
             return Comparison(words, 0.0, _MAX_WORST)
-        worst = max(self._errors, key=lambda each: math.inf if math.isnan(each.ratio) else each.ratio)
+        worst = max(self.errors, key=lambda each: math.inf if math.isnan(each.ratio) else each.ratio)
         if not worst.ratio <= _MAX_WORST:
             return _refusal(f"layer {worst.layer}", worst, _MAX_WORST)
-        mean = max(_means(self._errors), key=lambda each: each.ratio)
+        mean = max(mean_errors(self.errors), key=lambda each: each.ratio)
         if not mean.ratio <= _MAX_MEAN:
             return _refusal("mean over layers", mean, _MAX_MEAN)
         return Comparison(words, worst.ratio, _MAX_WORST)
 
 
-def _means(errors: Iterable[TensorError]) -> list[TensorError]:
+def mean_errors(errors: Iterable[TensorError]) -> list[TensorError]:
     """Return the mean errors over all layers of each kind of tensor."""
     by_name = defaultdict[str, list[TensorError]](list)
     for each in errors:

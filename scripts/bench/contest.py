@@ -1,14 +1,19 @@
 """A measurement as plain data for another process, and the models that are measured.
 
-Nothing here imports torch, whose memory would count as the peak of the children.
+Nothing here imports torch, whose memory would count as the peak of the children, and the module itself only the
+standard library, so that it works before anything is installed.
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from app.config.load import compose_run
-from app.config.schema import RunConfig
+if TYPE_CHECKING:
+    from app.config.schema import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +81,10 @@ SHAPES: dict[str, list[str]] = {
 }
 
 
-def run_of(contest: Contest, settings: tuple[str, ...] = ()) -> RunConfig:
+def run_of(contest: Contest, settings: tuple[str, ...] = ()) -> "RunConfig":
     """The configuration that all contenders follow; `settings` are those of one of our variants."""
+    from app.config.load import compose_run
+
     chosen = [
         f"recipe={contest.method}",
         *SHAPES[contest.model],
@@ -99,3 +106,27 @@ def run_of(contest: Contest, settings: tuple[str, ...] = ()) -> RunConfig:
 def _last_of_each(settings: list[str]) -> list[str]:
     """The last setting of each key; Hydra would refuse two values of one group."""
     return list({text.partition("=")[0]: text for text in settings}.values())
+
+
+def environment(contest: Contest) -> dict[str, str]:
+    """Variables of a contender's process: offline, the contest's threads, and on a CPU no visible GPU."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if contest.device == "cpu" else {}
+    return {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": str(contest.threads),
+        **OFFLINE,
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        **hidden,
+    }
+
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "offline",
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+}

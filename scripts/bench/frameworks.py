@@ -17,10 +17,20 @@ TRL = "1.16.0"
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """`build` takes overrides of our configuration too; `requires` names what is missing."""
+    """`build` takes overrides of our configuration too; `requires` names what is missing.
+
+    `imports` are modules to import while others are measured. None of them uses the device, except Unsloth's: it
+    replaces parts of transformers, PEFT and TRL, so it must come before them.
+    """
 
     build: Callable[[Contest, tuple[str, ...]], "Contender"]
     requires: Callable[[Contest], list[str]] = lambda _contest: []
+    imports: tuple[str, ...] = (
+        "scripts.bench.loops",
+        "transformers.models.llama.modeling_llama",
+        "torch._inductor.compile_fx",
+        "datasets",
+    )
 
 
 def _loop(name: str) -> Callable[[Contest, tuple[str, ...]], "Contender"]:
@@ -45,6 +55,8 @@ def _trl(name: str) -> Callable[[Contest, tuple[str, ...]], "Contender"]:
 
 
 def _unsloth(contest: Contest, settings: tuple[str, ...]) -> "Contender":
+    import unsloth  # noqa: F401  first: it replaces parts of packages that ours import
+
     from scripts.bench.with_unsloth import Unsloth
 
     return Unsloth(contest, settings)
@@ -82,7 +94,7 @@ FRAMEWORKS: dict[str, Framework] = {
     "trl_default": Framework(_trl("default"), _needs_trl),
     "trl_fair": Framework(_trl("fair"), _needs_trl),
     "trl_fair_liger": Framework(_trl("fair_liger"), _needs_liger),
-    "unsloth": Framework(_unsloth, _needs_unsloth),
+    "unsloth": Framework(_unsloth, _needs_unsloth, ("unsloth",)),
 }
 
 

@@ -1,6 +1,7 @@
 """This program's own step and plain PyTorch loops, on documents and weights that are the same for all contenders."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from app.config.tasks import TASKS
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import label_next_tokens
 from app.distributed.process_group import Runtime, start
+from app.errors import gist
 from app.memory.estimate import plan_memory
 from app.memory.fit import machine_of
 from app.memory.planner import Planner
@@ -23,10 +25,12 @@ from app.model.adapters import add_adapter
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, build_training_model, choose_loss_head
+from app.model.compile import CompiledLayers
 from app.model.load_base import load_base
 from app.model.quantization import quantizer_of
 from app.model.structure import BaseModel
-from app.model.verification import verify_compiled
+from app.model.training_model import TrainingModel
+from app.model.verification import mean_errors, verify_compiled
 from app.training.auto_settings import AUTO
 from app.training.choices import Choices, choose, sections_of
 from app.training.setup import stepper_of
@@ -131,9 +135,9 @@ class Ours:
         model = build_training_model(sections_of(run, prepared.choices), device, run.seed, BASE)
         self._stepper = stepper_of(model, run, prepared.runtime, prepared.choices.precision)
         choose_loss_head(model, first.to(device))
+        self.verified: dict[str, Any] | None = None
         if model.compiled_layers is not None:
-            compared = verify_compiled(model, model.compiled_layers, first.to(device))
-            assert compared.passed, compared
+            self.verified = _verify(model, model.compiled_layers, first.to(device))
         self.network: nn.Module = model.network
         self.attention = prepared.choices.attention
         self.layout = BINS if run.batching.packing else PADDED
@@ -150,6 +154,29 @@ class Ours:
         device = "gpu" if self._prepared.contest.device == "cuda" else "cpu"
         choices = self._prepared.choices
         return plan_memory(self._run, self._shape, device, choices=choices, steps_only=True).peak_bytes
+
+
+def _verify(model: TrainingModel, layers: CompiledLayers, batch: Batch) -> dict[str, Any]:
+    """Return the result of the verification; layers that fail it are computed without the compiler, as in a run."""
+    begun = time.perf_counter()
+    try:
+        comparison = verify_compiled(model, layers, batch)
+        comparison.or_leave(layers.give_up)
+        result = str(comparison)
+    except Exception as fault:  # noqa: BLE001  it may run out of memory; the steps are measured all the same
+        result = f"{type(fault).__name__}: {gist(fault)}"
+        layers.give_up(result)
+    on_gpu = batch.ids.is_cuda
+    return {
+        "result": result,
+        "measured": "compiled layers" if layers.is_on else "compile=none, because the verification failed",
+        "graphs": layers.graphs,
+        "compile_seconds": round(layers.seconds, 3),
+        "seconds": round(time.perf_counter() - begun, 3),
+        "reserved_bytes": torch.cuda.max_memory_reserved(batch.ids.device) if on_gpu else None,
+        "worst_ratio": layers.worst_ratio,
+        "mean_errors": {each.name: [each.compiled, each.own] for each in mean_errors(layers.errors)},
+    }
 
 
 class Collator:

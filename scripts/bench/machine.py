@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import app
 from app.tracking.manifest import git_state, versions
-from app.training.memory_in_use import device_used_bytes
-from app.training.step_profile import operations_of
 from scripts.bench.contest import Contest
+from scripts.bench.gauge import Gauge
 
 _PEERS = ("trl", "liger-kernel", "unsloth", "triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flash-attn")
 # Dense bf16, from the vendor's data sheets, in 1e12 operations per second. The first that is part of the name counts.
@@ -102,16 +101,18 @@ class Clock:
     the first step, which may compile, and at the end of the warm-up, where peak memory begins anew.
     """
 
-    def __init__(self, device: torch.device, warm_up: int, steps: int, *, profile: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, warm_up: int, steps: int, *, profile: bool = False, gauge: Gauge | None = None
+    ) -> None:
         self.device = device
+        self.gauge = gauge or Gauge(device)
         self.warm_up = warm_up
         self.steps = steps
         self.first_step = 0.0
         self.cpu_seconds = 0.0
-        self.context_bytes: int | None = None  # in use on a GPU beside torch's allocator, by all processes
-        self.operations: list[dict[str, Any]] = []  # of the profiled step, the slowest first
-        self._profiler: Any = torch.profiler.profile() if profile else None
-        self.peak_before = (0, 0)
+        self.context_bytes: int | None = None  # of this process on a GPU, outside torch's allocator
+        self.profiler: Any = torch.profiler.profile(record_shapes=True) if profile else None
+        self.peak_before = self.peak_measured = (0, 0)  # bytes allocated and reserved on a GPU
         self._losses: list[Tensor | float] = []
         self._marks: list[float | torch.cuda.Event] = []
         self._begun = 0.0
@@ -124,6 +125,8 @@ class Clock:
     def begin(self) -> None:
         """Start the clock, just before the first step."""
         self._wait()
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # what building reserved is no part of the steps
         self._begun = time.perf_counter()
         if self.warm_up == 0:
             self._start_measuring()
@@ -163,21 +166,28 @@ class Clock:
                 torch.cuda.max_memory_reserved(self.device),
             )
             torch.cuda.reset_peak_memory_stats(self.device)
+        self.gauge.start()
         self.cpu_seconds = time.process_time()
         self._mark()
 
     def _end_measuring(self) -> None:
         self._wait()
         self.cpu_seconds = time.process_time() - self.cpu_seconds
+        self.gauge.stop()
+        own = self.gauge.own_bytes()
+        if own is not None:
+            self.context_bytes = own - torch.cuda.memory_reserved(self.device)
         if self.on_gpu:
-            self.context_bytes = (device_used_bytes() or 0) - torch.cuda.memory_reserved(self.device)
-        if self._profiler is not None:
-            self._profiler.start()
+            self.peak_measured = (
+                torch.cuda.max_memory_allocated(self.device),
+                torch.cuda.max_memory_reserved(self.device),
+            )
+        if self.profiler is not None:
+            self.profiler.start()
 
     def _end_profile(self) -> None:
         self._wait()
-        self._profiler.stop()
-        self.operations = operations_of(self._profiler, on_gpu=self.on_gpu)
+        self.profiler.stop()
 
     def _mark(self) -> None:
         if not self.on_gpu:

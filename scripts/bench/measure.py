@@ -1,13 +1,17 @@
 """Measurement of one contender, in a process of its own.
 
-python -m scripts.bench.measure CONTEST.json RESULT.json
+python -m scripts.bench.measure CONTEST.json RESULT.json [TURN]
+
+With TURN it imports its packages and waits until that file exists, before it uses the device.
 """
 
+import os
 import sys
 import time
 import warnings
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from statistics import mean, median
@@ -17,27 +21,47 @@ from app.files import write_json
 from scripts.bench.contest import Contest, contest_of
 from scripts.bench.frameworks import FRAMEWORKS, split_settings
 
-_SHOWN_OPERATIONS = 40  # of a profiled step
-
 
 def main() -> None:
     """The result is written only when there is one; what went wrong is on standard error."""
     contest = contest_of(Path(sys.argv[1]).read_text())
     warnings.simplefilter("ignore")
+    missing = FRAMEWORKS[split_settings(contest.framework)[0]].requires(contest)
+    if missing:
+        sys.exit(f"needs {' and '.join(missing)}")
+    if len(sys.argv) > 3:
+        _await_turn(contest, Path(sys.argv[3]))
     write_json(Path(sys.argv[2]), measured(contest))
+
+
+def _await_turn(contest: Contest, turn: Path) -> None:
+    parent, begun = os.getppid(), time.perf_counter()
+    for name in FRAMEWORKS[split_settings(contest.framework)[0]].imports:
+        import_module(name)
+    import torch
+
+    device = "initialized" if torch.cuda.is_initialized() else "not initialized"
+    print(f"imported in {time.perf_counter() - begun:.1f} s, CUDA {device}", flush=True)
+    while not turn.exists():
+        if os.getppid() != parent:
+            sys.exit("the benchmark that started it has ended")
+        time.sleep(0.05)
 
 
 def measured(contest: Contest) -> dict[str, Any]:
     """Build, train, read the clock."""
     import torch
 
-    from scripts.bench.machine import Clock
+    from scripts.bench.gauge import Gauge
 
     begun = time.perf_counter()
     framework, settings = split_settings(contest.framework)
-    contender = FRAMEWORKS[framework].build(contest, settings)
     device = torch.device(contest.device)
-    clock = Clock(device, contest.warm_up, contest.steps, profile=contest.profile)
+    gauge = Gauge(device)
+    contender = FRAMEWORKS[framework].build(contest, settings)
+    from scripts.bench.machine import Clock  # not before Unsloth, which must be imported before transformers
+
+    clock = Clock(device, contest.warm_up, contest.steps, profile=contest.profile, gauge=gauge)
     start_seconds = time.perf_counter() - begun
     contender.train(clock)
     return {
@@ -49,6 +73,7 @@ def measured(contest: Contest) -> dict[str, Any]:
 
 
 def _result(contest: Contest, contender: Any, clock: Any) -> dict[str, Any]:
+    from scripts.bench.kernels import kernels_of
     from scripts.bench.loops import Ours, positions_in
     from scripts.bench.machine import here, matrix_weights, mfu, peak_tflops
     from scripts.bench.workload import digest, sizes_of, workload
@@ -83,7 +108,9 @@ def _result(contest: Contest, contender: Any, clock: Any) -> dict[str, Any]:
         "layout": contender.layout,
         "recomputed": contender.recomputed if isinstance(contender, Ours) else contest.recompute,
         "workload": digest(steps),
-        "operations": clock.operations[:_SHOWN_OPERATIONS],
+        "verified": contender.verified if isinstance(contender, Ours) else None,
+        "gpu": clock.gauge.facts(),
+        **(kernels_of(clock.profiler, contest, vocabulary) if contest.profile else {}),
         **here(clock.device),
     }
 
@@ -101,24 +128,15 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def _memory(clock: Any) -> dict[str, int | None]:
-    """`peak_memory_bytes` is that of the measured steps on a GPU, of the whole process on a CPU."""
-    import torch
-
+    """The peaks are those of the measured steps on a GPU; on a CPU that of the whole process."""
     from scripts.bench.machine import process_peak_bytes
 
-    if not clock.on_gpu:
-        return {
-            "peak_memory_bytes": process_peak_bytes(),
-            "peak_reserved_bytes": None,
-            "peak_memory_bytes_of_all": None,
-            "context_bytes": None,
-        }
-    allocated = torch.cuda.max_memory_allocated(clock.device)
-    reserved = torch.cuda.max_memory_reserved(clock.device)
+    (allocated, reserved), before = clock.peak_measured, clock.peak_before
     return {
-        "peak_memory_bytes": allocated,
-        "peak_reserved_bytes": max(reserved, clock.peak_before[1]),
-        "peak_memory_bytes_of_all": max(allocated, clock.peak_before[0]),
+        "peak_memory_bytes": allocated if clock.on_gpu else process_peak_bytes(),
+        "peak_reserved_bytes": reserved if clock.on_gpu else None,
+        "peak_memory_bytes_of_all": max(allocated, before[0]) if clock.on_gpu else None,
+        "peak_reserved_bytes_of_all": max(reserved, before[1]) if clock.on_gpu else None,
         "context_bytes": clock.context_bytes,
     }
 

@@ -21,12 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, or as a module
 
-from scripts.bench.contest import METHODS, SHAPES, Contest
+from scripts.bench.contest import METHODS, ROOT, SHAPES, Contest, environment
 from scripts.bench.frameworks import FRAMEWORKS, is_framework, split_settings
 from scripts.bench.table import allowed_at, furthest
 from scripts.bench.workload import MIXES
 
-ROOT = Path(__file__).resolve().parents[2]
 DIFFER, INCOMPLETE = 1, 3
 Line = dict[str, Any]
 
@@ -145,7 +144,7 @@ def _run(contest: Contest, arguments: list[str], seconds: float) -> str:
         done = subprocess.run(
             [python, "-m", "scripts.bench.measure", *arguments],
             cwd=ROOT,
-            env=os.environ | _environment(contest),
+            env=os.environ | environment(contest),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -158,21 +157,6 @@ def _run(contest: Contest, arguments: list[str], seconds: float) -> str:
     said = [line for line in done.stdout.splitlines() if line.strip()]
     print("\n".join(said[-12:]) if done.returncode else "", file=sys.stderr, end="\n" if done.returncode else "")
     return f"exit code {done.returncode}: {said[-1].strip() if said else 'it said nothing'}"
-
-
-def _environment(contest: Contest) -> dict[str, str]:
-    """Offline, on the threads that were asked for, and on a CPU with no GPU in sight."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if contest.device == "cpu" else {}
-    return {
-        "PYTHONPATH": os.pathsep.join(path),
-        "OMP_NUM_THREADS": str(contest.threads),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "UNSLOTH_DISABLE_STATISTICS": "1",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        **hidden,
-    }
 
 
 def _words(line: Line) -> str:

@@ -1,7 +1,7 @@
 """Unsloth, where it starts: its model of the same weights, in TRL's trainer, packed, as its own guides have it.
 
-It replaces parts of transformers, PEFT and TRL as it is imported, so it comes first and never shares a process. It
-reads models from folders only: the random base is written to one.
+It replaces parts of transformers, PEFT and TRL as it is imported, so it comes before this module and never shares a
+process. It reads models from folders only, and wants a tokenizer in them: the random base is written to one.
 """
 
 import tempfile
@@ -14,6 +14,7 @@ from app.model.adapters import layers_to_adapt
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES
 from app.model.load_base import load_base
+from app.model.tokenizer import load_tokenizer
 from scripts.bench.contest import Contest
 from scripts.bench.loops import BASE, PACKED, Prepared, prepare
 from scripts.bench.machine import Clock
@@ -27,8 +28,6 @@ class Unsloth:
     attention = "its own"
 
     def __init__(self, contest: Contest, settings: tuple[str, ...]) -> None:
-        import unsloth  # noqa: F401
-
         prepared = prepare(contest, settings)
         with tempfile.TemporaryDirectory() as folder:
             names = _write_base(prepared, folder)
@@ -42,11 +41,12 @@ class Unsloth:
 
 
 def _write_base(prepared: Prepared, folder: str) -> list[str]:
-    """The weights that ours begins with; returns which layers get adapters."""
+    """Write the weights that ours starts with, and a tokenizer; return which layers get adapters."""
     run, device = prepared.run, prepared.runtime.device
     task, dtype = TASKS[run.task.kind], DTYPES[prepared.choices.precision].base
     lm = load_base(run.model, task, LoadOptions(dtype, device, "sdpa"), run.seed)
     lm.save_pretrained(folder)
+    load_tokenizer(run.model, needs_template=False).save_pretrained(folder)
     return sorted({name.rpartition(".")[2] for name in layers_to_adapt(run.adapter.targets, lm)})
 
 

@@ -1,0 +1,81 @@
+"""Clock, power and temperature of a GPU while steps are measured, and memory of other processes, from NVML."""
+
+import os
+import threading
+from contextlib import suppress
+from statistics import mean
+from typing import Any
+
+import torch
+
+_INTERVAL = 0.1  # seconds between two samples
+_CONTEXTS_BYTES = 2 << 30  # of processes that wait with an empty CUDA context
+
+
+class Gauge:
+    """Create it before the process uses the device; `start` and `stop` enclose the measured steps.
+
+    Every value is None without an NVIDIA GPU, its driver or nvidia-ml-py.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._nvml: Any = None
+        self._gpu: Any = None
+        self._samples: list[tuple[float, float, float]] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        if device.type == "cuda":
+            with suppress(Exception):  # errors of the driver have classes of nvidia-ml-py
+                self._connect(device)
+        self.others_bytes = self._used_bytes()
+
+    def start(self) -> None:
+        """Start to sample."""
+        if self._gpu is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop sampling."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def facts(self) -> dict[str, Any]:
+        """Return means over the samples, and whether no other process used the device."""
+        means = [round(mean(values), 1) for values in zip(*self._samples, strict=True)] or [None, None, None]
+        return {
+            **dict(zip(("sm_mhz", "watts", "celsius"), means, strict=True)),
+            "samples": len(self._samples),
+            "others_bytes": self.others_bytes,
+            "alone": None if self.others_bytes is None else self.others_bytes < _CONTEXTS_BYTES,
+        }
+
+    def own_bytes(self) -> int | None:
+        """Return the device memory of this process; None where the driver does not know it, as in most containers."""
+        with suppress(Exception):
+            processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._gpu)
+            return next((each.usedGpuMemory for each in processes if each.pid == os.getpid()), None)
+        return None
+
+    def _connect(self, device: torch.device) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(device).uuid
+        self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+    def _used_bytes(self) -> int | None:
+        with suppress(Exception):  # version 2 does not count what the driver reserves
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(self._gpu, version=self._nvml.nvmlMemory_v2).used)
+        return None
+
+    def _sample(self) -> None:
+        nvml, gpu = self._nvml, self._gpu
+        while True:
+            with suppress(nvml.NVMLError):
+                clock = nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
+                watts = nvml.nvmlDeviceGetPowerUsage(gpu) / 1000
+                celsius = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+                self._samples.append((clock, watts, celsius))
+            if self._stopped.wait(_INTERVAL):
+                return
