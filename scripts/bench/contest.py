@@ -108,25 +108,20 @@ def _last_of_each(settings: list[str]) -> list[str]:
     return list({text.partition("=")[0]: text for text in settings}.values())
 
 
-def environment(contest: Contest) -> dict[str, str]:
-    """Variables of a contender's process: offline, the contest's threads, and on a CPU no visible GPU."""
+def environment(device: str, threads: int) -> dict[str, str]:
+    """Return the variables of a process that measures: offline, the number of threads, and on a CPU no visible GPU."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if contest.device == "cpu" else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     return {
         "PYTHONPATH": os.pathsep.join(path),
-        "OMP_NUM_THREADS": str(contest.threads),
-        **OFFLINE,
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "offline",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         **hidden,
     }
-
-
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-    "WANDB_MODE": "offline",
-    "UNSLOTH_DISABLE_STATISTICS": "1",
-}

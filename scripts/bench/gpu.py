@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.contest import OFFLINE, ROOT, environment
+from scripts.bench.contest import ROOT, environment
 from scripts.bench.plan import Item, Plan, read_plan
 
 INCOMPLETE = 3
@@ -89,7 +89,7 @@ class Session:
         self._out: Path = options.out
         self._work = work
         self._begun: float = options.begun
-        self._ends = self._begun + options.seconds
+        self._limit: float = options.seconds
         self._started: list[Started] = []  # that are not finished
         self._waiting: dict[int, Started] = {}  # by their places in the queue
         self._number = 0
@@ -115,7 +115,7 @@ class Session:
         last = plan.repeated
         spare = last.seconds if last else 0.0
         for item in plan.turns:
-            fits = ends + item.seconds + spare <= self._options.seconds
+            fits = ends + item.seconds + spare <= self._limit
             ends += item.seconds if fits else 0.0
             self._say(f"expected: {item.name}, " + (f"until {ends:.0f} s" if fits else "no time left for it"))
         if last:
@@ -127,7 +127,7 @@ class Session:
         queue = [*plan.turns, *([repeated] if repeated else [])]
         self._fill(queue, 0)
         self._beside(plan.beside)
-        results: dict[str, Line] = {}
+        rates: list[float] = []
         for place, item in enumerate(queue):
             spare = repeated.seconds if repeated and item is not repeated else 0.0
             started = self._waiting.pop(place, None)
@@ -136,8 +136,11 @@ class Session:
                 continue
             started = started or self._start(item)
             self._fill(queue, place + 1)
-            results[item.name] = self._turn(started)
-        self._say_noise(plan, results)
+            line = self._turn(started)
+            if repeated and item in (plan.first, repeated) and "tokens_per_second" in line:
+                rates.append(line["tokens_per_second"])
+        if len(rates) == 2:
+            self._say(f"the first contest and its repetition differ by {abs(rates[1] / rates[0] - 1):.1%}")
 
     def stop_all(self) -> None:
         """Kill everything that was started and is not finished."""
@@ -203,7 +206,7 @@ class Session:
     def _environment(self, item: Item) -> dict[str, str]:
         is_unsloth = item.contest is not None and item.contest.framework == "unsloth"
         site = self._work / ("site-unsloth" if is_unsloth else "site")
-        variables = environment(item.contest) if item.contest else {"PYTHONPATH": str(ROOT), **OFFLINE}
+        variables = environment(self._options.device, item.threads)
         return {
             **variables,
             "PYTHONPATH": os.pathsep.join([str(site), variables["PYTHONPATH"]]),
@@ -242,18 +245,11 @@ class Session:
             _kill(started.process)
             self._started.remove(started)
 
-    def _say_noise(self, plan: Plan, results: dict[str, Line]) -> None:
-        rates = [
-            line["tokens_per_second"] for line in results.values() if line["name"] in _pair(plan) and "mfu" in line
-        ]
-        if len(rates) == 2:
-            self._say(f"the first contest and its repetition differ by {abs(rates[1] / rates[0] - 1):.1%}")
-
     def _seconds(self) -> float:
         return time.monotonic() - self._begun
 
     def _left(self) -> float:
-        return self._ends - time.monotonic()
+        return self._begun + self._limit - time.monotonic()
 
     def _say(self, words: str) -> None:
         line = f"[{self._seconds():5.1f}] {words}"
@@ -263,11 +259,6 @@ class Session:
     def _append(self, name: str, text: str) -> None:
         with (self._out / name).open("a", encoding="utf-8") as file:
             file.write(text)
-
-
-def _pair(plan: Plan) -> tuple[str, ...]:
-    repeated = plan.repeated
-    return (repeated.name, repeated.name.removesuffix(", repeated")) if repeated else ()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -35,6 +35,7 @@ class Item:
     name: str
     seconds: float
     limit: float
+    threads: int
     contest: Contest | None = None
     command: tuple[str, ...] = ()  # words with {python}, {device}, {lines} and {seconds}
 
@@ -47,9 +48,14 @@ class Plan:
     turns: list[Item]
 
     @property
+    def first(self) -> Item | None:
+        """The first contest."""
+        return next((item for item in self.turns if item.contest), None)
+
+    @property
     def repeated(self) -> Item | None:
-        """The first contest, to see by how much equal measurements differ."""
-        first = next((item for item in self.turns if item.contest), None)
+        """The first contest once more, to see by how much equal measurements differ."""
+        first = self.first
         if first is None or first.contest is None:
             return None
         return replace(first, name=f"{first.name}, repeated", contest=replace(first.contest, turn=1))
@@ -69,14 +75,14 @@ def read_plan(file: Path, device: str, *, tiny: bool) -> Plan:
 
 def _item(values: dict[str, Any], common: dict[str, Any], phase: dict[str, Any], tiny: bool) -> Item:
     seconds = min(values["seconds"], _TINY_SECONDS) if tiny else values["seconds"]
-    limit = values.get("limit", phase["limit"])
+    limit, common = values.get("limit", phase["limit"]), common | phase.get("contest", {})
     if "command" in values:
-        words = shlex.split(f"{values['command']} {values.get('tiny', '') if tiny else ''}")
-        return Item(name=values["name"], seconds=seconds, limit=limit, command=tuple(words))
-    contest = _contest(values, common | phase.get("contest", {}), tiny)
+        words = tuple(shlex.split(f"{values['command']} {values.get('tiny', '') if tiny else ''}"))
+        return Item(name=values["name"], seconds=seconds, limit=limit, threads=common["threads"], command=words)
+    contest = _contest(values, common, tiny)
     parts = [contest.framework, contest.model, contest.method, *contest.settings]
     name = " ".join([*parts, *(["recompute"] if contest.recompute else [])])
-    return Item(name=name, seconds=seconds, limit=limit, contest=contest)
+    return Item(name=name, seconds=seconds, limit=limit, threads=contest.threads, contest=contest)
 
 
 def _contest(values: dict[str, Any], common: dict[str, Any], tiny: bool) -> Contest:

@@ -144,7 +144,7 @@ def _run(contest: Contest, arguments: list[str], seconds: float) -> str:
         done = subprocess.run(
             [python, "-m", "scripts.bench.measure", *arguments],
             cwd=ROOT,
-            env=os.environ | environment(contest),
+            env=os.environ | environment(contest.device, contest.threads),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
