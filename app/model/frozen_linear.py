@@ -77,7 +77,8 @@ class Int8Linear(FrozenLinear):
         super().__init__(weight, bias)
         integers, largest, _ = int8_vectorwise_quant(weight.to(torch.float16).contiguous())
         self.weight = nn.Parameter(integers, requires_grad=False)
-        self.register_buffer("scale", largest[:, None] / _INT8_MAX)
+        # a GPU would divide by multiplying with the reciprocal, a CPU not: this is the same number on both
+        self.register_buffer("scale", largest[:, None] * (1 / _INT8_MAX))
 
     def product(self, prepared: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(prepared.dtype)

@@ -252,6 +252,13 @@ def test_int8_layer_computes_as_that_of_bitsandbytes() -> None:
     assert distance(of_x, of_x_wanted) <= 1e-6
 
 
+def test_int8_scale_is_product_with_reciprocal() -> None:
+    """To the bit, as a GPU divides by a number: both devices have the same scales."""
+    weight = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
+    largest = weight.half().float().abs().amax(1, keepdim=True)
+    assert torch.equal(Int8Linear(weight, None).scale, largest * torch.tensor(1 / 127))
+
+
 def test_nf4_evaluation_leaves_base_and_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a CPU with avx512_bf16, on which bitsandbytes rearranges weights at the first evaluation
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
