@@ -12,6 +12,7 @@ from app.batch import Batch
 from app.config.schema import QuantizationConfig
 from app.model import lora_inits
 from app.model.build import build_base, build_training_model
+from app.model.quantization import weight_of
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     batch_of,
@@ -105,17 +106,21 @@ def test_corda_splits_the_base_as_peft_does(kind: str) -> None:
         assert distance(layer.get_base_layer().weight, other.get_base_layer().weight) <= 1e-3
 
 
+def require_best_update(model: TrainingModel, base: Any) -> None:
+    """The adapter leaves as little of what packing lost of `base` as any of its rank can."""
+    assert model.quantizer is not None
+    for name, layer in layers_of(model).items():
+        plain, kept = base.get_submodule(name), model.quantizer.unpacked(layer.get_base_layer(), torch.float32)
+        error = weight_of(plain).to(kept.device) - kept
+        best = torch.linalg.svdvals(error)[4:].square().sum().sqrt()
+        assert 0 < best < 0.95 * error.norm()
+        assert (error - update_of(layer)).norm() == pytest.approx(float(best), rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_loftq_begins_with_best_update_for_what_packing_lost(kind: str) -> None:
     nf4 = QuantizationConfig(kind="nf4", double_quant=True)
     model = begun("loftq", kind, [packed(DOCUMENTS)], quantization=nf4)
     base = build_base(sections(model_config(kind, architecture=wide_numbers(kind)), lora()), CPU, 0)
     assert any("adapter.init=loftq: begins with" in each for each in model.remarks())
-    assert model.quantizer is not None
-    for name, layer in layers_of(model).items():
-        weight = base.get_submodule(name).weight.detach()
-        weight = weight.T if kind == "gpt2" else weight
-        error = weight - model.quantizer.unpacked(layer.get_base_layer(), torch.float32)
-        best = torch.linalg.svdvals(error)[4:].square().sum().sqrt()
-        assert 0 < best < 0.95 * error.norm()
-        assert (error - update_of(layer)).norm() == pytest.approx(float(best), rel=1e-3)
+    require_best_update(model, base)

@@ -8,7 +8,7 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.distributed.process_group import start
 from app.model.attention import select
-from app.model.build import build_training_model
+from app.model.build import build_training_model, choose_loss_head
 from app.training.setup import stepper_of
 from app.training.train_step import Stepper
 from tests.model.small import documents_of, packed
@@ -35,9 +35,11 @@ def two_steps(run: RunConfig) -> Stepper:
     model = build_training_model(sections_of(run, attention), runtime.device, run.seed, "nowhere")
     if runtime.device.type == "cuda":
         assert torch.cuda.max_memory_allocated() < 9e9, "the unpacked base was there as a whole"
-    stepper = stepper_of(model, run, runtime, run.precision.kind)
     half = run.batching.bin_tokens // 2
     batch = packed(documents_of((half, half)))
+    choose_loss_head(model, batch.to(runtime.device))
+    assert model.linear is not None
+    stepper = stepper_of(model, run, runtime, run.precision.kind)
     before = [p.detach().clone() for p in model.trained().values()]
     for _ in range(2):
         result = stepper.run([batch], 1e-3)

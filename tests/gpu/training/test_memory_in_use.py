@@ -9,6 +9,7 @@ import torch
 from app.training import memory_in_use
 
 
+@pytest.mark.alone
 def test_a_real_driver_sees_what_another_process_takes() -> None:
     """Its process may be invisible in a container; its memory is not. torch counts a gigabyte as our own."""
 
