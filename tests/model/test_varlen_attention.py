@@ -273,12 +273,15 @@ def test_varlen_requires_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     ("generation", "third", "second", "fourth", "expected"),
     [
         (9, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_3),
-        (8, stand_ins.flash_3, stand_ins.flash_2, None, stand_ins.flash_2),
-        (9, None, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_2),
+        (8, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_2),
+        (9, None, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_4),
+        (9, None, stand_ins.flash_2, None, stand_ins.flash_2),
         (8, None, old, None, None),
         (8, stand_ins.flash_3, None, stand_ins.flash_4, None),
         (9, None, old, stand_ins.flash_4, stand_ins.flash_4),
-        (10, stand_ins.flash_3, None, stand_ins.flash_4, stand_ins.flash_4),
+        (10, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_4),
+        (10, stand_ins.flash_3, stand_ins.flash_2, None, stand_ins.flash_2),
+        (12, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_2),
         (12, None, None, stand_ins.flash_4, None),
     ],
 )

@@ -18,8 +18,6 @@ from app.model.attention.requirements import Kernel, Rules, missing_gpu, require
 from app.model.attention.sdpa import sdpa
 from app.model.kernels import autocast_dtype
 
-_HOPPER, _BLACKWELL = 9, 10  # compute capability
-
 
 def varlen_kernel(name: str, function: Callable[..., Any]) -> Kernel:
     """Attention by `flash_attn_varlen_func` of any version (flash), or by torch's `varlen_attn` (varlen)."""
@@ -70,16 +68,15 @@ def varlen_on(name: str, device: torch.device) -> Kernel:
     return varlen_kernel(name, function)
 
 
-# packages of flash-attn 3, 2 and 4, and the generations of GPUs that they know
-_FLASH = {"flash_attn_interface": (_HOPPER,), "flash_attn": range(8, 100), "flash_attn.cute": (_HOPPER, _BLACKWELL)}
+_FLASH_2, _FLASH_3, _FLASH_4 = "flash_attn", "flash_attn_interface", "flash_attn.cute"  # packages of flash-attn
+# by major compute capability, the fastest first; other GPUs have kernels in flash-attn 2 alone
+_FLASH = {9: (_FLASH_3, _FLASH_4, _FLASH_2), 10: (_FLASH_4, _FLASH_2)}
 
 
 def find_flash(device: torch.device) -> Callable[..., Any] | None:
-    """The first that is installed: flash-attn 3 on Hopper, 2, or 4 on Hopper and Blackwell."""
-    generation = torch.cuda.get_device_capability(device)[0]
-    for package, generations in _FLASH.items():
-        if generation not in generations:
-            continue
+    """Return the function of the fastest flash-attn version that is installed and has kernels for this GPU."""
+    major, _ = torch.cuda.get_device_capability(device)
+    for package in _FLASH.get(major, (_FLASH_2,)):
         try:
             function: Callable[..., Any] = import_module(package).flash_attn_varlen_func
         except (ImportError, AttributeError, OSError):  # missing, or built for another torch
