@@ -169,8 +169,9 @@ def plan_answers(planned: Planned, answers: AnswersConfig, machine: Machine) -> 
         _cache = [value for name, value in out.items() if name != "logits"]
         del out
         cache = counter.current - before
-    temporary = counter.peak - weights - cache - logits
-    verdict = check_fit(replace(planned.plan, peak_bytes=counter.peak, kept_bytes=weights), machine)
+    peak = counter.peak + machine.workspace_bytes
+    temporary = peak - weights - cache - logits
+    verdict = check_fit(replace(planned.plan, peak_bytes=peak, kept_bytes=weights), machine)
     return {
         **(asdict(answers) | {"length": length}),
         "anatomy": {"weights": weights, "cache": cache, "logits": logits, "temporary": temporary},

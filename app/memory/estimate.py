@@ -17,6 +17,7 @@ from app.config.tasks import task_of
 from app.distributed.environment import world
 from app.distributed.fsdp import MeshSizes, mesh_sizes_of
 from app.memory import cuda_ops
+from app.memory.cublas import local_workspace_bytes
 from app.memory.meta_model import MetaModel
 from app.memory.phases import BEGIN, MEMORY_KINDS, PHASES
 from app.memory.shape import Shape
@@ -48,6 +49,16 @@ class MemoryPlan:
     exact: bool  # whether every layer was traced
     traced_layers: int  # layers of the largest trace
     offloaded_bytes: int = 0  # layer inputs of a micro-batch in host memory
+
+    def with_workspaces(self, size: int) -> "MemoryPlan":
+        """Return the plan with `size` bytes of cuBLAS workspaces in every phase."""
+        return replace(
+            self,
+            phases={phase: peak + size for phase, peak in self.phases.items()},
+            peak_bytes=self.peak_bytes + size,
+            anatomy=self.anatomy | {"workspaces": size},
+            largest=self.largest | {"workspaces": size},
+        )
 
 
 class Estimate:
@@ -154,10 +165,14 @@ def plan_memory(
     steps_only: bool = False,
     mesh_sizes: MeshSizes | None = None,
 ) -> MemoryPlan:
-    """Plan the memory of one process. `device`: gpu or cpu. `exact` traces every layer."""
+    """Plan the memory of one process. `device`: gpu or cpu. `exact` traces every layer.
+
+    Workspaces are those of the GPU of this process: a GPU that is not here has none in the plan.
+    """
     choices = choices or planned_choices(run, device)
     estimate = Estimate(run, shape, device, choices, steps_only=steps_only, mesh_sizes=mesh_sizes)
-    return estimate.planned(recomputed_layers(run.training), exact=exact)
+    plan = estimate.planned(recomputed_layers(run.training), exact=exact)
+    return plan.with_workspaces(local_workspace_bytes() if device == "gpu" else 0)
 
 
 def planned_choices(run: RunConfig, device: str) -> Choices:

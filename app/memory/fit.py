@@ -7,14 +7,15 @@ from pathlib import Path
 from app.config.hardware import HardwareConfig, all_hardware
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
+from app.memory.cublas import local_capability, workspace_bytes
 from app.memory.estimate import MemoryPlan
 from app.memory.shape import Shape
 from app.training.memory_in_use import host_bytes, taken_by_others
 from app.training.torch_environment import has_expandable_segments
 
 _GIB = 1 << 30
-# CUDA context, loaded kernels and cuBLAS workspaces of a GPU on which they were not measured
-ASSUMED_CONTEXT_BYTES = 800 << 20
+# CUDA context and loaded kernels of a GPU on which they were not measured
+ASSUMED_CONTEXT_BYTES = 784 << 20
 _MARGIN_SHARE = 0.03  # of the memory of the machine, for other processes and kernels that are loaded late
 # Fragmentation in torch's CUDA caching allocator as a share of live bytes, with and without expandable segments.
 # Simulated, not measured on a GPU: at most 3.3 % and 11.4 % in 14 traces of 16 to 80 layers, of all recipes.
@@ -39,6 +40,7 @@ class Machine:
     flops_per_second: float | None = None
     bytes_per_second: float | None = None
     fp8_flops_per_second: float | None = None
+    workspace_bytes: int = 0  # of cuBLAS, in torch's allocator
 
 
 def machine_of(hardware: HardwareConfig | None) -> Machine:
@@ -55,7 +57,9 @@ def machine_of(hardware: HardwareConfig | None) -> Machine:
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     known = hardware_named(name)
     machine = (
-        Machine(name, name, "gpu", memory, ASSUMED_CONTEXT_BYTES, False)
+        Machine(
+            name, name, "gpu", memory, ASSUMED_CONTEXT_BYTES, False, workspace_bytes=workspace_bytes(local_capability())
+        )
         if known is None
         else _table_machine(known, memory)
     )
@@ -83,6 +87,7 @@ def _table_machine(hardware: HardwareConfig, memory: int) -> Machine:
         flops_per_second=hardware.bf16_tflops * 1e12,
         bytes_per_second=hardware.bandwidth_gb * 1e9,
         fp8_flops_per_second=None if hardware.fp8_tflops is None else hardware.fp8_tflops * 1e12,
+        workspace_bytes=workspace_bytes(hardware.capability),
     )
 
 

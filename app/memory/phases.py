@@ -23,6 +23,7 @@ MEMORY_KINDS = (
     "saved_activations",  # stored by forward for backward
     "temporary",  # of forward, backward and optimizer, recomputation included
     "loss_head",  # logits and their gradients
+    "workspaces",  # of cuBLAS, on a GPU
 )
 
 BEGIN = "init of the adapter"  # from the inputs of its layers

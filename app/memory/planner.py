@@ -100,7 +100,7 @@ class Planner:
 
         def planned(count: int | bool, *, exact: bool = False) -> Planned:
             with_count = replace(run, training=replace(run.training, recompute=count))
-            plan = estimate.planned(count, exact=exact)
+            plan = estimate.planned(count, exact=exact).with_workspaces(self.machine.workspace_bytes)
             seconds = seconds_per_token(with_count, plan, shape.tokens, self.machine)
             verdict = check_fit(plan, self.machine)
             return Planned(with_count, shape, plan, verdict, seconds, estimate.layers)

@@ -22,6 +22,7 @@ PARTS = {
     "saved_activations": "saved activations",
     "temporary": "temporary",
     "loss_head": "loss head",
+    "workspaces": "cuBLAS workspaces",
     "lost_bytes": "allocator",
     "context_bytes": "context",
     "margin_bytes": "margin",

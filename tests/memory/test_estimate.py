@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
 from app.memory.meta_model import MetaModel
-from app.training.choices import sections_of
+from app.memory.planner import Planner
+from app.training.choices import Choices, sections_of
 from tests.harness.composed import composed
+from tests.memory.facts import GPU, MIB
 from tests.memory.truth import PACKED, small_run
 
 NEAR = 4096  # bytes: the stack of gradient norms is rounded up
@@ -87,3 +90,21 @@ def test_plan_with_paged_optimizer_counts_large_states_on_host() -> None:
     assert paged.host_bytes == 2 * 2 * 4096 * 128  # 2 bytes per weight of embedding and head
     assert device.kept_bytes - paged.kept_bytes == paged.host_bytes
     assert device.host_bytes == 0
+
+
+def test_plan_of_present_gpu_has_cublas_workspaces_in_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, choices = small_run("recipe=lora"), Choices("bf16", "varlen")
+    without = plan_memory(run, PACKED, choices=choices)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    found = plan_memory(run, PACKED, choices=choices)
+    assert found.phases == {phase: peak + 64 * MIB for phase, peak in without.phases.items()}
+    assert found.peak_bytes == found.phases[found.peak_where] == sum(found.anatomy.values())
+    assert found.largest["workspaces"] == 64 * MIB
+    assert plan_memory(run, PACKED, "cpu").largest["workspaces"] == 0
+
+
+def test_planner_counts_workspaces_of_its_machine() -> None:
+    run = small_run("recipe=lora", "precision=bf16")
+    plain, larger = (Planner(replace(GPU, workspace_bytes=size)).of_batch(run, PACKED) for size in (0, MIB))
+    assert larger.plan.peak_bytes == plain.plan.peak_bytes + MIB

@@ -8,6 +8,7 @@ import torch
 
 from app.config.hardware import read_hardware
 from app.config.load import compose_run
+from app.memory.cublas import workspace_bytes
 from app.memory.fit import ASSUMED_CONTEXT_BYTES, check_fit, hardware_named, machine_of, time_bound
 from app.memory.shape import worst_case
 from tests.memory.facts import GPU, MIB, plan
@@ -126,7 +127,7 @@ def test_machine_without_gpu_is_processor_and_its_memory() -> None:
 
 def test_machine_of_present_gpu_has_reported_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
-        total_memory = 80 << 30
+        total_memory, major, minor = 80 << 30, 7, 5
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
@@ -134,7 +135,17 @@ def test_machine_of_present_gpu_has_reported_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("app.memory.fit.taken_by_others", lambda: None)
     known = machine_of(None)
     assert (known.name, known.memory_bytes, known.flops_per_second) == ("h100", 80 << 30, 989e12)
+    assert known.workspace_bytes == 64 * MIB
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
     other = machine_of(None)
     assert (other.name, other.device, other.memory_bytes) == ("Tesla T4", "gpu", 80 << 30)
     assert (other.flops_per_second, other.context_is_measured) == (None, False)
+    assert other.workspace_bytes == 2 * 8_519_680
+
+
+@pytest.mark.parametrize(
+    ("capability", "size"),
+    [("8.9", 17_039_360), ("9.0", 64 * MIB), ("10.0", 64 * MIB), ("12.0", 17_039_360), (None, 17_039_360)],
+)
+def test_workspace_bytes_follow_compute_capability(capability: str | None, size: int) -> None:
+    assert workspace_bytes(capability) == size

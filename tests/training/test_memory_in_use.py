@@ -87,7 +87,7 @@ def test_memory_of_the_device_is_asked_of_cuda_where_the_driver_is_silent(monkey
 
 
 def test_memory_plan_counts_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(total_memory=80 << 30)
+    properties = SimpleNamespace(total_memory=80 << 30, major=8, minor=0)
     for name, value in (("is_available", True), ("get_device_name", "Some GPU"), ("get_device_properties", properties)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     full = Taken(80 << 30, 23 << 30, ((5, 22 << 30),))
