@@ -67,7 +67,9 @@ def machine_of(hardware: HardwareConfig | None) -> Machine:
     if in_use is None:
         return machine
     others = f", of which others hold {in_use.bytes / 1e9:.1f} GB" if in_use.bytes >= _GIB else ""
-    return replace(machine, label=machine.label + others, memory_bytes=memory - in_use.bytes)
+    # what the driver reserves is in its total and in use, but not in the memory that torch counts
+    free = min(memory, in_use.total - in_use.bytes)
+    return replace(machine, label=machine.label + others, memory_bytes=free)
 
 
 def hardware_named(name: str) -> HardwareConfig | None:

@@ -172,7 +172,7 @@ def test_check_hardware_with_overrides() -> None:
     assert found.hardware is not None
     assert (found.hardware.name, found.hardware.memory_gib, found.hardware.label) == ("h100", 70.5, "H100")
     assert (found.run.seed, found.overrides, found.exact) == (3, ("seed=3",), True)
-    assert read_hardware(["hardware=h100", "hardware.context_gib=null"]) == read_hardware(["hardware=h100"])
+    assert read_hardware(["hardware=b200", "hardware.context_gib=null"]) == read_hardware(["hardware=b200"])
     assert check_config(["memory"]).hardware is None
     assert check_config(["hardware=auto"]).hardware is None
     assert (check_config([]).checks, check_config(["data"]).checks) == (("data", "memory"), ("data",))

@@ -112,7 +112,7 @@ def test_machine_of_hardware_has_bytes_and_rates() -> None:
     machine = machine_of(read_hardware(["hardware=h100", "hardware.memory_gib=2", "hardware.context_gib=0.5"]))
     assert (machine.memory_bytes, machine.context_bytes, machine.context_is_measured) == (2**31, 2**29, True)
     assert (machine.flops_per_second, machine.bytes_per_second, machine.device) == (989e12, 3.35e12, "gpu")
-    unmeasured = machine_of(read_hardware(["hardware=h100"]))
+    unmeasured = machine_of(read_hardware(["hardware=b200"]))
     assert (unmeasured.context_bytes, unmeasured.context_is_measured) == (ASSUMED_CONTEXT_BYTES, False)
 
 

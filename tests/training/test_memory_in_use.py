@@ -95,6 +95,9 @@ def test_memory_plan_counts_what_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(f"{module}.taken_by_others", lambda: full)
     assert machine_of(None).memory_bytes == 57 << 30
     assert machine_of(None).label == "Some GPU, of which others hold 24.7 GB"
+    reserved = Taken(81 << 30, 1 << 30)  # by the driver, beyond what torch counts
+    monkeypatch.setattr("app.memory.fit.taken_by_others", lambda: reserved)
+    assert machine_of(None).memory_bytes == 80 << 30
     assert notes() == [full.words]
     monkeypatch.setattr(memory_in_use, "taken_by_others", lambda: Taken(80 << 30, 100 << 20))
     assert notes() == [], "a screen is nothing to speak of"
