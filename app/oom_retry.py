@@ -103,6 +103,15 @@ def halve(batch: Batch) -> list[Batch]:
     return []
 
 
+def few_rows(batch: Batch, count: int) -> Batch:
+    """Return the first `count` consecutive data rows with a label, or the batch if it has no more rows."""
+    spare = len(batch.documents_of_rows) - count
+    if spare <= 0:
+        return batch
+    parts = (_part(batch, first, first + count) for first in range(spare + 1))
+    return next((part for part in parts if part.num_labels), _part(batch, 0, count)).to(batch.ids.device)
+
+
 def in_parts_that_fit(batch: Batch, work: Callable[[Batch], Result]) -> Iterator[tuple[Batch, Result]]:
     """Yield the results of `work` on the batch, or on parts of it in their order, halved until they fit."""
     queue = [batch]

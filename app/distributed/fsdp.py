@@ -131,15 +131,16 @@ class Sharding:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Allow backward passes that begin elsewhere than in a forward pass of the model, on all processes alike."""
+        """Allow backward passes that begin elsewhere than in a forward pass of the model, on all processes alike.
+
+        After an error nothing is put back: gathering weights would wait for processes that may not take part.
+        """
         self._root.set_requires_gradient_sync(False)
         self._root.set_reshard_after_backward(False, recurse=False)
-        try:
-            yield
-        finally:
-            self._root.set_reshard_after_backward(True)
-            self._root.set_requires_gradient_sync(True)
-            self.forget_gradients()
+        yield
+        self._root.set_reshard_after_backward(True)
+        self._root.set_requires_gradient_sync(True)
+        self.forget_gradients()
 
     def first_gradient(self, backward: Callable[[], None]) -> tuple[str, Tensor, Tensor]:
         """A small gradient of one layer: its name, as FSDP reduces it, and the plain sum over all processes.

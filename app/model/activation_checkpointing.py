@@ -4,8 +4,8 @@ With offloading these inputs wait in host memory, and come back one at a time, e
 a CPU the same copies are made, within the same memory.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from app.errors import ConfigError
 
 _RANDOM = ("drop", "noise", "jitter")  # in names of config.json
+_IS_RECOMPUTED = "is_recomputed"  # mark of a forward
 
 
 class HostOffload:
@@ -79,6 +80,24 @@ def recompute_rest(lm: nn.Module, already: int) -> int:
     return len(rest)
 
 
+@contextmanager
+def recomputing(lm: nn.Module) -> Iterator[None]:
+    """Context in which all repeated layers are recomputed, for passes forward and backward inside it."""
+    draws, own = draws_random_numbers(lm), {}
+    for layer in repeated_layers(lm):
+        if not hasattr(layer.forward, _IS_RECOMPUTED):
+            own[layer] = vars(layer).get("forward")
+            layer.forward = _recomputed(layer.forward, nullcontext, draws=draws)
+    try:
+        yield
+    finally:
+        for layer, forward in own.items():
+            if forward is None:
+                del layer.forward  # that of its class
+            else:
+                layer.forward = forward
+
+
 def draws_random_numbers(lm: nn.Module) -> bool:
     """Whether a pass of `lm` may draw random numbers, as its modules and its configuration say."""
     dropouts = (module for module in lm.modules() if "dropout" in type(module).__name__.lower())
@@ -128,4 +147,5 @@ def _recomputed(
         with offload():
             return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
+    vars(again)[_IS_RECOMPUTED] = True
     return again

@@ -21,13 +21,13 @@ from app.batch import Batch, PackedSequences
 from app.config.model_kinds import OWN, without_numbers
 from app.config.schema import AdapterConfig
 from app.errors import EnvironmentProblem
-from app.model.activation_checkpointing import repeated_layers
+from app.model.activation_checkpointing import recomputing, repeated_layers
 from app.model.adapters import PREFIX, adapter_of, require_gradient, trained_copies
 from app.model.attention import NAME, own_attention, register_kernel
 from app.model.attention.sdpa import plain_packed
 from app.model.comparison import Comparison, max_or_nan
 from app.model.recurrent import recurrent_mixers
-from app.model.training_model import TrainingModel
+from app.model.training_model import TrainingModel, evaluating
 
 _MAX_DOCUMENTS = 4  # of a classification, compared one by one
 _MAX_PACKED_TOKENS = 2048  # that a pass of the packing check computes
@@ -44,16 +44,13 @@ _HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
 @torch.no_grad()
 def check_head(model: TrainingModel, batch: Batch) -> Comparison:
     """Refuse a model with logits other than its head applied to its backbone's output."""
-    mode = model.training
-    model.eval()
     has_wider = model.has_classes or trained_copies(model.network)  # weights in fp32 beside those of the base
-    with model.autocast(batch.ids.device) if has_wider else contextlib.nullcontext():
+    with evaluating(model), model.autocast(batch.ids.device) if has_wider else contextlib.nullcontext():
         if model.pooled:
             own, ours = _pooled_logits(model, batch)
         else:
             lm, arguments = model.language_model, first_tokens(model, batch, _HEAD_TOKENS)
             own, ours = lm(**arguments).logits[0].float(), model.head(lm.base_model(**arguments)[0][0]).float()
-    model.train(mode)
     error = float((own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny))
     found = Comparison("logits through our head against the model's own", error, _HEAD_TOLERANCE)
     if math.isnan(error):
@@ -145,10 +142,9 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
     """Refuse to train when documents give anything else for being in one row, or in padded ones, as in `batch`."""
     if len(batch.lengths) < 2:
         return []
-    documents, mode = _documents_of(batch), model.training
-    is_packed = len(batch.ids) == 1
-    model.eval()
-    with model.autocast(batch.ids.device):
+    documents, is_packed = _documents_of(batch), len(batch.ids) == 1
+    # layers of the model's own code keep more for backward than the compiled ones of a step
+    with evaluating(model), recomputing(model.network), model.autocast(batch.ids.device):
         separate = _separate(model, documents, "eager")
         layout: Callable[..., _Outcome] = _packed if is_packed else _padded
         together = partial(layout, model, documents, batch.documents)
@@ -165,7 +161,6 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
             with _attention(model, register_kernel(plain_packed, f"{NAME}_plain")):
                 plain = _differences(together(), separate)
             by_attention = all(plain[each] <= allowed[each] for each in plain)
-    model.train(mode)
     if wrong is not None:
         compared[wrong].or_refuse(
             _refusal(model, wrong, compared[wrong], is_packed=is_packed, by_attention=by_attention)
@@ -177,15 +172,17 @@ def check_causal(model: TrainingModel, batch: Batch) -> list[Comparison]:
     """Refuse own attention that lets tokens see those that they must predict; ours never does."""
     if model.attention != OWN or model.pooled or batch.documents is not None:
         return []
-    lm, mode = model.language_model, model.training
-    ids = max(_documents_of(batch), key=len)[None]
-    half = ids.shape[1] // 2
-    model.eval()
-    with model.autocast(ids.device), torch.enable_grad(), _embeddings_as_leaf(lm.get_input_embeddings(), 0) as leaves:
+    lm, ids = model.language_model, max(_documents_of(batch), key=len)[None]
+    half, embeddings = ids.shape[1] // 2, lm.get_input_embeddings()
+    with (
+        evaluating(model),
+        model.autocast(ids.device),
+        torch.enable_grad(),
+        _embeddings_as_leaf(embeddings, 0) as leaves,
+    ):
         states = lm.base_model(input_ids=ids, use_cache=False)[0][0, :half].float()
         weights = torch.cos(torch.arange(states.numel(), device=ids.device).view_as(states))
         (gradient, *_) = torch.autograd.grad((states * weights).sum(), leaves)
-    model.train(mode)
     gradient = gradient.flatten(0, -2)  # rows of tokens, whichever axis is first
     later = float(gradient[half:].abs().max() / gradient.abs().max())
     found = Comparison("what tokens after a state change of it, against nothing", later, 0.0)

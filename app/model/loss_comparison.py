@@ -12,7 +12,7 @@ from app.model.chunked_loss import LinearHead, token_loss_sum
 from app.model.comparison import Comparison, attempt, max_difference, max_or_nan
 from app.model.head import head_parameters
 from app.model.kernels import autocast_dtype, uses_kernels
-from app.model.training_model import TrainingModel
+from app.model.training_model import TrainingModel, evaluating
 
 _LOSS_ROWS = 48
 _LOSS_CHUNK = 20  # rows, so that sums over chunks are compared too
@@ -25,11 +25,9 @@ _LOSS = "loss and gradients of a linear head against those of the model's own"
 
 def compare_loss_head(model: TrainingModel, head: LinearHead, batch: Batch) -> Comparison:
     """Compare loss and gradients of a linear head with those of the model's own."""
-    mode, weighted = model.training, batch.weights is not None
-    model.eval()
-    with torch.no_grad(), model.autocast(batch.ids.device):
+    weighted = batch.weights is not None
+    with evaluating(model), torch.no_grad(), model.autocast(batch.ids.device):
         rows: Tensor = model.language_model.base_model(**first_tokens(model, batch, _LOSS_ROWS))[0][0]
-    model.train(mode)
     faults = Exception if uses_kernels(rows.device) else ()  # any error of a kernel's compiler
     return attempt(lambda: _compare_losses(model, head, rows, weighted=weighted), faults)
 

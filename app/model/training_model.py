@@ -232,6 +232,17 @@ class TrainingModel(nn.Module):
         return self.problem.values(logits[0].float()).cpu()
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context without dropout."""
+    mode = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(mode)
+
+
 def first_position(lm: Any) -> int:
     """RoBERTa and its kin leave the places up to that of their padding token unused."""
     tables = (module for name, module in lm.base_model.named_modules() if name.endswith("position_embeddings"))

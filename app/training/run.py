@@ -69,11 +69,13 @@ def train_in(
     torch.ones(1, device=runtime.device)  # on a GPU it makes the context
     in_use["context"] = device_used_bytes()
     model = _build(resolved, base_path(run.model, folder.base))
-    checks = check_on_loader(model, run.adapter, resolved.loader, runtime.device)
-    stepper = stepper_of(model, run, runtime, resolved.choices.precision)
-    runtime.seed(run.seed)  # anew, whatever was built before
     fingerprint = shared_fingerprint(resolved)
     checkpoints = _checkpoints(resolved, model, folder.checkpoints, fingerprint)
+    with _split_depth_noted(checkpoints):
+        depth = checkpoints.noted_depth()
+        checks = check_on_loader(model, run.adapter, resolved.loader, runtime.device, depth)
+    stepper = stepper_of(model, run, runtime, resolved.choices.precision)
+    runtime.seed(run.seed)  # anew, whatever was built before
     drawn = drawn_start(resolved, model)
     progress = restore_progress(resolved, checkpoints, stepper, fingerprint)
     resolved = with_reference(resolved, model, folder.reference, fingerprint)

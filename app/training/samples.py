@@ -15,12 +15,11 @@ from app.data.objectives import Classification, Objective, WordTags
 from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
 from app.model.generate import end_ids, generate
-from app.model.training_model import TrainingModel
+from app.model.training_model import TrainingModel, evaluating
 from app.oom_retry import try_or_none
 from app.tracking.formatting import Sample
 from app.tracking.recorder import Recorder
 from app.training.resolve import ResolvedRun
-from app.training.scores import evaluating
 
 PREVIEW_ROWS = 4
 MAX_STRETCHES = 200  # of a preview row

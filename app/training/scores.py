@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +17,7 @@ from app.config.schema import PreferenceConfig, RunConfig
 from app.distributed.process_group import HostGroup, Runtime
 from app.model.losses import log_probabilities
 from app.model.preference import LABEL_PREFERENCES, PREFERENCES, Answers, is_wanted
-from app.model.training_model import TrainingModel
+from app.model.training_model import TrainingModel, evaluating
 from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
 from app.training.counts import (
     ANSWERS,
@@ -233,17 +232,6 @@ def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runt
                 total[1] += len(terms)
     runtime.sum_in_place(total)
     return [replace(batch, mean_of=(), step_mean=total[0] / total[1].clamp(min=1)) for batch in batches]
-
-
-@contextmanager
-def evaluating(model: TrainingModel) -> Iterator[None]:
-    """Without dropout."""
-    mode = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(mode)
 
 
 _Scored = Iterator[tuple[Batch, tuple[Tensor, Tensor]]]

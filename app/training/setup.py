@@ -1,6 +1,8 @@
 """What a run builds before its first step: the model and its checks, the optimizer, progress of a checkpoint."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -13,44 +15,82 @@ from app.distributed.gradient_reduction import AllReduce, GradientReduction, Sha
 from app.distributed.process_group import Runtime
 from app.files import checksummed_folder
 from app.model import fp8_linear
+from app.model.activation_checkpointing import recomputing
 from app.model.adapters import adapter_of, lr_factor
 from app.model.build import choose_loss_head, random_base
 from app.model.checks import check_adapter, check_causal, check_head, check_packing
 from app.model.comparison import Comparison, max_difference
 from app.model.save import save_base
 from app.model.source import base_fingerprint
-from app.model.training_model import TrainingModel
+from app.model.training_model import TrainingModel, evaluating
 from app.model.verification import verify_compiled
+from app.oom_retry import RetryOnRestart, few_rows, out_of_memory_error, try_or_none
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.tracking.recorder import Recorder
 from app.training.adapter_start import load_start
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.resolve import ResolvedRun
 from app.training.samples import sampler
-from app.training.scores import evaluating
+from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
 from app.training.trainer import Parts
 
 # relative differences of a reduced gradient: sums in another order, in fp32 and where arithmetic is rounded
 _EXACT_REDUCTION, _ROUNDED_REDUCTION = 1e-4, 2e-2
+_FEW_ROWS = 4  # of data: in checks that are repeated, and of a reduction, which any row shows
 
 
 def check_on_loader(
-    model: TrainingModel, adapter: AdapterConfig, loader: Loader, device: torch.device
+    model: TrainingModel, adapter: AdapterConfig, loader: Loader, device: torch.device, depth: int = 0
 ) -> list[Comparison]:
-    """Check the model on the micro-batch of an epoch with the most documents; refuse the run where a check fails."""
-    batch = loader.with_most_rows().to(device)
+    """Check the model on the micro-batch of an epoch with the most rows; refuse the run where a check fails.
+
+    `depth`: how often micro-batches are halved, as an earlier start that ran out of memory has noted.
+    """
+    check = partial(_compare_for_training, model, adapter)
+    return _within_memory(model, check, loader.with_most_rows().to(device), depth)
+
+
+def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
+    """Check the model on a batch of an evaluation."""
+    return _within_memory(model, partial(_compare, model), batch)
+
+
+def _within_memory(
+    model: TrainingModel, check: Callable[[Batch], list[Comparison]], batch: Batch, depth: int = 0
+) -> list[Comparison]:
+    """Run checks; repeat them once where memory does not suffice: on few rows, with all layers recomputed.
+
+    The next start repeats those of a sharded model: other processes are in the middle of them.
+    """
+    comparisons, is_sharded = None, model.sharding is not None
+    if not (is_sharded and depth):
+        comparisons = try_or_none(check, batch)
+        if comparisons is None and is_sharded:
+            raise RetryOnRestart("a check of the model", depth + 1)
+    if comparisons is None:
+        few = few_rows(batch, _FEW_ROWS)
+        if model.compiled_layers is not None:  # a graph has the shape of the whole micro-batch
+            model.compiled_layers.give_up("the checks before the first step ran out of memory")
+        with recomputing(model.network):
+            comparisons = try_or_none(check, few)
+        if comparisons is None:
+            raise out_of_memory_error(f"a check of the model on {few.num_tokens:,} tokens", kept_bytes(model, None))
+    return comparisons
+
+
+def _compare_for_training(model: TrainingModel, adapter: AdapterConfig, batch: Batch) -> list[Comparison]:
     if model.sharding is None:
-        comparisons = check_on_batch(model, batch)
+        comparisons = _compare(model, batch)
         with _uncompiled(model):
             check_adapter(model, adapter, batch)  # of a sharded model the first steps tell
         return comparisons
     with model.sharding.checking():
-        comparisons = model.within(lambda: check_on_batch(model, batch))
+        comparisons = model.within(partial(_compare, model, batch))
     return [*comparisons, check_reduction(model, model.sharding, batch)]
 
 
-def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
+def _compare(model: TrainingModel, batch: Batch) -> list[Comparison]:
     """Compare with the model's own computation: the head's logits, packed with separate documents, fused layers."""
     # fused layers were compared as they were installed; those that failed are not installed
     fused = [comparison for comparison in model.fused.comparisons if comparison.passed]
@@ -60,19 +100,21 @@ def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
         head = [check_head(model, batch), *choose_loss_head(model, batch)]
         comparisons = [*head, *check_causal(model, batch), *check_packing(model, batch), *fused, *rounding]
     layers = model.compiled_layers
-    if layers is not None:
+    if layers is not None and layers.fault is None:
         comparisons += verify_compiled(model, layers, batch).or_leave(layers.give_up)
     return comparisons
 
 
 def check_reduction(model: TrainingModel, sharding: Sharding, batch: Batch) -> Comparison:
     """Refuse to train where the gradient that FSDP reduces is not the plain sum of those of all processes."""
+    few = few_rows(batch, _FEW_ROWS)
 
     def backward() -> None:
-        loss, _ = model(batch)
+        loss, _ = model(few)
         (loss * (1 + world().rank)).backward()  # the batch is the same on all processes, the gradients are not
 
-    with evaluating(model), fp8_linear.without_row_rounding(model.network), _uncompiled(model):
+    unrounded = fp8_linear.without_row_rounding(model.network)
+    with evaluating(model), unrounded, _uncompiled(model), recomputing(model.network):
         name, reduced, expected = sharding.first_gradient(backward)
     is_rounded = model.compute is not None or reduced.dtype != torch.float32
     allowed = _ROUNDED_REDUCTION if is_rounded else _EXACT_REDUCTION

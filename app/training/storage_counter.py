@@ -29,11 +29,13 @@ Event = tuple[int, int]  # serial of a storage, and its bytes: above 0 when made
 # ---- what stays from step to step
 
 
-def kept_bytes(model: TrainingModel, optimizer: Optimizer) -> dict[str, int]:
-    """Bytes on this process by part; gradients as at the end of a step, none where weights step in backward."""
+def kept_bytes(model: TrainingModel, optimizer: Optimizer | None) -> dict[str, int]:
+    """Bytes on this process by part; gradients as at the end of a step, none where weights step in backward, or where
+    there is no optimizer yet.
+    """
     kept = kept_tensors(model, optimizer)
     states = kept.pop("optimizer_states")
-    gradients = [] if steps_in_backward(optimizer) else stepped_by(optimizer)
+    gradients = [] if optimizer is None or steps_in_backward(optimizer) else stepped_by(optimizer)
     tensors: dict[str, Iterable[Tensor]] = {**kept, "gradients": gradients, "optimizer_states": states}
     return {part: sum(local(each).nbytes for each in tensors[part]) for part in tensors}
 

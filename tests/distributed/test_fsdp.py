@@ -12,13 +12,15 @@ from app.config.schema import ParallelConfig
 from app.distributed.fake_process_group import fake_device_mesh
 from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
 from app.distributed.process_group import Runtime
-from app.errors import EnvironmentProblem
+from app.errors import AppError, EnvironmentProblem
 from app.model.activation_checkpointing import repeated_layers
 from app.model.build import choose_loss_head
 from app.model.checks import check_head, check_packing
 from app.model.training_model import TrainingModel
-from app.training.setup import check_reduction
+from app.signals import START_ME_AGAIN
+from app.training.setup import check_on_loader, check_reduction
 from tests.harness.processes import ProcessesByCount
+from tests.harness.scarcity import scarce
 from tests.model.small import documents_of, lora, packed, training_model_of
 
 PROCESSES = 3
@@ -91,7 +93,8 @@ def difference_or_refusal(runtime: Runtime, method: str, is_wrong: bool) -> floa
         for unit in sharding.units:
             unit.set_gradient_divide_factor(float(PROCESSES))  # a mean, as FSDP does by itself
     try:
-        found = check_reduction(model, sharding, packed(documents_of((20, 5, 11))))
+        with scarce("backward", tokens=4 * 9):  # few rows are enough
+            found = check_reduction(model, sharding, packed(documents_of((9,) * 30)))
     except EnvironmentProblem as refusal:
         return str(refusal)
     assert model.training
@@ -105,3 +108,30 @@ def test_first_reduced_gradient_is_checked(processes: ProcessesByCount, method: 
     assert max(several.run(difference_or_refusal, method, False)) <= 1e-6
     refusals = several.run(difference_or_refusal, method, True)
     assert all("is not the sum of those of all processes" in refusal for refusal in refusals)
+
+
+def checked_where_few_rows_fit(runtime: Runtime, depth: int, tokens: int) -> tuple[int, str] | list[str]:
+    """What is compared, or the exit code and message of a start with this split depth."""
+    model, _ = divided(runtime, "lora")
+    batch = packed(documents_of((9,) * 30))
+    loader: Any = SimpleNamespace(with_most_rows=lambda: batch)
+    try:
+        with scarce("backward", tokens):
+            found = check_on_loader(model, lora(), loader, torch.device("cpu"), depth)
+    except AppError as fault:
+        return (fault.exit_code, str(fault))
+    return [each.what for each in found]
+
+
+def test_checks_out_of_memory_next_start_takes_few_rows(processes: ProcessesByCount) -> None:
+    """Each process by itself finds out, and gathers nothing more."""
+    several = processes(PROCESSES)
+    for code, message in several.run(checked_where_few_rows_fit, 0, 36):
+        assert code == START_ME_AGAIN
+        assert message.startswith("out of memory: a check of the model does not fit")
+    first, *others = several.run(checked_where_few_rows_fit, 1, 36)
+    assert others == [first] * (PROCESSES - 1)
+    assert len(first) > 3
+    for code, message in several.run(checked_where_few_rows_fit, 1, 3):
+        assert code == 2
+        assert message.startswith("out of memory: a check of the model on 36 tokens does not fit beside")

@@ -1,4 +1,4 @@
-"""A packed run starts only if packing changes nothing."""
+"""A packed run starts only if packing changes nothing; the checks fit where a step fits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,16 +8,24 @@ import torch
 from torch import Tensor
 
 from app.batch import PackedSequences
+from app.config.schema import CompileConfig
 from app.data.collate import Packed
 from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data
 from app.errors import EnvironmentProblem
 from app.model import attention
+from app.model.activation_checkpointing import repeated_layers
 from app.model.attention.requirements import Kernel, Rules
 from app.model.attention.sdpa import sdpa
+from app.model.build import build_training_model
 from app.model.checks import check_packing
+from app.model.training_model import TrainingModel
+from app.oom_retry import few_rows
 from app.training.setup import check_on_loader
-from tests.training.conftest import small_run, trainee_of
+from app.training.storage_counter import StorageCounter
+from tests.harness.scarcity import Scarce, scarce
+from tests.model import small
+from tests.training.conftest import sections_of, small_run, trainee_of
 
 
 def leaking(first: int) -> Kernel:
@@ -92,3 +100,71 @@ def test_check_on_loader_first_bin_of_one_document_still_checks_packing(data: Da
     with pytest.raises(EnvironmentProblem, match=r"attention=sdpa: "):
         check_on_loader(model, run.adapter, loader, torch.device("cpu"))
     attention.register("sdpa")
+
+
+def peak_bytes(layers: int, recompute: bool) -> int:
+    architecture = small.numbers("llama", num_hidden_layers=layers)
+    model = small.training_model_of(
+        "llama", small.lora(fused=False), model=small.model_config(architecture=architecture), recompute=recompute
+    )
+    forwards = [layer.forward for layer in repeated_layers(model)]
+    counter = StorageCounter()
+    counter.ignore(model.parameters())
+    with counter:
+        assert check_packing(model, small.packed(small.documents_of(DOCUMENTS)))
+    assert [layer.forward for layer in repeated_layers(model)] == forwards
+    return counter.peak
+
+
+DOCUMENTS = (40,) * 8 + (9,) * 12
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_check_packing_each_layer_adds_one_input(recompute: bool) -> None:
+    of_input = 4 * small.WIDTH * sum(DOCUMENTS)
+    assert peak_bytes(6, recompute) - peak_bytes(2, recompute) <= 1.2 * 4 * of_input
+
+
+def checked_within(
+    tokens: int, where: str, model: TrainingModel, loader: Loader, depth: int = 0
+) -> tuple[list[str], Scarce]:
+    with scarce(where, tokens) as memory:
+        found = check_on_loader(model, small_run().adapter, loader, torch.device("cpu"), depth)
+    assert all(each.passed for each in found)
+    return [each.what for each in found], memory
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "recomputed"])
+def test_checks_out_of_memory_are_repeated_on_few_rows(where: str, packed_loader_of: Callable[..., Loader]) -> None:
+    model, loader = trainee_of(small_run("recipe=lora")), packed_loader_of(256, 1)
+    forwards = [layer.forward for layer in repeated_layers(model)]
+    expected = [each.what for each in check_on_loader(model, small_run().adapter, loader, torch.device("cpu"))]
+    few = few_rows(loader.with_most_rows(), 4).num_tokens
+    found, memory = checked_within(few, where, model, loader)
+    assert (found, memory.times) == (expected, 1)
+    assert model.training
+    assert [layer.forward for layer in repeated_layers(model)] == forwards
+    attention.register_kernel(leaking(0), attention.NAME)
+    with pytest.raises(EnvironmentProblem, match=r"attention=sdpa: it gives another logits when documents are packed"):
+        checked_within(few, where, model, loader)
+    attention.register("sdpa")
+
+
+def test_checks_out_of_memory_on_few_rows_end_run(packed_loader_of: Callable[..., Loader]) -> None:
+    model, loader = trainee_of(small_run("recipe=lora")), packed_loader_of(256, 1)
+    message = r"out of memory: a check of the model on \d+ tokens does not fit beside .*frozen weights 0\.00 GB"
+    with pytest.raises(EnvironmentProblem, match=message):
+        checked_within(3, "forward", model, loader)
+
+
+def test_checks_out_of_memory_compile_no_layers(packed_loader_of: Callable[..., Loader]) -> None:
+    run, blocks = small_run("recipe=lora"), CompileConfig(kind="blocks", backend="eager")
+    loader = packed_loader_of(256, 1)
+    parts = replace(sections_of(run), compile=blocks)
+    model = build_training_model(parts, torch.device("cpu"), run.seed, "nowhere")
+    checked_within(few_rows(loader.with_most_rows(), 4).num_tokens, "forward", model, loader)
+    (remark,) = model.remarks()
+    assert "the checks before the first step ran out of memory" in remark
+    layers = model.compiled_layers
+    assert layers is not None
+    assert (layers.graphs, layers.is_on) == (0, False)

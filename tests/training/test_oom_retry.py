@@ -3,19 +3,20 @@
 import gc
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from app.batch import Batch
+from app.batch import IGNORE, Batch
 from app.data.collate import Layout, Packed, Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.errors import EnvironmentProblem
-from app.oom_retry import RetryOnRestart, explain_out_of_memory, halve, split_batch, try_or_none
+from app.oom_retry import RetryOnRestart, explain_out_of_memory, few_rows, halve, split_batch, try_or_none
 from app.training.scores import counts_of, score
 from app.training.train_step import Stepper
 from tests.harness.scarcity import scarce
@@ -70,6 +71,18 @@ def test_split_parts_keep_all_documents_and_labels(batches: list[Batch]) -> None
         assert [halve(part) for part in documents] == [[]] * len(batch.lengths)
         first, second = halve(batch)
         assert max(first.ids.numel(), second.ids.numel()) <= 0.75 * batch.ids.numel()
+
+
+@packed_and_padded
+def test_few_rows_are_first_ones_with_a_label(batches: list[Batch]) -> None:
+    whole = batches[0]
+    few = few_rows(whole, 4)
+    assert few.lengths == whole.lengths[:4]
+    assert few.num_labels > 0
+    assert few_rows(few, 4) is few
+    targets = whole.targets.clone()
+    later = replace(whole, num_labels=0, targets=targets.fill_(IGNORE))
+    assert few_rows(later, 4).lengths == whole.lengths[:4]
 
 
 @packed_and_padded

@@ -220,6 +220,19 @@ def test_fsdp_out_of_memory_resumes_in_smaller_parts(zygote: Zygote, tmp_path: P
     same_numbers(one, tmp_path / "scarce", 2e-6)
 
 
+def test_fsdp_check_out_of_memory_is_repeated_by_next_start(zygote: Zygote, tmp_path: Path, one: Path) -> None:
+    limits = {"WHERE": "backward", "RANKS": "1", "TOKENS": "48", "CALLS": "0"}
+    run = tmp_path / "scarce"
+    command = (*FULL, FSDP, with_rate(2), f"output_dir={run}", "resume=auto")
+    ended = zygote.run_together(tmp_path, 2, *command, module=SCARCE, **limits)
+    assert {each.code for each in ended} == {75}
+    (told,) = (each.stderr for each in ended if each.stderr)
+    assert told.startswith("error: out of memory: a check of the model does not fit")
+    assert [each.name for each in run.rglob("*")] == ["checkpoints", "depth.json"]
+    zygote.run_together(tmp_path, 2, *command, code=0)
+    same_numbers(one, run, 2e-6)
+
+
 @pytest.mark.parametrize(
     ("count", "more", "limits"),
     [
