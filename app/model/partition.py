@@ -39,7 +39,7 @@ def marking_pass() -> Any:
     """Return `mark_expensive` as a pass of inductor, with a version for the key of its cache."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    class MarkExpensive(CustomGraphPass):  # type: ignore[misc]
+    class MarkExpensive(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
             mark_expensive(graph)
 

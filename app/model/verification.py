@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -27,21 +27,13 @@ from app.model.attention.sdpa import plain_packed
 from app.model.comparison import Comparison, Fault
 from app.model.compile import CompiledLayers, LayerCall
 from app.model.fp8_linear import without_row_rounding
+from app.model.training_model import TrainingModel
 from app.oom_retry import is_out_of_memory
 
 _COMPARED_TOKENS = 512
 _MIN_ERROR = 1e-5  # of float32 arithmetic: smaller errors count as this one
 _NOISE = 1.0  # an error as large as the tensor: rounding is all there is, as in the gradient of a key's bias
 _MAX_WORST, _MAX_MEAN = 2.0, 1.5  # allowed error of a compiled layer by that of its own forward
-
-
-class Model(Protocol):
-    """The parts of a TrainingModel that verification uses."""
-
-    language_model: Any
-
-    def hidden_states(self, batch: Batch) -> Tensor: ...
-    def autocast(self, device: torch.device) -> Any: ...
 
 
 class TensorError(NamedTuple):
@@ -101,7 +93,7 @@ def _outside_in(count: int) -> Iterator[int]:
         yield at // 2 if at % 2 == 0 else count - 1 - at // 2
 
 
-def verify_compiled(model: Model, layers: CompiledLayers, batch: Batch) -> Comparison:
+def verify_compiled(model: TrainingModel, layers: CompiledLayers, batch: Batch) -> Comparison:
     """Compile all layers for the shape of `batch` and compare each with its own forward and a float32 reference."""
     began, device = time.perf_counter(), batch.ids.device
     compared = ComparedDocuments.of(batch, causal=_is_causal(model.language_model))
@@ -127,7 +119,7 @@ def _is_causal(lm: nn.Module) -> bool:
 class _Verifier:
     """The visits to each layer: `record` its arguments for a few documents, then `compare` it in the whole batch."""
 
-    def __init__(self, model: Model, layers: CompiledLayers, compared: ComparedDocuments) -> None:
+    def __init__(self, model: TrainingModel, layers: CompiledLayers, compared: ComparedDocuments) -> None:
         self._model, self._layers, self._places = model, layers, compared.places
         self._recorded: dict[int, tuple[LayerCall, bool]] = {}
         self._needs_gradient = False  # of the next layer's input
@@ -151,7 +143,7 @@ class _Verifier:
         if self._fault is None:
             torch.manual_seed(number)
             try:
-                self.errors += self.errors_of(number, layer, own, call, masks)
+                self.errors += self._errors_of(number, layer, own, call, masks)
             except Exception as fault:
                 if is_out_of_memory(fault):
                     raise

@@ -40,12 +40,12 @@ def _part(layer: nn.Module, name: str) -> Any:
 
 
 def _gradient(name: str, factor: float) -> Plant:
-    return _output(name, lambda out: _Gradient.apply(out, factor))  # type: ignore[no-untyped-call,no-any-return]
+    return _output(name, lambda out: _Gradient.apply(out, factor))  # type: ignore[no-untyped-call]
 
 
 def _zero_rows(start: int, end: int | None) -> Callable[[Tensor], Tensor]:
     def change(out: Tensor) -> Tensor:
-        kept = torch.ones(out.shape[-2], 1, dtype=out.dtype)
+        kept = out.new_ones(out.shape[-2], 1)
         kept[start:end] = 0
         return out * kept
 
@@ -68,7 +68,9 @@ def _lost_gradient(patch: pytest.MonkeyPatch, layer: nn.Module, _kwargs: Any) ->
 
 def _documents(join: Callable[[list[int]], list[int]]) -> Plant:
     def plant(_patch: pytest.MonkeyPatch, _layer: Any, kwargs: dict[str, Any]) -> None:
-        kwargs["documents"] = PackedSequences.from_lengths(join(list(kwargs["documents"].lengths)))
+        documents = kwargs["documents"]
+        joined = PackedSequences.from_lengths(join(list(documents.lengths)))
+        kwargs["documents"] = joined.to(documents.cu_seqlens.device)
 
     return plant
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
@@ -45,7 +46,7 @@ def recorded_graphs(budget: float, mark: Callable[[Any], None]) -> Iterator[list
         return graphs[-1]
 
     def run(module: Any, _inputs: Any) -> Any:
-        return torch._functorch.aot_autograd.make_boxed_func(module.forward)
+        return make_boxed_func(module.forward)
 
     backend = aot_autograd(fw_compiler=run, partition_fn=partition, decompositions=select_decomp_table())
     with pytest.MonkeyPatch.context() as patch, torch._functorch.config.patch(activation_memory_budget=budget):

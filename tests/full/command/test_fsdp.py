@@ -221,7 +221,7 @@ def test_fsdp_out_of_memory_resumes_in_smaller_parts(zygote: Zygote, tmp_path: P
 
 
 def test_fsdp_check_out_of_memory_is_repeated_by_next_start(zygote: Zygote, tmp_path: Path, one: Path) -> None:
-    limits = {"WHERE": "backward", "RANKS": "1", "TOKENS": "48", "CALLS": "0"}
+    limits: dict[str, Any] = {"WHERE": "backward", "RANKS": "1", "TOKENS": "48", "CALLS": "0"}
     run = tmp_path / "scarce"
     command = (*FULL, FSDP, with_rate(2), f"output_dir={run}", "resume=auto")
     ended = zygote.run_together(tmp_path, 2, *command, module=SCARCE, **limits)
