@@ -102,7 +102,7 @@ class Planner:
             with_count = replace(run, training=replace(run.training, recompute=count))
             plan = estimate.planned(count, exact=exact).with_workspaces(self.machine.workspace_bytes)
             seconds = seconds_per_token(with_count, plan, shape.tokens, self.machine)
-            verdict = check_fit(plan, self.machine)
+            verdict = check_fit(plan, self.machine, compiled=run.compile.kind != "none")
             return Planned(with_count, shape, plan, verdict, seconds, estimate.layers)
 
         if run.training.recompute != AUTO:
