@@ -54,14 +54,22 @@ def taken_by_others() -> Taken | None:
 
 
 def device_used_bytes() -> int | None:
-    """Memory in use on the GPU of this process, by all processes; None without a GPU."""
+    """Memory in use on the GPU of this process; None without a GPU, or where other processes use it too."""
     if not torch.cuda.is_available():
         return None
     device = world().local_rank
     with suppress(Exception):  # nvidia-ml-py is missing, or raises errors of its own
-        return int(torch.cuda.device_memory_used(device))
+        used = int(torch.cuda.device_memory_used(device))
+        return None if _asked(_uuid(), _has_others) else used
     free, total = torch.cuda.mem_get_info(device)  # makes the context of this process, where it has none
     return total - free
+
+
+def _has_others(driver: Any, gpu: Any) -> bool:
+    """Whether the driver knows other processes. In a container this one may have another pid there."""
+    pids = {each.pid for each in driver.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    is_renamed = os.getpid() not in pids and torch.cuda.memory_reserved(world().local_rank) > 0
+    return len(pids - {os.getpid()}) > int(is_renamed)
 
 
 def clocks() -> dict[str, float] | None:

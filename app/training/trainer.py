@@ -237,7 +237,7 @@ class Trainer:
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss = loss
         on_gpu = runtime.device.type == "cuda"
-        in_use = {"device_used_bytes": int(runtime.host_group.max(device_used_bytes() or 0))} if on_gpu else {}
+        in_use = int(runtime.host_group.max(device_used_bytes() or 0)) if on_gpu else 0
         self.parts.recorder.step(
             {
                 "step": progress.step,
@@ -250,7 +250,7 @@ class Trainer:
                 "trained_tokens": progress.trained_tokens,
                 **(_speed(self._window.tokens, self._window.samples, seconds) if self._window.tokens else {}),
                 "peak_memory_bytes": int(runtime.host_group.max(runtime.peak_memory_bytes())),
-                **in_use,
+                **({"device_used_bytes": in_use} if in_use else {}),
             },
             self._eta.seconds_left(progress.step),
         )

@@ -79,11 +79,40 @@ def test_clocks_are_what_the_driver_knows(monkeypatch: pytest.MonkeyPatch) -> No
 def test_memory_of_the_device_is_asked_of_cuda_where_the_driver_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.cuda.is_available() or device_used_bytes() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid=UUID))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (60, 80))
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _device: 620)
     assert device_used_bytes() == 620
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _device: driver().nvmlDeviceGetMaxClockInfo())
     assert device_used_bytes() == 20
+
+
+@pytest.mark.parametrize(
+    ("running", "reserved", "expected"),
+    [
+        ([], 0, 620),
+        ([7], 0, None),
+        ([os.getpid()], 20, 620),
+        ([7], 20, 620),  # this process, by the pid that it has outside of its container
+        ([7, 8], 20, None),
+        ([7, os.getpid()], 20, None),
+    ],
+)
+def test_device_used_bytes_beside_other_processes_is_none(
+    running: list[int], reserved: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = driver()
+    given.nvmlDeviceGetComputeRunningProcesses = lambda _gpu: [SimpleNamespace(pid=pid) for pid in running]
+    monkeypatch.setitem(sys.modules, "pynvml", given)
+    for name, value in (
+        ("is_available", True),
+        ("get_device_properties", SimpleNamespace(uuid=UUID)),
+        ("memory_reserved", reserved),
+        ("device_memory_used", 620),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert device_used_bytes() == expected
 
 
 def test_memory_plan_counts_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ def test_a_real_driver_sees_what_another_process_takes() -> None:
     assert 3.2e9 < during.bytes - before.bytes < 7e9
 
 
+@pytest.mark.alone
 def test_a_real_device_tells_its_memory_and_clocks() -> None:
     held = torch.zeros(1 << 28, device="cuda")
     used = memory_in_use.device_used_bytes()
