@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from app.batch import Batch, PackedSequences
 from app.errors import gist
+from app.model.activation_checkpointing import draws_random_numbers
 from app.model.attention import NAME, register_kernel
 from app.model.attention.sdpa import plain_packed
 from app.model.comparison import Comparison, Fault
@@ -94,17 +93,29 @@ def _outside_in(count: int) -> Iterator[int]:
 
 
 def verify_compiled(model: TrainingModel, layers: CompiledLayers, batch: Batch) -> Comparison:
-    """Compile all layers for the shape of `batch` and compare each with its own forward and a float32 reference."""
-    began, device = time.perf_counter(), batch.ids.device
-    compared = ComparedDocuments.of(batch, causal=_is_causal(model.language_model))
+    """Compile all layers for the shape of `batch` and compare each with its own forward and a float32 reference.
+
+    Dropout is off meanwhile, as compiled layers draw other masks; then the graphs of training are made apart.
+    """
+    began, device, lm = time.perf_counter(), batch.ids.device, model.language_model
+    compared = ComparedDocuments.of(batch, causal=_is_causal(lm))
     verifier = _Verifier(model, layers, compared)
+    has_dropout, mode = draws_random_numbers(lm), lm.training
     random_state = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with random_state, model.autocast(device):
-        # with gradients before the first layer: whether a layer's input needs one is a part of its graph
-        with layers.visited(verifier.record), torch.enable_grad():
-            model.hidden_states(compared.batch)
-        with layers.visited(verifier.compare), torch.no_grad():
-            model.hidden_states(batch)
+        lm.train(mode and not has_dropout)
+        try:
+            # with gradients before the first layer: whether a layer's input needs one is a part of its graph
+            with layers.visited(verifier.record), torch.enable_grad():
+                model.hidden_states(compared.batch)
+            with layers.visited(verifier.compare), torch.no_grad():
+                model.hidden_states(batch)
+        finally:
+            lm.train(mode)
+        if has_dropout:
+            layers.graphs = 0
+            with layers.visited(verifier.make_graph), torch.no_grad():
+                model.hidden_states(batch)
     found = verifier.result()
     layers.seconds += time.perf_counter() - began
     layers.verified, layers.worst_ratio, layers.errors = True, found.difference, verifier.errors
@@ -136,27 +147,34 @@ class _Verifier:
 
     def compare(self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall) -> Any:
         """Compare one layer; after a fault the rest of the pass goes on without, as other processes wait for it."""
-        torch.manual_seed(number)  # for all forwards: the same dropout
-        masks = DropoutMasks(self._places, call.hidden.shape)
-        with masks:
-            output = own(*call.args, **call.kwargs)
-        if self._fault is None:
-            torch.manual_seed(number)
-            try:
-                self.errors += self._errors_of(number, layer, own, call, masks)
-            except Exception as fault:
-                if is_out_of_memory(fault):
-                    raise
-                self._fault = f"layer {number} cannot be compiled ({gist(fault)})"
-        return output
+        self._attempt(number, lambda: self.errors.extend(self._errors_of(number, layer, own, call)))
+        return own(*call.args, **call.kwargs)
 
-    def _errors_of(
-        self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall, masks: "DropoutMasks"
-    ) -> list[TensorError]:
+    def make_graph(self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall) -> Any:
+        """Compile one layer without a comparison."""
+        few, needs_gradient = self._recorded[number]
+        trained = [each for each in layer.parameters() if each.requires_grad]
+        compiled, call = partial(self._layers.compiled, layer), _like(call, few)
+        make = partial(_outcome, upstream=torch.ones_like, needs_gradient=needs_gradient)
+        self._attempt(number, lambda: make(compiled, call, call.hidden, trained))
+        return own(*call.args, **call.kwargs)
+
+    def _attempt(self, number: int, work: Callable[[], Any]) -> None:
+        if self._fault is not None:
+            return
+        try:
+            work()
+        except Exception as fault:  # of any stage of the compiler, and of what it made
+            if is_out_of_memory(fault):
+                raise
+            self._fault = f"layer {number} cannot be compiled ({gist(fault)})"
+
+    def _errors_of(self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall) -> list[TensorError]:
         few, needs_gradient = self._recorded[number]
         trained = {name: each for name, each in layer.named_parameters() if each.requires_grad}
         whole = call.hidden.detach()
-        axis, picks = masks.axis, partial(torch.index_select, dim=masks.axis, index=self._places)
+        axis = whole.ndim - 2  # of tokens
+        picks = partial(torch.index_select, dim=axis, index=self._places)
         rows = picks(whole)
 
         def spread(values: Tensor, like: Tensor) -> Tensor:
@@ -169,9 +187,8 @@ class _Verifier:
         outcome = partial(_outcome, upstream=upstream, needs_gradient=needs_gradient)
         with _nonzero(trained.values()):
             compiled = outcome(partial(self._layers.compiled, layer), _like(call, few), whole, [*trained.values()])
-            with masks.replayed():
-                theirs = outcome(own, few, rows, [*trained.values()])
-            with masks.replayed(), float32_reference(self._model.language_model, layer, own) as (forward, parameters):
+            theirs = outcome(own, few, rows, [*trained.values()])
+            with float32_reference(self._model.language_model, layer, own) as (forward, parameters):
                 exact = outcome(forward, _widened(few), rows.float(), [parameters[name] for name in trained])
         compiled[0] = picks(compiled[0])
         if needs_gradient:  # all rows of it: none but those of the compared documents may have a gradient
@@ -325,41 +342,3 @@ def _widened(call: LayerCall) -> LayerCall:
         return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return LayerCall(*tree_map(widen, tuple(call)))
-
-
-class DropoutMasks(TorchFunctionMode):
-    """Record the dropout of one forward over the whole batch, and replay it for rows at `places`.
-
-    The masks are those that torch draws for tensors of the same shape and dtype.
-    """
-
-    def __init__(self, places: Tensor, shape: torch.Size) -> None:
-        super().__init__()
-        self._places, self._masks = places, list[Tensor]()
-        self._replaying: Iterator[Tensor] | None = None
-        self._tokens = shape[-2]
-        self.axis = len(shape) - 2  # of hidden states [1, S, hidden]
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        self._replaying = iter(self._masks)
-        with self:
-            yield
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is not F.dropout:
-            return function(*args, **kwargs)
-        return self._dropout(*args, **kwargs)
-
-    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: ARG002
-        if not training or p == 0:
-            return x
-        if self._replaying is None:
-            mask = F.dropout(torch.ones_like(x), p) != 0
-            self._masks.append(mask.index_select(mask.shape.index(self._tokens), self._places))
-        else:
-            mask = next(self._replaying)
-        return torch.where(mask, x.float() / (1 - p), 0).to(x.dtype)

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Protocol
 
 import torch
@@ -174,9 +175,13 @@ def _verify(model: TrainingModel, layers: CompiledLayers, batch: Batch) -> dict[
         "compile_seconds": round(layers.seconds, 3),
         "seconds": round(time.perf_counter() - begun, 3),
         "reserved_bytes": torch.cuda.max_memory_reserved(batch.ids.device) if on_gpu else None,
-        "worst_ratio": layers.worst_ratio,
-        "mean_errors": {each.name: [each.compiled, each.own] for each in mean_errors(layers.errors)},
+        "worst_ratio": _finite(layers.worst_ratio),
+        "mean_errors": {each.name: [*map(_finite, each[2:])] for each in mean_errors(layers.errors)},
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None  # JSON has no NaN
 
 
 class Collator:
