@@ -23,6 +23,9 @@ ALLOWED_WITH_GPU = frozenset({TWO_GPUS, FLASH_ATTENTION})
 requires_gpu = pytest.mark.skipif("num_gpus() < 1", reason="needs a GPU")
 requires_two_gpus = pytest.mark.skipif("num_gpus() < 2", reason=TWO_GPUS)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
+requires_flash_4 = pytest.mark.skipif(
+    "not (has_module('flash_attn') and has_module('flash_attn.cute'))", reason=FLASH_ATTENTION
+)
 requires_lm_eval = pytest.mark.skipif(
     "not has_module('lm_eval')", reason="needs lm_eval, an extra: pip install -e '.[lm-eval]'"
 )

@@ -1,6 +1,8 @@
 """Plain arithmetic with the signatures of kernels that only GPUs have, so that their arguments are checked."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,28 +88,65 @@ def flash_3(
     return attend((q, k, v), bounds, longest, softmax_scale, window, softcap), torch.empty(0)
 
 
-def flash_4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    softcap: float = 0.0,
-) -> tuple[Tensor, None]:
-    assert cu_seqlens_q is not None
-    assert cu_seqlens_k is not None
-    assert max_seqlen_q is not None
-    assert max_seqlen_k is not None
-    assert -1 not in window_size, "None is an open window"
-    left, right = (-1 if side is None else side for side in window_size)
-    window = (left, 0) if causal else (left, right)
-    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return attend((q, k, v), bounds, longest, softmax_scale, window, softcap), None
+class Flash4:
+    """The functions of `flash_attn.cute.interface` that flash-attn 4 has beside the one with gradients."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, window_size: tuple[int | None, int | None] = (None, None), softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError("it is an autograd.Function, which graphs cannot have")
+
+    @staticmethod
+    def _flash_attn_fwd(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        softcap: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        return_lse: bool = False,
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        assert return_lse, "there would be none: inside an operation no input needs a gradient"
+        assert -1 not in (window_size_left, window_size_right), "None is an open window"
+        left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
+        window = (left, 0) if causal else (left, right)
+        bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        out = attend((q, k, v), bounds, longest, softmax_scale, window, softcap or 0.0)
+        return out, torch.zeros(q.shape[1], q.shape[0]), None, None, None
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        grad: Tensor,
+        lse: Tensor,
+        *,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert out.shape == grad.shape == q.shape
+        assert lse.shape == (q.shape[1], q.shape[0])
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+
+        def gradients() -> tuple[Tensor, ...]:
+            again = Flash4._flash_attn_fwd(q=leaves[0], k=leaves[1], v=leaves[2], return_lse=True, **options)[0]
+            return torch.autograd.grad(again, leaves, grad)
+
+        with ThreadPoolExecutor() as other:  # an operation runs below autograd, in its own thread
+            for gradient, found in zip((dq, dk, dv), other.submit(gradients).result(), strict=True):
+                gradient.copy_(found)
+        return dq, dk, dv
 
 
 def attend(

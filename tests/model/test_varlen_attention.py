@@ -15,7 +15,7 @@ from torch import Tensor
 from app.batch import PackedSequences
 from app.config.schema import AttentionConfig, ModelConfig
 from app.errors import ConfigError
-from app.model.attention import BACKENDS, Backend, register, select, varlen
+from app.model.attention import BACKENDS, Backend, flash4, register, select, varlen
 from app.model.attention.requirements import Kernel, Needs, Rules, needs_of
 from app.model.attention.sdpa import sdpa
 from app.model.attention.varlen import varlen_kernel, varlen_requires
@@ -30,8 +30,14 @@ from tests.model.test_attention import PLAIN, gradient_of, largest, separate, si
 LENGTHS = (20, 1, 11, 5)
 DOCUMENTS = PackedSequences.from_lengths(LENGTHS, max_seqlen=64, max_documents=7)
 TORCH: list[Callable[..., Any]] = [stand_ins.torch_2_11, stand_ins.torch_2_13]
-FLASH: list[Callable[..., Any]] = [stand_ins.flash_2, stand_ins.flash_3, stand_ins.flash_4]
+FLASH: list[Callable[..., Any]] = [stand_ins.flash_2, stand_ins.flash_3, flash4.attention]
+FLASH_4 = stand_ins.Flash4.flash_attn_varlen_func
 CPU, GPU, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def _flash_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", stand_ins.Flash4)
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
@@ -64,6 +70,27 @@ def test_varlen_kernel_equals_sdpa_of_each_document(
     rules = replace(PLAIN, causal=causal, window=window, scale=0.7, softcap=softcap)
     ours = with_gradients(kernel(function), rules, key_heads)
     assert largest(ours, with_gradients(sdpa, rules, key_heads)) <= 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_4_in_one_graph_equals_uncompiled(window: int | None) -> None:
+    """Inputs with other strides than the gradients that the operation returns."""
+    rules = replace(PLAIN, window=window, scale=0.7)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = kernel(flash4.attention)(q.contiguous() * 2, k.sin(), v, rules, DOCUMENTS)
+        return out.relu()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    inputs = heads()
+    ours, expected = ([out, *torch.autograd.grad(out.sum(), inputs)] for out in (compiled(*inputs), layer(*inputs)))
+    assert largest(ours, expected) <= 1e-6
+
+
+def test_flash_4_operation_is_registered_correctly() -> None:
+    q, k, v = (t.detach()[0].transpose(0, 1).requires_grad_() for t in heads())
+    rules = (DOCUMENTS.cu_seqlens, DOCUMENTS.max_seqlen, None, True, 2, 0, 1.5)
+    torch.library.opcheck(torch.ops.app.flash4, (q, k, v, *rules))
 
 
 @pytest.fixture
@@ -272,17 +299,17 @@ def test_varlen_requires_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("generation", "third", "second", "fourth", "expected"),
     [
-        (9, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_3),
-        (8, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_2),
-        (9, None, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_4),
+        (9, stand_ins.flash_3, stand_ins.flash_2, FLASH_4, stand_ins.flash_3),
+        (8, stand_ins.flash_3, stand_ins.flash_2, FLASH_4, stand_ins.flash_2),
+        (9, None, stand_ins.flash_2, FLASH_4, flash4.attention),
         (9, None, stand_ins.flash_2, None, stand_ins.flash_2),
         (8, None, old, None, None),
-        (8, stand_ins.flash_3, None, stand_ins.flash_4, None),
-        (9, None, old, stand_ins.flash_4, stand_ins.flash_4),
-        (10, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_4),
+        (8, stand_ins.flash_3, None, FLASH_4, None),
+        (9, None, old, FLASH_4, flash4.attention),
+        (10, stand_ins.flash_3, stand_ins.flash_2, FLASH_4, flash4.attention),
         (10, stand_ins.flash_3, stand_ins.flash_2, None, stand_ins.flash_2),
-        (12, stand_ins.flash_3, stand_ins.flash_2, stand_ins.flash_4, stand_ins.flash_2),
-        (12, None, None, stand_ins.flash_4, None),
+        (12, stand_ins.flash_3, stand_ins.flash_2, FLASH_4, stand_ins.flash_2),
+        (12, None, None, FLASH_4, None),
     ],
 )
 def test_flash_attn_version_that_fits_gpu_is_taken(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from app.batch import PackedSequences
+from app.model.attention import flash4
 from app.model.attention.requirements import Kernel, Rules, missing_gpu, require_rules
 from app.model.attention.sdpa import sdpa
 from app.model.kernels import autocast_dtype
@@ -82,7 +83,7 @@ def find_flash(device: torch.device) -> Callable[..., Any] | None:
         except (ImportError, AttributeError, OSError):  # missing, or built for another torch
             continue
         if _accepts(function, "softcap", "window_size"):
-            return function
+            return flash4.attention if package == _FLASH_4 else function
     return None
 
 

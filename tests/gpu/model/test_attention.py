@@ -20,7 +20,7 @@ from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
-from tests.harness.marks import requires_flash_attention
+from tests.harness.marks import requires_flash_4, requires_flash_attention
 from tests.model import small
 from tests.model.stand_ins import NEEDS
 from tests.optim.small import section
@@ -103,6 +103,15 @@ def test_varlen_kernel_bidirectional_follows_definition(backend: str, window: in
 @pytest.mark.parametrize("window", [None, 100])
 def test_flash_soft_capping_follows_definition(window: int | None) -> None:
     check("flash", replace(PLAIN, softcap=5.0, window=window), 2)
+
+
+@requires_flash_4
+@pytest.mark.parametrize("window", [None, 100])
+def test_flash_4_operation_returns_registered_shapes_and_strides(window: int | None) -> None:
+    q, k, v = (t[0].transpose(0, 1).requires_grad_() for t in heads(2, 64))
+    rules = (documents().cu_seqlens, LONGEST, None, True, window, 0, 0.0)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.app.flash4, (q, k, v, *rules), test_utils=checks)
 
 
 @pytest.mark.parametrize("backend", VARLEN)
