@@ -41,7 +41,7 @@ def main() -> None:
     plan = read_plan(options.plan, options.device, tiny=options.tiny)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-") as work:
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as work:
         session = Session(options, Path(work))
         try:
             session.install()
@@ -137,7 +137,7 @@ class Session:
             started = started or self._start(item)
             self._fill(queue, place + 1)
             line = self._turn(started)
-            if repeated and item in (plan.first, repeated) and "tokens_per_second" in line:
+            if (item is plan.first or item is repeated) and "tokens_per_second" in line:
                 rates.append(line["tokens_per_second"])
         if len(rates) == 2:
             self._say(f"the first contest and its repetition differ by {abs(rates[1] / rates[0] - 1):.1%}")

@@ -138,7 +138,7 @@ class Ours:
         choose_loss_head(model, first.to(device))
         self.verified: dict[str, Any] | None = None
         if model.compiled_layers is not None:
-            self.verified = _verify(model, model.compiled_layers, first.to(device))
+            self.verified = verify_layers(model, model.compiled_layers, first.to(device))
         self.network: nn.Module = model.network
         self.attention = prepared.choices.attention
         self.layout = BINS if run.batching.packing else PADDED
@@ -157,7 +157,7 @@ class Ours:
         return plan_memory(self._run, self._shape, device, choices=choices, steps_only=True).peak_bytes
 
 
-def _verify(model: TrainingModel, layers: CompiledLayers, batch: Batch) -> dict[str, Any]:
+def verify_layers(model: TrainingModel, layers: CompiledLayers, batch: Batch) -> dict[str, Any]:
     """Return the result of the verification; layers that fail it are computed without the compiler, as in a run."""
     begun = time.perf_counter()
     try:

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from scripts.bench.micro import Lines, rows_in_fp8
-from tests.full.bench.conftest import lines_of
+from tests.conftest import REPO
+from tests.full.bench.conftest import Bench, lines_of
 
 CPU = torch.device("cpu")
 
@@ -30,3 +31,22 @@ def test_failed_measurement_is_a_line(tmp_path: Path) -> None:
     assert large["rank"] == 16
     assert small["milliseconds"] == 1.235
     assert {"item", "hardware", "versions", "commit"} <= small.keys()
+
+
+def test_micro_measures_all_operations(bench: Bench) -> None:
+    for item in ("attention", "gemm", "nf4", "head", "rounding"):
+        options = ["--device", "cpu", "--tiny", "--out", str(bench.out)]
+        command = [bench.env["APP_PYTHON"], "-m", "scripts.bench.micro", item, *options]
+        ended = bench.run(command, PYTHONPATH=str(REPO))
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = bench.lines
+    wrong = {line["name"]: line["error"] for line in found if "error" in line}
+    assert wrong.keys() <= {"varlen", "flash"}, wrong
+    assert all("needs an NVIDIA GPU" in error for error in wrong.values())
+    assert all(line.keys() >= {"hardware", "versions", "commit"} for line in found)
+    attention = {line["name"]: line for line in found if line["item"] == "attention" and "error" not in line}
+    assert all(line["difference"] < 1e-5 > line["gradient_difference"] for line in attention.values())
+    assert {line["numbers"] for line in found if line["item"] == "gemm"} == {"run", "fp8", "fp8 slow sums"}
+    ways = {(line["item"], line["way"]): line for line in found if line["item"] in ("nf4", "head")}
+    timed = {way for (_, way), line in ways.items() if line["milliseconds"] is not None}
+    assert timed == {"unpack", "product alone", "unpack and product", "at once", "chunks"}
