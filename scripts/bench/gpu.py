@@ -60,14 +60,21 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, required=True, help="for everything")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether everything runs")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels that the host lacks")
-    parser.add_argument("--wheels-unsloth", type=Path, help="folder of wheels for Unsloth alone")
+    parser.add_argument("--wheels", type=_wheels, default=[], help="folder of wheels that the host lacks")
+    parser.add_argument("--wheels-unsloth", type=_wheels, default=[], help="folder of wheels for Unsloth alone")
     options = parser.parse_args()
     options.begun, options.out = begun, options.out.resolve()
     return options
 
 
-@dataclass(frozen=True, slots=True)
+def _wheels(folder: str) -> list[Path]:
+    found = sorted(Path(folder).glob("*.whl"))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{folder} has no wheels")
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Started:
     """A process and its files; `turn` is made when its turn has come."""
 
@@ -98,14 +105,12 @@ class Session:
         """Install both folders of wheels at the same time, each into a folder of its own."""
         folders = {"site": self._options.wheels, "site-unsloth": self._options.wheels_unsloth}
         installing = {
-            name: subprocess.Popen(
-                [sys.executable, "-m", "pip", "install", *_PIP, self._work / name, *sorted(wheels.glob("*.whl"))]
-            )
+            name: subprocess.Popen([sys.executable, "-m", "pip", "install", *_PIP, self._work / name, *wheels])
             for name, wheels in folders.items()
-            if wheels is not None
+            if wheels
         }
         for name, process in installing.items():
-            self._say(f"wheels of {folders[name]}: exit code {process.wait()}")
+            self._say(f"{len(folders[name])} wheels: exit code {process.wait()} of pip")
             self.complete &= process.returncode == 0
 
     def forecast(self, plan: Plan) -> None:

@@ -11,6 +11,7 @@ _ROWS = 200  # of operations
 _KERNELS = 60
 _NAME = 120  # characters; names of templates are longer
 _TRITON = {"_poi_": "element-wise", "_red_": "normalisations", "_per_": "normalisations"}
+_IGNORED = "Command Buffer Full"  # the profiler's name for a host that is ahead of the device
 UNATTRIBUTED = "launched by no operation"
 
 
@@ -51,7 +52,7 @@ def class_of(name: str, shapes: Sequence[Any], rank: int, vocabulary: int) -> st
 def _operations(profiler: Any, contest: Contest, vocabulary: int, on_gpu: bool) -> Iterator[dict[str, Any]]:
     for each in profiler.key_averages(group_by_input_shape=True):
         took = each.self_device_time_total if on_gpu else each.self_cpu_time_total
-        if each.device_type.name == "CPU" and took > 0:
+        if each.device_type.name == "CPU" and took > 0 and each.key != _IGNORED:
             shapes = each.input_shapes or []
             kind = class_of(each.key, shapes, contest.rank, vocabulary)
             yield {"name": each.key[:_NAME], "shapes": _text(shapes), "class": kind, **_times(each.count, took)}
@@ -59,7 +60,7 @@ def _operations(profiler: Any, contest: Contest, vocabulary: int, on_gpu: bool) 
 
 def _kernels(profiler: Any) -> Iterator[dict[str, Any]]:
     for each in profiler.key_averages():
-        if each.device_type.name != "CPU" and not each.is_user_annotation:
+        if each.device_type.name != "CPU" and not each.is_user_annotation and each.key != _IGNORED:
             yield {"name": each.key[:_NAME], **_times(each.count, each.self_device_time_total)}
 
 
