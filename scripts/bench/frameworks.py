@@ -19,8 +19,8 @@ TRL = "1.16.0"
 class Framework:
     """`build` takes overrides of our configuration too; `requires` names what is missing.
 
-    `imports` are modules to import while others are measured. None of them uses the device, except Unsloth's: it
-    replaces parts of transformers, PEFT and TRL, so it must come before them.
+    `imports` are modules to import while another contender is measured. They do not use the device, except Unsloth,
+    which replaces parts of transformers, PEFT and TRL and so must be imported before them.
     """
 
     build: Callable[[Contest, tuple[str, ...]], "Contender"]

@@ -1,4 +1,4 @@
-"""Clock, power and temperature of a GPU while steps are measured, and memory of other processes, from NVML."""
+"""GPU clock, power and temperature during the measured steps, and memory of other processes, read from NVML."""
 
 import os
 import threading
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 _INTERVAL = 0.1  # seconds between two samples
-_CONTEXTS_BYTES = 2 << 30  # of processes that wait with an empty CUDA context
+_CONTEXTS_BYTES = 2 << 30  # at most, of waiting processes with an empty CUDA context
 
 
 class Gauge:
-    """Create it before the process uses the device; `start` and `stop` enclose the measured steps.
+    """Sampler of one GPU, created before this process uses it; `start` and `stop` enclose the measured steps.
 
     Every value is None without an NVIDIA GPU, its driver or nvidia-ml-py.
     """
@@ -25,12 +25,12 @@ class Gauge:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         if device.type == "cuda":
-            with suppress(Exception):  # errors of the driver have classes of nvidia-ml-py
+            with suppress(Exception):  # nvidia-ml-py is missing, or raises its own errors
                 self._connect(device)
         self.others_bytes = self._used_bytes()
 
     def start(self) -> None:
-        """Start to sample."""
+        """Start sampling."""
         if self._gpu is not None:
             self._thread.start()
 
@@ -41,7 +41,7 @@ class Gauge:
             self._thread.join()
 
     def facts(self) -> dict[str, Any]:
-        """Return means over the samples, and whether no other process used the device."""
+        """Return means over the samples, and whether this process had the device alone."""
         means = [round(mean(values), 1) for values in zip(*self._samples, strict=True)] or [None, None, None]
         return {
             **dict(zip(("sm_mhz", "watts", "celsius"), means, strict=True)),
@@ -65,7 +65,7 @@ class Gauge:
         self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def _used_bytes(self) -> int | None:
-        with suppress(Exception):  # version 2 does not count what the driver reserves
+        with suppress(Exception):  # version 2 excludes memory reserved by the driver
             return int(self._nvml.nvmlDeviceGetMemoryInfo(self._gpu, version=self._nvml.nvmlMemory_v2).used)
         return None
 

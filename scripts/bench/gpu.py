@@ -2,12 +2,12 @@
 
 python -m scripts.bench.gpu PLAN.yaml --out OUT --seconds N [--device cpu --tiny]
 
-All items of `beside` run at the same time: tests, and small contests that fill the caches of compilers. Then `turns`
-run one by one, alone on the device; up to three contenders wait for theirs with their packages imported. Nothing waits
-for what fails or takes too long. It imports no torch, so that it starts at once.
+The items of `beside` run at the same time: tests, and small contests that fill the caches of compilers. Then those of
+`turns` run one by one, alone on the device, while up to three contenders wait with their packages imported. An item
+that fails or reaches its limit is killed, and the next one starts at once. This process does not import torch.
 
-OUT/lines.jsonl has a line of JSON for each result, OUT/phases.txt the course of the session and what was left out,
-OUT/failures.txt failed tests, OUT/beside.log and OUT/turns.log the end of what each item printed.
+OUT/lines.jsonl has a line of JSON for each result, OUT/phases.txt a log of the session and of skipped items,
+OUT/failures.txt the failed tests, OUT/beside.log and OUT/turns.log the end of the output of each item.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from scripts.bench.contest import ROOT, environment
 from scripts.bench.plan import Item, Plan, read_plan
 
 INCOMPLETE = 3
-_LAST_START = 12.0  # seconds before the end; nothing is started after it
-_LAST_STOP = 2.0  # seconds before the end; everything is killed
+_LAST_START = 12.0  # seconds before the deadline; no item starts later
+_LAST_STOP = 2.0  # seconds before the deadline; all processes are killed
 _WAITING = 3
 _LOG_BYTES = 200_000  # of one item
 _PIP = ("-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target")
@@ -36,7 +36,7 @@ Line = dict[str, Any]
 
 
 def main() -> None:
-    """Run the plan; the exit code is 3 if an item failed or was left out."""
+    """Run the plan; the exit code is 3 if an item failed or was skipped."""
     options = _options()
     plan = read_plan(options.plan, options.device, tiny=options.tiny)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -53,34 +53,36 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    begun = time.monotonic()
+    start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--seconds", type=float, required=True, help="for everything")
+    parser.add_argument("--seconds", type=float, required=True, help="time limit of the session")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether everything runs")
-    parser.add_argument("--wheels", type=_wheels, default=[], help="folder of wheels that the host lacks")
-    parser.add_argument("--wheels-unsloth", type=_wheels, default=[], help="folder of wheels for Unsloth alone")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, for a dry run")
+    parser.add_argument(
+        "--wheels", type=_wheels, default=[], help="folder of wheels to install for all items but Unsloth"
+    )
+    parser.add_argument("--wheels-unsloth", type=_wheels, default=[], help="folder of wheels to install for Unsloth")
     options = parser.parse_args()
-    options.begun, options.out = begun, options.out.resolve()
+    options.start, options.out = start, options.out.resolve()
     return options
 
 
 def _wheels(folder: str) -> list[Path]:
-    found = sorted(Path(folder).glob("*.whl"))
-    if not found:
+    wheels = sorted(Path(folder).glob("*.whl"))
+    if not wheels:
         raise argparse.ArgumentTypeError(f"{folder} has no wheels")
-    return found
+    return wheels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Started:
-    """A process and its files; `turn` is made when its turn has come."""
+    """A process and its files; creating the file `turn` starts a waiting contest."""
 
     item: Item
     process: subprocess.Popen[bytes]
-    begun: float
+    start: float
     result: Path  # of a contest
     lines: Path  # of a command
     log: Path
@@ -88,21 +90,21 @@ class Started:
 
 
 class Session:
-    """The processes, the clock and the files of one call."""
+    """Processes, deadline and output files of one call."""
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.complete = True
         self._options = options
         self._out: Path = options.out
         self._work = work
-        self._begun: float = options.begun
+        self._start_time: float = options.start
         self._limit: float = options.seconds
-        self._started: list[Started] = []  # that are not finished
-        self._waiting: dict[int, Started] = {}  # by their places in the queue
+        self._started: list[Started] = []  # and not finished yet
+        self._waiting: dict[int, Started] = {}  # by position in the queue
         self._number = 0
 
     def install(self) -> None:
-        """Install both folders of wheels at the same time, each into a folder of its own."""
+        """Install both sets of wheels at the same time, each into its own temporary folder."""
         folders = {"site": self._options.wheels, "site-unsloth": self._options.wheels_unsloth}
         installing = {
             name: subprocess.Popen([sys.executable, "-m", "pip", "install", *_PIP, self._work / name, *wheels])
@@ -114,15 +116,15 @@ class Session:
             self.complete &= process.returncode == 0
 
     def forecast(self, plan: Plan) -> None:
-        """Say when each item will probably end, and which will not fit."""
+        """Log the expected end of each item, and which items will probably be skipped."""
         ends = self._seconds() + max((item.seconds for item in plan.beside), default=0.0)
-        self._say(f"expected: {len(plan.beside)} items beside each other, until {ends:.0f} s")
+        self._say(f"expected: {len(plan.beside)} items at the same time, until {ends:.0f} s")
         last = plan.repeated
         spare = last.seconds if last else 0.0
         for item in plan.turns:
             fits = ends + item.seconds + spare <= self._limit
             ends += item.seconds if fits else 0.0
-            self._say(f"expected: {item.name}, " + (f"until {ends:.0f} s" if fits else "no time left for it"))
+            self._say(f"expected: {item.name}, " + (f"until {ends:.0f} s" if fits else "skipped, no time left"))
         if last:
             self._say(f"expected: {last.name}, until {ends + spare:.0f} s")
 
@@ -137,7 +139,7 @@ class Session:
             spare = repeated.seconds if repeated and item is not repeated else 0.0
             started = self._waiting.pop(place, None)
             if self._left() < max(item.seconds + spare, _LAST_START):
-                self._leave_out(item, started)
+                self._skip(item, started)
                 continue
             started = started or self._start(item)
             self._fill(queue, place + 1)
@@ -148,12 +150,12 @@ class Session:
             self._say(f"the first contest and its repetition differ by {abs(rates[1] / rates[0] - 1):.1%}")
 
     def stop_all(self) -> None:
-        """Kill everything that was started and is not finished."""
+        """Kill all processes that are not finished."""
         for started in self._started:
             _kill(started.process)
 
     def _fill(self, queue: list[Item], first: int) -> None:
-        """Start contenders of the next turns, which then wait."""
+        """Start the contenders of the next turns; they import their packages and wait."""
         for place in range(first, min(first + _WAITING, len(queue))):
             if queue[place].contest and place not in self._waiting and self._left() > _LAST_START:
                 self._waiting[place] = self._start(queue[place])
@@ -165,18 +167,18 @@ class Session:
         while running:
             for started in running:
                 ended = started.process.poll() is not None
-                late = time.monotonic() - started.begun > started.item.limit or self._left() < _LAST_STOP
+                late = time.monotonic() - started.start > started.item.limit or self._left() < _LAST_STOP
                 if ended or late:
                     self._finish(started, "beside")
             running = [started for started in running if started in self._started]
             time.sleep(0.1)
 
     def _turn(self, started: Started) -> Line:
-        begun = time.monotonic()
+        start = time.monotonic()
         started.turn.touch()
         with suppress(subprocess.TimeoutExpired):
             started.process.wait(max(0.0, min(started.item.limit, self._left() - _LAST_STOP)))
-        return self._finish(started, "turns", time.monotonic() - begun)
+        return self._finish(started, "turns", time.monotonic() - start)
 
     def _start(self, item: Item) -> Started:
         self._number += 1
@@ -197,14 +199,14 @@ class Session:
         with files["log"].open("wb") as log:
             process = subprocess.Popen(
                 command,
-                cwd=self._work if item.contest else ROOT,  # Unsloth writes where it is started
+                cwd=self._work if item.contest else ROOT,  # Unsloth writes into the current folder
                 env=os.environ | self._environment(item),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        started = Started(item=item, process=process, begun=time.monotonic(), **files)
+        started = Started(item=item, process=process, start=time.monotonic(), **files)
         self._started.append(started)
         return started
 
@@ -221,9 +223,9 @@ class Session:
         }
 
     def _finish(self, started: Started, phase: str, took: float | None = None) -> Line:
-        """Kill what is left of it, write its lines and the end of its log, and return its own line."""
+        """Kill remaining processes of the item, write its lines and the end of its log, and return its own line."""
         item, was_running = started.item, started.process.poll() is None
-        took = time.monotonic() - started.begun if took is None else took
+        took = time.monotonic() - started.start if took is None else took
         _kill(started.process)
         self._started.remove(started)
         code, log = started.process.returncode, started.log.read_bytes()[-_LOG_BYTES:]
@@ -243,18 +245,18 @@ class Session:
         self._say(f"{phase}: {item.name}: {_words(line)}, took {took:.1f} s")
         return line
 
-    def _leave_out(self, item: Item, started: Started | None) -> None:
-        self._say(f"left out, no time: {item.name}")
+    def _skip(self, item: Item, started: Started | None) -> None:
+        self._say(f"skipped, no time left: {item.name}")
         self.complete = False
         if started:
             _kill(started.process)
             self._started.remove(started)
 
     def _seconds(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._start_time
 
     def _left(self) -> float:
-        return self._begun + self._limit - time.monotonic()
+        return self._start_time + self._limit - time.monotonic()
 
     def _say(self, words: str) -> None:
         line = f"[{self._seconds():5.1f}] {words}"
@@ -267,7 +269,7 @@ class Session:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its children: the device must be free for the next one."""
+    """Kill a process and its children, so that the device is free for the next item."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

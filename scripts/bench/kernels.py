@@ -11,7 +11,7 @@ _ROWS = 200  # of operations
 _KERNELS = 60
 _NAME = 120  # characters; names of templates are longer
 _TRITON = {"_poi_": "element-wise", "_red_": "normalisations", "_per_": "normalisations"}
-_IGNORED = "Command Buffer Full"  # the profiler's name for a host that is ahead of the device
+_IGNORED = "Command Buffer Full"  # an event of the profiler while the launch queue is full
 UNATTRIBUTED = "launched by no operation"
 
 
@@ -33,7 +33,7 @@ def kernels_of(profiler: Any, contest: Contest, vocabulary: int) -> dict[str, An
 
 
 def class_of(name: str, shapes: Sequence[Any], rank: int, vocabulary: int) -> str:
-    """Return the class of an operation; products are told apart by a dimension of the adapters or the vocabulary."""
+    """Return the class of an operation; a dimension equal to the rank or the vocabulary decides between products."""
     if name.startswith("triton_") and "_tem_" not in name:
         return next((kind for part, kind in _TRITON.items() if part in name), "element-wise")
     if "attention" in name or "attn" in name:
@@ -46,7 +46,9 @@ def class_of(name: str, shapes: Sequence[Any], rank: int, vocabulary: int) -> st
     sizes = {size for shape in shapes for size in shape if isinstance(size, int)}
     if vocabulary in sizes:
         return "head products"
-    return "thin products" if sizes & {rank, 2 * rank, 3 * rank} else "base products"  # also of merged adapters
+    return (
+        "thin products" if sizes & {rank, 2 * rank, 3 * rank} else "base products"
+    )  # two or three adapters may be merged
 
 
 def _operations(profiler: Any, contest: Contest, vocabulary: int, on_gpu: bool) -> Iterator[dict[str, Any]]:

@@ -158,13 +158,13 @@ class Ours:
 
 
 def verify_layers(model: TrainingModel, layers: CompiledLayers, batch: Batch) -> dict[str, Any]:
-    """Return the result of the verification; layers that fail it are computed without the compiler, as in a run."""
-    begun = time.perf_counter()
+    """Return the result of the verification; layers that fail it run without the compiler, as in training."""
+    start = time.perf_counter()
     try:
         comparison = verify_compiled(model, layers, batch)
         comparison.or_leave(layers.give_up)
         result = str(comparison)
-    except Exception as fault:  # noqa: BLE001  it may run out of memory; the steps are measured all the same
+    except Exception as fault:  # noqa: BLE001  such as out of memory; the steps are measured anyway
         result = f"{type(fault).__name__}: {gist(fault)}"
         layers.give_up(result)
     on_gpu = batch.ids.is_cuda
@@ -173,7 +173,7 @@ def verify_layers(model: TrainingModel, layers: CompiledLayers, batch: Batch) ->
         "measured": "compiled layers" if layers.is_on else "compile=none, because the verification failed",
         "graphs": layers.graphs,
         "compile_seconds": round(layers.seconds, 3),
-        "seconds": round(time.perf_counter() - begun, 3),
+        "seconds": round(time.perf_counter() - start, 3),
         "reserved_bytes": torch.cuda.max_memory_reserved(batch.ids.device) if on_gpu else None,
         "worst_ratio": _finite(layers.worst_ratio),
         "mean_errors": {each.name: [*map(_finite, each[2:])] for each in mean_errors(layers.errors)},

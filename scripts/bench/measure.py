@@ -2,7 +2,7 @@
 
 python -m scripts.bench.measure CONTEST.json RESULT.json [TURN]
 
-With TURN it imports its packages and waits until that file exists, before it uses the device.
+With TURN, import the packages and wait until that file exists before using the device.
 """
 
 import os
@@ -35,13 +35,14 @@ def main() -> None:
 
 
 def _await_turn(contest: Contest, turn: Path) -> None:
-    parent, begun = os.getppid(), time.perf_counter()
+    """Import the contender's packages and wait for the file; exit if the parent process has ended."""
+    parent, start = os.getppid(), time.perf_counter()
     for name in FRAMEWORKS[split_settings(contest.framework)[0]].imports:
         import_module(name)
     import torch
 
     device = "initialized" if torch.cuda.is_initialized() else "not initialized"
-    print(f"imported in {time.perf_counter() - begun:.1f} s, CUDA {device}", flush=True)
+    print(f"imported in {time.perf_counter() - start:.1f} s, CUDA {device}", flush=True)
     while not turn.exists():
         if os.getppid() != parent:
             sys.exit("the benchmark that started it has ended")
@@ -54,7 +55,7 @@ def measured(contest: Contest) -> dict[str, Any]:
 
     from scripts.bench.gauge import Gauge
 
-    begun = time.perf_counter()
+    start = time.perf_counter()
     framework, settings = split_settings(contest.framework)
     device = torch.device(contest.device)
     gauge = Gauge(device)
@@ -62,7 +63,7 @@ def measured(contest: Contest) -> dict[str, Any]:
     from scripts.bench.machine import Clock  # not before Unsloth, which must be imported before transformers
 
     clock = Clock(device, contest.warm_up, contest.steps, profile=contest.profile, gauge=gauge)
-    start_seconds = time.perf_counter() - begun
+    start_seconds = time.perf_counter() - start
     contender.train(clock)
     return {
         **asdict(contest),

@@ -1,4 +1,4 @@
-"""Plan of a measurement session: items that run beside each other first, then turns that have the device alone."""
+"""Plan of a measurement session: items that run at the same time, then turns with exclusive use of the device."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ _TINY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """A contest, or else a command; `seconds` is what it usually takes, at `limit` seconds it is killed."""
+    """A contest or a command; it usually takes `seconds` and is killed after `limit`."""
 
     name: str
     seconds: float
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def repeated(self) -> Item | None:
-        """The first contest once more, to see by how much equal measurements differ."""
+        """The first contest again, to measure the noise."""
         first = self.first
         if first is None or first.contest is None:
             return None
@@ -62,7 +62,7 @@ class Plan:
 
 
 def read_plan(file: Path, device: str, *, tiny: bool) -> Plan:
-    """Read a plan; SystemExit names everything that is wrong with it."""
+    """Read a plan, or exit with all its problems."""
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     problems = [f"{file}: {problem}" for problem in _problems(content)]
     if problems:
@@ -86,9 +86,9 @@ def _item(values: dict[str, Any], common: dict[str, Any], phase: dict[str, Any],
 
 
 def _contest(values: dict[str, Any], common: dict[str, Any], tiny: bool) -> Contest:
-    given = {name: value for name, value in values.items() if name in _CONTEST}
-    settings = (*common.get("settings", ()), *given.get("settings", ()))
-    contest = Contest(**{**common, **given, **(_TINY if tiny else {}), "settings": settings})
+    own = {name: value for name, value in values.items() if name in _CONTEST}
+    settings = (*common.get("settings", ()), *own.get("settings", ()))
+    contest = Contest(**{**common, **own, **(_TINY if tiny else {}), "settings": settings})
     if contest.device == "cpu":
         contest = replace(contest, precision="fp32")
     if contest.device == "cpu" and tiny:  # a C++ compiler takes minutes
@@ -105,7 +105,7 @@ def _problems(content: Any) -> Iterator[str]:
     for phase in PHASES:
         section = content[phase]
         if not isinstance(section, dict) or not {"limit", "items"} <= section.keys() <= {"limit", "items", "contest"}:
-            yield f"{phase} has the keys limit, items and, where it differs, contest"
+            yield f"{phase} has the keys limit, items and, optionally, contest"
             continue
         for number, values in enumerate(section["items"], 1):
             common = content["contest"] | section.get("contest", {})

@@ -1,4 +1,4 @@
-"""Plugin of pytest that writes each failure to the file BENCH_FAILURES at once; a session may be stopped early.
+"""pytest plugin that appends each failure to the file BENCH_FAILURES as it happens, since a session may be stopped.
 
 pytest -p scripts.bench.report_failures
 """
@@ -11,7 +11,7 @@ _CHARACTERS = 6000  # of a traceback
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Called for each phase of each test, with xdist in its workers and in the main process."""
+    """Append a failed report; xdist calls this in its workers too."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         heading = f"##### {report.nodeid} [{report.when}] {report.duration:.1f} s"
         with Path(os.environ["BENCH_FAILURES"]).open("a", encoding="utf-8") as file:

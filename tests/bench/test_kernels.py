@@ -38,14 +38,16 @@ def test_kernels_of_profile_tells_products_apart() -> None:
         for weight in (base, base, thin, head):
             x @ weight
         torch._foreach_add([x, x], 1.0)
-    found = kernels_of(profiler, replace(CONTEST, rank=RANK), VOCABULARY)
-    products = {row["shapes"]: (row["class"], row["calls"]) for row in found["operations"] if row["name"] == "aten::mm"}
+    kernels = kernels_of(profiler, replace(CONTEST, rank=RANK), VOCABULARY)
+    products = {
+        row["shapes"]: (row["class"], row["calls"]) for row in kernels["operations"] if row["name"] == "aten::mm"
+    }
     assert products == {
         "8x24 24x40": ("base products", 2),
         f"8x24 24x{RANK}": ("thin products", 1),
         f"8x24 24x{VOCABULARY}": ("head products", 1),
     }
-    seconds = [row["seconds"] for row in found["operations"]]
+    seconds = [row["seconds"] for row in kernels["operations"]]
     assert seconds == sorted(seconds, reverse=True)
-    assert sum(found["classes"].values()) == pytest.approx(sum(seconds), abs=1e-5)
-    assert found["kernels"] == [], "there are no kernels on a CPU"
+    assert sum(kernels["classes"].values()) == pytest.approx(sum(seconds), abs=1e-5)
+    assert kernels["kernels"] == [], "there are no kernels on a CPU"

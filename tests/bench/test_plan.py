@@ -1,4 +1,4 @@
-"""Plans of measurement sessions: what they name must exist before a GPU is lent for minutes."""
+"""Plans of measurement sessions: what they name must exist before GPU time is spent."""
 
 from pathlib import Path
 
@@ -21,21 +21,21 @@ def plan(tmp_path: Path, turns: str, *, tiny: bool = False, beside: str = "{limi
     return read_plan(file, "cpu", tiny=tiny)
 
 
-def contests(found: Plan) -> list[Item]:
-    return [item for item in (*found.beside, *found.turns) if item.contest]
+def contests(session: Plan) -> list[Item]:
+    return [item for item in (*session.beside, *session.turns) if item.contest]
 
 
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
 def test_shipped_plan_contests_compose(file: Path, tiny: bool) -> None:
-    found = read_plan(file, "cuda", tiny=tiny)
-    for item in contests(found):
+    session = read_plan(file, "cuda", tiny=tiny)
+    for item in contests(session):
         assert item.contest
         run_of(item.contest, split_settings(item.contest.framework)[1])
-    names = [item.name for item in found.turns]
+    names = [item.name for item in session.turns]
     assert len(names) == len(set(names)) or tiny
-    assert found.repeated
-    assert found.repeated.name == f"{contests(Plan([], found.turns))[0].name}, repeated"
+    assert session.repeated
+    assert session.repeated.name == f"{contests(Plan([], session.turns))[0].name}, repeated"
 
 
 def test_mission_70b_contest_equals_preset() -> None:
@@ -51,10 +51,10 @@ def test_mission_70b_contest_equals_preset() -> None:
 
 def test_item_settings_extend_those_of_phase(tmp_path: Path) -> None:
     beside = "{limit: 9, contest: {threads: 2}, items: [{framework: ours, settings: [a=b], seconds: 3, limit: 4}]}"
-    found = plan(
+    session = plan(
         tmp_path, "{framework: ours, seconds: 5}, {name: a, command: 'echo {device}', seconds: 1}", beside=beside
     )
-    (first,), (second, command) = found.beside, found.turns
+    (first,), (second, command) = session.beside, session.turns
     assert first.contest
     assert second.contest
     assert (first.contest.settings, first.contest.threads, first.limit) == (("seed=3", "a=b"), 2, 4)
@@ -63,8 +63,8 @@ def test_item_settings_extend_those_of_phase(tmp_path: Path) -> None:
 
 
 def test_tiny_plan_has_small_shapes_and_no_cpp_compiler(tmp_path: Path) -> None:
-    found = plan(tmp_path, "{framework: 'ours:compile=blocks', model: llama_8b, seconds: 50}", tiny=True)
-    (contest,) = [item.contest for item in found.turns]
+    session = plan(tmp_path, "{framework: 'ours:compile=blocks', model: llama_8b, seconds: 50}", tiny=True)
+    (contest,) = [item.contest for item in session.turns]
     assert contest
     assert (contest.model, contest.precision) == ("tiny", "fp32")
     assert contest.framework == "ours:compile=blocks,compile.backend=aot_eager"

@@ -77,13 +77,13 @@ def test_session_measures_contests_and_repeats_the_first(bench: Bench) -> None:
         assert len(json.dumps(line)) < 60_000
 
 
-def test_session_kills_slow_items_with_their_children(bench: Bench) -> None:
+def test_session_slow_item_is_killed_with_its_children(bench: Bench) -> None:
     child = f"{sys.executable} -c 'import time; time.sleep(60)' & echo $! >{bench.folder / 'pid'}; wait"
-    slow = command("slow", "bash", "-c", f"echo begun; {child}", limit=2)
+    slow = command("slow", "bash", "-c", f"echo started; {child}", limit=2)
     lines = session(bench, [slow], [command("wrong", "bash", "-c", "echo out of memory; exit 4")], code=INCOMPLETE)
     assert lines[0]["error"] == "stopped after 2 s"
     assert lines[1]["error"] == "exit code 4: out of memory"
-    assert "begun" in (bench.folder / "out" / "beside.log").read_text()
+    assert "started" in (bench.folder / "out" / "beside.log").read_text()
     pid = Path(f"/proc/{(bench.folder / 'pid').read_text().strip()}/cmdline")
     deadline = time.monotonic() + 5
     while pid.exists() and pid.read_bytes():
@@ -91,20 +91,20 @@ def test_session_kills_slow_items_with_their_children(bench: Bench) -> None:
         time.sleep(0.02)
 
 
-def test_session_leaves_out_what_does_not_fit(bench: Bench) -> None:
+def test_session_items_without_time_are_skipped(bench: Bench) -> None:
     turns = [command("sleeping", "sleep", "60", limit=60), command("late", "true")]
     assert [line["name"] for line in session(bench, [], turns, seconds=14, code=INCOMPLETE)] == ["sleeping"]
-    assert "left out, no time: late" in phases(bench)
+    assert "skipped, no time left: late" in phases(bench)
 
 
-def test_forecast_keeps_time_for_the_repetition(bench: Bench) -> None:
+def test_session_forecast_keeps_time_for_the_repetition(bench: Bench) -> None:
     turns = [command("long", "true", seconds=5), contest("ours"), contest("ours", recompute=True)]
     session(bench, [], turns, seconds=11, code=INCOMPLETE)
     expected = [line.partition("expected: ")[2] for line in phases(bench).splitlines() if "expected" in line]
-    assert [("no time left" in line) for line in expected] == [False, False, True, True, False]
+    assert [("skipped" in line) for line in expected] == [False, False, True, True, False]
 
 
-def test_failed_test_is_reported_at_once(bench: Bench) -> None:
+def test_report_failures_with_xdist_writes_failed_test_once(bench: Bench) -> None:
     (bench.folder / "test_it.py").write_text("def test_a():\n    assert 1 == 2\n\ndef test_b():\n    pass\n")
     words = ["-m", "pytest", "-q", "-n", "1", "-p", "scripts.bench.report_failures", str(bench.folder / "test_it.py")]
     (line,) = session(bench, [command("tests", sys.executable, *words)], [], code=INCOMPLETE)
@@ -133,15 +133,13 @@ def test_session_installs_wheels_for_its_children(bench: Bench) -> None:
     assert not Path(line["said"]).exists(), "the folder is removed"
 
 
-def test_session_process_loads_no_torch() -> None:
+def test_session_process_does_not_import_torch() -> None:
     code = "import sys, scripts.bench.gpu; sys.exit(bool({'torch', 'numpy', 'hydra'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
 @pytest.mark.parametrize("fault", ["fails", "raises"])
-def test_layers_that_fail_verification_are_measured_without_compiler(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_layers_after_failure_turns_compiled_layers_off(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small.training_model_of("llama", compile=BLOCKS)
 
     def verify(*_: Any) -> Comparison:
@@ -150,10 +148,10 @@ def test_layers_that_fail_verification_are_measured_without_compiler(
         return Comparison("gradient", 0.5, 0.1)
 
     monkeypatch.setattr(loops, "verify_compiled", verify)
-    found = loops.verify_layers(model, blocks_of(model), packed(0))
-    assert found["measured"].startswith("compile=none")
+    verified = loops.verify_layers(model, blocks_of(model), packed(0))
+    assert verified["measured"].startswith("compile=none")
     assert (
-        found["result"]
+        verified["result"]
         == {
             "fails": "gradient differs by 5.0e-01 (allowed 1.0e-01)",
             "raises": "OutOfMemoryError: CUDA out of memory.",
