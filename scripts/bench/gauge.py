@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _INTERVAL = 0.1  # seconds between two samples
-_CONTEXTS_BYTES = 2 << 30  # at most, of waiting processes with an empty CUDA context
+_CONTEXTS_BYTES = 4 << 30  # more than this process and three waiting ones need for empty CUDA contexts
 
 
 class Gauge:

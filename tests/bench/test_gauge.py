@@ -12,7 +12,7 @@ import torch
 from scripts.bench.gauge import Gauge
 
 CUDA = torch.device("cuda")
-OTHERS = 3_000_000_000
+OTHERS = 5_000_000_000
 MEASURED = ("sm_mhz", "watts", "celsius")
 
 
