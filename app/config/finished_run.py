@@ -54,6 +54,9 @@ def with_recorded_choices(run: RunConfig, choices: Mapping[str, Any]) -> RunConf
         run = replace(run, precision=replace(run.precision, kind=choices["precision"]))
     if run.attention.kind == "auto" and "attention" in choices:
         run = replace(run, attention=AttentionConfig(kind=choices["attention"]))
+    if run.compile.kind == "auto" and "compile" in choices:
+        budget = choices.get("memory_budget", run.compile.memory_budget)
+        run = replace(run, compile=replace(run.compile, kind=choices["compile"], memory_budget=budget))
     # on a CPU the number of threads may change the last bits
     if run.launch.threads is None and choices.get("device") == "cpu":
         run = replace(run, launch=replace(run.launch, threads=choices.get("threads")))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from app.config.adapters import ADAPTER_KINDS
-from app.config.compile_rules import compiled_layers_suit_the_run
+from app.config.compile_rules import BLOCKS, compiled_layers_suit_the_run
 from app.config.data_rules import DATA_RULES
 from app.config.dataset import has_held_out_rows
 from app.config.model_kinds import OWN
@@ -254,7 +254,7 @@ def _recorded_graphs_are_of_one_step(run: RunConfig) -> Iterator[str]:
     recompute, accumulation = run.training.recompute, run.batching.accumulation
     profile_step = run.training.profile_step  # operations inside a recorded graph have no names
     faults = [
-        (run.compile.kind == "none", "compile=none", "compile=blocks"),
+        (run.compile.kind != BLOCKS, f"compile={run.compile.kind}", "compile=blocks"),
         (recompute not in (False, 0), f"training.recompute={recompute}", "training.recompute=0"),
         (accumulation > 1, f"batching.accumulation={accumulation}", "batching.accumulation=1"),
         (run.parallel.divides, f"parallel={run.parallel.kind}", "parallel=auto"),

@@ -178,7 +178,7 @@ def assemble(
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)
     freeze(network, sections.freeze)
-    compiled = None if device is None else compile_blocks(network, sections.compile, device)
+    compiled = None if device is None else compile_blocks(network, sections.compile)
     recompute(network, sections.recompute, host)
     training_model = TrainingModel(
         network, compute, sections.task, sections.preference, sections.attention, sections.quantizer, compiled

@@ -6,65 +6,19 @@ passes without a gradient, use the layer's own forward: evaluations, answers, mi
 """
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from app.batch import Batch
 from app.config.schema import CompileConfig
-from app.errors import ConfigError, EnvironmentProblem, TrainingError, gist
+from app.errors import TrainingError, gist
 from app.model.activation_checkpointing import repeated_layers
-from app.model.attention.requirements import dropouts_of
 from app.model.partition import marking_pass
 from app.model.recurrent import recurrent_mixers
-
-_COMPILERS = ("g++", "clang++", "c++")
-
-
-def require_compilable(config: CompileConfig, device: torch.device) -> None:
-    """Refuse, before a weight is loaded, what cannot be compiled on this machine."""
-    if config.kind == "none":
-        return
-    if config.graphs and device.type != "cuda":
-        raise ConfigError(
-            f"compile.graphs=true records kernels of an NVIDIA GPU, and this run is on {device.type}. "
-            "Set compile.graphs=false."
-        )
-    if config.backend == "inductor" and device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
-        raise EnvironmentProblem(
-            "compile=blocks on a CPU needs a C++ compiler, and there is none: install g++, or set compile=none."
-        )
-    if config.backend == "inductor" and device.type == "cuda" and find_spec("triton") is None:
-        raise EnvironmentProblem(
-            "compile=blocks on a GPU needs the package triton, which is not installed. Set compile=none."
-        )
-
-
-def require_compilable_attention(
-    config: CompileConfig, lm: Any, attention: str, device: torch.device, some_batch: Callable[[], Batch]
-) -> None:
-    """Refuse, before a weight is loaded, attention that one graph cannot compute for all batches of the run."""
-    if config.kind == "none":
-        return
-    for name, rate in dropouts_of(lm).items():
-        key = f"model.architecture.{name}"
-        raise ConfigError(
-            f"{key}={rate:g}: compiled layers have no dropout of attention weights. Set compile=none, or {key}=0 (of "
-            f"pretrained weights: {name} in the config.json of model.path)."
-        )
-    if attention == "sdpa" and device.type != "cpu":
-        batch = some_batch()
-        if batch.documents is not None and not batch.documents.are_longest(batch.ids.numel()):
-            raise ConfigError(
-                "compile=blocks on a GPU needs attention to all documents in one call, and attention=sdpa makes one "
-                "for each where their lengths differ. Set attention=varlen (or flash), or compile=none."
-            )
 
 
 class LayerCall(NamedTuple):
@@ -194,11 +148,10 @@ class CompiledLayers:
             return backend(graph, inputs, config_patches=wanted)
 
 
-def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -> CompiledLayers | None:
+def compile_blocks(lm: nn.Module, config: CompileConfig) -> CompiledLayers | None:
     """Compile the layers; called before they are wrapped for recomputing, so that the second pass is compiled too."""
     if config.kind == "none":
         return None
-    require_compilable(config, device)
     import torch._dynamo
     import torch._functorch.config  # noqa: F401  both are named above
 

@@ -1,14 +1,15 @@
-"""What `precision=auto` and `attention=auto` mean on this machine: chosen at a run's first start, then kept.
+"""What `precision`, `attention` and `compile` of `auto` mean on this machine: chosen at the first start, then kept.
 
 With the choices a run has all sections that decide what is built.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from app.config.compile_rules import AUTO, NONE
 from app.config.model_kinds import OWN
 from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig, TrainingConfig
 from app.distributed.process_group import default_device
@@ -28,6 +29,7 @@ class Choices:
 
     precision: str
     attention: str
+    compile: str = NONE  # of `auto` settled by `app.training.compile_choice`
 
 
 def choose(run: RunConfig, base: BaseModel, stored: Mapping[str, str]) -> Choices:
@@ -46,7 +48,9 @@ def choose(run: RunConfig, base: BaseModel, stored: Mapping[str, str]) -> Choice
     def needs() -> Needs:
         return needs_of(base.on_meta(), DTYPES[name].compute, packed=packed)
 
-    return Choices(precision=name, attention=select(attention, default_device(), needs))
+    compiled = run.compile.kind
+    backend = select(attention, default_device(), needs, traces=compiled != NONE)
+    return Choices(precision=name, attention=backend, compile=NONE if compiled == AUTO else compiled)
 
 
 def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
@@ -63,7 +67,7 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         offload=run.training.offload,
         freeze=tuple(run.training.freeze),
         neftune=run.training.neftune,
-        compile=run.compile,
+        compile=replace(run.compile, kind=choices.compile) if run.compile.kind == AUTO else run.compile,
         preference=run.preference,
     )
 

@@ -10,21 +10,23 @@ from typing import Any
 
 from app import __version__
 from app.batch import Batch
+from app.config.compile_rules import BLOCKS, compile_refusals
 from app.config.schema import RunConfig
 from app.data.loader import Loader, eval_batches
 from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime, start
-from app.errors import ConfigError
+from app.errors import ConfigError, refuse
 from app.model import quantization
 from app.model.build import ModelCounts, ModelSections, count_weights
-from app.model.compile import require_compilable, require_compilable_attention
+from app.model.compilable import attention_obstacles, machine_obstacles
 from app.optim.lr_schedule import learning_rate
 from app.training import memory_in_use
 from app.training.auto_settings import AUTO, BINS_CHOICE, LAYERS_CHOICE, PARALLEL_CHOICE, AutoPlanner, AutoSettings
 from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.choices import Choices, choose, sections_of
+from app.training.compile_choice import BUDGET_CHOICE, compile_facts, settle_compile, with_stored_budget
 from app.training.identity import base_hash, compared_settings, start_hash
 from app.training.optimizer_in_backward import require_gradients_one_by_one
 from app.training.preparation import Prepared, StepPlan, plan_steps, prepare_run, rows_of_also
@@ -43,6 +45,7 @@ class ResolvedRun(Prepared):
     loader: Loader
     counts: ModelCounts
     layers_are_auto: bool  # whether the number of recomputed layers was planned
+    uncompiled_because: tuple[str, ...] = ()  # reasons of compile=auto on a GPU
     also: TokenRows | None = None  # of `eval.also`
 
     @property
@@ -82,7 +85,9 @@ class ResolvedRun(Prepared):
         batching = self.config.batching
         bins = {BINS_CHOICE: str(batching.tokens)} if batching.packing else {}
         parallel = {PARALLEL_CHOICE: self.config.parallel.kind}
-        return {**asdict(self.choices), LAYERS_CHOICE: str(self.config.training.recompute), **bins, **parallel}
+        budget = {BUDGET_CHOICE: str(self.config.compile.memory_budget)}
+        layers = {LAYERS_CHOICE: str(self.config.training.recompute)}
+        return {**asdict(self.choices), **layers, **bins, **parallel, **budget}
 
     def identity(self, trained_parameters: int, fingerprint: str | None) -> dict[str, Any]:
         """What decides the numbers of the next step, by the key to type; a checkpoint with other values is refused.
@@ -138,24 +143,31 @@ def _settle(
     require_gradients_one_by_one(config.optimizer, world().size, choices.precision)
     runtime = start(config.launch, choices.precision, config.seed)
     quantization.require_hardware(config.quantization, runtime.device)
-    require_compilable(config.compile, runtime.device)
     counts = count_weights(sections_of(config, choices), base)
     auto = AutoSettings(planner, choices, stored, runtime.host_group, log)
     binned = replace(prepared, config=auto.with_bins(auto.with_parallel(config)))
     loader = binned.loader_for(runtime.processes, runtime.rank)
-    require_compilable_attention(config.compile, base.on_meta(), choices.attention, runtime.device, loader.largest)
+    of_layers = base.on_meta(), choices.attention, runtime.device, loader.largest
+    if config.compile.kind == BLOCKS:
+        machine = machine_obstacles(config.compile, runtime.device)
+        refuse(compile_refusals([*machine, *attention_obstacles(*of_layers)]))
+    steps = plan_steps(config.training, loader.steps_per_epoch).steps
+    facts = partial(compile_facts, binned.config, *of_layers, steps)
+    compiled = settle_compile(config, stored, runtime.host_group, facts)
+    auto = replace(auto, choices=replace(choices, compile=compiled.kind))
     return ResolvedRun(
-        config=auto.with_recompute(binned.config, loader.largest, counts.layers),
+        config=auto.with_recompute(with_stored_budget(binned.config, stored), loader.largest, counts.layers),
         base=base,
         tokenizer=prepared.tokenizer,
         data=prepared.data,
         objective=prepared.objective,
         checkpoint=checkpoint,
-        choices=choices,
+        choices=auto.choices,
         runtime=runtime,
         loader=loader,
         counts=counts,
         layers_are_auto=config.training.recompute == AUTO,
+        uncompiled_because=compiled.reasons,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from app.config.commands import python
+from app.config.compile_rules import BLOCKS
 from app.config.dataset import formats_of, has_held_out_rows
 from app.config.metrics import TOLD
 from app.config.model_kinds import without_numbers
@@ -30,6 +31,7 @@ from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
 from app.training.auto_settings import offload_notes, size_notes
 from app.training.checkpoint import Progress
+from app.training.compile_choice import BUDGET_CHOICE
 from app.training.preparation import Prepared, prepare_run
 from app.training.rehearsal import Rehearsal
 from app.training.resolve import ResolvedRun
@@ -77,6 +79,8 @@ def _notes(resolved: ResolvedRun) -> Iterator[str]:
         yield "experts and router stay frozen (adapter.experts=true trains the experts)"
     if run.adapter.kind != "none" and ALL_LINEAR in run.adapter.targets:
         yield from _uncalled_layers(resolved.base.on_meta())
+    if resolved.uncompiled_because:
+        yield f"layers are not compiled: {'; '.join(resolved.uncompiled_because)} (compile=auto)"
     yield from requirements.notes(run.optimizer, device)
     yield from offload_notes(run.training, device)
     yield from machine_notes(run.parallel, resolved.runtime.processes)
@@ -97,7 +101,8 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
     """Choices, counts and hashes of a run."""
     run, runtime, loader = resolved.config, resolved.runtime, resolved.loader
     others, batching = memory_in_use.taken_by_others(), run.batching
-    bin_tokens, why_padded = batching.bin_tokens if batching.packing else None, resolved.base.tier.reason
+    bin_tokens = batching.bin_tokens if batching.packing else None
+    why_padded, why_uncompiled = resolved.base.tier.reason, resolved.uncompiled_because
     return {
         "seed": run.seed,
         **({"varied_from": run.varied_from} if run.varied_from else {}),
@@ -105,6 +110,8 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
             **asdict(resolved.choices),
             "recompute": run.training.recompute,
             "tokens": batching.tokens if batching.packing else None,
+            **({BUDGET_CHOICE: run.compile.memory_budget} if resolved.choices.compile == BLOCKS else {}),
+            **({"uncompiled_because": list(why_uncompiled)} if why_uncompiled else {}),
             **({} if batching.packing or not why_padded else {"padded_because": why_padded}),
             "format": formats_of(run.dataset),
             "device": runtime.device.type,

@@ -23,7 +23,7 @@ UNREAD = [
     ("quantization=fp8 quantization.double_quant=true", ["quantization=fp8 does not read it"]),
     (
         "compile.graphs=false tracker.project=a",
-        ["compile.graphs=false: compile=none", "tracker.project=a: tracker=none"],
+        ["compile.graphs=false: compile=auto", "tracker.project=a: tracker=none"],
     ),
     ("task.labels=[a,b]", ["task.labels=[a, b] means nothing for task=causal."]),  # of a rule, once
     ("optimizer.momentum=0.5 batching.tokens=9", ["dataset.max_length=256 is more", "optimizer.momentum=0.5: opt"]),

@@ -2,23 +2,19 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 from app.batch import Batch, PackedSequences
 from app.config.schema import CompileConfig, QuantizationConfig
-from app.errors import ConfigError, EnvironmentProblem, TrainingError
-from app.model import compile as compiling
+from app.errors import ConfigError, TrainingError
 from app.model.attention import BACKENDS, register
 from app.model.attention.sdpa import compiled_sdpa, plain_packed, sdpa
-from app.model.compile import CompiledLayers, require_compilable, require_compilable_attention
+from app.model.compile import CompiledLayers
 from app.model.training_model import TrainingModel
 from tests.choices import taking_turns
 from tests.model import small
@@ -193,52 +189,8 @@ def test_compiled_sdpa_passes_opcheck_and_refuses_other_rules() -> None:
             compiled_sdpa(q, k, v, replace(PLAIN, **changes), documents)
 
 
-SEVERAL, ONE = packed(0), small.packed(small.documents_of((48, 48), seed=0))
-DROPOUT = r"^model\.architecture\.attention_dropout=0\.1: compiled layers have no dropout .* Set compile=none, or"
-
-
-@pytest.mark.parametrize(
-    ("attention", "device", "dropout", "batch", "words"),
-    [
-        ("sdpa", CPU, 0.1, SEVERAL, DROPOUT),
-        ("varlen", GPU, 0.1, SEVERAL, DROPOUT),
-        ("sdpa", GPU, 0.0, SEVERAL, r"Set attention=varlen \(or flash\), or compile=none"),
-        ("sdpa", GPU, 0.0, ONE, None),
-        ("varlen", GPU, 0.0, SEVERAL, None),
-        ("sdpa", CPU, 0.0, SEVERAL, None),
-    ],
-)
-def test_attention_that_one_graph_cannot_compute_is_refused(
-    attention: str, device: torch.device, dropout: float, batch: Batch, words: str | None
-) -> None:
-    lm = SimpleNamespace(config=LlamaConfig(attention_dropout=dropout))
-    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
-        require_compilable_attention(BLOCKS, lm, attention, device, lambda: batch)
-    require_compilable_attention(NONE, lm, attention, device, lambda: batch)
-
-
 def test_every_backend_has_a_kernel_of_compiled_layers() -> None:
     assert all(backend.compiled for backend in BACKENDS.values())
-
-
-@pytest.mark.parametrize(
-    ("config", "device", "missing", "words"),
-    [
-        (replace(INDUCTOR, graphs=True), CPU, "", r"compile\.graphs=true records .* Set compile\.graphs=false"),
-        (INDUCTOR, CPU, "which", r"a C\+\+ compiler.*install g\+\+, or set compile=none"),
-        (INDUCTOR, GPU, "find_spec", r"the package triton.*Set compile=none"),
-    ],
-)
-def test_require_compilable_missing_part_is_refused(
-    config: CompileConfig, device: torch.device, missing: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if missing:
-        found: Any = SimpleNamespace(which=lambda _name: None) if missing == "which" else lambda _name: None
-        monkeypatch.setattr(compiling, "shutil" if missing == "which" else missing, found)
-    with pytest.raises((ConfigError, EnvironmentProblem), match=words):
-        require_compilable(config, device)
-    require_compilable(NONE, device)
-    require_compilable(BLOCKS, device)
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,14 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def select(config: AttentionConfig, device: torch.device, needs: Callable[[], Needs]) -> str:
-    """The name of this run's backend. `needs` builds a model on meta, so it is called only where it matters."""
+def select(config: AttentionConfig, device: torch.device, needs: Callable[[], Needs], *, traces: bool = False) -> str:
+    """The name of this run's backend. `needs` builds a model on meta, so it is called only where it matters.
+
+    `traces`: of `auto` one with a kernel of compiled layers.
+    """
     if config.kind == "auto":
-        return next(name for name in BACKENDS if _problem(name, device, needs) is None)
+        able = (name for name, backend in BACKENDS.items() if backend.compiled or not traces)
+        return next(name for name in able if _problem(name, device, needs) is None)
     problem = None if config.kind == OWN else _problem(config.kind, device, needs)
     if problem is not None:
         raise ConfigError(problem)

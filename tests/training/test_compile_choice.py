@@ -1,0 +1,188 @@
+"""compile=auto: on where nothing stands against it and the run repays it; kept by a continued run; never an error."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.batch import Batch
+from app.config.finished_run import with_recorded_choices
+from app.config.load import compose_run
+from app.config.schema import RunConfig
+from app.config.tasks import task_of
+from app.distributed.process_group import HostGroup
+from app.model import compilable
+from app.model.structure import BaseModel
+from app.training import compile_choice
+from app.training.choices import Choices, sections_of
+from app.training.compile_choice import (
+    REPAYING_FLOPS,
+    CompileChoice,
+    CompileFacts,
+    choose_compile,
+    compile_facts,
+    settle_compile,
+    with_stored_budget,
+)
+from app.training.resolve import resolve_run
+from app.training.summary import manifest_facts, run_table
+from tests.harness.runs import SMALL, Zygote
+from tests.model import small
+from tests.training.conftest import small_run
+
+CHOICES, GPU = Choices("bf16", "varlen"), torch.device("cuda")
+LONG = CompileFacts("cuda", flops=REPAYING_FLOPS)
+ALONE, NOTHING = HostGroup(0, 1), dict[str, str]()
+
+
+def off(*reasons: str) -> CompileChoice:
+    return CompileChoice("none", reasons)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (LONG, CompileChoice("blocks")),
+        (replace(LONG, device="cpu"), off()),
+        (replace(LONG, device="cpu", obstacles=("padded rows",), stored="blocks"), off()),
+        (replace(LONG, obstacles=("padded rows", "no triton")), off("padded rows", "no triton")),
+        (replace(LONG, is_rocm=True), off("not tested on ROCm")),
+        (replace(LONG, trains_experts=True), off("adapter.experts=true")),
+        (replace(LONG, router_coefficient=0.001), off("the routers' loss (coefficient 0.001) reads inside layers")),
+        (replace(LONG, flops=0), off("every layer has a recurrent mixer, whose rows have many shapes")),
+        (replace(LONG, flops=2.7e16), off("too few steps to repay compiling (27 PFLOP, at least 30)")),
+        (replace(LONG, flops=1, stored="blocks"), CompileChoice("blocks")),
+        (replace(LONG, stored="none"), off("as when the run began")),
+        (replace(LONG, stored="blocks", obstacles=("no triton",)), off("no triton")),
+    ],
+)
+def test_choose_compile_by_facts(facts: CompileFacts, expected: CompileChoice) -> None:
+    assert choose_compile(facts) == expected
+
+
+@pytest.fixture
+def capable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with triton and a compiler, as far as files tell."""
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(compilable, "find_spec", lambda _name: object())
+
+
+def run_of(*words: str) -> RunConfig:
+    return compose_run(["model.weights=random", "batching.packing=true", *words])
+
+
+def facts_of(run: RunConfig, attention: str = "varlen", steps: int = 10, kind: str = "llama") -> CompileFacts:
+    lm = small.built(kind)
+    return compile_facts(run, lm, attention, GPU, lambda: BATCH, steps, None)
+
+
+BATCH: Batch = small.packed(small.documents_of((20, 5, 11)))
+
+
+@pytest.mark.usefixtures("capable")
+@pytest.mark.parametrize(
+    ("words", "attention", "reason"),
+    [
+        (("batching.packing=false",), "varlen", "padded rows"),
+        (("task.router_loss=0.1",), "varlen", "task.router_loss=0.1"),
+        ((), "sdpa", "attention=sdpa on a GPU"),
+    ],
+)
+def test_compile_facts_errors_of_blocks_are_reasons_of_auto(
+    words: tuple[str, ...], attention: str, reason: str
+) -> None:
+    (found,) = choose_compile(facts_of(run_of(*words), attention)).reasons
+    assert found.startswith(reason)
+
+
+@pytest.mark.usefixtures("capable")
+def test_compile_facts_of_mixtures() -> None:
+    full = facts_of(run_of("recipe=full"), kind="mixtral")
+    assert full.router_coefficient > 0
+    frozen = facts_of(run_of("recipe=lora"), kind="mixtral")
+    assert (frozen.router_coefficient, frozen.trains_experts) == (0, False)
+    assert facts_of(run_of("recipe=lora", "adapter.experts=true"), kind="mixtral").trains_experts
+
+
+@pytest.mark.usefixtures("capable")
+def test_compile_facts_flops_grow_with_tokens_of_the_run() -> None:
+    once, more = (facts_of(run_of(f"batching.accumulation={n}"), steps=10 * n).flops for n in (1, 3))
+    assert more == 9 * once > 0
+
+
+def test_compile_facts_of_8b_repaid_after_65_steps() -> None:
+    """The measured run: 457 TFLOP a step of 16,384 tokens."""
+    run = compose_run(["model=llama", "model.weights=random", "recipe=lora", "batching.tokens=16384"])
+    lm = BaseModel(run.model, task_of(run.task)).on_meta()
+    facts = compile_facts(run, lm, "varlen", GPU, lambda: BATCH, 66, None)
+    assert facts.flops == pytest.approx(66 * 457.4e12, rel=0.01)
+    assert facts.flops > REPAYING_FLOPS
+
+
+def settled(
+    run: RunConfig, facts: CompileFacts, stored: Mapping[str, str] = NOTHING, group: HostGroup = ALONE
+) -> CompileChoice:
+    return settle_compile(run, stored, group, lambda kept: replace(facts, stored=kept))
+
+
+def test_settle_compile_decided_typed_or_stored() -> None:
+    run, kept = run_of(), {"precision": "bf16", "compile": "blocks", "memory_budget": "0.4"}
+    assert settled(run, LONG) == CompileChoice("blocks")
+    assert settled(run, replace(LONG, flops=1), kept) == CompileChoice("blocks")
+    assert settled(run, LONG, {"precision": "bf16"}).kind == "none", "by a version that did not compile"
+    assert with_stored_budget(run, kept).compile.memory_budget == 0.4
+    for kind in ("none", "blocks"):
+        typed = run_of(f"compile={kind}")
+        assert settled(typed, LONG, kept) == CompileChoice(kind)
+        assert with_stored_budget(typed, kept) == typed
+
+
+@dataclass(frozen=True)
+class Two(HostGroup):
+    """The first of two processes; the other one has no compiler."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value, off("no C compiler")]
+
+
+def test_settle_compile_all_processes_or_none() -> None:
+    assert settled(run_of(), LONG, group=Two(0, 2)) == off("no C compiler")
+
+
+def test_sections_of_auto_are_of_the_choice() -> None:
+    assert sections_of(run_of(), CHOICES).compile.kind == "none"
+    assert sections_of(run_of(), replace(CHOICES, compile="blocks")).compile.kind == "blocks"
+    assert sections_of(run_of("compile=blocks"), CHOICES).compile.kind == "blocks"
+
+
+@pytest.mark.parametrize("choice", [CompileChoice("blocks"), off("padded rows", "no triton"), off()])
+def test_compile_choice_noted_recorded_and_stored(
+    choice: CompileChoice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU decides, shown by a resolved run of a CPU."""
+    monkeypatch.setattr(compile_choice, "choose_compile", lambda _facts: choice)
+    resolved = resolve_run(small_run("compile.memory_budget=0.5"), tmp_path / "checkpoints", lambda _text: None)
+    assert resolved.sections.compile.kind == choice.kind
+    notes = [text for name, text in run_table(resolved) if name == "note" and "compiled" in text]
+    told = f"layers are not compiled: {'; '.join(choice.reasons)} (compile=auto)"
+    assert notes == ([told] if choice.reasons else [])
+    recorded = manifest_facts(resolved)["choices"]
+    assert recorded["compile"] == choice.kind
+    assert recorded.get("memory_budget") == (0.5 if choice.kind == "blocks" else None)
+    assert recorded.get("uncompiled_because", []) == list(choice.reasons)
+    stored = resolved.stored_choices()
+    assert (stored["compile"], stored["memory_budget"]) == (choice.kind, "0.5")
+    again = with_recorded_choices(resolved.config, recorded).compile
+    assert (again.kind, again.memory_budget) == (choice.kind, 0.5)
+
+
+def test_auto_on_cpu_compiles_nothing_and_says_nothing(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = zygote.run(tmp_path, *SMALL, "dry_run=true", f"output_dir={run}", code=0)
+    assert "compile" not in ended.stdout.replace(str(tmp_path), "")
+    assert json.loads((run / "manifest.json").read_text())["choices"]["compile"] == "none"
