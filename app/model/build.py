@@ -257,7 +257,7 @@ def _grouped_experts(
     """Let experts compute by our function where they are packed, or their adapters are fused; it is compared before."""
     network, quantizer = training_model.network, sections.quantizer
     is_packed = quantizer is not None and bool(stack_layers(network))
-    is_fused = sections.adapter.fused and training_model.compiled_layers is None and bool(adapted_experts(network))
+    is_fused = sections.adapter.fused and bool(adapted_experts(network))
     if not (is_packed or is_fused):
         return []
     autocast = nullcontext if device is None else partial(training_model.autocast, device)

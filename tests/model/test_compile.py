@@ -189,6 +189,12 @@ def test_compiled_sdpa_passes_opcheck_and_refuses_other_rules() -> None:
             compiled_sdpa(q, k, v, replace(PLAIN, **changes), documents)
 
 
+def test_compiled_layers_with_adapted_experts_call_grouped_function() -> None:
+    training_model = small.training_model_of("mixtral", small.lora(experts=True), "bf16", compile=BLOCKS)
+    assert any("experts of 32 inputs, grouped" in each.what for each in training_model.fused.comparisons)
+    assert small.verified(training_model, packed(0)) is not None, blocks_of(training_model).fault
+
+
 def test_every_backend_has_a_kernel_of_compiled_layers() -> None:
     assert all(backend.compiled for backend in BACKENDS.values())
 
