@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from app.config.finished_run import read_manifest
 from app.files import write_text
 from app.pages.ladder_table import as_markdown, as_text, measured_tables
 from app.pages.render import write_page
@@ -29,6 +30,7 @@ from app.sweeps.trials import (
     Trial,
     best,
     describe,
+    key_of,
     leaderboard,
     values_of,
 )
@@ -133,8 +135,15 @@ class Runner:
         place = QuotedString(str(self._place(trial)), Quote.single).with_quotes()
         group = os.environ.get("WANDB_RUN_GROUP") or self._folder.path.name
         environment = {**os.environ, "WANDB_RUN_GROUP": group}
-        overrides = (*trial.overrides, f"output_dir={place}", "resume=auto")
+        overrides = (*trial.overrides, *self._as_first(trial), f"output_dir={place}", "resume=auto")
         return TrialProcess(overrides, environment, printed.path)
+
+    def _as_first(self, trial: Trial) -> Sequence[str]:
+        """Compile no layers of compile=auto on a GPU where the first trial compiled none: trials are compared."""
+        if not self._ended or any(key_of(text).partition(".")[0] == "compile" for text in trial.overrides):
+            return ()
+        choices = read_manifest(Path(self._ended[0].folder) / "manifest.json").get("choices", {})
+        return ("compile=none",) if (choices.get("device"), choices.get("compile")) == ("cuda", "none") else ()
 
     def _follow(self, process: TrialProcess, printed: TrialLog, request: StopRequest) -> int:
         """Wait for the end of a trial. A stop request is passed on; a trial that stops by itself stops the sweep."""

@@ -18,6 +18,9 @@ def finish(objective: float | None, status: str = "finished") -> None:
     FOLDER.mkdir(exist_ok=True)
     result = {"status": status, "objective": objective, "steps": 3, "tokens_per_second": 10.0}
     (FOLDER / "result.json").write_text(json.dumps(result))
+    if "DEVICE" in os.environ:
+        choices = {"device": os.environ["DEVICE"], "compile": os.environ["COMPILE"]}
+        (FOLDER / "manifest.json").write_text(json.dumps({"choices": choices}))
 
 
 def stop_with(code: int) -> None:
@@ -36,7 +39,8 @@ def be_deaf() -> None:
         time.sleep(60)
 
 
-print(f"resume={settings['resume']} group={os.environ['WANDB_RUN_GROUP']}", flush=True)
+print(f"resume={settings['resume']} compile={settings.get('compile')}", flush=True)
+print(f"group={os.environ['WANDB_RUN_GROUP']}", flush=True)
 match settings["seed"]:
     case "1" | "2" | "3":
         finish(float(settings["seed"]))

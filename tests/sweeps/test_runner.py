@@ -134,6 +134,19 @@ def test_runner_wandb_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own
     assert os.environ.get("WANDB_RUN_GROUP") == own
 
 
+@pytest.mark.parametrize(
+    ("device", "compiled", "later"), [("cuda", "none", "none"), ("cuda", "blocks", "None"), ("cpu", "none", "None")]
+)
+def test_runner_trials_after_an_uncompiled_first_compile_nothing(
+    device: str, compiled: str, later: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEVICE", device)
+    monkeypatch.setenv("COMPILE", compiled)
+    run(tmp_path, 1, 2, 3)
+    said = [(tmp_path / f"{seed}-seed={seed}.txt").read_text().split() for seed in (1, 2, 3)]
+    assert [words[1] for words in said] == ["compile=None", f"compile={later}", f"compile={later}"]
+
+
 def climb(folder: Path, **seeds: int | None) -> int:
     """Run a ladder of stand-ins, of which those without a seed are refused before the start."""
     rungs = {name: Rung(overrides=[f"seed={seed or 0}"], claimed={"samples/s": 2}) for name, seed in seeds.items()}
