@@ -84,6 +84,17 @@ def test_auto_attention_depends_on_the_model(monkeypatch: pytest.MonkeyPatch) ->
         choose(auto, base_of(auto), kept)
 
 
+@pytest.mark.parametrize(("compiled", "expected"), [("auto", "varlen"), ("blocks", "varlen"), ("none", "flash")])
+def test_auto_attention_has_a_kernel_of_compiled_layers(
+    compiled: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, backend in BACKENDS.items():
+        kernel = None if name == "flash" else backend.compiled
+        monkeypatch.setitem(BACKENDS, name, replace(backend, requires=lambda _device: [], compiled=kernel))
+    run = small_run("precision=bf16", "attention=auto", f"compile={compiled}")
+    assert choose(run, base_of(run), {}).attention == expected
+
+
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
 def test_max_length_is_limited_to_positions(tmp_path: Path, key: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: 100}))
