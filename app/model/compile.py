@@ -120,7 +120,7 @@ class CompiledLayers:
                 if not self.verified:
                     raise
                 raise TrainingError(
-                    f"compile=blocks: a layer would need another graph in the middle of the run ({gist(fault)}). "
+                    f"a compiled layer would need another graph in the middle of the run ({gist(fault)}). "
                     "Set compile=none; the last checkpoint can be continued with it."
                 ) from fault
 

@@ -119,7 +119,7 @@ def test_compiled_layers_verified_without_side_effects_and_used_for_one_shape() 
     batch = packed(1)
     assert batch.documents is not None
     fewer = replace(batch, documents=replace(batch.documents, cu_seqlens=batch.documents.cu_seqlens[:-1].clone()))
-    with pytest.raises(TrainingError, match=r"compile=blocks: a layer would need another graph.*Set compile=none"):
+    with pytest.raises(TrainingError, match=r"a compiled layer would need another graph.*Set compile=none"):
         training_model(fewer)
 
 
