@@ -190,7 +190,13 @@ class CompileConfig:
     backend: str = choice("inductor", "aot_eager", "eager", "cudagraphs", default="inductor")  # what runs the graphs
     # what inductor optimises for
     mode: str = choice("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", default="default")
-    memory_budget: float = number(0.6, above=0, at_most=1)  # of what compiled layers would keep for the backward pass
+    # share of the activations that compiled layers save for the backward pass; auto: 0.6, or less where that fits
+    memory_budget: float | str = number(0.6, above=0, at_most=1)
+
+    @property
+    def partitions(self) -> bool:
+        """Whether inductor partitions graphs of the layers' own forward by the memory budget."""
+        return self.kind == "blocks" and self.backend == "inductor" and not self.fused
 
 
 @dataclass(kw_only=True, slots=True)

@@ -177,7 +177,7 @@ def takes_text(kind: Any) -> bool:
 def number_type(kind: Any) -> type[int] | type[float] | None:
     """int or float for a field that takes numbers, else None."""
     plain = _optional_parts(kind)
-    if plain == (float,):
+    if plain in ((float,), (float, str)):
         return float
     return int if plain in ((int,), (int, str), (int, Epochs)) else None
 

@@ -6,9 +6,11 @@ Each phase is extrapolated by itself, and the peak of the step is the largest ph
 with recomputed layers only, have other phases, so they are extrapolated from traces of their own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+
+import torch
 
 from app.batch import Batch
 from app.config.model_kinds import OWN
@@ -17,6 +19,7 @@ from app.config.tasks import task_of
 from app.distributed.environment import world
 from app.distributed.fsdp import MeshSizes, mesh_sizes_of
 from app.memory import cuda_ops
+from app.memory.compiled_layers import graphs_of
 from app.memory.cublas import local_workspace_bytes
 from app.memory.meta_model import MetaModel
 from app.memory.phases import BEGIN, MEMORY_KINDS, PHASES
@@ -25,7 +28,7 @@ from app.memory.trace import MOMENTS, Numbers, TraceSettings, trace
 from app.model.attention import register, register_kernel
 from app.model.lora_inits import MAX_MOMENT_BYTES, OF_INPUTS
 from app.model.structure import BaseModel
-from app.training.choices import Choices, choose_precision, recomputed_layers, sections_of
+from app.training.choices import Choices, choose_precision, memory_budget, recomputed_layers, sections_of
 from app.training.memory import Predicted
 
 _EDGE_LAYERS = 2  # the first and the last layer of a kind have phases of their own
@@ -77,18 +80,24 @@ class Estimate:
         """`device`: gpu or cpu. `steps_only` plans no evaluation. `mesh_sizes` is None for an unsharded model."""
         evaluated = None if steps_only else shape.of_evaluation(run)
         on_gpu = device == "gpu"
-        name = register(choices.attention)
+        compiles = run.compile.partitions
+        name = register(choices.attention, torch.device("cpu") if compiles else None)
         if on_gpu and choices.attention != OWN:
             name = register_kernel(partial(cuda_ops.attention, choices.attention), cuda_ops.ATTENTION)
         begins = run.adapter.init in OF_INPUTS and not steps_only and mesh_sizes is None
         self._settings = TraceSettings(run, shape, evaluated, on_gpu, mesh_sizes, begins)
         self._meta_model = MetaModel(sections_of(run, choices), name)
-        self._traces: dict[tuple[int, int], Numbers] = {}
+        place = (name, on_gpu, mesh_sizes, shape.rows, shape.width, shape.documents, shape.places, shape.longest)
+        self._graphs = graphs_of(repr((self._meta_model.sections, place))) if compiles else None
+        self._traces: dict[tuple[int, int, float], Numbers] = {}
         self.layers = self._meta_model.depth
         self.has_equal_layers = self._meta_model.has_equal_layers
 
-    def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
-        """Plan of the whole model. All layers are traced if `exact`, or if they are few or differ without a pattern."""
+    def planned(self, recompute: bool | int, budget: float | None = None, *, exact: bool = False) -> MemoryPlan:
+        """Plan of the whole model; `budget`: the memory budget of compiled layers, by default that of the run.
+
+        All layers are traced if `exact`, or if they are few or differ without a pattern.
+        """
         recomputed = self.layers if recompute is True else int(recompute)
         plain = self.layers - recomputed
         second = self._settings.run.training.offload  # the second layer has a phase of its own
@@ -97,27 +106,32 @@ class Estimate:
         base = _fewest(plain, edges, period), _fewest(recomputed, edges + second, period)
         exact = exact or sum(base) + period >= self.layers
         whole = plain, recomputed
-        numbers = self._numbers(*whole) if exact else self._extrapolated(base, whole)
+        numbers = partial(self._numbers, budget=memory_budget(self._settings.run.compile) if budget is None else budget)
+        total = numbers(*whole) if exact else self._extrapolated(base, whole, numbers)
         return _plan(
-            self._settings.shape, numbers, exact=exact, traced_layers=self.layers if exact else sum(base) + period
+            self._settings.shape, total, exact=exact, traced_layers=self.layers if exact else sum(base) + period
         )
 
-    def _extrapolated(self, base: tuple[int, int], whole: tuple[int, int]) -> Numbers:
-        few, period = self._numbers(*base), self._meta_model.period
+    def _extrapolated(
+        self, base: tuple[int, int], whole: tuple[int, int], numbers: Callable[[int, int], Numbers]
+    ) -> Numbers:
+        few, period = numbers(*base), self._meta_model.period
         total = dict(few)
         for kind, period_more in enumerate(((base[0] + period, base[1]), (base[0], base[1] + period))):
             further = (whole[kind] - base[kind]) // period
             if further:
-                more = self._numbers(*period_more)
+                more = numbers(*period_more)
                 for name in {**few, **more}:
                     added = more.get(name, 0) - few.get(name, 0)
                     total[name] = total.get(name, 0) + further * added
         return total
 
-    def _numbers(self, plain: int, recomputed: int) -> Numbers:
-        if (plain, recomputed) not in self._traces:
-            self._traces[plain, recomputed] = trace(self._settings, self._meta_model, plain, recomputed)
-        return self._traces[plain, recomputed]
+    def _numbers(self, plain: int, recomputed: int, budget: float) -> Numbers:
+        key = plain, recomputed, budget
+        if key not in self._traces:
+            compiled = None if self._graphs is None else partial(self._graphs.compiled, budget)
+            self._traces[key] = trace(self._settings, self._meta_model, plain, recomputed, compiled)
+        return self._traces[key]
 
 
 def _fewest(layers: int, edges: int, period: int) -> int:

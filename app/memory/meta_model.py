@@ -23,7 +23,7 @@ class MetaModel:
         self._lm = BaseModel(sections.model, task_of(sections.task)).on_meta(attention, sections.base_dtype)
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
-        keys = [_cost_key(layer) for layer in layers]
+        keys = [cost_key(layer) for layer in layers]
         adapter = sections.adapter
         names = (*adapter.targets, *adapter.rank_pattern, *adapter.alpha_pattern, *adapter.train_whole)
         numbered = any(part.isdecimal() for name in names for part in name.split("."))
@@ -51,7 +51,7 @@ class MetaModel:
         return self.period == 1
 
 
-def _cost_key(layer: nn.Module) -> tuple[Any, ...]:
+def cost_key(layer: nn.Module) -> tuple[Any, ...]:
     """Weights and sliding windows of a layer: layers with equal keys cost the same. A window may need a mask."""
     weights = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
     windows = tuple(getattr(part, "sliding_window", None) for part in layer.modules())

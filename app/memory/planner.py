@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from app.batch import Batch
 from app.config.rules import problems_of
@@ -13,19 +14,23 @@ from app.distributed.fsdp import mesh_sizes_of
 from app.memory.estimate import Estimate, MemoryPlan, planned_choices
 from app.memory.fit import Machine, Verdict, check_fit, machine_of, seconds_per_token
 from app.memory.shape import Shape, worst_case
+from app.model.partition import BUDGETS
 from app.model.source import folder_at_hand
 from app.model.structure import BaseModel
 from app.training.auto_settings import (
     AUTO,
     bin_sizes,
     has_auto_bins,
+    has_auto_budget,
     step_tokens,
     suggested_bin,
     with_bins,
     with_packing,
     with_parallel,
+    with_recompute,
 )
-from app.training.choices import Choices, recomputed_layers
+from app.training.choices import Choices, memory_budget, recomputed_layers
+from app.training.compile_choice import with_planned_compile
 from app.training.preparation import with_planned_rows, within_positions
 
 # Fixed cost of a micro-batch in tokens of compute: kernel launches, reads of weights, partly filled tiles. Assumed; its
@@ -44,6 +49,7 @@ class Planned:
     seconds: float  # per token, meaningful only in comparison
     layers: int
     chosen: bool = False  # whether training.recompute=auto was resolved
+    chosen_budget: bool = False  # whether compile.memory_budget=auto was resolved
     chosen_bins: bool = False  # whether batching.tokens=auto was resolved
     parallel_reason: str = ""  # value of parallel=auto and its reason
 
@@ -68,7 +74,7 @@ class Planner:
         """Plan the largest micro-batch that the settings allow and resolve `auto`; `exact` traces every layer."""
         base = BaseModel(run.model, task_of(run.task))
         run = with_packing(replace(run, dataset=within_positions(run.dataset, base, lambda _: None)), base)
-        run = with_planned_rows(run)
+        run = with_planned_compile(with_planned_rows(run), base.on_meta(), self.machine.device)
         if run.parallel.kind == AUTO and self.processes > 1:
             return self._parallel(run, exact=exact)
         if has_auto_bins(run):
@@ -98,23 +104,66 @@ class Planner:
         shape = replace(shape, keeps_gradients=self.processes > 1 and sizes is None)
         estimate = Estimate(run, shape, self.machine.device, choices, mesh_sizes=sizes)
 
-        def planned(count: int | bool, *, exact: bool = False) -> Planned:
-            with_count = replace(run, training=replace(run.training, recompute=count))
-            plan = estimate.planned(count, exact=exact).with_workspaces(self.machine.workspace_bytes)
+        def planned(budget: float, count: int | bool, *, exact: bool = False) -> Planned:
+            with_count = with_recompute(run, count, budget)
+            plan = estimate.planned(count, budget, exact=exact).with_workspaces(self.machine.workspace_bytes)
             seconds = seconds_per_token(with_count, plan, shape.tokens, self.machine)
             verdict = check_fit(plan, self.machine, compiled=run.compile.kind != "none")
             return Planned(with_count, shape, plan, verdict, seconds, estimate.layers)
 
-        if run.training.recompute != AUTO:
-            return planned(recomputed_layers(run.training), exact=exact)
-        fewest = fewest_recomputed(estimate.layers, planned, alike=estimate.has_equal_layers)
-        return replace(planned(fewest.recomputed, exact=True) if exact else fewest, chosen=True)
+        auto_layers, auto_budget = run.training.recompute == AUTO, has_auto_budget(run.compile)
+
+        def least(budget: float) -> Planned:
+            return planned(budget, 0 if auto_layers else recomputed_layers(run.training))
+
+        def fewest(budget: float) -> Planned:
+            if not auto_layers:
+                return least(budget)
+            return fewest_recomputed(estimate.layers, partial(planned, budget), alike=estimate.has_equal_layers)
+
+        best = best_budget(BUDGETS if auto_budget else (memory_budget(run.compile),), least, fewest)
+        if exact:
+            best = planned(memory_budget(best.run.compile), recomputed_layers(best.run.training), exact=True)
+        return replace(best, chosen=auto_layers, chosen_budget=auto_budget)
 
     def _fastest_bins(self, run: RunConfig) -> Planned:
         # on a CPU, bins larger than the model suggests are no faster
         on_cpu = self.machine.device == "cpu"
         sizes = [each for each in bin_sizes(run) if not on_cpu or each <= suggested_bin(run)]
         return fastest_bins(sizes, lambda tokens: self.of_batch(with_bins(run, tokens)), first=on_cpu)
+
+
+def best_budget(
+    budgets: Sequence[float], least: Callable[[float], Planned], fewest: Callable[[float], Planned]
+) -> Planned:
+    """Plan with the memory budget that recomputes least of those that fit; with the smallest plan if nothing fits.
+
+    `budgets` are ordered from the largest to the smallest. Of each, `least` is the plan with as few recomputed layers
+    as the settings allow, `fewest` the one with as few as fit. A budget is skipped if another one needs no more memory
+    and recomputes no more.
+    """
+    first = least(budgets[0])
+    if first.verdict.fits:
+        return first
+    points, best = [first], fewest(budgets[0])
+    for budget in () if best.verdict.is_hopeless else budgets[1:]:
+        point = least(budget)
+        if any(_dominates(other, point) for other in points) or (best.verdict.fits and point.seconds >= best.seconds):
+            continue
+        points.append(point)
+        planned = point if point.verdict.fits else fewest(budget)
+        best = min(best, planned, key=_order)
+    return best
+
+
+def _dominates(one: Planned, other: Planned) -> bool:
+    return one.plan.peak_bytes <= other.plan.peak_bytes and one.seconds <= other.seconds
+
+
+def _order(planned: Planned) -> tuple[bool, float]:
+    """Sort key: plans that fit by time, others after them by memory."""
+    verdict = planned.verdict
+    return not verdict.fits, planned.seconds if verdict.fits else verdict.needed_bytes
 
 
 def fewest_recomputed(layers: int, at: Callable[[int], Planned], *, alike: bool = True) -> Planned:
@@ -160,15 +209,18 @@ def fastest_bins(sizes: Sequence[int], at: Callable[[int], Planned], *, first: b
     return best or at(sizes[-1])
 
 
-def min_recomputed_layers(
+def choose_recompute(
     run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int
-) -> tuple[int, str]:
-    """Resolve `training.recompute=auto` on this machine; with a remark."""
+) -> tuple[tuple[int, float], str]:
+    """Resolve `training.recompute=auto` and `compile.memory_budget=auto` on this machine; with a remark."""
     planner = _local_planner(choices)
     planned = planner.of_batch(run, Shape.of(largest, micro_batches))
     needs = _needs(planned.verdict, planner.machine)
     fits = f"which needs {needs}" if planned.verdict.fits else f"and the plan does not fit even so ({needs})"
-    return planned.recomputed, f"training.recompute=auto: {planned.recomputed} of {layers} layers, {fits}"
+    budget = memory_budget(planned.run.compile)
+    parts = [f"training.recompute=auto: {planned.recomputed} of {layers} layers"] if planned.chosen else []
+    parts += [f"compile.memory_budget=auto: {budget:g}"] if planned.chosen_budget else []
+    return (planned.recomputed, budget), f"{', '.join(parts)}, {fits}"
 
 
 def max_bin_tokens(run: RunConfig, choices: Choices) -> tuple[int, str]:

@@ -15,6 +15,7 @@ from app.config.schema import RunConfig
 from app.distributed.fake_process_group import fake_device_mesh
 from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
 from app.distributed.process_group import HostGroup, Runtime
+from app.memory.compiled_layers import Compiled
 from app.memory.cuda_ops import CudaAutocast, PagedStates
 from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, materialise
 from app.memory.flops import StepFlops
@@ -26,6 +27,7 @@ from app.model.activation_checkpointing import HostOffload, repeated_layers
 from app.model.build import assemble
 from app.model.kernels import as_on_gpu
 from app.model.lora_inits import moment_bytes
+from app.model.recurrent import recurrent_mixers
 from app.optim.stochastic_rounding import ordinary
 from app.training.setup import stepper_of
 from app.training.storage_counter import StorageCounter, kept_tensors
@@ -62,8 +64,11 @@ class TraceSettings:
         return self.on_gpu and self.mesh_sizes is not None and self.run.parallel.offload
 
 
-def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed: int) -> Numbers:
+def trace(
+    settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed: int, compiled: Compiled | None = None
+) -> Numbers:
     """Trace a model whose first `recomputed` layers are recomputed in backward, followed by `plain` layers.
+    `compiled` gives the forward of a compiled layer.
 
     The traced step is the second one of a run: the first one creates the optimizer states.
     """
@@ -79,6 +84,8 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
         modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
         materialise(network, sections)
         for layer in repeated_layers(network):
+            if compiled is not None and not recurrent_mixers(layer):
+                layer.forward = compiled(layer, step_flops.count_recomputation)
             layer.forward = step_flops.count_recomputation(layer.forward)
             if settings.on_gpu:
                 layer.forward = CudaAutocast.also_in_backward(layer.forward)

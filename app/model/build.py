@@ -204,7 +204,7 @@ def assemble(
     else:
         training_model.divide(sharding, fill)
     fused = Fused()
-    if sections.adapter.fused and (compiled is None or sections.compile.fused):
+    if sections.adapter.fused and (sections.compile.kind == "none" or sections.compile.fused):
         fused = _fused(training_model, sections.quantizer, device)
     grouped = _grouped_experts(training_model, sections, device)
     training_model.use_fused(replace(fused, comparisons=(*fused.comparisons, *grouped)))

@@ -34,16 +34,18 @@ def machine_obstacles(config: CompileConfig, device: torch.device) -> Iterator[O
         yield Obstacle(reason, f"Install {names[0]}, or set compile=none.")
 
 
-def attention_obstacles(
-    lm: Any, attention: str, device: torch.device, some_batch: Callable[[], Batch]
-) -> Iterator[Obstacle]:
-    """Yield what one graph cannot compute for all batches of the run; `lm` may be on meta."""
+def dropout_obstacles(lm: Any) -> Iterator[Obstacle]:
+    """Yield dropouts of attention weights; `lm` may be on meta."""
     for name, rate in dropouts_of(lm).items():
         key = f"model.architecture.{name}"
         yield Obstacle(
             f"{key}={rate:g}: compiled layers have no dropout of attention weights",
             f"Set compile=none, or {key}=0 (of pretrained weights: {name} in the config.json of model.path).",
         )
+
+
+def attention_obstacles(attention: str, device: torch.device, some_batch: Callable[[], Batch]) -> Iterator[Obstacle]:
+    """Yield attention that one graph cannot compute for all batches of the run."""
     if attention == "sdpa" and device.type != "cpu":
         batch = some_batch()
         if batch.documents is not None and not batch.documents.are_longest(batch.ids.numel()):

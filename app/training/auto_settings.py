@@ -1,4 +1,4 @@
-"""What is auto: `batching.packing`, `batching.tokens`, `training.recompute` and `parallel`.
+"""What is auto: `batching.packing`, `batching.tokens`, `training.recompute`, `compile.memory_budget` and `parallel`.
 
 batching.packing=auto packs where that is proven for the kind of model, or it is not known; else rows are padded.
 batching.tokens=auto leaves a step what it would be without it: `model.suggest.tokens * batching.accumulation` tokens on
@@ -13,16 +13,18 @@ from typing import TypeVar
 from app.batch import Batch
 from app.config.model_kinds import OWN, PACKED, PADDED
 from app.config.rules import problems_of
-from app.config.schema import RunConfig, TrainingConfig
+from app.config.schema import CompileConfig, RunConfig, TrainingConfig
 from app.config.validate import convert
 from app.distributed.process_group import HostGroup
 from app.errors import ConfigError, refuse
+from app.model.partition import BUDGETS
 from app.model.structure import BaseModel
-from app.training.choices import Choices
+from app.training.choices import Choices, memory_budget, recomputed_layers
 
 AUTO = "auto"
 BINS_CHOICE = "tokens"  # among the choices of a checkpoint
 LAYERS_CHOICE = "recompute"
+BUDGET_CHOICE = "memory_budget"
 PARALLEL_CHOICE = "parallel"
 
 Answer = TypeVar("Answer")
@@ -32,8 +34,8 @@ Answer = TypeVar("Answer")
 class AutoPlanner:
     """What the memory planner answers where the config says auto; each answer comes with a remark."""
 
-    # from the largest micro-batch, how many micro-batches a step has, and the number of layers
-    min_recomputed_layers: Callable[[RunConfig, Choices, Batch, int, int], tuple[int, str]]
+    # recomputed layers and memory budget, from the largest micro-batch, micro-batches of a step, and the layers
+    choose_recompute: Callable[[RunConfig, Choices, Batch, int, int], tuple[tuple[int, float], str]]
     max_bin_tokens: Callable[[RunConfig, Choices], tuple[int, str]]
     choose_parallel: Callable[[RunConfig, Choices], tuple[str, str]]  # ddp or fsdp
 
@@ -72,19 +74,27 @@ class AutoSettings:
         return with_bins(run, tokens)
 
     def with_recompute(self, run: RunConfig, largest: Callable[[], Batch], layers: int) -> RunConfig:
-        """Settle `training.recompute`; a model that cannot be planned gets what needs least memory."""
-        if run.training.recompute != AUTO:
-            return run
+        """Settle `training.recompute` and `compile.memory_budget`; without a plan all layers are recomputed."""
+        count: bool | int = layers
+        budget = BUDGETS[0]
+        auto_layers, auto_budget = run.training.recompute == AUTO, has_auto_budget(run.compile)
         if LAYERS_CHOICE in self.stored:
             count = convert(self.stored[LAYERS_CHOICE], bool | int)
-        else:
+            budget = float(self.stored.get(BUDGET_CHOICE, budget))
+        elif auto_layers or auto_budget:
             accumulation = run.batching.accumulation
-            count = self._decide(
-                lambda planner: planner.min_recomputed_layers(run, self.choices, largest(), accumulation, layers),
-                layers,
-                f"training.recompute=auto: all {layers} layers",
+            count, budget = self._decide(
+                lambda planner: planner.choose_recompute(run, self.choices, largest(), accumulation, layers),
+                (count, budget),
+                f"training.recompute=auto: all {layers} layers"
+                if auto_layers
+                else f"compile.memory_budget=auto: {budget}",
             )
-        return replace(run, training=replace(run.training, recompute=count))
+        return with_recompute(
+            run,
+            count if auto_layers else recomputed_layers(run.training),
+            budget if auto_budget else memory_budget(run.compile),
+        )
 
     def _decide(self, ask: Callable[[AutoPlanner], tuple[Answer, str]], fallback: Answer, otherwise: str) -> Answer:
         """Ask on the first process, for all. `otherwise` says what the fallback means."""
@@ -130,6 +140,18 @@ def with_packing(run: RunConfig, base: BaseModel, say: Callable[[str], None] = l
 def with_parallel(run: RunConfig, kind: str) -> RunConfig:
     """The run with another kind of parallelism."""
     return replace(run, parallel=replace(run.parallel, kind=kind))
+
+
+def with_recompute(run: RunConfig, count: bool | int, budget: float) -> RunConfig:
+    """Return the run with so many recomputed layers, and a memory budget of compiled layers."""
+    return replace(
+        run, training=replace(run.training, recompute=count), compile=replace(run.compile, memory_budget=budget)
+    )
+
+
+def has_auto_budget(config: CompileConfig) -> bool:
+    """Whether the memory plan chooses the budget of compiled layers."""
+    return config.memory_budget == AUTO and config.partitions
 
 
 def has_auto_bins(run: RunConfig) -> bool:

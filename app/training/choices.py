@@ -11,12 +11,13 @@ import torch
 
 from app.config.compile_rules import AUTO, NONE
 from app.config.model_kinds import OWN
-from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig, TrainingConfig
+from app.config.schema import AttentionConfig, CompileConfig, PrecisionConfig, RunConfig, TrainingConfig
 from app.distributed.process_group import default_device
 from app.errors import refuse
 from app.model.attention import select
 from app.model.attention.requirements import Needs, needs_of
 from app.model.build import DTYPES, ModelSections
+from app.model.partition import BUDGETS
 from app.model.structure import BaseModel
 
 _AMPERE = (8, 0)  # compute capability
@@ -67,9 +68,18 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         offload=run.training.offload,
         freeze=tuple(run.training.freeze),
         neftune=run.training.neftune,
-        compile=replace(run.compile, kind=choices.compile) if run.compile.kind == AUTO else run.compile,
+        compile=replace(
+            run.compile,
+            kind=choices.compile if run.compile.kind == AUTO else run.compile.kind,
+            memory_budget=memory_budget(run.compile),
+        ),
         preference=run.preference,
     )
+
+
+def memory_budget(config: CompileConfig) -> float:
+    """Return the largest of `auto`'s budgets while `auto` has not been resolved."""
+    return BUDGETS[0] if isinstance(config.memory_budget, str) else config.memory_budget
 
 
 def recomputed_layers(training: TrainingConfig) -> bool | int:

@@ -3,20 +3,20 @@
 Auto compiles on an NVIDIA GPU where nothing stands against it and the run is long enough to repay the compiler's time.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from app.batch import Batch
-from app.config.compile_rules import AUTO, BLOCKS, NONE, settings_obstacles
+from app.config.compile_rules import AUTO, BLOCKS, NONE, Obstacle, settings_obstacles
 from app.config.schema import RunConfig
 from app.distributed.process_group import HostGroup
-from app.model.compilable import attention_obstacles, machine_obstacles, product_flops
+from app.model.compilable import dropout_obstacles, product_flops
 from app.model.router_loss import coefficient_of
 
-COMPILE_CHOICE, BUDGET_CHOICE = "compile", "memory_budget"  # among the choices of a checkpoint and of a manifest
+COMPILE_CHOICE = "compile"  # among the choices of a checkpoint and of a manifest
 
 # Of one process over the whole run. Measured on an H200: the compiler takes 15 s and saves 19 % of the step, so it is
 # repaid after 80 s of uncompiled steps, which do 370 TFLOP/s: 65 steps of Llama-3.1-8B with 16,384 tokens.
@@ -79,37 +79,45 @@ def settle_compile(
     return found
 
 
-def with_stored_budget(run: RunConfig, stored: Mapping[str, str]) -> RunConfig:
-    """Keep the memory budget that a run with compile=auto began with."""
-    if run.compile.kind != AUTO or BUDGET_CHOICE not in stored:
-        return run
-    return replace(run, compile=replace(run.compile, memory_budget=float(stored[BUDGET_CHOICE])))
-
-
 def compile_facts(
     run: RunConfig,
     lm: Any,
-    attention: str,
-    device: torch.device,
-    largest: Callable[[], Batch],
-    steps: int,
-    stored: str | None,
+    device: str,
+    obstacles: Iterable[Obstacle] = (),
+    steps: int | None = None,
+    stored: str | None = None,
 ) -> CompileFacts:
-    """Collect the facts, of which a run on another device than a GPU needs none. `lm` may be on meta."""
-    if device.type != "cuda":
-        return CompileFacts(device.type)
-    obstacles = (
-        *settings_obstacles(run),
-        *machine_obstacles(run.compile, device),
-        *attention_obstacles(lm, attention, device, largest),
-    )
-    tokens = run.batching.bin_tokens * run.batching.accumulation * steps if run.batching.packing else 0
+    """Collect the facts, of which a run on another device than a GPU needs none. `lm` may be on meta.
+
+    `obstacles` are those beside the settings and the model. Without `steps` the run counts as long enough.
+    """
+    if device != "cuda":
+        return CompileFacts(device)
+    all_obstacles = (*settings_obstacles(run), *dropout_obstacles(lm), *obstacles)
+    flops = product_flops(lm, trains_all=run.adapter.kind == "none")
+    if steps is not None and run.batching.packing:
+        flops *= run.batching.bin_tokens * run.batching.accumulation * steps
+    elif flops:
+        flops = math.inf
     return CompileFacts(
-        device.type,
-        obstacles=tuple(each.reason for each in obstacles),
+        device,
+        obstacles=tuple(each.reason for each in all_obstacles),
         is_rocm=torch.version.hip is not None,
         trains_experts=run.adapter.kind != "none" and run.adapter.experts,
         router_coefficient=coefficient_of(run.task, run.adapter, lm) if run.task.router_loss == AUTO else 0.0,
-        flops=product_flops(lm, trains_all=run.adapter.kind == "none") * tokens,
+        flops=flops,
         stored=stored,
     )
+
+
+def with_planned_compile(run: RunConfig, lm: Any, device: str) -> RunConfig:
+    """Settle compile=auto for a memory plan of a gpu or cpu."""
+    if run.compile.kind != AUTO:
+        return run
+    choice = choose_compile(compile_facts(run, lm, "cuda" if device == "gpu" else device))
+    return with_compile(run, choice.kind)
+
+
+def with_compile(run: RunConfig, kind: str) -> RunConfig:
+    """Return the run with another kind of `compile`."""
+    return replace(run, compile=replace(run.compile, kind=kind))

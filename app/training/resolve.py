@@ -20,13 +20,21 @@ from app.distributed.process_group import Runtime, start
 from app.errors import ConfigError, refuse
 from app.model import quantization
 from app.model.build import ModelCounts, ModelSections, count_weights
-from app.model.compilable import attention_obstacles, machine_obstacles
+from app.model.compilable import attention_obstacles, dropout_obstacles, machine_obstacles
 from app.optim.lr_schedule import learning_rate
 from app.training import memory_in_use
-from app.training.auto_settings import AUTO, BINS_CHOICE, LAYERS_CHOICE, PARALLEL_CHOICE, AutoPlanner, AutoSettings
+from app.training.auto_settings import (
+    AUTO,
+    BINS_CHOICE,
+    BUDGET_CHOICE,
+    LAYERS_CHOICE,
+    PARALLEL_CHOICE,
+    AutoPlanner,
+    AutoSettings,
+)
 from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.choices import Choices, choose, sections_of
-from app.training.compile_choice import BUDGET_CHOICE, compile_facts, settle_compile, with_stored_budget
+from app.training.compile_choice import compile_facts, settle_compile, with_compile
 from app.training.identity import base_hash, compared_settings, start_hash
 from app.training.optimizer_in_backward import require_gradients_one_by_one
 from app.training.preparation import Prepared, StepPlan, plan_steps, prepare_run, rows_of_also
@@ -84,10 +92,13 @@ class ResolvedRun(Prepared):
         """What `auto` came to, for the checkpoints: a continued run keeps it."""
         batching = self.config.batching
         bins = {BINS_CHOICE: str(batching.tokens)} if batching.packing else {}
-        parallel = {PARALLEL_CHOICE: self.config.parallel.kind}
-        budget = {BUDGET_CHOICE: str(self.config.compile.memory_budget)}
-        layers = {LAYERS_CHOICE: str(self.config.training.recompute)}
-        return {**asdict(self.choices), **layers, **bins, **parallel, **budget}
+        run = self.config
+        planned = {
+            PARALLEL_CHOICE: run.parallel.kind,
+            LAYERS_CHOICE: str(run.training.recompute),
+            BUDGET_CHOICE: str(run.compile.memory_budget),
+        }
+        return {**asdict(self.choices), **bins, **planned}
 
     def identity(self, trained_parameters: int, fingerprint: str | None) -> dict[str, Any]:
         """What decides the numbers of the next step, by the key to type; a checkpoint with other values is refused.
@@ -147,16 +158,20 @@ def _settle(
     auto = AutoSettings(planner, choices, stored, runtime.host_group, log)
     binned = replace(prepared, config=auto.with_bins(auto.with_parallel(config)))
     loader = binned.loader_for(runtime.processes, runtime.rank)
-    of_layers = base.on_meta(), choices.attention, runtime.device, loader.largest
+    lm, device = base.on_meta(), runtime.device
+    obstacles = [
+        *machine_obstacles(config.compile, device),
+        *attention_obstacles(choices.attention, device, loader.largest),
+    ]
     if config.compile.kind == BLOCKS:
-        machine = machine_obstacles(config.compile, runtime.device)
-        refuse(compile_refusals([*machine, *attention_obstacles(*of_layers)]))
+        refuse(compile_refusals([*dropout_obstacles(lm), *obstacles]))
     steps = plan_steps(config.training, loader.steps_per_epoch).steps
-    facts = partial(compile_facts, binned.config, *of_layers, steps)
+    facts = partial(compile_facts, binned.config, lm, device.type, obstacles, steps)
     compiled = settle_compile(config, stored, runtime.host_group, facts)
     auto = replace(auto, choices=replace(choices, compile=compiled.kind))
+    config = with_compile(binned.config, compiled.kind)
     return ResolvedRun(
-        config=auto.with_recompute(with_stored_budget(binned.config, stored), loader.largest, counts.layers),
+        config=auto.with_recompute(config, loader.largest, counts.layers),
         base=base,
         tokenizer=prepared.tokenizer,
         data=prepared.data,

@@ -29,9 +29,8 @@ from app.safe_text import listed, many
 from app.tracking.formatting import format_bytes, format_count
 from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
-from app.training.auto_settings import offload_notes, size_notes
+from app.training.auto_settings import BUDGET_CHOICE, offload_notes, size_notes
 from app.training.checkpoint import Progress
-from app.training.compile_choice import BUDGET_CHOICE
 from app.training.preparation import Prepared, prepare_run
 from app.training.rehearsal import Rehearsal
 from app.training.resolve import ResolvedRun

@@ -18,12 +18,12 @@ from tests.memory.truth import small_run
 
 LAYERS = 3
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
-RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=lora", "precision=bf16")
+RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=lora", "precision=bf16", "compile=none")
 CHOICES = planned_choices(RUN, "gpu")
 BIN_SIZES = [2048, 1024, 512, 256, 128]
 BINS = small_run(
     "model.architecture.num_hidden_layers=4",
-    *("recipe=lora", "precision=bf16", "training.recompute=auto"),
+    *("recipe=lora", "precision=bf16", "training.recompute=auto", "compile=none"),
     *("batching.tokens=auto", "batching.accumulation=8", "dataset.max_length=128"),
 )
 

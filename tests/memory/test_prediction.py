@@ -8,7 +8,7 @@ from app.config.schema import RunConfig
 from app.distributed.environment import World
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.estimate import predict
-from app.memory.planner import min_recomputed_layers
+from app.memory.planner import choose_recompute
 from app.model.build import build_training_model, choose_loss_head
 from app.training.choices import Choices, sections_of
 from app.training.memory import Forecast, Measured, Predicted
@@ -81,7 +81,7 @@ def test_prediction_of_sharded_run_has_share_of_one_process(monkeypatch: pytest.
     shared = predict(run, CHOICES, batch, 1, "cpu")
     assert shared.anatomy["trained_weights"] == pytest.approx(alone.anatomy["trained_weights"] / 4, rel=0.02)
     auto = small_run("recipe=full", "parallel=fsdp", "training.recompute=auto")
-    layers, remark = min_recomputed_layers(auto, CHOICES, batch, 1, 3)
+    (layers, _), remark = choose_recompute(auto, CHOICES, batch, 1, 3)
     assert layers == 0
     assert remark.startswith("training.recompute=auto: 0 of 3 layers, which needs")
 

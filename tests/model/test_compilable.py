@@ -11,7 +11,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from app.batch import Batch
 from app.config.schema import CompileConfig
 from app.model import compilable
-from app.model.compilable import attention_obstacles, machine_obstacles, product_flops
+from app.model.compilable import attention_obstacles, dropout_obstacles, machine_obstacles, product_flops
 from tests.model import small
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -35,7 +35,7 @@ def test_attention_obstacles_of_one_graph(
     attention: str, device: torch.device, dropout: float, batch: Batch, words: str | None
 ) -> None:
     lm = SimpleNamespace(config=LlamaConfig(attention_dropout=dropout))
-    found = list(attention_obstacles(lm, attention, device, lambda: batch))
+    found = [*dropout_obstacles(lm), *attention_obstacles(attention, device, lambda: batch)]
     assert [each.reason.startswith(words or "") for each in found] == [True] * (words is not None)
     assert all("Set " in each.remedy and "compile=none" in each.remedy for each in found)
 

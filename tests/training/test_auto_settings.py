@@ -24,7 +24,7 @@ from app.training.choices import Choices
 
 CHOICES = Choices("fp32", "sdpa")
 ALONE = HostGroup(0, 1)
-PLANNER = AutoPlanner(lambda *_: (0, ""), lambda *_: (512, "so"), lambda *_: ("fsdp", "because"))
+PLANNER = AutoPlanner(lambda *_: ((0, 0.6), ""), lambda *_: (512, "so"), lambda *_: ("fsdp", "because"))
 
 
 def asked(*words: str) -> RunConfig:
@@ -72,7 +72,7 @@ def test_auto_bins_planned_stored_or_typed() -> None:
 @pytest.mark.parametrize(("stored", "layers"), [({}, 3), ({"recompute": "2"}, 2), ({"recompute": "True"}, True)])
 def test_auto_recompute_planned_or_stored(stored: dict[str, Any], layers: int) -> None:
     run = compose_run(["model.weights=random", "training.recompute=auto"])
-    settled = auto_settings(replace(PLANNER, min_recomputed_layers=lambda *_: (3, "so")), **stored)
+    settled = auto_settings(replace(PLANNER, choose_recompute=lambda *_: ((3, 0.4), "so")), **stored)
     assert settled.with_recompute(run, largest=lambda: None, layers=4).training.recompute == layers  # type: ignore[arg-type,return-value]
 
 

@@ -17,6 +17,7 @@ from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
 from app.model import compilable
+from app.model.compilable import attention_obstacles, machine_obstacles
 from app.model.structure import BaseModel
 from app.training import compile_choice
 from app.training.choices import Choices, sections_of
@@ -27,7 +28,7 @@ from app.training.compile_choice import (
     choose_compile,
     compile_facts,
     settle_compile,
-    with_stored_budget,
+    with_planned_compile,
 )
 from app.training.resolve import resolve_run
 from app.training.summary import manifest_facts, run_table
@@ -78,7 +79,8 @@ def run_of(*words: str) -> RunConfig:
 
 def facts_of(run: RunConfig, attention: str = "varlen", steps: int = 10, kind: str = "llama") -> CompileFacts:
     lm = small.built(kind)
-    return compile_facts(run, lm, attention, GPU, lambda: BATCH, steps, None)
+    obstacles = (*machine_obstacles(run.compile, GPU), *attention_obstacles(attention, GPU, lambda: BATCH))
+    return compile_facts(run, lm, "cuda", obstacles, steps)
 
 
 BATCH: Batch = small.packed(small.documents_of((20, 5, 11)))
@@ -119,9 +121,17 @@ def test_compile_facts_of_8b_repaid_after_65_steps() -> None:
     """The measured run: 457 TFLOP a step of 16,384 tokens."""
     run = compose_run(["model=llama", "model.weights=random", "recipe=lora", "batching.tokens=16384"])
     lm = BaseModel(run.model, task_of(run.task)).on_meta()
-    facts = compile_facts(run, lm, "varlen", GPU, lambda: BATCH, 66, None)
+    facts = compile_facts(run, lm, "cuda", steps=66)
     assert facts.flops == pytest.approx(66 * 457.4e12, rel=0.01)
     assert facts.flops > REPAYING_FLOPS
+
+
+def test_with_planned_compile_of_a_gpu_needs_no_compiler_here() -> None:
+    lm = small.built("llama")
+    assert with_planned_compile(run_of(), lm, "gpu").compile.kind == "blocks"
+    assert with_planned_compile(run_of(), lm, "cpu").compile.kind == "none"
+    assert with_planned_compile(run_of("batching.packing=false"), lm, "gpu").compile.kind == "none"
+    assert with_planned_compile(run_of("compile=blocks"), lm, "cpu").compile.kind == "blocks"
 
 
 def settled(
@@ -135,11 +145,9 @@ def test_settle_compile_decided_typed_or_stored() -> None:
     assert settled(run, LONG) == CompileChoice("blocks")
     assert settled(run, replace(LONG, flops=1), kept) == CompileChoice("blocks")
     assert settled(run, LONG, {"precision": "bf16"}).kind == "none", "by a version that did not compile"
-    assert with_stored_budget(run, kept).compile.memory_budget == 0.4
     for kind in ("none", "blocks"):
         typed = run_of(f"compile={kind}")
         assert settled(typed, LONG, kept) == CompileChoice(kind)
-        assert with_stored_budget(typed, kept) == typed
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,224 @@
+"""Compiled layers in a memory plan: the graphs that inductor would compile, run on fake tensors kernel by kernel."""
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from app.memory.fake_tensors import FakeTensorFallbacks
+from app.memory.fused_kernels import Kernel, kernels_of
+from app.memory.meta_model import cost_key
+from app.model.partition import marking_pass
+
+Forward = Callable[..., Any]
+Count = Callable[[Forward], Forward]  # wraps a computation whose FLOPs are recomputation
+Compiled = Callable[[Any, Count], Forward]  # the compiled forward of a layer
+Place = tuple[dict[str, Any], str]  # a tensor of a layer: the dictionary that has it, and its name there
+
+
+@lru_cache(maxsize=4)
+def graphs_of(_settings: str) -> "LayerGraphs":
+    """Return the graphs of all plans with the same layers, inputs and attention."""
+    return LayerGraphs()
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """Forward and backward of a layer in one graph."""
+
+    graph: fx.GraphModule
+    outputs: TreeSpec
+    static: Sequence[int]  # inputs that are always there, so that saving them is free
+    mode: FakeTensorMode
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The graphs of a layer at one memory budget."""
+
+    forward: "_Graph"
+    backward: "_Graph"
+    outputs: TreeSpec
+
+
+class LayerGraphs:
+    """Graphs of the compiled layers of one run: traced once per kind of layer, partitioned once per memory budget."""
+
+    def __init__(self) -> None:
+        self._joints: dict[Any, _Joint] = {}
+        self._parts: dict[Any, _Parts] = {}
+
+    def compiled(self, budget: float, layer: Any, count: Count) -> Forward:
+        """Return the forward of `layer` as compiled with a memory budget; without gradients it is its own."""
+        own: Forward = layer.forward
+        kind = cost_key(layer)
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("documents") is None or not torch.is_grad_enabled():
+                return own(*args, **kwargs)
+            places = _places(layer)
+            compute, tensors = _as_function(own, args, kwargs, places)
+            key = kind, tuple((each.shape, each.dtype, each.requires_grad) for each in tensors)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch about itself
+                if key not in self._joints:
+                    self._joints[key] = _trace(compute, tensors, places)
+                if (key, budget) not in self._parts:
+                    self._parts[key, budget] = _partition(self._joints[key], budget)
+            parts = self._parts[key, budget]
+            outputs = _CompiledLayer.apply(parts, count, *tensors)  # type: ignore[no-untyped-call]
+            return tree_unflatten(list(outputs), parts.outputs)
+
+        return forward
+
+
+def _as_function(
+    own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[Place]
+) -> tuple[Forward, list[Tensor]]:
+    """Return a call of a layer as a function of all tensors that it reads, and these tensors, those of `places` last.
+
+    The function puts its tensors into their places, where its backward pass finds them too.
+    """
+    documents = kwargs["documents"]
+    leaves, spec = tree_flatten((args, kwargs | {"documents": documents.cu_seqlens}))
+    at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [*(leaves[index] for index in at), *(owner[name] for owner, name in places)]
+    leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # a trace may outlive the call
+
+    def compute(*tensors: Tensor) -> Any:
+        given = dict(zip(at, tensors, strict=False))
+        args, kwargs = tree_unflatten([given.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
+        for (owner, name), tensor in zip(places, tensors[len(at) :], strict=True):
+            owner[name] = tensor
+        return own(*args, **kwargs | {"documents": replace(documents, cu_seqlens=kwargs["documents"])})
+
+    return compute, tensors
+
+
+def _places(layer: nn.Module) -> list[Place]:
+    """Return the places of parameters, buffers and quantization constants."""
+    owners: list[dict[str, Any]] = []
+    for module in layer.modules():
+        owners += [module._parameters, module._buffers]
+        state: Any = getattr(module, "quant_state", None)
+        while state is not None:
+            owners.append(vars(state))
+            state = state.state2
+    return [(owner, name) for owner in owners for name, value in owner.items() if isinstance(value, Tensor)]
+
+
+def _trace(compute: Forward, tensors: Sequence[Tensor], places: Sequence[Place]) -> _Joint:
+    """Trace forward and backward of a layer, with the decompositions of inductor and without counting anything."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._inductor.decomposition import select_decomp_table
+
+    specs: list[TreeSpec] = []
+
+    def flat(*values: Tensor) -> tuple[Tensor, ...]:
+        outputs, spec = tree_flatten(compute(*values))
+        specs.append(spec)
+        return tuple(outputs)
+
+    mode: Any = next(each.fake_mode for each in tensors if hasattr(each, "fake_mode"))
+    static = range(len(tensors) - len(places), len(tensors))
+    try:
+        with _disable_current_modes(), mode, FakeTensorFallbacks():  # type: ignore[no-untyped-call]
+            inputs = tuple(_like(each) for each in tensors)  # the graph keeps them: counted ones would never be freed
+            graph: Any = aot_export_joint_simple(flat, inputs, trace_joint=True, decompositions=select_decomp_table())
+    finally:
+        for (owner, name), at in zip(places, static, strict=True):
+            owner[name] = tensors[at]
+    return _Joint(graph, specs[-1], static, mode)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Return a tensor with memory of its own."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+
+
+def _partition(joint: _Joint, budget: float) -> _Parts:
+    """Partition as inductor does for `CompiledLayers` of app.model.compile."""
+    import torch._inductor.config
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.virtualized import V
+
+    graph, outputs = copy.deepcopy(joint.graph), joint.outputs.num_leaves
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    with (
+        _disable_current_modes(),
+        joint.mode,
+        V.set_fake_mode(joint.mode),
+        torch._inductor.config.patch(joint_custom_pre_pass=marking_pass(), fallback_random=True),
+        torch._functorch.config.patch(activation_memory_budget=budget),
+    ):
+        forward, backward = partition_fn(
+            graph, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=joint.static
+        )
+    names = {node.name for node in forward.graph.nodes}
+    return _Parts(_Graph(forward, frozenset()), _Graph(backward, names), joint.outputs)
+
+
+class _Graph:
+    """A graph to run. Operations with the names of `recomputed` were computed before."""
+
+    def __init__(self, module: fx.GraphModule, recomputed: Collection[str]) -> None:
+        self._module, self._recomputed, self._kernels = module, recomputed, kernels_of(module.graph)
+        self._inputs = module.graph.find_nodes(op="placeholder")
+
+    def run(self, inputs: list[Tensor], count: Count) -> Any:
+        """Return the outputs for `inputs`, which is emptied. Fused kernels are not run: their results are allocated."""
+        values: dict[fx.Node, Any] = dict(zip(self._inputs, inputs, strict=True))
+        inputs.clear()
+        with torch.autocast("cpu", enabled=False):
+            for kernel in self._kernels:
+                for node in kernel.written:
+                    if node.op != "placeholder":
+                        values[node] = self._written(node, values, count, kernel)
+                for node in kernel.last_uses:
+                    values.pop(node, None)
+        return fx.node.map_arg(self._module.graph.output_node().args[0], values.__getitem__)
+
+    def _written(self, node: fx.Node, values: dict[fx.Node, Any], count: Count, kernel: Kernel) -> Any:
+        if node.op == "get_attr":
+            return getattr(self._module, str(node.target))
+        if kernel.is_fused and not _is_view(node):
+            return tree_map_only(Tensor, _like, node.meta["val"])
+        for base in node.all_input_nodes:
+            if base not in values:  # of a view that is written, while its base is not
+                values[base] = self._written(base, values, count, kernel)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        operation: Any = node.target
+        return (count(operation) if node.name in self._recomputed else operation)(*args, **kwargs)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the result of an operation shares memory with what it reads."""
+    return bool(_storages(node) & {storage for each in node.all_input_nodes for storage in _storages(each)})
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {each.untyped_storage()._cdata for each in tree_leaves(node.meta["val"]) if isinstance(each, Tensor)}
+
+
+class _CompiledLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: _Parts, count: Count, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.parts, ctx.count = parts, count
+        values = parts.forward.run(list(tensors), count)
+        ctx.save_for_backward(*values[parts.outputs.num_leaves :])
+        return tuple(values[: parts.outputs.num_leaves])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values = [*ctx.saved_tensors, *gradients]
+        ctx.maybe_clear_saved_tensors()  # as compiled layers do: each is freed after its last use
+        return None, None, *ctx.parts.backward.run(values, ctx.count)
