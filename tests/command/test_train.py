@@ -44,8 +44,8 @@ def test_train_writes_the_documented_output_folder(finished: FinishedRuns) -> No
     assert result(run)["objective"] == min(line["eval_loss"] for line in metrics(run) if "eval_loss" in line)
     assert yaml.safe_load((run / "run.yaml").read_text())["training"]["max_steps"] == 6
     manifest = json.loads((run / "manifest.json").read_text())
-    chosen = {"precision": "fp32", "attention": "sdpa", "device": "cpu", "threads": 1, "processes": 1}
-    assert manifest["choices"] == {**chosen, "format": "messages", "recompute": False, "tokens": 64}
+    chosen = {"precision": "fp32", "attention": "sdpa", "compile": "none", "device": "cpu", "processes": 1}
+    assert manifest["choices"] == {**chosen, "threads": 1, "format": "messages", "recompute": False, "tokens": 64}
     assert manifest["counts"]["data"]["train"]["samples"] == 90
     assert set(manifest["hashes"]) == {"train", "eval", "tokenizer", "base"}
     assert manifest["hashes"]["base"] is None, "its weights were drawn"
