@@ -1,6 +1,5 @@
 """Compiled layers in a memory plan: the graphs that inductor would compile, run on fake tensors kernel by kernel."""
 
-import copy
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ def graphs_of(_settings: str) -> "LayerGraphs":
 class _Joint:
     """Forward and backward of a layer in one graph."""
 
-    graph: fx.GraphModule
+    module: fx.GraphModule
     outputs: TreeSpec
     static: Sequence[int]  # inputs that are always there, so that saving them is free
     mode: FakeTensorMode
@@ -118,10 +117,12 @@ def _places(layer: nn.Module) -> list[Place]:
 
 def _trace(compute: Forward, tensors: Sequence[Tensor], places: Sequence[Place]) -> _Joint:
     """Trace forward and backward of a layer, with the decompositions of inductor and without counting anything."""
-    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._functorch.aot_autograd import aot_function, make_boxed_func
+    from torch._functorch.partitioners import default_partition
     from torch._inductor.decomposition import select_decomp_table
 
     specs: list[TreeSpec] = []
+    graphs: list[fx.GraphModule] = []
 
     def flat(*values: Tensor) -> tuple[Tensor, ...]:
         outputs, spec = tree_flatten(compute(*values))
@@ -129,20 +130,39 @@ def _trace(compute: Forward, tensors: Sequence[Tensor], places: Sequence[Place])
         return tuple(outputs)
 
     mode: Any = next(each.fake_mode for each in tensors if hasattr(each, "fake_mode"))
+
+    def keep(joint: fx.GraphModule, *inputs: Any, num_fwd_outputs: int, **others: Any) -> Any:
+        assert num_fwd_outputs == specs[-1].num_leaves, "outputs of a layer share memory with its inputs"
+        graphs.append(_copy(joint))
+        return default_partition(joint, *inputs, num_fwd_outputs=num_fwd_outputs, **others)
+
     static = range(len(tensors) - len(places), len(tensors))
     try:
-        with _disable_current_modes(), mode, FakeTensorFallbacks():  # type: ignore[no-untyped-call]
+        with (
+            _disable_current_modes(),
+            torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each),  # not those of recomputing
+            mode,
+            FakeTensorFallbacks(),  # type: ignore[no-untyped-call]
+        ):
             inputs = tuple(_like(each) for each in tensors)  # the graph keeps them: counted ones would never be freed
-            graph: Any = aot_export_joint_simple(flat, inputs, trace_joint=True, decompositions=select_decomp_table())
+            tables: Any = {"decompositions": select_decomp_table(), "partition_fn": keep}
+            aot_function(flat, lambda module, _inputs: make_boxed_func(module.forward), **tables)(*inputs)
     finally:
         for (owner, name), at in zip(places, static, strict=True):
             owner[name] = tensors[at]
-    return _Joint(graph, specs[-1], static, mode)
+    return _Joint(graphs[0], specs[-1], static, mode)
 
 
 def _like(tensor: Tensor) -> Tensor:
     """Return a tensor with memory of its own."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.output_node().meta = dict(module.graph.output_node().meta)
+    return fx.GraphModule(module, graph)
 
 
 def _partition(joint: _Joint, budget: float) -> _Parts:
@@ -151,8 +171,8 @@ def _partition(joint: _Joint, budget: float) -> _Parts:
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.virtualized import V
 
-    graph, outputs = copy.deepcopy(joint.graph), joint.outputs.num_leaves
-    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    module = _copy(joint.module)
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         _disable_current_modes(),
         joint.mode,
@@ -161,7 +181,7 @@ def _partition(joint: _Joint, budget: float) -> _Parts:
         torch._functorch.config.patch(activation_memory_budget=budget),
     ):
         forward, backward = partition_fn(
-            graph, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=joint.static
+            module, inputs, num_fwd_outputs=joint.outputs.num_leaves, static_lifetime_input_indices=joint.static
         )
     names = {node.name for node in forward.graph.nodes}
     return _Parts(_Graph(forward, frozenset()), _Graph(backward, names), joint.outputs)

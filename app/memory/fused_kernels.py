@@ -67,6 +67,9 @@ def _groups(graph: fx.Graph) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
     for node in graph.nodes:
         steps = (depth[value] + (fuses[node] and not fuses[value]) for value in node.all_input_nodes)
         depth[node], parent[node] = max(steps, default=0), node
+    for node in reversed(graph.nodes):
+        if fuses[node] and any(fuses[user] for user in node.users):  # as late as its users allow
+            depth[node] = max(depth[node], min(depth[user] for user in node.users))
 
     def root(node: fx.Node) -> fx.Node:
         while parent[node] is not node:
@@ -75,11 +78,9 @@ def _groups(graph: fx.Graph) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
 
     for node in graph.nodes:
         sharing: dict[int, fx.Node] = {}
-        for each in (node, *node.users):
-            if fuses[each]:
-                parent[root(each)] = root(sharing.setdefault(depth[each], each))
+        for each in filter(fuses.__getitem__, (node, *node.users)):
+            parent[root(each)] = root(sharing.setdefault(depth[each], each))
     members: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if fuses[node]:
-            members.setdefault(root(node), []).append(node)
+    for node in filter(fuses.__getitem__, graph.nodes):
+        members.setdefault(root(node), []).append(node)
     return {node: tuple(group) for group in members.values() for node in group}

@@ -175,6 +175,7 @@ def assemble(
     `device`: None for a memory plan, on tensors without values: nothing is compiled, and what a run compares with the
     model's own before it uses it (fused forwards, a linear head) counts as equal.
     """
+    is_compiled = sections.compile.kind != "none"
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)
     freeze(network, sections.freeze)
@@ -184,12 +185,10 @@ def assemble(
         network, compute, sections.task, sections.preference, sections.attention, sections.quantizer, compiled
     ).train()
     coefficient = coefficient_of(sections.task, sections.adapter, training_model.language_model)
-    if coefficient and compiled is None:
+    if coefficient and not is_compiled:
         training_model.router_loss = RouterLoss(training_model.language_model, coefficient)
     if coefficient and sections.task.router_loss == "auto":
-        given = (
-            f"{coefficient:g}, of config.json, at most 0.01" if compiled is None else "0, because layers are compiled"
-        )
+        given = "0, because layers are compiled" if is_compiled else f"{coefficient:g}, of config.json, at most 0.01"
         training_model.add_remark(f"task.router_loss=auto: {given}")
     if sections.neftune:
         training_model.use_neftune(sections.neftune)
@@ -204,7 +203,7 @@ def assemble(
     else:
         training_model.divide(sharding, fill)
     fused = Fused()
-    if sections.adapter.fused and (sections.compile.kind == "none" or sections.compile.fused):
+    if sections.adapter.fused and (not is_compiled or sections.compile.fused):
         fused = _fused(training_model, sections.quantizer, device)
     grouped = _grouped_experts(training_model, sections, device)
     training_model.use_fused(replace(fused, comparisons=(*fused.comparisons, *grouped)))

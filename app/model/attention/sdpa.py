@@ -178,8 +178,9 @@ def _back_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_more: Any) ->
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# of compiled layers, which are neither planned nor counted
-COSTS["app::split_attention"] = COSTS["app::split_attention_backward"] = OperationCost()
+# FLOPs are not known: they depend on the lengths of documents. Bytes are the parts before they are joined.
+COSTS["app::split_attention"] = OperationCost(cpu_bytes=lambda q, *_: q.nbytes + 4 * q[..., 0].numel())
+COSTS["app::split_attention_backward"] = OperationCost(cpu_bytes=lambda _, q, k, v, *__: q.nbytes + k.nbytes + v.nbytes)
 
 
 def _parts(
