@@ -117,7 +117,8 @@ def _places(layer: nn.Module) -> list[Place]:
 
 def _trace(compute: Forward, tensors: Sequence[Tensor], places: Sequence[Place]) -> _Joint:
     """Trace forward and backward of a layer, with the decompositions of inductor and without counting anything."""
-    from torch._functorch.aot_autograd import aot_function, make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import default_partition
     from torch._inductor.decomposition import select_decomp_table
 

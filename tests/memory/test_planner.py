@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from app.config.load import compose_run
 from app.memory.estimate import Estimate, planned_choices
 from app.memory.fit import Verdict, check_fit
-from app.memory.planner import Planned, Planner, describe_bins, fastest_bins, fewest_recomputed
+from app.memory.planner import Planned, Planner, best_budget, describe_bins, fastest_bins, fewest_recomputed
 from app.memory.shape import Shape, worst_case
 from app.training.auto_settings import bin_sizes, step_tokens
 from tests.memory.facts import GPU, plan
@@ -72,6 +72,38 @@ def test_fewest_recomputed_of_hopeless_plan_stops_early(persistent: int, expecte
 
     found = fewest_recomputed(32, at)
     assert (found.recomputed, found.verdict.fits, asked) == (32, False, expected)
+
+
+# by budget, the needed memory and the time with no recomputed layer, and the time with as few as fit into 10
+POINTS = {0.6: (20, 100, 140), 0.4: (14, 110, 125), 0.3: (12, 120, 130), 0.2: (15, 120, 121)}
+
+
+@pytest.mark.parametrize(
+    ("memory", "points", "expected"),
+    [
+        (20, POINTS, (0.6, 100)),  # fits
+        (14, POINTS, (0.4, 110)),
+        (10, POINTS, (0.4, 125)),  # of 0.2, 0.4 needs less memory and time
+        (10, POINTS | {0.6: (20, 100, 105)}, (0.6, 105)),
+        (10, POINTS | {0.3: (12, 115, 120)}, (0.3, 120)),
+    ],
+)
+def test_best_budget_recomputes_least_of_those_that_fit(
+    memory: int, points: dict[float, tuple[int, int, int]], expected: tuple[float, int]
+) -> None:
+    def point(budget: float, *, fits: bool) -> Planned:
+        needed, least, fewest = points[budget]
+        made = handmade(
+            0, min(needed, memory) if fits else needed, memory, least if needed <= memory or not fits else fewest
+        )
+        return replace(
+            made,
+            run=replace(RUN, compile=replace(RUN.compile, memory_budget=budget)),
+            plan=replace(made.plan, peak_bytes=needed),
+        )
+
+    found = best_budget(list(points), lambda each: point(each, fits=False), lambda each: point(each, fits=True))
+    assert (found.run.compile.memory_budget, found.seconds) == expected
 
 
 def test_layers_that_differ_are_planned_at_most_twice() -> None:

@@ -76,6 +76,25 @@ def test_auto_recompute_planned_or_stored(stored: dict[str, Any], layers: int) -
     assert settled.with_recompute(run, largest=lambda: None, layers=4).training.recompute == layers  # type: ignore[arg-type,return-value]
 
 
+@pytest.mark.parametrize(
+    ("words", "stored", "expected"),
+    [
+        (("compile=blocks",), {}, 0.4),
+        (("compile=blocks",), {"recompute": "0", "memory_budget": "0.3"}, 0.3),
+        (("compile=blocks",), {"recompute": "0"}, 0.6),
+        (("compile=blocks", "compile.memory_budget=0.5"), {"recompute": "0", "memory_budget": "0.3"}, 0.5),
+        (("compile=blocks", "compile.backend=aot_eager"), {}, 0.6),
+    ],
+)
+def test_auto_memory_budget_planned_stored_or_typed(
+    words: tuple[str, ...], stored: dict[str, Any], expected: float
+) -> None:
+    run = compose_run(["model.weights=random", "training.recompute=0", *words])
+    settled = auto_settings(replace(PLANNER, choose_recompute=lambda *_: ((3, 0.4), "so")), **stored)
+    found = settled.with_recompute(run, largest=lambda: None, layers=4)  # type: ignore[arg-type,return-value]
+    assert (found.compile.memory_budget, found.training.recompute) == (expected, 0)
+
+
 def test_auto_settings_of_a_model_that_cannot_be_planned_fall_back() -> None:
     def fails(*_: Any) -> Any:
         raise NotImplementedError("an operation")
