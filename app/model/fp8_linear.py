@@ -33,7 +33,7 @@ _ALLOWED_FP32 = 1e-5
 # operations of torch, so that a memory plan can count them
 _OPS = torch.library.Library("app_fp8", "DEF")
 _OPS.define("quantize_rows(Tensor rows) -> (Tensor, Tensor)")
-_OPS.define("product(Tensor x, Tensor sx, Tensor w, Tensor sw, ScalarType dtype, bool fast) -> Tensor")
+_OPS.define("product(Tensor x, Tensor sx, Tensor w, Tensor sw, ScalarType dtype) -> Tensor")
 
 
 def quantize_reference(rows: Tensor) -> Rounded:
@@ -72,14 +72,17 @@ def _scales_of(rows: Tensor) -> Tensor:
     return rows.new_empty((room, 1), dtype=torch.float32)[: rows.shape[0]]
 
 
-def product_reference(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype, _: bool) -> Tensor:
+def product_reference(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
     """x [n, k] times w [m, k] transposed, with scales [n, 1] and [1, m], summed in float32."""
     return (x.float() @ w.float().T).mul_(sx).mul_(sw).to(dtype)
 
 
-def product_on_gpu(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Rows times a weight, each with its scales, by cuBLAS."""
-    return torch._scaled_mm(x, w.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
+def product_on_gpu(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows times a weight, each with its scales, by cuBLAS.
+
+    Fast accumulation is for gradients too: on an H200 the errors of a layer's gradients are the same without it.
+    """
+    return torch._scaled_mm(x, w.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
 
 
 _OPS.impl("quantize_rows", quantize_reference, "CPU")
@@ -88,7 +91,7 @@ _OPS.impl("product", product_reference, "CPU")
 _OPS.impl("product", product_on_gpu, "CUDA")
 torch.library.register_fake("app_fp8::quantize_rows", _quantized_like, lib=_OPS)
 torch.library.register_fake(
-    "app_fp8::product", lambda x, _sx, w, _sw, dtype, _: x.new_empty((len(x), len(w)), dtype=dtype), lib=_OPS
+    "app_fp8::product", lambda x, _sx, w, _sw, dtype: x.new_empty((len(x), len(w)), dtype=dtype), lib=_OPS
 )
 
 
@@ -96,13 +99,13 @@ def _product_flops(x: Size, _sx: Size, w: Size, *_args: Any, **_kwargs: Any) -> 
     return 2 * x[0] * x[1] * w[0]
 
 
-def _reference_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype, _: bool) -> int:
+def _reference_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype) -> int:
     """Both sides in float32, and their product where another dtype is wanted."""
     sums = 0 if dtype == torch.float32 else len(x) * len(w)
     return (x.numel() + w.numel() + sums) * torch.float32.itemsize
 
 
-def _gpu_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype, _: bool) -> int:
+def _gpu_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype) -> int:
     """A GPU multiplies into bf16, which is then converted."""
     return 0 if dtype == torch.bfloat16 else len(x) * len(w) * torch.bfloat16.itemsize
 
@@ -118,9 +121,9 @@ def quantize_rows(rows: Tensor) -> Rounded:
     return found
 
 
-def product(rows: Rounded, weight: Tensor, scales: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """Rows times a weight; `fast` accumulation is for forward passes, gradients are summed exactly."""
-    found: Tensor = torch.ops.app_fp8.product(*rows, weight.view(E4M3), scales, dtype, fast)
+def product(rows: Rounded, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows times a weight."""
+    found: Tensor = torch.ops.app_fp8.product(*rows, weight.view(E4M3), scales, dtype)
     return found
 
 
@@ -148,13 +151,13 @@ class Fp8Linear(FrozenLinear):
             out = prepared @ self.unpacked(prepared.dtype).T
         else:
             rows, dtype = prepared
-            out = product(rows, self.weight, self.scale, dtype, fast=True)
+            out = product(rows, self.weight, self.scale, dtype)
         return out if self.bias is None else out.add_(self.bias)
 
     def back(self, gradient: Tensor) -> Tensor:
         if not self.rounds_rows:
             return gradient @ self.unpacked(gradient.dtype)
-        return product(quantize_rows(gradient), self.weight_back, self.scale_back, gradient.dtype, fast=False)
+        return product(quantize_rows(gradient), self.weight_back, self.scale_back, gradient.dtype)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         return (self.weight.view(E4M3).float() * self.scale.T).to(dtype)
@@ -183,24 +186,24 @@ def compare_products(network: nn.Module, present: Callable[[nn.Module], Any] = n
     found = []
     for layer in layers.values():
         with present(layer):
-            found.append(_compared("product", layer.weight, layer.scale, fast=True))
-            found.append(_compared("product with the transposed", layer.weight_back, layer.scale_back, fast=False))
+            found.append(_compared("product", layer.weight, layer.scale))
+            found.append(_compared("product with the transposed", layer.weight_back, layer.scale_back))
     for each in found:
         cause = each if isinstance(each, Fault) else f"{each} on this device"
         each.or_refuse(f"quantization.kind=fp8: {cause}. Set quantization=none.")
     return found
 
 
-def _compared(words: str, weight: Tensor, scales: Tensor, *, fast: bool) -> Comparison:
+def _compared(words: str, weight: Tensor, scales: Tensor) -> Comparison:
     outputs, inputs = weight.shape
     dtype, allowed = (torch.bfloat16, _ALLOWED_BF16) if weight.is_cuda else (torch.float32, _ALLOWED_FP32)
     # rows of different sizes, not random: a run's random numbers must not depend on comparisons
     places = torch.arange(_COMPARED_ROWS * inputs, device=weight.device, dtype=torch.float32).view(-1, inputs)
     rows = (torch.sin(places) * (1 + places[:, :1] / inputs)).to(dtype)
-    expected = product_reference(*quantize_reference(rows), weight.view(E4M3), scales, torch.float32, fast)
+    expected = product_reference(*quantize_reference(rows), weight.view(E4M3), scales, torch.float32)
 
     def compare() -> Comparison:
-        difference = max_difference([product(quantize_rows(rows), weight, scales, dtype, fast=fast)], [expected])
+        difference = max_difference([product(quantize_rows(rows), weight, scales, dtype)], [expected])
         return Comparison(f"fp8 {words} weight, {inputs} to {outputs}, against float32", difference, allowed)
 
     fault = f"torch {torch.__version__} cannot multiply {(outputs, inputs)} in fp8 on this device ({{}})"

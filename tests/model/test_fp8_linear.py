@@ -239,12 +239,12 @@ def test_compare_products_wrong_product_is_refused(wrong: str, monkeypatch: pyte
     real = fp8_linear.product
     network = nn.ModuleDict({"a": linear(64, 64)[0]})
 
-    def spoilt(rows: Any, weight: Tensor, scales: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    def spoilt(rows: Any, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         if wrong == "raises":
             raise RuntimeError("Expected both\ndimensions")
         if wrong == "scales":
             scales = scales.roll(1)
-        return real(rows, weight.T.contiguous() if wrong == "layout" else weight, scales, dtype, fast=fast)
+        return real(rows, weight.T.contiguous() if wrong == "layout" else weight, scales, dtype)
 
     monkeypatch.setattr(fp8_linear, "product", spoilt)
     with pytest.raises(EnvironmentProblem, match=r"quantization.kind=fp8: .*Set quantization=none") as refusal:
@@ -258,10 +258,10 @@ def test_fp8_layouts_pass_shape_rules_of_cuda() -> None:
         outputs, inputs = weight.shape
         rows = torch.empty(5, inputs, dtype=E4M3, device="meta")
         of_rows = torch.empty(5, 1, device="meta")
-        out = fp8_linear.product_on_gpu(rows, of_rows, weight.view(E4M3), scale, torch.float32, True)
+        out = fp8_linear.product_on_gpu(rows, of_rows, weight.view(E4M3), scale, torch.float32)
         assert (out.shape, out.dtype) == ((5, outputs), torch.float32)
         with pytest.raises(RuntimeError, match="col_major"):
-            fp8_linear.product_on_gpu(rows, of_rows, weight.view(E4M3).T, scale, torch.bfloat16, True)
+            fp8_linear.product_on_gpu(rows, of_rows, weight.view(E4M3).T, scale, torch.bfloat16)
 
 
 def rows_of_many_sizes(width: int, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ def test_fp8_layer_equals_cpu() -> None:
     layer.cuda()
     assert all(proof.passed for proof in fp8_linear.compare_products(layer))
     assert distance(layer(x.cuda()).float().cpu(), here) < 0.02
-    assert distance(layer.back(given.cuda()).float().cpu(), back) < 0.01, "with exact sums"
+    assert distance(layer.back(given.cuda()).float().cpu(), back) < 0.02
 
 
 @pytest.mark.parametrize("width", [16, 4096, 14336, 53248])
