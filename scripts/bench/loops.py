@@ -34,6 +34,7 @@ from app.model.training_model import TrainingModel
 from app.model.verification import mean_errors, verify_compiled
 from app.training.auto_settings import AUTO
 from app.training.choices import Choices, choose, sections_of
+from app.training.compile_choice import with_planned_compile
 from app.training.setup import stepper_of
 from scripts.bench.contest import Contest, run_of
 from scripts.bench.machine import Clock
@@ -74,7 +75,9 @@ class Prepared:
 def prepare(contest: Contest, settings: tuple[str, ...] = ()) -> Prepared:
     """`settings` are those of one of our variants."""
     run = run_of(contest, settings)
-    choices = choose(run, BaseModel(run.model, TASKS[run.task.kind]), {})
+    base = BaseModel(run.model, TASKS[run.task.kind])
+    run = with_planned_compile(run, base.on_meta(), "gpu" if contest.device == "cuda" else "cpu")
+    choices = choose(run, base, {})
     runtime = start(run.launch, choices.precision, run.seed)
     assert runtime.device.type == contest.device, f"{contest.device} was asked for, and there is none"
     steps = workload(contest, run.model.architecture["vocab_size"])
