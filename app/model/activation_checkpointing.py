@@ -72,9 +72,9 @@ def recompute(lm: nn.Module, wanted: bool | int, host: HostOffload | None = None
     return len(chosen)
 
 
-def recompute_rest(lm: nn.Module, already: int) -> int:
-    """Recompute the layers after the first `already` too; returns how many these are."""
-    rest, draws = repeated_layers(lm)[already:], draws_random_numbers(lm)
+def recompute_rest(lm: nn.Module, already: int, count: int | None = None) -> int:
+    """Recompute the layers after the first `already` too, up to `count` of all; returns how many these are."""
+    rest, draws = repeated_layers(lm)[already:count], draws_random_numbers(lm)
     for layer in rest:
         layer.forward = _recomputed(layer.forward, nullcontext, draws=draws)
     return len(rest)

@@ -96,6 +96,18 @@ class AutoSettings:
             budget if auto_budget else memory_budget(run.compile),
         )
 
+    def least_recomputed(self, run: RunConfig, largest: Callable[[], Batch], layers: int) -> int | None:
+        """Return how many layers must be recomputed for a run to fit; None without a plan."""
+
+        def ask(planner: AutoPlanner) -> tuple[int | None, str]:
+            asked = with_recompute(run, AUTO, memory_budget(run.compile))
+            (count, _), remark = planner.choose_recompute(
+                asked, self.choices, largest(), run.batching.accumulation, layers
+            )
+            return count, remark
+
+        return self._decide(ask, None, "")
+
     def _decide(self, ask: Callable[[AutoPlanner], tuple[Answer, str]], fallback: Answer, otherwise: str) -> Answer:
         """Ask on the first process, for all. `otherwise` says what the fallback means."""
         answer, remark = fallback, ""
@@ -142,7 +154,7 @@ def with_parallel(run: RunConfig, kind: str) -> RunConfig:
     return replace(run, parallel=replace(run.parallel, kind=kind))
 
 
-def with_recompute(run: RunConfig, count: bool | int, budget: float) -> RunConfig:
+def with_recompute(run: RunConfig, count: bool | int | str, budget: float) -> RunConfig:
     """Return the run with so many recomputed layers, and a memory budget of compiled layers."""
     return replace(
         run, training=replace(run.training, recompute=count), compile=replace(run.compile, memory_budget=budget)

@@ -10,14 +10,14 @@ from typing import Any
 
 from app import __version__
 from app.batch import Batch
-from app.config.compile_rules import BLOCKS, compile_refusals
+from app.config.compile_rules import BLOCKS, NONE, compile_refusals
 from app.config.schema import RunConfig
 from app.data.loader import Loader, eval_batches
 from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime, start
-from app.errors import ConfigError, refuse
+from app.errors import ConfigError, EnvironmentProblem, refuse
 from app.model import quantization
 from app.model.build import ModelCounts, ModelSections, count_weights
 from app.model.compilable import attention_obstacles, dropout_obstacles, machine_obstacles
@@ -31,9 +31,10 @@ from app.training.auto_settings import (
     PARALLEL_CHOICE,
     AutoPlanner,
     AutoSettings,
+    with_recompute,
 )
 from app.training.checkpoint import choices_of, find_checkpoint
-from app.training.choices import Choices, choose, sections_of
+from app.training.choices import Choices, choose, memory_budget, sections_of
 from app.training.compile_choice import compile_facts, settle_compile, with_compile
 from app.training.identity import base_hash, compared_settings, start_hash
 from app.training.optimizer_in_backward import require_gradients_one_by_one
@@ -199,3 +200,23 @@ def _equal_on_all_ranks(resolved: ResolvedRun, checkpoints: Path) -> dict[str, A
         "attention": resolved.choices.attention,
         "the code of app": __version__,
     }
+
+
+def without_compiled_layers(
+    resolved: ResolvedRun, fault: str, planner: AutoPlanner | None, log: Callable[[str], None]
+) -> ResolvedRun:
+    """Plan a run again whose layers are not compiled after all; they save more for their backward pass."""
+    run, layers = with_compile(resolved.config, NONE), resolved.counts.layers
+    choices = replace(resolved.choices, compile=NONE)
+    auto = AutoSettings(planner, choices, {}, resolved.runtime.host_group, log)
+    least = auto.least_recomputed(run, resolved.loader.largest, layers)
+    count = layers if run.training.recompute is True else int(run.training.recompute)
+    if resolved.layers_are_auto:
+        # layers stay recomputed that are
+        run = with_recompute(run, layers if least is None else max(least, count), memory_budget(run.compile))
+    elif least is not None and least > count:
+        raise EnvironmentProblem(
+            f"compiled layers disabled: {fault}. Uncompiled ones need more memory: training.recompute={count} does not "
+            f"fit. Set training.recompute={least}, or auto."
+        )
+    return replace(resolved, config=run, choices=choices)

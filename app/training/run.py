@@ -34,7 +34,7 @@ from app.training.memory import Forecast, Predict
 from app.training.memory_in_use import device_used_bytes, free_host_bytes
 from app.training.reference import keep_reference, with_reference
 from app.training.rehearsal import is_due, rehearse
-from app.training.resolve import ResolvedRun, resolve_run
+from app.training.resolve import ResolvedRun, resolve_run, without_compiled_layers
 from app.training.samples import preview
 from app.training.setup import (
     check_on_loader,
@@ -74,6 +74,8 @@ def train_in(
     with _split_depth_noted(checkpoints):
         depth = checkpoints.noted_depth()
         checks = check_on_loader(model, run.adapter, resolved.loader, runtime.device, depth)
+    if _is_uncompiled(model, runtime):
+        resolved, forecast = _replanned(resolved, model, planner, predict, console)
     stepper = stepper_of(model, run, runtime, resolved.choices.precision)
     runtime.seed(run.seed)  # anew, whatever was built before
     drawn = drawn_start(resolved, model)
@@ -112,6 +114,29 @@ def _build(resolved: ResolvedRun, place: str) -> TrainingModel:
     rows = resolved.loader.first_epoch if changes_base(run.adapter) or not resolved.checkpoint else None
     sharding = runtime.sharding(run.parallel)
     return build_training_model(resolved.sections, runtime.device, run.seed, place, sharding, rows)
+
+
+def _is_uncompiled(model: TrainingModel, runtime: Runtime) -> bool:
+    """Return whether compiled layers of any process have failed their verification; then all give up on theirs."""
+    layers = model.compiled_layers
+    faults = [] if layers is None else runtime.host_group.all_gather_object(layers.fault)
+    fault = next((each for each in faults if each is not None), None)
+    if layers is not None and fault is not None:
+        layers.give_up(fault)
+    return fault is not None
+
+
+def _replanned(
+    resolved: ResolvedRun, model: TrainingModel, planner: AutoPlanner | None, predict: Predict | None, console: Console
+) -> tuple[ResolvedRun, Forecast]:
+    """Plan for layers that are not compiled after all, and recompute more of them where `auto` needs that."""
+    before = resolved.config.training.recompute
+    assert model.compiled_layers is not None
+    replanned = without_compiled_layers(resolved, str(model.compiled_layers.fault), planner, console.say)
+    count = replanned.config.training.recompute
+    if before is not True and count != before:
+        recompute_rest(model.network, int(before), None if count is True else int(count))
+    return replanned, _forecast(replanned, predict)
 
 
 def _checkpoints(resolved: ResolvedRun, model: TrainingModel, folder: Path, fingerprint: str | None) -> Checkpoints:

@@ -16,10 +16,12 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
+from app.errors import EnvironmentProblem
 from app.model import compilable
 from app.model.compilable import attention_obstacles, machine_obstacles
 from app.model.structure import BaseModel
 from app.training import compile_choice
+from app.training.auto_settings import AutoPlanner, with_recompute
 from app.training.choices import Choices, sections_of
 from app.training.compile_choice import (
     REPAYING_FLOPS,
@@ -30,7 +32,7 @@ from app.training.compile_choice import (
     settle_compile,
     with_planned_compile,
 )
-from app.training.resolve import resolve_run
+from app.training.resolve import resolve_run, without_compiled_layers
 from app.training.summary import manifest_facts, run_table
 from tests.harness.runs import SMALL, Zygote
 from tests.model import small
@@ -194,3 +196,30 @@ def test_auto_on_cpu_compiles_nothing_and_says_nothing(zygote: Zygote, tmp_path:
     ended = zygote.run(tmp_path, *SMALL, "dry_run=true", f"output_dir={run}", code=0)
     assert "compile" not in ended.stdout.replace(str(tmp_path), "")
     assert json.loads((run / "manifest.json").read_text())["choices"]["compile"] == "none"
+
+
+PLANNER = AutoPlanner(lambda *_: ((1, 0.6), "1 layer"), lambda *_: (0, ""), lambda *_: ("ddp", ""))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "planner", "expected"),
+    [("auto", PLANNER, 1), ("auto", None, 2), ("1", PLANNER, 1), ("true", PLANNER, True), ("0", None, 0)],
+)
+def test_run_without_compiled_layers_is_planned_again(
+    recompute: str, planner: AutoPlanner | None, expected: bool | int, tmp_path: Path
+) -> None:
+    run = small_run("compile=blocks", "compile.backend=eager", f"training.recompute={recompute}")
+    resolved = resolve_run(run, tmp_path / "checkpoints", lambda _text: None, None)
+    if recompute == "auto":  # as planned for compiled layers
+        resolved = replace(resolved, config=with_recompute(resolved.config, 0, 0.6))
+    again = without_compiled_layers(resolved, "layer 1, output", planner, lambda _text: None)
+    assert again.config.training.recompute == expected
+    assert (again.config.compile.kind, again.choices.compile, again.sections.compile.kind) == ("none",) * 3
+
+
+def test_run_without_compiled_layers_that_does_not_fit_names_the_number(tmp_path: Path) -> None:
+    run = small_run("compile=blocks", "compile.backend=eager", "training.recompute=0")
+    resolved = resolve_run(run, tmp_path / "checkpoints", lambda _text: None, None)
+    words = r"disabled: layer 1, output\. .*training\.recompute=0 does not fit\. Set training\.recompute=1, or auto"
+    with pytest.raises(EnvironmentProblem, match=words):
+        without_compiled_layers(resolved, "layer 1, output", PLANNER, lambda _text: None)
