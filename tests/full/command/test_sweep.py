@@ -179,7 +179,7 @@ def test_optimizers_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
 
 
 RUNGS = [
-    ("mlm", "compile", "2 layers are 1 graph"),
+    ("mlm", "compile", "2 layers compiled as 1 graph"),
     ("quantized", "fp8", ""),
     ("quantized", "nf4_without_double", ""),
     ("quantized", "paged", "on a CPU its states are in ordinary memory"),
