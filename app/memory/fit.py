@@ -18,8 +18,8 @@ _GIB = 1 << 30
 ASSUMED_CONTEXT_BYTES = 784 << 20
 _MARGIN_SHARE = 0.03  # of the memory of the machine, for other processes and kernels that are loaded late
 # Fragmentation in torch's CUDA caching allocator as a share of live bytes. On an H200 with expandable segments at most
-# 1.5 % in steps of 8B, 6.3 % with compiled layers, the start included; without them simulated, at most 11.4 %.
-_EAGER_SHARE, _COMPILED_SHARE = 0.02, 0.065
+# 2.2 % in steps of 8B, compiled or not; without them simulated, at most 11.4 %.
+_SHARE = 0.025
 _SHARE_WITHOUT_EXPANDABLE_SEGMENTS = 0.12
 
 _UNPACKS = 3  # of a 4-bit weight in a micro-batch: forward, recomputed forward, backward
@@ -124,11 +124,11 @@ class Verdict:
         return self.kept_bytes + self.context_bytes + self.margin_bytes > self.memory_bytes
 
 
-def check_fit(plan: MemoryPlan, machine: Machine, *, compiled: bool = False) -> Verdict:
-    """Compare a plan with the memory of a machine; `compiled`: whether layers are."""
+def check_fit(plan: MemoryPlan, machine: Machine) -> Verdict:
+    """Compare a plan with the memory of a machine."""
     return Verdict(
         peak_bytes=plan.peak_bytes,
-        lost_bytes=round(_allocator_share(machine, compiled=compiled) * plan.peak_bytes),
+        lost_bytes=round(_allocator_share(machine) * plan.peak_bytes),
         context_bytes=machine.context_bytes,
         margin_bytes=round(_MARGIN_SHARE * machine.memory_bytes),
         memory_bytes=machine.memory_bytes,
@@ -136,13 +136,11 @@ def check_fit(plan: MemoryPlan, machine: Machine, *, compiled: bool = False) -> 
     )
 
 
-def _allocator_share(machine: Machine, *, compiled: bool) -> float:
+def _allocator_share(machine: Machine) -> float:
     """A CPU has no caching allocator."""
     if machine.device == "cpu":
         return 0.0
-    if not has_expandable_segments():
-        return _SHARE_WITHOUT_EXPANDABLE_SEGMENTS
-    return _COMPILED_SHARE if compiled else _EAGER_SHARE
+    return _SHARE if has_expandable_segments() else _SHARE_WITHOUT_EXPANDABLE_SEGMENTS
 
 
 def time_bound(plan: MemoryPlan, shape: Shape, machine: Machine, precision: str) -> dict[str, float] | None:

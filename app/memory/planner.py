@@ -108,7 +108,7 @@ class Planner:
             with_count = with_recompute(run, count, budget)
             plan = estimate.planned(count, budget, exact=exact).with_workspaces(self.machine.workspace_bytes)
             seconds = seconds_per_token(with_count, plan, shape.tokens, self.machine)
-            verdict = check_fit(plan, self.machine, compiled=run.compile.kind != "none")
+            verdict = check_fit(plan, self.machine)
             return Planned(with_count, shape, plan, verdict, seconds, estimate.layers)
 
         auto_layers, auto_budget = run.training.recompute == AUTO, has_auto_budget(run.compile)
