@@ -36,6 +36,8 @@ class AdapterKind(NamedTuple):
     name: str  # in papers
     problems: Callable[[RunConfig], Iterator[str]]  # of its keys
     has_rank: bool  # whether it is matrices of rank adapter.r
+    # the setting with which torch.compile cannot trace its layers, or nothing
+    untraceable: Callable[[AdapterConfig], str] = lambda _adapter: ""
 
 
 def changes_base(adapter: AdapterConfig) -> bool:
@@ -142,11 +144,23 @@ def _of_peft(run: RunConfig) -> Iterator[str]:
             )
 
 
+def _untraceable_method(adapter: AdapterConfig) -> str:
+    return "" if METHODS[adapter.method.upper()].compiles else f"adapter.method={adapter.method}"
+
+
 ADAPTER_KINDS = {
     "none": AdapterKind("full fine-tuning", lambda _adapter: iter(()), has_rank=False),
-    "lora": AdapterKind("LoRA", _low_rank, has_rank=True),
-    "peft": AdapterKind("PEFT", _of_peft, has_rank=False),
+    "lora": AdapterKind(
+        "LoRA", _low_rank, has_rank=True, untraceable=lambda adapter: "adapter.dora=true" * adapter.dora
+    ),
+    "peft": AdapterKind("PEFT", _of_peft, has_rank=False, untraceable=_untraceable_method),
 }
+
+
+def compile_obstacle(adapter: AdapterConfig) -> str | None:
+    """Return why layers with this adapter are not compiled, None where they can be."""
+    setting = ADAPTER_KINDS[adapter.kind].untraceable(adapter)
+    return f"{setting}: torch.compile cannot trace PEFT's layers" if setting else None
 
 
 def name_of(adapter: Mapping[str, Any]) -> str:

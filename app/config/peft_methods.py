@@ -13,6 +13,7 @@ class PeftMethod(NamedTuple):
     indivisible: str = ""  # what it has that FSDP cannot divide
     merges: bool = True  # whether PEFT merges it into one weight after the other
     of_norms: bool = False  # whether it adapts norms in place of linear layers
+    compiles: bool = True  # whether torch.compile can trace its layers as one graph
 
 
 SHARED = "has trained tensors that layers share"
@@ -30,8 +31,8 @@ METHODS = {
     "IA3": _PLAIN,
     "LILY": PeftMethod(indivisible=SHARED, merges=False),
     "LN_TUNING": PeftMethod(of_norms=True),
-    "LOHA": _READS_BASE,
-    "LOKR": _READS_BASE,
+    "LOHA": PeftMethod(quantized=False, compiles=False),
+    "LOKR": PeftMethod(quantized=False, compiles=False),
     "MISS": _PLAIN,
     "OFT": _PLAIN,
     "OSF": PeftMethod(quantized=False, indivisible="projects the gradients of whole matrices"),
@@ -42,7 +43,7 @@ METHODS = {
     "ROAD": _PLAIN,
     "SUPERTUNING": _READS_BASE,
     "TINYLORA": PeftMethod(quantized=False, indivisible=SHARED, merges=False),
-    "VBLORA": PeftMethod(indivisible=SHARED),
+    "VBLORA": PeftMethod(indivisible=SHARED, compiles=False),
     "VERA": _PLAIN,
 }
 

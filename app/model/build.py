@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from app.batch import Batch
+from app.config.adapters import compile_obstacle
 from app.config.schema import (
     AdapterConfig,
     CompileConfig,
@@ -179,7 +180,7 @@ def assemble(
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)
     freeze(network, sections.freeze)
-    compiled = None if device is None else compile_blocks(network, sections.compile)
+    compiled = None if device is None else compile_blocks(network, sections.compile, compile_obstacle(sections.adapter))
     recompute(network, sections.recompute, host)
     training_model = TrainingModel(
         network, compute, sections.task, sections.preference, sections.attention, sections.quantizer, compiled

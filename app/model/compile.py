@@ -148,8 +148,11 @@ class CompiledLayers:
             return backend(graph, inputs, config_patches=wanted)
 
 
-def compile_blocks(lm: nn.Module, config: CompileConfig) -> CompiledLayers | None:
-    """Compile the layers; called before they are wrapped for recomputing, so that the second pass is compiled too."""
+def compile_blocks(lm: nn.Module, config: CompileConfig, obstacle: str | None = None) -> CompiledLayers | None:
+    """Compile the layers; called before they are wrapped for recomputing, so that the second pass is compiled too.
+
+    `obstacle`: why none can be compiled.
+    """
     if config.kind == "none":
         return None
     import torch._dynamo
@@ -158,9 +161,11 @@ def compile_blocks(lm: nn.Module, config: CompileConfig) -> CompiledLayers | Non
     layers = repeated_layers(lm)
     # recurrent mixers have rows of many shapes inside
     compilable = {number: each for number, each in enumerate(layers) if not recurrent_mixers(each)}
-    compiled = CompiledLayers(compilable, config, len(layers) - len(compilable))
     if not compilable:
-        compiled.give_up("every layer has a recurrent mixer, whose rows have many shapes")
+        obstacle = "every layer has a recurrent mixer, whose rows have many shapes"
+    compiled = CompiledLayers({} if obstacle else compilable, config, len(layers) - len(compilable))
+    if obstacle:
+        compiled.give_up(obstacle)
     return compiled
 
 

@@ -180,8 +180,9 @@ class _Verifier:
         def spread(values: Tensor, like: Tensor) -> Tensor:
             return torch.zeros_like(like, dtype=values.dtype).index_copy_(axis, self._places, values)
 
+        weights = _fixed_values(rows)
+
         def upstream(output: Tensor) -> Tensor:
-            weights = _cosines(rows)
             return (weights if output.shape == weights.shape else spread(weights, output)).to(output.dtype)
 
         outcome = partial(_outcome, upstream=upstream, needs_gradient=needs_gradient)
@@ -263,9 +264,13 @@ def _relative_errors(found: Iterable[Tensor], exact: Iterable[Tensor]) -> list[f
     return numbers
 
 
-def _cosines(like: Tensor) -> Tensor:
-    """Return fixed values: random numbers of the run must not depend on verification."""
-    return torch.cos(torch.arange(like.numel(), device=like.device, dtype=torch.float32) * 1.7).view(like.shape)
+def _fixed_values(like: Tensor) -> Tensor:
+    """Return normal random numbers that are always the same: those of the run must not depend on verification.
+
+    Values of low rank, such as cosines, would leave few numbers in a gradient: errors of correct layers differ more.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.device)
 
 
 @contextmanager
@@ -274,7 +279,7 @@ def _nonzero(trained: Iterable[nn.Parameter]) -> Iterator[None]:
     hidden = [each for each in trained if not each.detach().any()]
     with torch.no_grad():
         for each in hidden:
-            each.copy_(_cosines(each) / each.shape[-1] ** 0.5)
+            each.copy_(_fixed_values(each) / each.shape[-1] ** 0.5)
     try:
         yield
     finally:

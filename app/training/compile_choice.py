@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from app.config.adapters import compile_obstacle
 from app.config.compile_rules import AUTO, BLOCKS, NONE, Obstacle, settings_obstacles
 from app.config.schema import RunConfig
 from app.distributed.process_group import HostGroup
@@ -101,7 +102,7 @@ def compile_facts(
         flops = math.inf
     return CompileFacts(
         device,
-        obstacles=tuple(each.reason for each in all_obstacles),
+        obstacles=(*filter(None, [compile_obstacle(run.adapter)]), *(each.reason for each in all_obstacles)),
         is_rocm=torch.version.hip is not None,
         trains_experts=run.adapter.kind != "none" and run.adapter.experts,
         router_coefficient=coefficient_of(run.task, run.adapter, lm) if run.task.router_loss == AUTO else 0.0,

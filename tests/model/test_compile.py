@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from app.batch import Batch, PackedSequences
-from app.config.schema import CompileConfig, QuantizationConfig
+from app.config.schema import AdapterConfig, CompileConfig, QuantizationConfig
 from app.errors import ConfigError, TrainingError
 from app.model.attention import BACKENDS, register
 from app.model.attention.sdpa import compiled_sdpa, plain_packed, sdpa
@@ -145,7 +145,7 @@ def test_compiled_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatc
     training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS)
     assert small.verified(training_model, packed(0)) is None
     assert (
-        "compiled layers disabled: layer 1, gradient of mlp.down_proj.lora_A: error 1.0e-02 is"
+        "compiled layers disabled: layer 0, gradient of self_attn.o_proj.lora_A: error 1.0e-02 is"
         in training_model.remarks()[0]
     )
 
@@ -212,3 +212,15 @@ def test_layers_with_recurrent_mixer_are_not_compiled(kind: str, remark: str) ->
     assert small.verified(training_model, packed(0)) is not None, blocks_of(training_model).fault
     assert max_difference(outcome(training_model, packed(1)), expected) <= 1e-5
     assert remark in "".join(training_model.remarks())
+
+
+@pytest.mark.parametrize(
+    ("adapter", "setting"),
+    [(AdapterConfig(kind="peft", method="loha"), "adapter.method=loha"), (small.lora(dora=True), "adapter.dora=true")],
+)
+def test_layers_of_untraceable_adapter_are_not_compiled(adapter: AdapterConfig, setting: str) -> None:
+    training_model = small.training_model_of("llama", adapter, compile=BLOCKS)
+    remarks = training_model.remarks()
+    assert f"compiled layers disabled: {setting}: torch.compile cannot trace PEFT's layers" in remarks
+    training_model(packed(0))
+    assert blocks_of(training_model).graphs == 0

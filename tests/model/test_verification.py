@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from app.batch import Batch, PackedSequences
-from app.config.schema import QuantizationConfig
+from app.config.schema import CompileConfig, QuantizationConfig
 from app.model.activation_checkpointing import repeated_layers
 from app.model.training_model import TrainingModel
 from app.model.verification import ComparedDocuments, verify_compiled
 from tests.model import small
-from tests.model.faults import FAULTS, FINE_FAULTS, Plant
+from tests.model.faults import FAULTS, Plant
 from tests.model.test_compile import BLOCKS, blocks_of, graphs_of_one_test, packed
 
 assert graphs_of_one_test  # a fixture
@@ -25,17 +25,22 @@ pytestmark = [
 LENGTHS = (90, 31, 150, 60, 40, 141)  # 512 tokens
 
 
-def model_of(layers: int, precision: str = "bf16", base: str = "none", **adapter: Any) -> TrainingModel:
+UNCOMPILED = replace(BLOCKS, backend="eager")  # the layers' own operations
+
+
+def model_of(
+    layers: int, precision: str = "bf16", base: str = "none", compile: CompileConfig = UNCOMPILED, dropout: float = 0.0
+) -> TrainingModel:
     """A model with a new adapter, whose B is zero, and norms that do something."""
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": layers, "initializer_range": 0.02}
     numbers = small.numbers("llama", max_position_embeddings=512, **sizes)
     model = small.training_model_of(
         "llama",
-        small.lora(r=16, alpha=32.0, **adapter),
+        small.lora(r=16, alpha=32.0, dropout=dropout),
         precision,
         quantization=QuantizationConfig(kind=base, double_quant=base == "nf4"),
         model=small.model_config("llama", architecture=numbers),
-        compile=replace(BLOCKS, backend="eager"),
+        compile=compile,
     )
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.network.named_parameters():
@@ -75,9 +80,10 @@ def test_verify_compiled_planted_fault_is_found(name: str, monkeypatch: pytest.M
 
 def test_verify_compiled_fault_of_one_layer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(3)
-    plant(model, FINE_FAULTS["product of down x 1.05"], monkeypatch, only=2)
+    plant(model, FAULTS["product of down x 1.05"], monkeypatch, only=2)
     found = verify_compiled(model, blocks_of(model), batch_of())
-    assert str(found).startswith("layer 2, output: error ")
+    assert str(found).startswith("layer 2, ")
+    assert ": error " in str(found)
     assert "x that of the uncompiled layer (" in str(found)
 
 

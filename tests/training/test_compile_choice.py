@@ -95,11 +95,11 @@ BATCH: Batch = small.packed(small.documents_of((20, 5, 11)))
         (("batching.packing=false",), "varlen", "padded rows"),
         (("task.router_loss=0.1",), "varlen", "task.router_loss=0.1"),
         ((), "sdpa", "attention=sdpa on a GPU"),
+        (("adapter=lora", "adapter.dora=true"), "varlen", "adapter.dora=true: torch.compile cannot trace"),
+        (("adapter=peft", "adapter.method=lokr"), "varlen", "adapter.method=lokr: torch.compile cannot trace"),
     ],
 )
-def test_compile_facts_errors_of_blocks_are_reasons_of_auto(
-    words: tuple[str, ...], attention: str, reason: str
-) -> None:
+def test_compile_facts_obstacles_are_reasons_of_auto(words: tuple[str, ...], attention: str, reason: str) -> None:
     (found,) = choose_compile(facts_of(run_of(*words), attention)).reasons
     assert found.startswith(reason)
 

@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 import torch
 
+from app.config.adapters import compile_obstacle
+from app.config.peft_methods import METHODS as METHODS_OF_PEFT
+from app.config.schema import AdapterConfig
+from app.model.attention import register
+from app.model.compile import compile_blocks
 from app.model.kernels import as_on_gpu
+from tests.full.model.test_peft_methods import FIELDS
 from tests.model import small
 from tests.model.test_compile import (
     BLOCKS,
+    CPU,
     GRAPHS,
     INDUCTOR,
     METHODS,
@@ -28,6 +35,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
+
+
+ADAPTERS = {
+    **{name: AdapterConfig(kind="peft", method=name, fields=FIELDS.get(name, {})) for name in METHODS_OF_PEFT},
+    "LoRA": small.lora(),
+    "DoRA": small.lora(dora=True),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
@@ -105,6 +119,22 @@ def test_compiled_layers_not_alike_have_own_graphs(kind: str, graphs: int) -> No
     assert proof.passed
     assert max_difference(outcome(training_model, packed(1)), expected) <= 1e-5
     assert blocks_of(training_model).graphs == graphs
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_compile_obstacle_of_adapter_names_what_cannot_be_traced(name: str) -> None:
+    """No flag is older than the installed PEFT."""
+    adapter = ADAPTERS[name]
+    model = small.training_model_of(
+        "llama", adapter, model=small.model_config(architecture=small.wide_numbers("llama"))
+    )
+    register("sdpa", CPU)
+    compile_blocks(model.network, replace(BLOCKS, backend="eager"))
+    try:
+        is_traced = bool(torch.isfinite(model(packed(0))[0]))
+    except torch._dynamo.exc.TorchDynamoException:
+        is_traced = False
+    assert is_traced == (compile_obstacle(adapter) is None)
 
 
 def test_compiled_bf16_passes_comparison() -> None:
