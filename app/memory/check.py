@@ -132,7 +132,7 @@ def _choice_notes(planned: Planned) -> Iterator[str]:
     if planned.chosen:
         yield f"training.recompute=auto means {planned.run.training.recompute} layers here"
     if planned.chosen_budget:
-        yield f"compile.memory_budget=auto means {planned.run.compile.memory_budget:g} here"
+        yield f"layers are compiled, with compile.memory_budget={planned.run.compile.memory_budget:g} (auto)"
     if planned.parallel_reason:
         yield f"parallel=auto means {planned.parallel_reason}"
     if planned.chosen_bins:

@@ -2,6 +2,10 @@
 
 import pytest
 
+from app.config.load import compose_run
+from app.memory.estimate import Estimate
+from app.memory.shape import worst_case
+from app.training.choices import Choices
 from tests.memory.test_compiled_layers import check_saved_bytes, graphs_of_one_test, pytestmark
 
 assert graphs_of_one_test  # a fixture
@@ -24,3 +28,15 @@ assert pytestmark
 )
 def test_saved_bytes_of_compiled_layers_equal_plan(words: tuple[str, ...]) -> None:
     check_saved_bytes(*words)
+
+
+def test_layers_of_8b_recompute_only_thin_products_at_the_default_budget() -> None:
+    words = ("model=llama", "model.weights=random", "recipe=lora", "adapter.r=16", "compile=blocks")
+    run = compose_run([*words, "batching.tokens=16384", "dataset.max_length=2048", "training.recompute=0"])
+    shape = worst_case(run)
+    estimate = Estimate(run, shape, "gpu", Choices("bf16", "varlen", "blocks"))
+    plans = {budget: estimate.planned(0, budget) for budget in (0.6, 0.4)}
+    share = {budget: 1 - plan.flops_per_token * shape.tokens / plan.flops for budget, plan in plans.items()}
+    assert share[0.6] < 0.002
+    assert 0.05 < share[0.4] < 0.15
+    assert plans[0.4].peak_bytes < 0.85 * plans[0.6].peak_bytes
