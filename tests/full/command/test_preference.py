@@ -33,6 +33,16 @@ def killed_at_step_3(zygote: Zygote, folder: Path, *words: str) -> None:
     run.kill()
 
 
+def test_dpo_with_compiled_layers_begins_at_ln_2(zygote: Zygote, tmp_path: Path) -> None:
+    """The reference is scored by uncompiled layers, the policy by compiled ones."""
+    compiled = ("compile=blocks", "compile.backend=aot_eager", "precision=bf16")
+    ended = zygote.finish(tmp_path, *COMMAND, *compiled, "output_dir=compiled")
+    assert "layers compiled as 2 graphs" in ended.stdout
+    losses = [each["loss"] for each in metrics(tmp_path / "compiled") if "loss" in each]
+    assert losses[0] == pytest.approx(math.log(2), abs=4e-3), "rounding in bf16"
+    assert result(tmp_path / "compiled")["final_metrics"]["reward_margin"] > 0.05
+
+
 def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     zygote.finish(tmp_path, *COMMAND, "output_dir=whole")
