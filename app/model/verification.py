@@ -87,7 +87,7 @@ class ComparedDocuments:
 
 
 def _outside_in(count: int) -> Iterator[int]:
-    """Yield the first, the last, the second, ... of so many."""
+    """Yield the first, the last, the second, ... index below `count`."""
     for at in range(count):
         yield at // 2 if at % 2 == 0 else count - 1 - at // 2
 
@@ -146,7 +146,7 @@ class _Verifier:
             return own(*call.args, **call.kwargs)
 
     def compare(self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall) -> Any:
-        """Compare one layer; after a fault the rest of the pass goes on without, as other processes wait for it."""
+        """Compare one layer. After a fault the pass continues without, as other processes wait for its collectives."""
         self._attempt(number, lambda: self.errors.extend(self._errors_of(number, layer, own, call)))
         return own(*call.args, **call.kwargs)
 

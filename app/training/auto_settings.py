@@ -155,7 +155,7 @@ def with_parallel(run: RunConfig, kind: str) -> RunConfig:
 
 
 def with_recompute(run: RunConfig, count: bool | int | str, budget: float) -> RunConfig:
-    """Return the run with so many recomputed layers, and a memory budget of compiled layers."""
+    """Return the run with a number of recomputed layers and a memory budget of compiled layers."""
     return replace(
         run, training=replace(run.training, recompute=count), compile=replace(run.compile, memory_budget=budget)
     )
