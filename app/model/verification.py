@@ -228,8 +228,8 @@ def mean_errors(errors: Iterable[TensorError]) -> list[TensorError]:
 def _refusal(place: str, found: TensorError, limit: float) -> Fault:
     name = found.name.replace(".default", "").removesuffix(".weight")
     text = (
-        f"{place}, {name}: error {found.compiled:.1e} is {found.ratio:.1f}x that of the uncompiled layer "
-        f"({found.own:.1e}, limit {limit:g}x)"
+        f"{place}, {name}: error {found.compiled:.1e} is {found.ratio:.3g}x that of the uncompiled layer "
+        f"({max(found.own, _MIN_ERROR):.1e}, limit {limit:g}x)"
     )
     return Fault(text, found.ratio, limit)
 

@@ -1,5 +1,7 @@
 """compile=blocks in real runs, with real code."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,16 @@ def test_compiled_run_has_the_same_losses(zygote: Zygote, run_app: RunApp, tmp_p
     assert "error of compiled layers" in (run / "manifest.json").read_text()
     assert result(run)["memory_measured_bytes"] is None
     assert any((tmp_path / "cache" / "inductor").iterdir())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_wrong_code_of_one_process_turns_compilation_off_on_all(parallel: str, zygote: Zygote, tmp_path: Path) -> None:
+    words = (*FEW, f"parallel={parallel}", "training.recompute=auto")
+    compiled = ("compile=blocks", "compile.backend=eager", "output_dir=wrong")
+    zygote.finish_together(tmp_path, 2, *words, "output_dir=plain")
+    zygote.finish_together(tmp_path, 2, *words, *compiled, module="tests.harness.miscompiled", RANKS="1")
+    wrong = tmp_path / "wrong"
+    assert losses(wrong) == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
+    told = r"compiled layers disabled: layer \d, .*: error .* is .*x that of the uncompiled layer"
+    assert re.search(told, (wrong / "log.txt").read_text())
+    assert json.loads((wrong / "manifest.json").read_text())["choices"]["compile"] == "none"
