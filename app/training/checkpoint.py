@@ -141,6 +141,10 @@ class Checkpoints:
         self._choices = dict(choices)
         self._known: dict[Path, bool] = {}  # checkpoints that this start has written or read: whether they are intact
 
+    def keep_choices(self, choices: Mapping[str, str]) -> None:
+        """Store other choices from now on."""
+        self._choices = dict(choices)
+
     def save(self, progress: Progress, stepper: Stepper, host_group: HostGroup) -> list[str]:
         """Write one, whole or not at all, and delete old ones; returns remarks on those that stay. The first process
         writes; of a sharded model each process writes its shards.

@@ -75,7 +75,7 @@ def train_in(
         depth = checkpoints.noted_depth()
         checks = check_on_loader(model, run.adapter, resolved.loader, runtime.device, depth)
     if _is_uncompiled(model, runtime):
-        resolved, forecast = _replanned(resolved, model, planner, predict, console)
+        resolved, forecast = _replanned(resolved, model, checkpoints, planner, predict, console)
     stepper = stepper_of(model, run, runtime, resolved.choices.precision)
     runtime.seed(run.seed)  # anew, whatever was built before
     drawn = drawn_start(resolved, model)
@@ -127,7 +127,12 @@ def _is_uncompiled(model: TrainingModel, runtime: Runtime) -> bool:
 
 
 def _replanned(
-    resolved: ResolvedRun, model: TrainingModel, planner: AutoPlanner | None, predict: Predict | None, console: Console
+    resolved: ResolvedRun,
+    model: TrainingModel,
+    checkpoints: Checkpoints,
+    planner: AutoPlanner | None,
+    predict: Predict | None,
+    console: Console,
 ) -> tuple[ResolvedRun, Forecast]:
     """Plan for layers that are not compiled after all, and recompute more of them where `auto` needs that."""
     before = resolved.config.training.recompute
@@ -136,6 +141,7 @@ def _replanned(
     count = replanned.config.training.recompute
     if before is not True and count != before:
         recompute_rest(model.network, int(before), None if count is True else int(count))
+    checkpoints.keep_choices(replanned.stored_choices())
     return replanned, _forecast(replanned, predict)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from app.training.checkpoint import choices_of
 from tests.conftest import RunApp
 from tests.harness.runs import SMALL, Zygote, losses, result
 
@@ -36,3 +37,4 @@ def test_wrong_code_of_one_process_turns_compilation_off_on_all(parallel: str, z
     told = r"compiled layers disabled: layer \d, .*: error .* is .*x that of the uncompiled layer"
     assert re.search(told, (wrong / "log.txt").read_text())
     assert json.loads((wrong / "manifest.json").read_text())["choices"]["compile"] == "none"
+    assert choices_of(wrong / "checkpoints" / "step-000003")["compile"] == "none"
