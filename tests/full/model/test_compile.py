@@ -125,9 +125,8 @@ def test_compiled_layers_not_alike_have_own_graphs(kind: str, graphs: int) -> No
 def test_compile_obstacle_of_adapter_names_what_cannot_be_traced(name: str) -> None:
     """No flag is older than the installed PEFT."""
     adapter = ADAPTERS[name]
-    model = small.training_model_of(
-        "llama", adapter, model=small.model_config(architecture=small.wide_numbers("llama"))
-    )
+    wide = small.model_config(architecture=small.wide_numbers("llama"))
+    model = small.training_model_of("llama", adapter, "bf16", model=wide)
     register("sdpa", CPU)
     compile_blocks(model.network, replace(BLOCKS, backend="eager"))
     try:
