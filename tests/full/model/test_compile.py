@@ -121,6 +121,7 @@ def test_compiled_layers_not_alike_have_own_graphs(kind: str, graphs: int) -> No
     assert blocks_of(training_model).graphs == graphs
 
 
+@pytest.mark.filterwarnings("default")  # Dynamo cannot trace a warning that is an error
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_compile_obstacle_of_adapter_names_what_cannot_be_traced(name: str) -> None:
     """No flag is older than the installed PEFT."""
