@@ -11,7 +11,7 @@ from app.memory.suggest import Suggestions
 from tests.memory.facts import GPU, MIB
 from tests.memory.test_suggest import run_of
 
-WORDS = ("model.weights=random", "recipe=full", "batching.tokens=512", "precision=bf16")
+WORDS = ("model.weights=random", "recipe=full", "batching.tokens=512", "precision=bf16", "compile=none")
 
 
 @pytest.fixture(scope="module")
