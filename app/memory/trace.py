@@ -83,12 +83,7 @@ def trace(
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
         materialise(network, sections)
-        for layer in repeated_layers(network):
-            if compiled is not None and not recurrent_mixers(layer):
-                layer.forward = compiled(layer, step_flops.count_recomputation)
-            layer.forward = step_flops.count_recomputation(layer.forward)
-            if settings.on_gpu:
-                layer.forward = CudaAutocast.also_in_backward(layer.forward)
+        _wrap_layers(network, step_flops, compiled, on_gpu=settings.on_gpu)
         host = HostOffload("meta" if settings.on_gpu else "cpu") if sections.offload else None
         training_model = assemble(network, sections, None, host, sharding)
         over_documents = training_model.loss.of_rows is not None
@@ -119,6 +114,16 @@ def trace(
         **{(name,): count for name, count in step_flops.totals(settings.passes).items()},
         **(dict(zip(MOMENTS, moment_bytes(run.adapter.init, network), strict=True)) if settings.begins else {}),
     }
+
+
+def _wrap_layers(network: Any, step_flops: StepFlops, compiled: Compiled | None, *, on_gpu: bool) -> None:
+    """Give layers their compiled forward, where they have one, and count what they recompute."""
+    for layer in repeated_layers(network):
+        if compiled is not None and not recurrent_mixers(layer):
+            layer.forward = compiled(layer, step_flops.count_recomputation)
+        layer.forward = step_flops.count_recomputation(layer.forward)
+        if on_gpu:
+            layer.forward = CudaAutocast.also_in_backward(layer.forward)
 
 
 def _counter(settings: TraceSettings, stepper: Stepper, batches: list[Batch]) -> StorageCounter:

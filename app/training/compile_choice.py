@@ -1,6 +1,6 @@
 """What compile=auto means: whether decoder layers are compiled, decided at a run's first start and then kept.
 
-Auto compiles on an NVIDIA GPU where nothing stands against it and the run is long enough to repay the compiler's time.
+Auto compiles on an NVIDIA GPU if every layer can be compiled and the run is long enough to repay the compile time.
 """
 
 import math

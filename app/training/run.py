@@ -16,6 +16,7 @@ from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
 from app.model.activation_checkpointing import recompute_rest
 from app.model.build import build_training_model
+from app.model.comparison import Comparison
 from app.model.source import base_path, local_place, require_intact_base
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, explain_out_of_memory
@@ -66,18 +67,15 @@ def train_in(
     if run.dry_run:
         return _report_dry_run(folder, resolved, console, forecast)
     _require_host_memory(forecast, runtime)
-    torch.ones(1, device=runtime.device)  # on a GPU it makes the context
-    in_use["context"] = device_used_bytes()
+    in_use["context"] = _context_bytes(runtime)
     model = _build(resolved, base_path(run.model, folder.base))
     fingerprint = shared_fingerprint(resolved)
     checkpoints = _checkpoints(resolved, model, folder.checkpoints, fingerprint)
-    with _split_depth_noted(checkpoints):
-        depth = checkpoints.noted_depth()
-        checks = check_on_loader(model, run.adapter, resolved.loader, runtime.device, depth)
+    checks = _checks(resolved, model, checkpoints)
     if _is_uncompiled(model, runtime):
         resolved, forecast = _replanned(resolved, model, checkpoints, planner, predict, console)
     stepper = stepper_of(model, run, runtime, resolved.choices.precision)
-    runtime.seed(run.seed)  # anew, whatever was built before
+    runtime.seed(run.seed)  # again: building the model and checking it draw random numbers
     drawn = drawn_start(resolved, model)
     progress = restore_progress(resolved, checkpoints, stepper, fingerprint)
     resolved = with_reference(resolved, model, folder.reference, fingerprint)
@@ -86,8 +84,7 @@ def train_in(
         _opened(folder, resolved, console, checkpoints, progress.step if resolved.checkpoint else -1) as recorder,
         _split_depth_noted(checkpoints),
     ):
-        notes = (("note", note) for note in (*model.remarks(), *resumed_split_note(progress.depth)))
-        recorder.message(align([*run_table(resolved), *forecast.rows(), *notes]))
+        recorder.message(align([*run_table(resolved), *forecast.rows(), *_note_rows(model, progress)]))
         recorder.add_facts(proofs=[asdict(check) for check in checks], device_used_bytes=in_use)
         keep_reference(resolved, folder.reference)
         keep_start(drawn, resolved, folder.start)
@@ -104,6 +101,25 @@ def train_in(
     if resume_hint and not is_complete:
         recorder.message(resume_hint)  # the last line, ready to be copied
     return code
+
+
+def _context_bytes(runtime: Runtime) -> int | None:
+    """Create the context of a GPU and return the memory in use."""
+    torch.ones(1, device=runtime.device)
+    return device_used_bytes()
+
+
+def _checks(resolved: ResolvedRun, model: TrainingModel, checkpoints: Checkpoints) -> list[Comparison]:
+    """Check the model before the first step. Where memory does not suffice, the next start takes smaller parts."""
+    with _split_depth_noted(checkpoints):
+        depth = checkpoints.noted_depth()
+        return check_on_loader(model, resolved.config.adapter, resolved.loader, resolved.runtime.device, depth)
+
+
+def _note_rows(model: TrainingModel, progress: Progress) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the start screen on the model and on a resumed run."""
+    for note in (*model.remarks(), *resumed_split_note(progress.depth)):
+        yield "note", note
 
 
 def _build(resolved: ResolvedRun, place: str) -> TrainingModel:
