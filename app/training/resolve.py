@@ -212,7 +212,7 @@ def without_compiled_layers(
     least = auto.least_recomputed(run, resolved.loader.largest, layers)
     count = layers if run.training.recompute is True else int(run.training.recompute)
     if resolved.layers_are_auto:
-        # layers stay recomputed that are
+        # layers that are recomputed already stay so
         run = with_recompute(run, layers if least is None else max(least, count), memory_budget(run.compile))
     elif least is not None and least > count:
         raise EnvironmentProblem(
