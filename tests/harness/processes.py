@@ -3,6 +3,7 @@
 Starting several processes and their group costs more than most cases take, so one start serves the cases of all files.
 """
 
+import faulthandler
 import pickle
 import sys
 import tempfile
@@ -32,8 +33,14 @@ class Processes:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(runtime, *arguments)` in each process; the results by rank."""
-        for connection in self._connections.values():
-            connection.send_bytes(pickle.dumps((function, arguments)))
+        try:
+            for connection in self._connections.values():
+                connection.send_bytes(pickle.dumps((function, arguments)))
+            return self._results()
+        except (EOFError, OSError) as closed:
+            self._fail(f"a process ended: {closed!r}")
+
+    def _results(self) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(self._connections):
             waiting = {each: rank for rank, each in self._connections.items() if rank not in results}
@@ -53,13 +60,13 @@ class Processes:
                 connection.send_bytes(pickle.dumps(None))
             for running in self._running:
                 running.wait()
-        self._sockets.cleanup()
+            self._sockets.cleanup()
 
     def _fail(self, reason: str) -> NoReturn:
         self.is_usable = False
-        for running in self._running:
-            running.kill()
-        raise AssertionError(reason)
+        ended = [running.kill() for running in self._running]
+        self._sockets.cleanup()
+        raise AssertionError("\n".join([reason, *(f"{each.code}: {each.stderr}" for each in ended)]))
 
 
 class ProcessesByCount:
@@ -86,6 +93,7 @@ def main() -> None:
     from app.distributed.environment import world
     from app.distributed.process_group import start
 
+    faulthandler.enable()
     with Client(sys.argv[1]) as parent:
         parent.send(world().rank)
         runtime = start(LaunchConfig(num_processes=1, threads=1), "fp32", 0)
