@@ -68,7 +68,7 @@ def recompute(lm: nn.Module, wanted: bool | int, host: HostOffload | None = None
     draws = draws_random_numbers(lm)
     for at, layer in enumerate(chosen):
         offload = partial(host.offload, at) if host and at < len(chosen) - 1 else nullcontext
-        layer.forward = _recomputed(layer.forward, offload, draws=draws)
+        layer.forward = recomputed(layer.forward, offload, draws=draws)
     return len(chosen)
 
 
@@ -76,7 +76,7 @@ def recompute_rest(lm: nn.Module, already: int, count: int | None = None) -> int
     """Recompute the layers after the first `already` too, up to `count` of all; returns how many these are."""
     rest, draws = repeated_layers(lm)[already:count], draws_random_numbers(lm)
     for layer in rest:
-        layer.forward = _recomputed(layer.forward, nullcontext, draws=draws)
+        layer.forward = recomputed(layer.forward, draws=draws)
     return len(rest)
 
 
@@ -85,9 +85,9 @@ def recomputing(lm: nn.Module) -> Iterator[None]:
     """Context in which all repeated layers are recomputed, for passes forward and backward inside it."""
     draws, own = draws_random_numbers(lm), {}
     for layer in repeated_layers(lm):
-        if not hasattr(layer.forward, _IS_RECOMPUTED):
+        if not is_recomputed(layer):
             own[layer] = vars(layer).get("forward")
-            layer.forward = _recomputed(layer.forward, nullcontext, draws=draws)
+            layer.forward = recomputed(layer.forward, draws=draws)
     try:
         yield
     finally:
@@ -96,6 +96,11 @@ def recomputing(lm: nn.Module) -> Iterator[None]:
                 del layer.forward  # that of its class
             else:
                 layer.forward = forward
+
+
+def is_recomputed(layer: nn.Module) -> bool:
+    """Whether the layer is recomputed in every backward pass."""
+    return hasattr(layer.forward, _IS_RECOMPUTED)
 
 
 def draws_random_numbers(lm: nn.Module) -> bool:
@@ -135,10 +140,13 @@ def repeated_layers(lm: nn.Module) -> list[Any]:
     return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _recomputed(
-    forward: Callable[..., Any], offload: Callable[[], AbstractContextManager[Any]], *, draws: bool
+def recomputed(
+    forward: Callable[..., Any], offload: Callable[[], AbstractContextManager[Any]] = nullcontext, *, draws: bool = True
 ) -> Callable[..., Any]:
-    """Where nothing `draws`, no state of random numbers is kept: reading it costs time in each layer."""
+    """Return `forward`, computed again in the backward pass.
+
+    Where nothing `draws`, no state of random numbers is kept: reading it costs time in each layer.
+    """
 
     @wraps(forward)
     def again(*args: Any, **kwargs: Any) -> Any:

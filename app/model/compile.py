@@ -1,8 +1,9 @@
 """The repeated layers of a model through torch.compile: one graph for all layers that are alike, for the whole run.
 
 All micro-batches of a packed run have one shape and differ in the values of one tensor: where documents begin. So the
-graph is made and verified once, before the first step, and a later need for another one is an error. Other shapes, and
-passes without a gradient, use the layer's own forward: evaluations, answers, micro-batches that had to be split.
+graph is made and verified once, before the first step, and a later need for another one is an error. Passes without a
+gradient (evaluations, answers) use the layer's own forward. So do parts of a micro-batch that was split, which are
+recomputed as well: a layer that is not compiled keeps about twice the activations.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from app.config.schema import CompileConfig
 from app.errors import TrainingError, gist
-from app.model.activation_checkpointing import repeated_layers
+from app.model.activation_checkpointing import is_recomputed, recomputed, repeated_layers
 from app.model.partition import marking_pass
 from app.model.recurrent import recurrent_mixers
 
@@ -105,13 +106,15 @@ class CompiledLayers:
 
     def _compiled_forward(self, number: int, layer: Any, *, first: bool) -> Callable[..., Any]:
         own = layer.forward
+        own_recomputed = recomputed(own)
 
         @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._visit is not None:
                 return self._visit(number, layer, own, LayerCall(args, kwargs))
             if not self._fits(LayerCall(args, kwargs)):
-                return own(*args, **kwargs)
+                is_split = self.is_on and torch.is_grad_enabled() and not is_recomputed(layer)
+                return (own_recomputed if is_split else own)(*args, **kwargs)
             if first and self._config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             try:

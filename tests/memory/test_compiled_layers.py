@@ -1,6 +1,7 @@
 """Plans of compiled layers against bytes that layers compiled by torch save; more methods in tests/full/memory."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from app.memory.compiled_layers import LayerGraphs
+from app.memory.estimate import plan_memory
 from app.memory.fake_tensors import FakeTensorFallbacks, materialise
 from app.memory.fused_kernels import kernels_of
 from app.memory.meta_model import MetaModel
@@ -92,6 +94,15 @@ def check_saved_bytes(*words: str) -> None:
 
 def test_saved_bytes_of_compiled_layers_equal_plan() -> None:
     check_saved_bytes("recipe=lora")
+
+
+def test_part_of_split_micro_batch_needs_less_than_compiled_whole() -> None:
+    """A part misses the compiled shape, so its layers are recomputed instead."""
+    half = replace(PACKED, width=96, documents=(60, 36), label_rows=65)
+    whole = plan_memory(small_run(*COMPILED, "recipe=lora"), PACKED, "cpu", steps_only=True)
+    own = ("training.recompute=true", "precision=bf16", "model.architecture.num_hidden_layers=2")
+    part = plan_memory(small_run(*own, "recipe=lora"), half, "cpu", steps_only=True)
+    assert part.peak_bytes < whole.peak_bytes
 
 
 def test_kernels_of_two_products_write_what_products_and_outputs_read() -> None:

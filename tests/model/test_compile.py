@@ -16,6 +16,7 @@ from app.model.attention import BACKENDS, register
 from app.model.attention.sdpa import compiled_sdpa, plain_packed, sdpa
 from app.model.compile import CompiledLayers
 from app.model.training_model import TrainingModel
+from app.oom_retry import halve
 from tests.choices import taking_turns
 from tests.model import small
 from tests.model.test_attention import PLAIN
@@ -95,6 +96,23 @@ def check_run(method: str, recompute: bool | int, compiled: CompileConfig = BLOC
     assert layers.graphs == GRAPHS[method]
 
 
+def kept_bytes(model: TrainingModel, batch: Batch) -> int:
+    """Storages that the forward pass keeps for the backward pass, without parameters."""
+    kept: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss, _ = model(batch)
+    loss.backward()
+    return sum(kept.values())
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_compiled_run_equals_uncompiled(backend: str) -> None:
     check_run("lora", recompute=False, compiled=replace(BLOCKS, backend=backend))
@@ -121,6 +139,21 @@ def test_compiled_layers_verified_without_side_effects_and_used_for_one_shape() 
     fewer = replace(batch, documents=replace(batch.documents, cu_seqlens=batch.documents.cu_seqlens[:-1].clone()))
     with pytest.raises(TrainingError, match=r"a compiled layer would need another graph.*Set compile=none"):
         training_model(fewer)
+
+
+def test_parts_of_micro_batch_recompute_uncompiled_layers() -> None:
+    (whole,) = by_its_own(range(1, 2), adapter=small.lora())
+    training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS, recompute=1)
+    small.verified(training_model, packed(0))
+    first, second = (outcome(training_model, part) for part in halve(packed(1)))
+    labels = [part.num_labels for part in halve(packed(1))]
+    parts = [first[0] + second[0]]
+    parts += [(a * labels[0] + b * labels[1]) / sum(labels) for a, b in zip(first[1:], second[1:], strict=True)]
+    assert max_difference(parts, whole) <= 1e-5
+    assert blocks_of(training_model).graphs == GRAPHS["lora"]
+    kept, inputs = kept_bytes(training_model, halve(packed(1))[0]), 4 * small.WIDTH * TOKENS
+    assert kept < kept_bytes(training_model, packed(1)) / 2
+    assert kept < 6 * inputs
 
 
 def test_compiler_error_leaves_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
