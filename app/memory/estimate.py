@@ -31,8 +31,9 @@ from app.model.structure import BaseModel
 from app.training.choices import Choices, choose_precision, memory_budget, recomputed_layers, sections_of
 from app.training.memory import Predicted
 
-_EDGE_LAYERS = 2  # the first and the last layer of a kind have phases of their own
-_SHARDED_EDGE_LAYERS = 4  # and their neighbours, because FSDP prefetches weights one layer ahead
+_EDGE_LAYERS = 2  # the first and the last layer that keep their activations have phases of their own
+_RECOMPUTED_EDGE_LAYERS = 3  # and the second layer, if it is recomputed
+_SHARDED_EDGE_LAYERS = 4  # and all neighbors, because FSDP prefetches weights one layer ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,13 @@ class Estimate:
         """
         recomputed = self.layers if recompute is True else int(recompute)
         plain = self.layers - recomputed
-        second = self._settings.run.training.offload  # the second layer has a phase of its own
-        edges = _SHARDED_EDGE_LAYERS if self._settings.mesh_sizes else _EDGE_LAYERS
+        if self._settings.mesh_sizes is None:
+            edges, recomputed_edges = _EDGE_LAYERS, _RECOMPUTED_EDGE_LAYERS
+        else:  # with offloaded inputs, the second layer is the last to prefetch one
+            edges = _SHARDED_EDGE_LAYERS
+            recomputed_edges = edges + self._settings.run.training.offload
         period = self._meta_model.period
-        base = _fewest(plain, edges, period), _fewest(recomputed, edges + second, period)
+        base = _fewest(plain, edges, period), _fewest(recomputed, recomputed_edges, period)
         exact = exact or sum(base) + period >= self.layers
         whole = plain, recomputed
         numbers = partial(self._numbers, budget=memory_budget(self._settings.run.compile) if budget is None else budget)

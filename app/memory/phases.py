@@ -48,19 +48,19 @@ PHASES = (  # in order of execution
 _PHASE_OF_STEPPER = {"forward": FORWARD, "backward": HEAD_BACKWARD, "update": CLIP}
 
 
-def backward_phase(layer: int, plain: int, recomputed: int, *, offloads: bool = False, shards: bool = False) -> str:
+def backward_phase(layer: int, plain: int, recomputed: int, *, shards: bool = False) -> str:
     """Name the phase of the backward pass of one layer; the first `recomputed` layers are recomputed.
 
-    Memory in the layers between two of these phases never exceeds the larger of the two. With offloaded inputs the
-    second layer has a phase of its own: it is the last one during which an input is prefetched. With sharding the
-    neighbours of first and last layers have their own, too: weights are all-gathered one layer ahead while gradients
+    Memory in the layers between two of these phases never exceeds the larger of the two. The second layer has a phase
+    of its own: the first one makes no gradient of its input, and prefetches no other input from the host. With sharding
+    the neighbors of first and last layers have their own, too: weights are all-gathered one layer ahead while gradients
     of the layer before are still being reduced.
     """
     last = plain + recomputed - 1
     if layer == last:
         return BACKWARD_LAST
     phases = {recomputed - 1: BACKWARD_LAST_RECOMPUTED, recomputed: BACKWARD_FIRST_STORED, 0: BACKWARD_FIRST}
-    if (offloads and recomputed > 1) or shards:
+    if recomputed > 1 or shards:
         phases = {1: BACKWARD_SECOND} | phases
     if shards:
         neighbours = {
@@ -72,16 +72,14 @@ def backward_phase(layer: int, plain: int, recomputed: int, *, offloads: bool = 
     return phases.get(layer, BACKWARD_BETWEEN)
 
 
-def register_phases(
-    stepper: Stepper, counter: StorageCounter, step_flops: StepFlops, recomputed: int, *, offloads: bool
-) -> None:
+def register_phases(stepper: Stepper, counter: StorageCounter, step_flops: StepFlops, recomputed: int) -> None:
     """Register hooks that report each phase to the counters."""
     training_model = stepper.model
     lm = training_model.language_model
     layers = repeated_layers(lm)
     shards = training_model.sharding is not None
     for at, layer in enumerate(layers):
-        name = backward_phase(at, len(layers) - recomputed, recomputed, offloads=offloads, shards=shards)
+        name = backward_phase(at, len(layers) - recomputed, recomputed, shards=shards)
         layer.register_forward_hook(_before_backward(partial(counter.enter, name)))
 
     def enter(phase: str) -> None:

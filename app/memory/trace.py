@@ -103,7 +103,7 @@ def trace(
             None if settings.evaluated is None else _batch(settings.evaluated, blank, over_documents=over_documents)
         )
         counter = _counter(settings, stepper, [batch, *([evaluated] if evaluated else [])])
-        register_phases(stepper, counter, step_flops, recomputed, offloads=host is not None)
+        register_phases(stepper, counter, step_flops, recomputed)
         if settings.on_gpu:
             modes.enter_context(CudaAutocast())
         gradients = _count(stepper, counter, step_flops, [batch] * settings.passes, evaluated, begins=settings.begins)
