@@ -60,8 +60,3 @@ def compiled_layers_suit_the_run(run: RunConfig) -> Iterator[str]:
             f"compile.mode={mode} records CUDA graphs, as compile.graphs=true asks for. "
             "Set compile.graphs=true, or compile.mode=default or max-autotune-no-cudagraphs."
         )
-    if run.compile.fused and not run.adapter.fused:
-        yield (
-            "compile.fused=true compiles fused layers, and adapter.fused=false leaves them out. "
-            "Set adapter.fused=true, or compile.fused=false."
-        )

@@ -69,10 +69,18 @@ def read_run(file: Path) -> RunConfig:
     """The run of a run.yaml, without the rules: those about resume and folders hold at its start only."""
     try:
         data = read_yaml(file)
-        return parse_section(RunConfig, data if isinstance(data, dict) else {})
+        return parse_section(RunConfig, _without_fused(data) if isinstance(data, dict) else {})
     except (OSError, ValueError, YAMLError, ConfigError) as fault:
         reason = " ".join(fault.problems) if isinstance(fault, ConfigError) else _one_line(fault)
         raise CheckpointError(f"{file} cannot be read as the configuration of a run: {reason}") from fault
+
+
+def _without_fused(data: dict[str, Any]) -> dict[str, Any]:
+    """Drop two keys of earlier versions, whose fused layers computed the same numbers."""
+    for section in (data.get("adapter"), data.get("compile")):
+        if isinstance(section, dict):
+            section.pop("fused", None)
+    return data
 
 
 # ---- a command line

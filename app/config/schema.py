@@ -125,7 +125,6 @@ class AdapterConfig:
     lr_ratio: float = number(1.0, above=0)  # learning rate of B over that of A, which is optimizer.lr (LoRA+)
     start: str | None = None  # run, folder or hub id of the adapter that this one goes on from; null: a new one
     targets: list[str] = field(default_factory=list)  # all-linear, or names of layers; empty: PEFT's for the kind
-    fused: bool = False  # hand-written passes, where they are checked to equal PEFT's
     experts: bool = False  # adapt the stacked experts of a mixture too; adapter.dropout is 0
 
 
@@ -186,7 +185,6 @@ class CompileConfig:
 
     kind: str = MISSING  # what torch.compile compiles
     graphs: bool = False  # launch kernels as one recorded CUDA graph
-    fused: bool = False  # compile the fused layers of adapter.fused; false: PEFT's own
     backend: str = choice("inductor", "aot_eager", "eager", "cudagraphs", default="inductor")  # what runs the graphs
     # what inductor optimises for
     mode: str = choice("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", default="default")
@@ -195,8 +193,8 @@ class CompileConfig:
 
     @property
     def partitions(self) -> bool:
-        """Whether inductor partitions graphs of the layers' own forward by the memory budget."""
-        return self.kind == "blocks" and self.backend == "inductor" and not self.fused
+        """Whether inductor partitions the layers' graphs by the memory budget."""
+        return self.kind == "blocks" and self.backend == "inductor"
 
 
 @dataclass(kw_only=True, slots=True)

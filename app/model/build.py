@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +31,6 @@ from app.model.comparison import Comparison
 from app.model.compile import compile_blocks
 from app.model.conversion import require_packed_alike
 from app.model.experts import adapted_experts, compare_experts, stack_layers, take_over
-from app.model.fp8_linear import without_row_rounding
-from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
 from app.model.layer_norm import set_norms
 from app.model.load_base import open_base, quiet_transformers
@@ -44,8 +42,6 @@ from app.model.router_loss import RouterLoss, coefficient_of
 from app.model.structure import BaseModel
 from app.model.text_part import whole_class
 from app.model.training_model import TrainingModel, freeze
-
-Compared = TypeVar("Compared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +166,11 @@ def assemble(
     fill: Callable[[], None] = lambda: None,
     begin: Callable[[TrainingModel], None] = lambda _model: None,
 ) -> TrainingModel:
-    """Give a network, its adapter included, compiled and recomputed layers and a loss; `begin`, divide, `fill` and
-    fuse it.
+    """Give a network, its adapter included, compiled and recomputed layers and a loss; `begin`, divide and `fill`
+    it.
 
     `device`: None for a memory plan, on tensors without values: nothing is compiled, and what a run compares with the
-    model's own before it uses it (fused forwards, a linear head) counts as equal.
+    model's own before it uses it (grouped experts, a linear head) counts as equal.
     """
     is_compiled = sections.compile.kind != "none"
     compute = DTYPES[sections.precision].compute
@@ -203,11 +199,7 @@ def assemble(
         fill()
     else:
         training_model.divide(sharding, fill)
-    fused = Fused()
-    if sections.adapter.fused and (not is_compiled or sections.compile.fused):
-        fused = _fused(training_model, sections.quantizer, device)
-    grouped = _grouped_experts(training_model, sections, device)
-    training_model.use_fused(replace(fused, comparisons=(*fused.comparisons, *grouped)))
+    training_model.grouped_experts = _grouped_experts(training_model, sections, device)
     return training_model
 
 
@@ -231,16 +223,7 @@ def _lost_by_packing(sections: ModelSections, device: torch.device, seed: int) -
         yield name, whole - quantizer.rounded(whole.to(sections.base_dtype)).float()
 
 
-def _fused(training_model: TrainingModel, quantizer: Quantizer | None, device: torch.device | None) -> Fused:
-    network = training_model.network
-    if device is None:
-        return fuse(network, None, quantizer=quantizer)
-    autocast = partial(training_model.autocast, device)
-    with without_row_rounding(network):
-        return _with_weights(training_model, lambda gathered: fuse(network, autocast, gathered, quantizer))
-
-
-def _with_weights(training_model: TrainingModel, compare: Callable[[Any], Compared]) -> Compared:
+def _with_weights(training_model: TrainingModel, compare: Callable[[Any], list[Comparison]]) -> list[Comparison]:
     """Compare layers, given a context in which one has its weights: those of a sharded model are gathered, the same
     ones by all processes.
     """
@@ -254,11 +237,10 @@ def _with_weights(training_model: TrainingModel, compare: Callable[[Any], Compar
 def _grouped_experts(
     training_model: TrainingModel, sections: ModelSections, device: torch.device | None
 ) -> list[Comparison]:
-    """Let experts compute by our function where they are packed, or their adapters are fused; it is compared before."""
+    """Let experts that are packed or adapted compute by our function; it is compared before."""
     network, quantizer = training_model.network, sections.quantizer
     is_packed = quantizer is not None and bool(stack_layers(network))
-    is_fused = sections.adapter.fused and bool(adapted_experts(network))
-    if not (is_packed or is_fused):
+    if not (is_packed or adapted_experts(network)):
         return []
     autocast = nullcontext if device is None else partial(training_model.autocast, device)
     found = [] if device is None else _with_weights(training_model, partial(compare_experts, network, autocast))
@@ -267,9 +249,11 @@ def _grouped_experts(
             f"quantization.kind={sections.quantization.kind}: {each}, so packed experts would be trained wrongly. "
             "Set recipe=lora, or choose another model."
         )
-    if all(each.passed for each in found):
+    slow = "adapter.experts=true: experts are computed as the model and PEFT do, which is slower: "
+    passed = [same for each in found for same in each.or_leave(lambda cause: training_model.add_remark(slow + cause))]
+    if len(passed) == len(found):
         take_over(network)
-    return found
+    return passed
 
 
 def choose_loss_head(training_model: TrainingModel, batch: Batch) -> list[Comparison]:

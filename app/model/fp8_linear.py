@@ -143,15 +143,11 @@ class Fp8Linear(FrozenLinear):
             setattr(self, f"weight{name}", stored)
             self.register_buffer(f"scale{name}", scales.T.clone())
 
-    def prepared(self, rows: Tensor) -> Tensor | tuple[Rounded, torch.dtype]:
-        return (quantize_rows(rows), rows.dtype) if self.rounds_rows else rows
-
-    def product(self, prepared: Tensor | tuple[Rounded, torch.dtype]) -> Tensor:
-        if isinstance(prepared, Tensor):
-            out = prepared @ self.unpacked(prepared.dtype).T
+    def product(self, rows: Tensor) -> Tensor:
+        if self.rounds_rows:
+            out = product(quantize_rows(rows), self.weight, self.scale, rows.dtype)
         else:
-            rows, dtype = prepared
-            out = product(rows, self.weight, self.scale, dtype)
+            out = rows @ self.unpacked(rows.dtype).T
         return out if self.bias is None else out.add_(self.bias)
 
     def back(self, gradient: Tensor) -> Tensor:

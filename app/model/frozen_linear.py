@@ -34,13 +34,9 @@ class FrozenLinear(nn.Linear, ABC):
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in] that the layer multiplies by."""
 
-    def prepared(self, rows: Tensor) -> Any:
-        """What `product` takes of rows [n, in]."""
-        return rows
-
     @abstractmethod
-    def product(self, prepared: Any) -> Tensor:
-        """The output for prepared rows."""
+    def product(self, rows: Tensor) -> Tensor:
+        """The output for rows [n, in]."""
 
     @abstractmethod
     def back(self, gradient: Tensor) -> Tensor:
@@ -53,8 +49,7 @@ class _Linear(torch.autograd.Function):
         dtype = autocast_dtype(x)
         ctx.layer, ctx.shape, ctx.dtype, ctx.computed = layer, x.shape, x.dtype, dtype
         with torch.autocast(x.device.type, enabled=False):
-            rows = layer.prepared(x.flatten(0, -2).to(dtype))
-            return layer.product(rows).view(*x.shape[:-1], -1)
+            return layer.product(x.flatten(0, -2).to(dtype)).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
@@ -80,9 +75,9 @@ class Int8Linear(FrozenLinear):
         # a GPU would divide by multiplying with the reciprocal, a CPU not: this is the same number on both
         self.register_buffer("scale", largest[:, None] * (1 / _INT8_MAX))
 
-    def product(self, prepared: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(prepared.dtype)
-        return F.linear(prepared, self.unpacked(prepared.dtype), bias)
+    def product(self, rows: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(rows.dtype)
+        return F.linear(rows, self.unpacked(rows.dtype), bias)
 
     def back(self, gradient: Tensor) -> Tensor:
         return gradient @ self.unpacked(gradient.dtype)

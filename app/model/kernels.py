@@ -68,25 +68,6 @@ _OPS.define(
     "loss_and_grad(Tensor(a!) logits, Tensor targets, Tensor? weights, Tensor(b!) losses, bool gradient, int width)"
     " -> ()"
 )
-_OPS.define("product_in_float32(Tensor left, Tensor right) -> Tensor")
-
-
-def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """left right of 16-bit numbers in float32: sums over many rows are not rounded on their way to a gradient."""
-    found: Tensor = torch.ops.app_kernels.product_in_float32(left, right)
-    return found
-
-
-_OPS.impl("product_in_float32", lambda left, right: left.float() @ right.float(), "CPU")
-_OPS.impl("product_in_float32", lambda left, right: torch.mm(left, right, out_dtype=torch.float32), "CUDA")
-torch.library.register_fake(
-    "app_kernels::product_in_float32",
-    lambda left, right: left.new_empty((left.shape[0], right.shape[1]), dtype=torch.float32),
-    lib=_OPS,
-)
-COSTS["app_kernels::product_in_float32"] = OperationCost(
-    lambda left, right, **_kwargs: 2 * left[0] * left[1] * right[1]
-)
 
 
 def loss_and_grad_inplace(

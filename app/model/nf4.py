@@ -1,17 +1,13 @@
-"""NF4 and FP4 by bitsandbytes: quantised layers and their forward, and dequantising into one shared buffer."""
+"""NF4 and FP4 by bitsandbytes: quantized layers and their forward."""
 
 import logging
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from app.model.kernels import on_gpu
 from app.model.operations import COSTS, OperationCost, Size
 
 # Imported on a CPU with avx512_bf16, bitsandbytes looks for a kernel that nothing here uses, and logs its absence.
@@ -21,7 +17,6 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 # on CPUs with AVX-512: the weights come back four times as far off as they should, without an error.
 BLOCK = 64
 MAX_NUMBERS = 2**31 - 1  # of a weight or stack: its GPU kernels count in 32 bits, and wrap round without an error
-_FEW_ROWS = 4  # that bitsandbytes multiplies on every GPU without dequantising the weight: those of an answer
 _DOUBLE_QUANT_BLOCK = 256  # scales per second-level scale
 _DOUBLE_QUANT_BLOCK_BYTES = 8  # the scales as they were, and once more with their offset
 
@@ -129,30 +124,6 @@ def dequantized(layer: Any) -> Tensor:
     return result
 
 
-# One operation, so that the memory plan, on tensors without memory, counts what it takes on a GPU: nothing new
-_OPS = torch.library.Library("app_kernels", "FRAGMENT")
-_OPS.define("dequantize_4bit(Tensor data, Tensor scales, int blocksize, str kind, Tensor(a!) out) -> ()")
-
-
-def _dequantize_on_cpu(data: Tensor, scales: Tensor, blocksize: int, kind: str, out: Tensor) -> None:
-    """Used by tests alone: bitsandbytes has no such kernel for a CPU."""
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    state = QuantState(scales, shape=out.shape, blocksize=blocksize, quant_type=kind, dtype=out.dtype)
-    out.copy_(dequantize_4bit(data, state))
-
-
-def _dequantize_on_gpu(data: Tensor, scales: Tensor, blocksize: int, kind: str, out: Tensor) -> None:
-    from bitsandbytes.functional import dequantize_4bit
-
-    dequantize_4bit(data, absmax=scales, out=out, blocksize=blocksize, quant_type=kind)
-
-
-_OPS.impl("dequantize_4bit", _dequantize_on_cpu, "CPU")
-_OPS.impl("dequantize_4bit", _dequantize_on_gpu, "CUDA")
-torch.library.register_fake("app_kernels::dequantize_4bit", lambda *_given: None, lib=_OPS)
-
-
 def _product_flops(rows: Size, _packed: Size, shape: Size, *_args: Any, **_kwargs: Any) -> int:
     return 2 * math.prod(rows[:-1]) * shape[0] * shape[1]
 
@@ -175,58 +146,7 @@ def _product_bytes(
     return count * rows.element_size() + scales
 
 
-COSTS["app_kernels::dequantize_4bit"] = OperationCost()
 COSTS["bitsandbytes::gemm_4bit"] = OperationCost(_product_flops, _product_bytes, _product_bytes)
-
-
-class DequantizeBuffer:
-    """One buffer as large as the largest weight. Its contents are valid until the next weight is dequantised, so no
-    product may save it for its backward pass.
-    """
-
-    def __init__(self, layers: Iterable[Any]) -> None:
-        self._max_weights = max(layer.in_features * layer.out_features for layer in layers)
-        self._buffers: dict[torch.dtype, Tensor] = {}
-
-    def dequantized(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] of a 4-bit layer."""
-        from bitsandbytes.functional import dequantize_blockwise
-
-        state, data = layer.quant_state, layer.weight.data
-        if dtype not in self._buffers:
-            self._buffers[dtype] = torch.empty(self._max_weights, dtype=dtype, device=data.device)
-        out = self._buffers[dtype][: state.shape.numel()].view(state.shape)
-        scales = state.absmax
-        if state.nested:
-            scales = dequantize_blockwise(scales, state.state2).add_(state.offset)
-        torch.ops.app_kernels.dequantize_4bit(data, scales, state.blocksize, state.quant_type, out)
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class FourBits:
-    """A frozen 4-bit layer in a fused pass; with a buffer, as on GPUs, each product dequantises into it.
-
-    A compiled graph frees a weight after its product by itself, and would save the buffer for its backward pass.
-    """
-
-    layer: Any
-    buffer: DequantizeBuffer | None
-
-    def prepared(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def product(self, rows: Tensor) -> Tensor:
-        if self.buffer is None or torch.compiler.is_compiling() or len(rows) <= _FEW_ROWS:
-            result: Tensor = self.layer(rows)
-            return result
-        bias = None if self.layer.bias is None else self.layer.bias.to(rows.dtype)
-        return F.linear(rows, self.buffer.dequantized(self.layer, rows.dtype), bias)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        if self.buffer is None or torch.compiler.is_compiling():
-            return gradient @ dequantized(self.layer).to(gradient.dtype)
-        return gradient @ self.buffer.dequantized(self.layer, gradient.dtype)
 
 
 def constants(network: nn.Module) -> list[Tensor]:
@@ -238,12 +158,3 @@ def constants(network: nn.Module) -> list[Tensor]:
             found += [each for each in (state.absmax, state.code, state.offset) if isinstance(each, Tensor)]
             state = state.state2
     return found
-
-
-def fused_forms(network: nn.Module) -> dict[nn.Module, FourBits]:
-    """The 4-bit layers inside `network`; on a GPU they share one buffer."""
-    from bitsandbytes.nn import Linear4bit
-
-    layers = [m for m in network.modules() if isinstance(m, Linear4bit) and not hasattr(m, "stack")]  # no experts
-    buffer = DequantizeBuffer(layers) if layers and on_gpu(layers[0].weight.device) else None
-    return {layer: FourBits(layer, buffer) for layer in layers}

@@ -4,7 +4,7 @@ The table of kinds: NF4 and FP4 (`model.nf4`, by bitsandbytes), int8 (`model.fro
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -16,8 +16,7 @@ from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model import experts, nf4
 from app.model.fp8_linear import Fp8Linear
-from app.model.frozen_linear import FrozenLinear, Int8Linear
-from app.model.fused_lora import Frozen
+from app.model.frozen_linear import Int8Linear
 from app.model.head import in_backbone
 from app.model.recurrent import layers_read_past
 
@@ -69,10 +68,6 @@ class Quantizer(ABC):
     def constants(self, network: nn.Module) -> list[Tensor]:  # noqa: ARG002
         """What the quantised layers inside `network` hold beside parameters and buffers."""
         return []
-
-    @abstractmethod
-    def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
-        """The quantised layers inside `network`, as fused passes multiply by them; PEFT computes those left out."""
 
     @abstractmethod
     def rounded(self, weight: Tensor) -> Tensor:
@@ -127,7 +122,6 @@ class Bits4(Quantizer):
     fake = staticmethod(nf4.fake)
     constants = staticmethod(nf4.constants)
     rounded = experts.packed_and_unpacked
-    fused_forms = staticmethod(nf4.fused_forms)
 
     kind: str  # nf4 or fp4
     double_quant: bool
@@ -178,10 +172,6 @@ class Bits8(Quantizer):
 
     def quantized(self, layer: Any) -> nn.Module:
         return self.layer(weight_of(layer), layer.bias)
-
-    def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
-        # has both products itself
-        return {layer: layer for layer in network.modules() if isinstance(layer, FrozenLinear)}
 
     def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
         result: Tensor = layer.unpacked(dtype)
@@ -260,9 +250,6 @@ class Qat(Quantizer):
         """Scales of the last forward pass, which torchao keeps."""
         kept = [vars(module).get(name) for module in network.modules() for name in ("scale", "zero_point")]
         return [each for each in kept if isinstance(each, Tensor)]
-
-    def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:  # noqa: ARG002
-        return {}
 
     def rounded(self, weight: Tensor) -> Tensor:
         layer: Any = self.quantized(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"))

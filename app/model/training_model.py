@@ -17,8 +17,8 @@ from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.model.activation_checkpointing import repeated_layers
 from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
+from app.model.comparison import Comparison
 from app.model.compile import CompiledLayers
-from app.model.fusion import Fused
 from app.model.head import Head, head_parameters, own_head, pooled_head, takes_segments
 from app.model.losses import LOSSES, PROBLEM_LOSSES
 from app.model.quantization import Quantizer
@@ -39,7 +39,7 @@ class TrainingModel(nn.Module):
     """A language model with its loss.
 
     `network` is the model, or PEFT's wrapper around it; `attention` the name of its backend. What follows from its
-    weights is set later, by `divide`, `use_fused`, `use_linear_head` and `add_remark`.
+    weights is set later, by `divide`, `use_linear_head` and `add_remark`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TrainingModel(nn.Module):
         self.attention = attention
         self.quantizer = quantizer  # of the base
         self.compiled_layers = compiled_layers
-        self.fused = Fused()
+        self.grouped_experts: list[Comparison] = []  # that passed, before our function was used
         self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded
         self.pooled, self.has_classes = task_of(task).pooled, task_of(task).has_classes
         self.problem_kind, self.problem = task.problem, PROBLEM_LOSSES[task.problem]
@@ -191,10 +191,6 @@ class TrainingModel(nn.Module):
         sharding.divide(self, repeated_layers(self.network), passes)
         fill()
         self.sharding, self._trained = sharding, self.trained()
-
-    def use_fused(self, fused: Fused) -> None:
-        self.fused = fused
-        self._remarks += fused.remarks()
 
     def use_linear_head(self, head: LinearHead | None) -> None:
         self.linear = head

@@ -43,7 +43,6 @@ ROLES = {
     "preference": COMPARED,
     "batching": SETTLED,  # by the rows or bins of a step
     "adapter": COMPARED,
-    "adapter.fused": FREE,
     "adapter.start": SETTLED,  # by the hash of its weights
     "quantization": COMPARED,
     "optimizer": COMPARED,

@@ -91,14 +91,13 @@ def _compare_for_training(model: TrainingModel, adapter: AdapterConfig, batch: B
 
 
 def _compare(model: TrainingModel, batch: Batch) -> list[Comparison]:
-    """Compare with the model's own computation: the head's logits, packed with separate documents, fused layers."""
-    # fused layers were compared as they were installed; those that failed are not installed
-    fused = [comparison for comparison in model.fused.comparisons if comparison.passed]
+    """Compare with the model's own computation: experts, the head's logits, packed with separate documents."""
     gathered = nullcontext if model.sharding is None else model.sharding.gathered
     rounding = fp8_linear.compare_products(model.network, gathered)
     with fp8_linear.without_row_rounding(model.network), _uncompiled(model):
         head = [check_head(model, batch), *choose_loss_head(model, batch)]
-        comparisons = [*head, *check_causal(model, batch), *check_packing(model, batch), *fused, *rounding]
+        comparisons = [*head, *check_causal(model, batch), *check_packing(model, batch)]
+    comparisons += [*model.grouped_experts, *rounding]
     layers = model.compiled_layers
     if layers is not None and layers.fault is None:
         comparisons += verify_compiled(model, layers, batch).or_leave(layers.give_up)

@@ -115,7 +115,6 @@ def _save_checkpoint(folder: Path, save: Path, run: RunConfig, target: Path) -> 
     sections = replace(
         sections_of(run, Choices(choices_of(save)["precision"], "sdpa")),
         model=model,
-        adapter=replace(run.adapter, fused=False),
         quantization=quantization_after_training(run.quantization),
         recompute=False,
         offload=False,

@@ -73,6 +73,7 @@ TOLD = [
     ("torch_compile_mode=default", "Did you mean compile.mode=default?"),
     ("dataloader_pin_memory=true", "Batches are made while the GPU is busy, in pinned memory. Leave it out."),
     ("--unheard-of 3", "--unheard-of: there is no such switch. Settings have no dashes in front: unheard_of=3"),
+    ("adapter.fused=true", "adapter.fused is not a key. Did you mean compile=auto? The fused layers were removed"),
 ]
 
 

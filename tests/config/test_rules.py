@@ -106,8 +106,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "compile=blocks: padded rows have many shapes (batching.packing=false), and a graph has one. Set batching"),
     ({"compile.kind": "blocks", "task.router_loss": 0.1},
      "compile=blocks: task.router_loss=0.1 reads routers inside compiled layers. Set compile=none, or task.router"),
-    ({"compile.kind": "blocks", "compile.fused": True, "adapter.fused": False},
-     "compile.fused=true compiles fused layers, and adapter.fused=false leaves them out. Set adapter.fused=true"),
     *(({"compile.kind": kind, "compile.graphs": True},
        f"not with compile={kind}. Set compile=blocks, or compile.graphs=false.") for kind in ("none", "auto")),
     ({"compile.kind": "blocks", "compile.graphs": True, "training.recompute": 2, "batching.accumulation": 4,

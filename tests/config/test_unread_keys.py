@@ -29,7 +29,6 @@ UNREAD = [
     ("optimizer.momentum=0.5 batching.tokens=9", ["dataset.max_length=256 is more", "optimizer.momentum=0.5: opt"]),
 ]
 READ = (
-    "recipe=full adapter.fused=false",
     "recipe=qlora adapter.r=8 quantization.double_quant=false optimizer.eps=1e-6",
     "optimizer=muon optimizer.momentum=0.8 optimizer.beta2=0.95 optimizer.in_backward=false",
     "schedule=wsd schedule.decay_fraction=0.1 schedule.final_fraction=0.1",

@@ -33,7 +33,7 @@ def difference(*overrides: str, micro_batches: int = 1) -> int:
         ("recipe=full", *EMBEDDING_STATES, "training.recompute=1", PADDED_ROWS),
         ("recipe=full", "optimizer=adafactor", "training.recompute=1", *BF16, *IN_BACKWARD),
         ("recipe=lora", "adapter.lr_ratio=16", "precision=fp16", "training.recompute=true"),
-        ("recipe=lora", "adapter.fused=false", "training.recompute=1", PADDED_ROWS),
+        ("recipe=lora", "training.recompute=1", PADDED_ROWS),
         ("recipe=lora", "training.recompute=true", "training.offload=true", "precision=bf16"),
         ("recipe=qlora", "training.recompute=1"),
         (*EXPERTS, "recipe=full", "precision=bf16"),
@@ -70,7 +70,7 @@ def test_plan_of_several_micro_batches_and_of_evaluation_equals_counted() -> Non
 
 def test_plan_of_the_init_from_inputs_is_near_the_counted_bytes() -> None:
     """Beside base and adapter: moments of all layers, and one pass without gradients."""
-    run = small_run("recipe=lora", "adapter.init=corda", "adapter.fused=false")
+    run = small_run("recipe=lora", "adapter.init=corda")
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
     model, batch, counter = build_training_model(sections, CPU, 0, "nowhere"), batch_of(PACKED), StorageCounter()
     for kind, tensors in kept_tensors(model, None).items():

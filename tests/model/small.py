@@ -279,7 +279,7 @@ def model_config(kind: str = "llama", **given: Any) -> ModelConfig:
 
 def lora(**given: Any) -> AdapterConfig:
     """An adapter section."""
-    section: dict[str, Any] = {"kind": "lora", "r": 4, "alpha": 8.0, "targets": ["all-linear"], "fused": True} | given
+    section: dict[str, Any] = {"kind": "lora", "r": 4, "alpha": 8.0, "targets": ["all-linear"]} | given
     return AdapterConfig(**section)
 
 

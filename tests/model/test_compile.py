@@ -224,7 +224,7 @@ def test_compiled_sdpa_passes_opcheck_and_refuses_other_rules() -> None:
 
 def test_compiled_layers_with_adapted_experts_call_grouped_function() -> None:
     training_model = small.training_model_of("mixtral", small.lora(experts=True), "bf16", compile=BLOCKS)
-    assert any("experts of 32 inputs, grouped" in each.what for each in training_model.fused.comparisons)
+    assert any("experts of 32 inputs, grouped" in each.what for each in training_model.grouped_experts)
     assert small.verified(training_model, packed(0)) is not None, blocks_of(training_model).fault
 
 

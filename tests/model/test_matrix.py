@@ -66,10 +66,6 @@ def _alone(lm: Any, document: Tensor) -> Tensor:
     return F.cross_entropy(logits[FIRST - 1 : -1], document[FIRST:], reduction="sum")
 
 
-def as_peft_computes(method: dict[str, Any]) -> dict[str, Any]:
-    return method | {"adapter": lora(fused=False)} if "adapter" in method else method
-
-
 def in_one_row(_kind: str) -> Batch:
     return packed(DOCUMENTS, labels_from=FIRST, filling=6)
 
@@ -85,7 +81,7 @@ def test_model_equals_one_document_at_a_time(kind: str, method: str) -> None:
 
 def check_one_by_one(kind: str, method: str) -> None:
     training_model = training_model_of(kind, **METHODS[method])
-    expected_loss, expected = one_by_one(training_model_of(kind, **as_peft_computes(METHODS[method])))
+    expected_loss, expected = one_by_one(training_model_of(kind, **METHODS[method]))
     for layout in (in_one_row, in_rows):
         loss, found = outcome(training_model, layout(kind))
         assert loss == pytest.approx(expected_loss, rel=1e-5), layout.__name__

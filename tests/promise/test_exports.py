@@ -1,7 +1,7 @@
 """A quantisation and a kind of export of a test, as one entry in each table of their kind."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,6 @@ class Int8(Quantizer):
 
     def quantized(self, layer: Any) -> nn.Module:
         return Int8Linear(weight_of(layer), layer.bias)
-
-    def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Any]:
-        return {}  # PEFT computes all of them
 
     def rounded(self, weight: Tensor) -> Tensor:
         layer = Int8Linear(weight, None)

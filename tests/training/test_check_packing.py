@@ -105,7 +105,7 @@ def test_check_on_loader_first_bin_of_one_document_still_checks_packing(data: Da
 def peak_bytes(layers: int, recompute: bool) -> int:
     architecture = small.numbers("llama", num_hidden_layers=layers)
     model = small.training_model_of(
-        "llama", small.lora(fused=False), model=small.model_config(architecture=architecture), recompute=recompute
+        "llama", small.lora(), model=small.model_config(architecture=architecture), recompute=recompute
     )
     forwards = [layer.forward for layer in repeated_layers(model)]
     counter = StorageCounter()

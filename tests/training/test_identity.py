@@ -38,7 +38,7 @@ def different(before: str, now: str, precision: str = "fp32") -> list[str]:
         ("training.recompute=true training.offload=true", []),
         ("parallel=fsdp launch.num_processes=2", []),
         ("optimizer.in_backward=true training.clip=0 recipe=full", []),
-        ("attention=varlen compile=blocks adapter.fused=false training.stop_after=1 training.max_bad_steps=1", []),
+        ("attention=varlen compile=blocks training.stop_after=1 training.max_bad_steps=1", []),
         ("eval.every=7 checkpoint.keep=9 record.every=3 tracker=wandb output_dir=x resume=auto cache_dir=y", []),
     ],
 )

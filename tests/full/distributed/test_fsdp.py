@@ -1,7 +1,6 @@
-"""Models of every kind sharded by FSDP: the gradients of one process, shares of memory, fused pieces in use."""
+"""Models of every kind sharded by FSDP: the gradients of one process, shares of memory."""
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from app.config.schema import QuantizationConfig
 from app.distributed.fsdp import Sharding, is_sharded, local
 from app.distributed.gradient_reduction import GradientReduction, ShardedGradients
 from app.distributed.process_group import Runtime
-from app.model import fused_lora
 from app.model.training_model import TrainingModel
 from app.training.storage_counter import kept_bytes
 from tests.distributed.test_fsdp import PARALLEL
@@ -140,17 +138,6 @@ def bytes_of_shards(runtime: Runtime, method: str) -> None:
     assert sharded["quantization_constants"] == scales
 
 
-def fused_calls(runtime: Runtime, method: str) -> tuple[int, int]:
-    """Calls of fused pieces in one process and sharded; gradients of both are compared for each kind."""
-    own, alone, divided = batch("llama", runtime.rank), built("llama", method), built("llama", method)
-    _, reduction = shard(runtime, divided)
-    with patch.object(fused_lora, "products", wraps=fused_lora.products) as products:
-        alone(own)[0].backward()
-        of_one = products.call_count
-        one_step(divided, reduction, [own])
-    return of_one, products.call_count - of_one
-
-
 # ---- the tests
 
 
@@ -172,9 +159,3 @@ def test_fsdp_of_each_kind_gives_gradients_of_one_process(processes: ProcessesBy
 @pytest.mark.parametrize("count", [2, 3])
 def test_fsdp_each_process_keeps_its_rows_alone(processes: ProcessesByCount, method: str, count: int) -> None:
     processes(count).run(bytes_of_shards, method)
-
-
-@pytest.mark.parametrize("method", ["lora", "qlora", "int8"])
-def test_fsdp_uses_fused_pieces(processes: ProcessesByCount, method: str) -> None:
-    for alone, sharded in processes(PROCESSES).run(fused_calls, method):
-        assert alone == sharded > 0

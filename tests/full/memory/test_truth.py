@@ -42,12 +42,10 @@ def test_plan_of_full_fine_tuning_in_bf16_equals_counted_step(optimizer: str, wo
     assert abs(difference("recipe=full", f"optimizer={optimizer}", "training.recompute=1", *words)) <= NEAR
 
 
-@pytest.mark.parametrize(
-    ("fused", "precision", "recompute"), [("true", "fp32", "1"), ("false", "bf16", "0"), ("true", "bf16", "true")]
-)
+@pytest.mark.parametrize(("precision", "recompute"), [("fp32", "1"), ("bf16", "0"), ("bf16", "true")])
 @pytest.mark.parametrize("base", ["quantization=nf4", "quantization=fp4", "quantization=int8", "quantization=fp8"])
-def test_plan_of_quantized_base_equals_counted_step(base: str, fused: str, precision: str, recompute: str) -> None:
-    words = (f"adapter.fused={fused}", f"precision={precision}", f"training.recompute={recompute}")
+def test_plan_of_quantized_base_equals_counted_step(base: str, precision: str, recompute: str) -> None:
+    words = (f"precision={precision}", f"training.recompute={recompute}")
     assert abs(difference("recipe=lora", base, *words)) <= NEAR
 
 

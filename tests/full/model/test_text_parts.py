@@ -70,7 +70,7 @@ def test_text_part_is_trained_packed_and_equals_whole(kind: str, tmp_path: Path)
     with torch.no_grad():
         expected = whole(input_ids=IDS).logits
     model = build_training_model(
-        sections(model_config(path=str(tmp_path)), lora(fused=False)), torch.device("cpu"), 0, str(tmp_path)
+        sections(model_config(path=str(tmp_path)), lora()), torch.device("cpu"), 0, str(tmp_path)
     )
     with torch.no_grad():
         found = model.eval().language_model(input_ids=IDS).logits

@@ -71,11 +71,11 @@ def test_compiled_losses_equal_uncompiled(backend: str, graphs: bool) -> None:
     assert compiled == pytest.approx(plain, rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
-def test_losses_of_compiled_fused_layers_equal_uncompiled(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_losses_of_compiled_quantized_layers_equal_uncompiled(kind: str) -> None:
     base = QuantizationConfig(kind=kind, double_quant=kind == "nf4")
     plain = losses("varlen", CompileConfig(kind="none"), base=base)
-    compiled = losses("varlen", CompileConfig(kind="blocks", fused=True), quietly=True, base=base)
+    compiled = losses("varlen", CompileConfig(kind="blocks"), quietly=True, base=base)
     assert compiled == pytest.approx(plain, rel=1e-2)
 
 
