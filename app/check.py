@@ -163,10 +163,10 @@ def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
     import torch
 
+    from app.base.base_weights import LoadOptions
+    from app.base.load_base import open_base
     from app.config.tasks import task_of
-    from app.model.base_weights import LoadOptions
-    from app.model.load_base import open_base
-    from app.model.quantization_error import quantization_errors
+    from app.layers.quantization_error import quantization_errors
 
     run = config.run
     options = LoadOptions(torch.float32, torch.device("cpu"), "eager")
@@ -192,9 +192,9 @@ def _verdict(run: RunConfig) -> tuple["ModelKinds", list[str]]:
     """A table of the run's model alone, and what refuses it."""
     import transformers
 
+    from app.base.structure import BaseModel
     from app.config.model_kinds import REFUSED, ModelKinds, Tier
     from app.config.tasks import task_of
-    from app.model.structure import BaseModel
 
     base = BaseModel(run.model, task_of(run.task))
     tier, stops = base.tier, list[str]()
@@ -246,8 +246,8 @@ def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
 
 def _check_parts(config: CheckConfig) -> None:
     """Collect the problems that each package finds in milliseconds, and report them together."""
+    from app.base import source, tokenizer
     from app.data import sources
-    from app.model import source, tokenizer
 
     run = config.run
     problems = [*sources.check(run.dataset), *tokenizer.check(run.model)] if "data" in config.checks else []

@@ -70,8 +70,8 @@ def run_harness(config: EvaluateConfig, names: Sequence[str], console: Console) 
     """Run the tasks of lm-evaluation-harness and write harness.json."""
     require_harness(config.harness)
     target = _writable_folder(config.output_dir) / "harness.json"
+    from app.base.tokenizer import load_tokenizer
     from app.evaluation.run import open_finished_run
-    from app.model.tokenizer import load_tokenizer
     from app.training.stand_in import at_checkpoint
 
     console.say(f"run     {config.folder}, {' and '.join(names)}\nharness {', '.join(config.harness)}")
@@ -97,8 +97,8 @@ def _origin(config: EvaluateConfig) -> dict[str, Any]:
 
 def _check_parts(config: EvaluateConfig) -> None:
     """Collect the problems that each package finds in milliseconds, and report them together."""
+    from app.base import tokenizer
     from app.data import sources
-    from app.model import tokenizer
 
     refuse([*sources.check(config.dataset, training=False), *tokenizer.check(config.model)])
 

@@ -90,9 +90,9 @@ def _export_from(config: ExportConfig, origin: Path, console: Console) -> int:
 
 def _check_parts(config: ExportConfig) -> None:
     """Collect the problems that each package finds in milliseconds, and report them together."""
+    from app.base import tokenizer
     from app.data import sources
     from app.exports.gguf_converter import converter_problems
-    from app.model import tokenizer
 
     packages = EXPORT_KINDS[config.kind].packages if config.llama_cpp is None else ()
     problems = [*sources.check(config.dataset, training=False), *tokenizer.check(config.model)]

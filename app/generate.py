@@ -32,7 +32,7 @@ from app.safe_text import printable
 
 if TYPE_CHECKING:
     from app.data.types import Message
-    from app.model.generate import TextGenerator
+    from app.finished.generate import TextGenerator
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -94,7 +94,7 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     one = [config.prompt, *([config.second] if pair else [])]
     fields = [columns.sentence1, columns.sentence2] if pair else [columns.text]
     texts = [list(map(str, one))] if config.prompts is None else read_examples(config.prompts, fields)
-    from app.model.generate import Classifier
+    from app.finished.generate import Classifier
 
     lm, tokenizer = _loaded(config, folder, run)
     classifier, cut = Classifier(lm, tokenizer, run.dataset.max_length, run.task.problem), 0
@@ -117,7 +117,7 @@ def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     """Print or write the words with their tags; those that are cut off have none."""
     refuse(class_problems(config, str(folder), pair=False, task=run.task.kind))
     from app.data.prompts import read_words, tokens_of_words
-    from app.model.generate import tags_of_words
+    from app.finished.generate import tags_of_words
 
     columns = run.dataset.columns
     rows = [str(config.prompt).split()] if config.prompts is None else read_words(config.prompts, columns.tokens)
@@ -137,7 +137,7 @@ def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
 
 def _loaded(config: GenerateConfig, folder: Path, run: RunConfig) -> tuple[Any, Any]:
     """The model of a run that answers with labels, and its tokenizer."""
-    from app.model.load_run import load_tuned, load_tuned_tokenizer
+    from app.finished.load_run import load_tuned, load_tuned_tokenizer
 
     _use_threads(config)
     require_intact_final(folder)
@@ -175,8 +175,8 @@ def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig
         )
     import torch
 
-    from app.model.generate import TextGenerator
-    from app.model.load_run import load_any, load_tuned, load_tuned_tokenizer
+    from app.finished.generate import TextGenerator
+    from app.finished.load_run import load_any, load_tuned, load_tuned_tokenizer
 
     if folder is not None and run is not None:
         require_intact_final(folder)

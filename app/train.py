@@ -65,10 +65,10 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console, resume_hint: 
 
 def _check_parts(run: RunConfig) -> None:
     """Collect the problems that each package finds in milliseconds, and report them together."""
+    from app.base import source, tokenizer
     from app.config import adapter_start
     from app.data import sources
     from app.distributed import launch
-    from app.model import source, tokenizer
     from app.optim import requirements
     from app.tracking import trackers
 

@@ -319,7 +319,7 @@ def fuzz_files(random: Random, folder: Path) -> None:
 
 @cache
 def _tokenizer(template: str | None) -> Any:
-    from app.model.tokenizer import load_tokenizer
+    from app.base.tokenizer import load_tokenizer
 
     return load_tokenizer(replace(compose_run([]).model, chat_template=template), needs_template=True)
 

@@ -30,6 +30,8 @@ import transformers
 from torch import Tensor
 
 from app.assets import ROOT
+from app.base.structure import BaseModel
+from app.base.supported_models import tier_of
 from app.batch import Batch
 from app.config.model_kinds import OWN, PACKED, PADDED, REFUSED, Tier, model_kinds, without_numbers
 from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, TaskConfig
@@ -37,12 +39,10 @@ from app.config.tasks import TASKS, Task, task_of
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import LabelledTokens, label_next_tokens
 from app.errors import AppError, gist
+from app.layers.head import in_backbone
+from app.layers.quantization import is_linear
 from app.model.build import ModelSections, build_training_model
 from app.model.checks import check_causal, check_head, check_packing
-from app.model.head import in_backbone
-from app.model.quantization import is_linear
-from app.model.structure import BaseModel
-from app.model.supported_models import tier_of
 from app.model.training_model import TrainingModel
 from scripts.tiny_kinds import architecture, tables
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from app.base.structure import BaseModel
 from app.config.groups import choices_by_group
 from app.config.hardware import all_hardware
 from app.config.load import compose_run
@@ -10,7 +11,6 @@ from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.memory.fit import check_fit, machine_of
 from app.memory.planner import Planner
-from app.model.structure import BaseModel
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 _MARKS = ("<!-- made by python -m scripts.make_models -->", "<!-- end -->")

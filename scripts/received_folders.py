@@ -39,7 +39,7 @@ _SNIPPETS = (
 
 def fuzz_received(random: Random, folder: Path) -> None:
     """Edit one file of a run folder, and read the folder by a random command."""
-    from app.model.adapters import read_adapter_config
+    from app.adapters.adapters import read_adapter_config
 
     os.environ["RECEIVED"] = _SECRET
     _write_run(folder)

@@ -40,7 +40,7 @@ class Harness:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
-        from app.model.attention import own_attention
+        from app.layers.attention import own_attention
 
         lm = training_model.language_model
         lm.set_attn_implementation(own_attention(lm))

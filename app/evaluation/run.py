@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app.base.source import base_fingerprint, require_intact_base
+from app.base.structure import BaseModel
 from app.batch import Batch
 from app.config.dataset import has_held_out_rows, paths_of
 from app.config.finished_run import require_intact_final
@@ -20,10 +22,8 @@ from app.data.prepare import rows_to_score, stop_if_wrong
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime, start
 from app.errors import CheckpointError
+from app.finished.load_run import load_training_model, reads_base, weights_of
 from app.model.build import ModelSections
-from app.model.load_run import load_training_model, reads_base, weights_of
-from app.model.source import base_fingerprint, require_intact_base
-from app.model.structure import BaseModel
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_duration
 from app.training.choices import Choices, choose, sections_of

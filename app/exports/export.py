@@ -17,7 +17,7 @@ from app.exports.gguf_converter import ConvertedExport
 from app.exports.kinds import AdapterExport, Export, MergedExport, QuantizedExport
 from app.exports.verify import Verification, reference_of, verify
 from app.files import files_in, sha256
-from app.model.quantization import missing_hardware, quantization_after_training
+from app.layers.quantization import missing_hardware, quantization_after_training
 from app.safe_text import redact
 from app.tracking.formatting import format_bytes
 from app.tracking.model_card import CARD, model_card

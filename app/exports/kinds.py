@@ -12,6 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 from transformers import BitsAndBytesConfig
 
+from app.adapters.merged_weights import fully_trained_weights, read_updates
+from app.base.load_base import read_weights
+from app.base.source import base_path
 from app.config.export_settings import ExportConfig
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.tasks import task_of
@@ -21,14 +24,11 @@ from app.exports import reload
 from app.exports.folder import REPORT, write_json_unflushed
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers
 from app.files import CHECKSUMS, read_json
-from app.model import nf4
+from app.finished.merge import EXPORTED, Merge, merged_config, plan_merge
+from app.finished.save import add_transformers_4_keys, write_config
+from app.layers import nf4
+from app.layers.quantization import backbone_linear_layers, weight_of
 from app.model.build import DTYPES, ModelSections
-from app.model.load_base import read_weights
-from app.model.merge import EXPORTED, Merge, merged_config, plan_merge
-from app.model.merged_weights import fully_trained_weights, read_updates
-from app.model.quantization import backbone_linear_layers, weight_of
-from app.model.save import add_transformers_4_keys, write_config
-from app.model.source import base_path
 from app.tracking.model_card import CARD, Loading
 from app.tracking.vllm import in_vllm
 

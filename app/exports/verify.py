@@ -21,7 +21,7 @@ from torch import Tensor
 from app.config.problems import PROBLEMS
 from app.evaluation.run import Evaluation
 from app.exports import reload
-from app.model.attention import own_attention
+from app.layers.attention import own_attention
 from app.model.losses import PROBLEM_LOSSES
 from app.model.training_model import TrainingModel
 from app.tracking.jsonl_metrics import finite_or_none

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from app.base.structure import BaseModel
 from app.config.adapters import ADAPTER_KINDS, name_of
 from app.config.commands import AnswersConfig
 from app.config.hardware import HardwareConfig
@@ -15,6 +16,8 @@ from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import default_device
+from app.layers.attention import own_attention
+from app.layers.quantization import quantization_after_training, require_hardware
 from app.memory.estimate import planned_choices
 from app.memory.fake_tensors import FakeTensorFallbacks, materialise
 from app.memory.fit import Machine, check_fit, machine_of, time_bound
@@ -22,9 +25,6 @@ from app.memory.meta_model import MetaModel
 from app.memory.planner import Planned, Planner, random_if_missing
 from app.memory.shape import Shape
 from app.memory.suggest import COSTS, Suggestions
-from app.model.attention import own_attention
-from app.model.quantization import quantization_after_training, require_hardware
-from app.model.structure import BaseModel
 from app.training.auto_settings import offload_notes, size_notes
 from app.training.choices import sections_of
 from app.training.storage_counter import StorageCounter, rounded

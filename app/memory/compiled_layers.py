@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from app.layers.partition import marking_pass
 from app.memory.fake_tensors import FakeTensorFallbacks
 from app.memory.fused_kernels import Kernel, kernels_of
 from app.memory.meta_model import cost_key
-from app.model.partition import marking_pass
 
 Forward = Callable[..., Any]
 Count = Callable[[Forward], Forward]  # wraps a computation whose FLOPs are recomputation
@@ -167,7 +167,7 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _partition(joint: _Joint, budget: float) -> _Parts:
-    """Partition as inductor does for `CompiledLayers` of app.model.compile."""
+    """Partition as inductor does for `CompiledLayers` of app.layers.compile."""
     import torch._inductor.config
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.virtualized import V

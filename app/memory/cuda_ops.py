@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from app.batch import PackedSequences
-from app.model.attention.requirements import Rules
-from app.model.attention.sdpa import own_heads, plain_packed, shares_heads
-from app.model.operations import COSTS, OperationCost, attention_backward_flops, attention_flops
+from app.layers.attention.requirements import Rules
+from app.layers.attention.sdpa import own_heads, plain_packed, shares_heads
+from app.layers.operations import COSTS, OperationCost, attention_backward_flops, attention_flops
 
 ATTENTION = "planned"  # name of the attention implementation in a traced model
 _MIN_PAGED_NUMEL = 1e5  # of bitsandbytes: smaller optimizer states stay on the device

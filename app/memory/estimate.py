@@ -12,12 +12,15 @@ from functools import partial
 
 import torch
 
+from app.adapters.lora_inits import MAX_MOMENT_BYTES, OF_INPUTS
+from app.base.structure import BaseModel
 from app.batch import Batch
 from app.config.model_kinds import OWN
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.environment import world
 from app.distributed.fsdp import MeshSizes, mesh_sizes_of
+from app.layers.attention import register, register_kernel
 from app.memory import cuda_ops
 from app.memory.compiled_layers import graphs_of
 from app.memory.cublas import local_workspace_bytes
@@ -25,9 +28,6 @@ from app.memory.meta_model import MetaModel
 from app.memory.phases import BEGIN, MEMORY_KINDS, PHASES
 from app.memory.shape import Shape
 from app.memory.trace import MOMENTS, Numbers, TraceSettings, trace
-from app.model.attention import register, register_kernel
-from app.model.lora_inits import MAX_MOMENT_BYTES, OF_INPUTS
-from app.model.structure import BaseModel
 from app.training.choices import Choices, choose_precision, memory_budget, recomputed_layers, sections_of
 from app.training.memory import Predicted
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from app.model.operations import COSTS
+from app.layers.operations import COSTS
 
 
 class _NoModuleTracker(AbstractContextManager["_NoModuleTracker"]):

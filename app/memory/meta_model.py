@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from app.adapters.adapters import add_adapter
+from app.base.structure import BaseModel
 from app.config.tasks import task_of
-from app.model.activation_checkpointing import repeated_layers
-from app.model.adapters import add_adapter
+from app.layers.activation_checkpointing import repeated_layers
+from app.layers.head import keep_head_in_fp32
 from app.model.build import ModelSections
-from app.model.head import keep_head_in_fp32
-from app.model.structure import BaseModel
 
 
 class MetaModel:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from app.layers.activation_checkpointing import repeated_layers
 from app.memory.flops import StepFlops
-from app.model.activation_checkpointing import repeated_layers
 from app.training.storage_counter import Event, StorageCounter
 from app.training.train_step import Stepper
 

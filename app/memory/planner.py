@@ -5,18 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from app.base.source import folder_at_hand
+from app.base.structure import BaseModel
 from app.batch import Batch
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.environment import world
 from app.distributed.fsdp import mesh_sizes_of
+from app.layers.partition import BUDGETS
 from app.memory.estimate import Estimate, MemoryPlan, planned_choices
 from app.memory.fit import Machine, Verdict, check_fit, machine_of, seconds_per_token
 from app.memory.shape import Shape, worst_case
-from app.model.partition import BUDGETS
-from app.model.source import folder_at_hand
-from app.model.structure import BaseModel
 from app.training.auto_settings import (
     AUTO,
     bin_sizes,

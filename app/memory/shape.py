@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from app.base.structure import BaseModel
 from app.batch import Batch
 from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS, task_of
 from app.data.objectives import MOST_LABELS, LabelledTokens, NextToken
-from app.model.structure import BaseModel
 from app.training.preparation import layout_of
 
 

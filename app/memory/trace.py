@@ -10,11 +10,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from app.adapters.lora_inits import moment_bytes
 from app.batch import Batch, LossWeights, PackedSequences
 from app.config.schema import RunConfig
 from app.distributed.fake_process_group import fake_device_mesh
 from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
 from app.distributed.process_group import HostGroup, Runtime
+from app.layers.activation_checkpointing import HostOffload, repeated_layers
+from app.layers.kernels import as_on_gpu
+from app.layers.recurrent import recurrent_mixers
 from app.memory.compiled_layers import Compiled
 from app.memory.cuda_ops import CudaAutocast, PagedStates
 from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, materialise
@@ -23,11 +27,7 @@ from app.memory.meta_model import MetaModel
 from app.memory.phases import BACKWARD_BETWEEN, BEGIN, EVALUATION, HOST, PERSISTENT_KINDS, SAVE, peaks, register_phases
 from app.memory.shape import Shape
 from app.model import losses
-from app.model.activation_checkpointing import HostOffload, repeated_layers
 from app.model.build import assemble
-from app.model.kernels import as_on_gpu
-from app.model.lora_inits import moment_bytes
-from app.model.recurrent import recurrent_mixers
 from app.optim.stochastic_rounding import ordinary
 from app.training.setup import stepper_of
 from app.training.storage_counter import StorageCounter, kept_tensors

@@ -10,6 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from app.adapters.adapters import adapter_of, add_adapter, trained_copies
+from app.adapters.lora_inits import Rows
+from app.base.base_weights import Base, LoadOptions, SourceTensor, put_whole
+from app.base.conversion import require_packed_alike
+from app.base.load_base import open_base, quiet_transformers
+from app.base.structure import BaseModel
+from app.base.text_part import whole_class
 from app.batch import Batch
 from app.config.adapters import compile_obstacle
 from app.config.schema import (
@@ -22,25 +29,18 @@ from app.config.schema import (
 )
 from app.config.tasks import task_of
 from app.errors import ConfigError
-from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
-from app.model.adapters import adapter_of, add_adapter, trained_copies
-from app.model.attention import register
-from app.model.base_weights import Base, LoadOptions, SourceTensor, put_whole
-from app.model.chunked_loss import linear_head
-from app.model.comparison import Comparison
-from app.model.compile import compile_blocks
-from app.model.conversion import require_packed_alike
-from app.model.experts import adapted_experts, compare_experts, stack_layers, take_over
-from app.model.head import keep_head_in_fp32
-from app.model.layer_norm import set_norms
-from app.model.load_base import open_base, quiet_transformers
-from app.model.lora_inits import Rows
+from app.layers.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
+from app.layers.attention import register
+from app.layers.chunked_loss import linear_head
+from app.layers.comparison import Comparison
+from app.layers.compile import compile_blocks
+from app.layers.experts import adapted_experts, compare_experts, stack_layers, take_over
+from app.layers.head import keep_head_in_fp32
+from app.layers.layer_norm import set_norms
+from app.layers.quantization import Quantizer, quantizer_of
+from app.layers.recurrent import missing_kernels, recurrent_mixers
+from app.layers.router_loss import RouterLoss, coefficient_of
 from app.model.loss_comparison import compare_loss_head
-from app.model.quantization import Quantizer, quantizer_of
-from app.model.recurrent import missing_kernels, recurrent_mixers
-from app.model.router_loss import RouterLoss, coefficient_of
-from app.model.structure import BaseModel
-from app.model.text_part import whole_class
 from app.model.training_model import TrainingModel, freeze
 
 

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.adapters.adapters import adapter_of, require_gradient, trained_copies
+from app.base.text_part import PREFIX
 from app.batch import Batch, PackedSequences
 from app.config.model_kinds import OWN, without_numbers
 from app.config.schema import AdapterConfig
 from app.errors import EnvironmentProblem
-from app.model.activation_checkpointing import recomputing, repeated_layers
-from app.model.adapters import PREFIX, adapter_of, require_gradient, trained_copies
-from app.model.attention import NAME, own_attention, register_kernel
-from app.model.attention.sdpa import plain_packed
-from app.model.comparison import Comparison, max_or_nan
-from app.model.recurrent import recurrent_mixers
+from app.layers.activation_checkpointing import recomputing, repeated_layers
+from app.layers.attention import NAME, own_attention, register_kernel
+from app.layers.attention.sdpa import plain_packed
+from app.layers.comparison import Comparison, max_or_nan
+from app.layers.recurrent import recurrent_mixers
 from app.model.training_model import TrainingModel, evaluating
 
 _MAX_DOCUMENTS = 4  # of a classification, compared one by one

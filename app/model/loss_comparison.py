@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from app.batch import IGNORE, Batch
+from app.layers.chunked_loss import LinearHead, token_loss_sum
+from app.layers.comparison import Comparison, attempt, max_difference, max_or_nan
+from app.layers.head import head_parameters
+from app.layers.kernels import autocast_dtype, uses_kernels
 from app.model.checks import first_tokens
-from app.model.chunked_loss import LinearHead, token_loss_sum
-from app.model.comparison import Comparison, attempt, max_difference, max_or_nan
-from app.model.head import head_parameters
-from app.model.kernels import autocast_dtype, uses_kernels
 from app.model.training_model import TrainingModel, evaluating
 
 _LOSS_ROWS = 48

@@ -9,21 +9,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from app.base.structure import first_position
 from app.batch import Batch, PackedSequences
 from app.config.did_you_mean import did_you_mean
 from app.config.model_kinds import OWN
 from app.config.schema import PreferenceConfig, TaskConfig
 from app.config.tasks import task_of
 from app.errors import ConfigError
-from app.model.activation_checkpointing import repeated_layers
-from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
-from app.model.comparison import Comparison
-from app.model.compile import CompiledLayers
-from app.model.head import Head, head_parameters, own_head, pooled_head, takes_segments
+from app.layers.activation_checkpointing import repeated_layers
+from app.layers.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
+from app.layers.comparison import Comparison
+from app.layers.compile import CompiledLayers
+from app.layers.head import Head, head_parameters, own_head, pooled_head, takes_segments
+from app.layers.quantization import Quantizer
+from app.layers.recurrent import lay_aside
+from app.layers.router_loss import RouterLoss
 from app.model.losses import LOSSES, PROBLEM_LOSSES
-from app.model.quantization import Quantizer
-from app.model.recurrent import lay_aside
-from app.model.router_loss import RouterLoss
 
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -237,13 +238,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(mode)
-
-
-def first_position(lm: Any) -> int:
-    """RoBERTa and its kin leave the places up to that of their padding token unused."""
-    tables = (module for name, module in lm.base_model.named_modules() if name.endswith("position_embeddings"))
-    places = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
-    return 0 if not places or places[0] is None else int(places[0]) + 1
 
 
 def freeze(network: nn.Module, patterns: Collection[str]) -> None:

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_map
 
 from app.batch import Batch, PackedSequences
 from app.errors import gist
-from app.model.activation_checkpointing import draws_random_numbers
-from app.model.attention import NAME, register_kernel
-from app.model.attention.sdpa import plain_packed
-from app.model.comparison import Comparison, Fault
-from app.model.compile import CompiledLayers, LayerCall
-from app.model.fp8_linear import without_row_rounding
+from app.layers.activation_checkpointing import draws_random_numbers
+from app.layers.attention import NAME, register_kernel
+from app.layers.attention.sdpa import plain_packed
+from app.layers.comparison import Comparison, Fault
+from app.layers.compile import CompiledLayers, LayerCall
+from app.layers.fp8_linear import without_row_rounding
 from app.model.training_model import TrainingModel
 from app.oom_retry import is_out_of_memory
 

@@ -12,6 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from app.adapters.adapters import read_adapter_config
+from app.base.safetensors_files import adapter_weights, require_finite
+from app.base.source import weight_files, weights_fingerprint
+from app.base.text_part import PREFIX, TextPart
 from app.config.adapter_start import adapter_layers, check_start, start_folder, with_names
 from app.config.adapters import ADAPTER_WEIGHTS, changes_base
 from app.config.finished_run import read_manifest
@@ -21,11 +25,7 @@ from app.distributed.environment import world
 from app.distributed.fsdp import local, own_rows, whole_tensors
 from app.errors import CheckpointError, ConfigError, gist, refuse
 from app.files import checksummed_folder, require_intact
-from app.model.adapters import PREFIX, read_adapter_config
-from app.model.safetensors_files import adapter_weights, require_finite
-from app.model.save import adapter_tensors, saved_tensors
-from app.model.source import weight_files, weights_fingerprint
-from app.model.text_part import TextPart
+from app.finished.save import adapter_tensors, saved_tensors
 from app.model.training_model import TrainingModel
 from app.training.resolve import ResolvedRun
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from app.base.structure import BaseModel
 from app.batch import Batch
 from app.config.model_kinds import OWN, PACKED, PADDED
 from app.config.rules import problems_of
@@ -17,8 +18,7 @@ from app.config.schema import CompileConfig, RunConfig, TrainingConfig
 from app.config.validate import convert
 from app.distributed.process_group import HostGroup
 from app.errors import ConfigError, refuse
-from app.model.partition import BUDGETS
-from app.model.structure import BaseModel
+from app.layers.partition import BUDGETS
 from app.training.choices import Choices, memory_budget, recomputed_layers
 
 AUTO = "auto"

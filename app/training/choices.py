@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
+from app.base.structure import BaseModel
 from app.config.compile_rules import AUTO, NONE
 from app.config.model_kinds import OWN
 from app.config.schema import AttentionConfig, CompileConfig, PrecisionConfig, RunConfig, TrainingConfig
 from app.distributed.process_group import default_device
 from app.errors import refuse
-from app.model.attention import select
-from app.model.attention.requirements import Needs, needs_of
+from app.layers.attention import select
+from app.layers.attention.requirements import Needs, needs_of
+from app.layers.partition import BUDGETS
 from app.model.build import DTYPES, ModelSections
-from app.model.partition import BUDGETS
-from app.model.structure import BaseModel
 
 _AMPERE = (8, 0)  # compute capability
 _CPU_FLAGS_OF_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is aarch64's name

@@ -14,8 +14,8 @@ from app.config.adapters import compile_obstacle
 from app.config.compile_rules import AUTO, BLOCKS, NONE, Obstacle, settings_obstacles
 from app.config.schema import RunConfig
 from app.distributed.process_group import HostGroup
-from app.model.compilable import dropout_obstacles, product_flops
-from app.model.router_loss import coefficient_of
+from app.layers.compilable import dropout_obstacles, product_flops
+from app.layers.router_loss import coefficient_of
 
 COMPILE_CHOICE = "compile"  # among the choices of a checkpoint and of a manifest
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from app.base.structure import BaseModel
 from app.config.dataset import formats_of, sources_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.schema import RunConfig
@@ -17,7 +18,6 @@ from app.data.loader import Loader
 from app.data.prepare import Data, prepare
 from app.data.sources import Source
 from app.errors import AppError
-from app.model.structure import BaseModel
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
 from app.training.preparation import StepPlan, plan_steps, prepare_run, rows_of_also
 from app.training.samples import preview

@@ -6,17 +6,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from app.base.structure import BaseModel
 from app.config.adapters import ADAPTER, changes_base
 from app.config.finished_run import read_manifest
 from app.config.metrics import METRICS
 from app.config.tasks import task_of
 from app.distributed.fsdp import local, whole_tensors
 from app.files import checksummed_folder, read_json
+from app.finished.save import needs_transformers_5, save_model, saved_tensors
+from app.layers.experts import moved_experts
+from app.layers.quantization import quantization_after_training
 from app.model.build import DTYPES, ModelSections
-from app.model.experts import moved_experts
-from app.model.quantization import quantization_after_training
-from app.model.save import needs_transformers_5, save_model, saved_tensors
-from app.model.structure import BaseModel
 from app.tracking.model_card import CARD, Loading, model_card
 from app.tracking.recorder import samples_table
 from app.training.adapter_start import read_start

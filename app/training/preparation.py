@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from app.adapters.adapters import short_names
+from app.base.structure import BaseModel
+from app.base.tokenizer import load_tokenizer, new_ids
 from app.config.adapter_start import with_names
 from app.config.dataset import formats_for, has_chats, paths_of
 from app.config.dataset_schema import DatasetConfig
@@ -24,9 +27,6 @@ from app.data.objectives import Objective, build_objective
 from app.data.prepare import Data, prepare, rows_beside, stop_if_wrong
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, refuse
-from app.model.adapters import short_names
-from app.model.structure import BaseModel
-from app.model.tokenizer import load_tokenizer, new_ids
 from app.training.auto_settings import has_auto_bins, with_packing
 
 ROWS_MULTIPLE = 64  # of a resized vocabulary: matrix products of other sizes leave tensor cores idle

@@ -18,9 +18,9 @@ from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime, start
 from app.errors import ConfigError, EnvironmentProblem, refuse
-from app.model import quantization
+from app.layers import quantization
+from app.layers.compilable import attention_obstacles, dropout_obstacles, machine_obstacles
 from app.model.build import ModelCounts, ModelSections, count_weights
-from app.model.compilable import attention_obstacles, dropout_obstacles, machine_obstacles
 from app.optim.lr_schedule import learning_rate
 from app.training import memory_in_use
 from app.training.auto_settings import (

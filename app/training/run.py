@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
+from app.base.source import base_path, local_place, require_intact_base
 from app.config.adapters import changes_base
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
-from app.model.activation_checkpointing import recompute_rest
+from app.layers.activation_checkpointing import recompute_rest
+from app.layers.comparison import Comparison
 from app.model.build import build_training_model
-from app.model.comparison import Comparison
-from app.model.source import base_path, local_place, require_intact_base
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, explain_out_of_memory
 from app.pages.render import write_page

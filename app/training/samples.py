@@ -14,7 +14,7 @@ from app.data.length_statistics import histogram
 from app.data.objectives import Classification, Objective, WordTags
 from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
-from app.model.generate import end_ids, generate
+from app.finished.generate import end_ids, generate
 from app.model.training_model import TrainingModel, evaluating
 from app.oom_retry import try_or_none
 from app.tracking.formatting import Sample

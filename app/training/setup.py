@@ -6,6 +6,8 @@ from functools import partial
 
 import torch
 
+from app.adapters.adapters import adapter_of, lr_factor
+from app.base.source import base_fingerprint
 from app.batch import Batch
 from app.config.schema import AdapterConfig, RunConfig
 from app.data.loader import Loader
@@ -14,14 +16,12 @@ from app.distributed.fsdp import Sharding, first_number
 from app.distributed.gradient_reduction import AllReduce, GradientReduction, ShardedGradients
 from app.distributed.process_group import Runtime
 from app.files import checksummed_folder
-from app.model import fp8_linear
-from app.model.activation_checkpointing import recomputing
-from app.model.adapters import adapter_of, lr_factor
+from app.finished.save import save_base
+from app.layers import fp8_linear
+from app.layers.activation_checkpointing import recomputing
+from app.layers.comparison import Comparison, max_difference
 from app.model.build import choose_loss_head, random_base
 from app.model.checks import check_adapter, check_causal, check_head, check_packing
-from app.model.comparison import Comparison, max_difference
-from app.model.save import save_base
-from app.model.source import base_fingerprint
 from app.model.training_model import TrainingModel, evaluating
 from app.model.verification import verify_compiled
 from app.oom_retry import RetryOnRestart, few_rows, out_of_memory_error, try_or_none

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from app.adapters.combination import Member, combine
+from app.base.source import base_path, require_intact_base
+from app.base.structure import BaseModel
+from app.base.tokenizer import load_tokenizer
 from app.config.adapter_start import adapter_folder
 from app.config.adapters import ADAPTER_WEIGHTS, changes_base
 from app.config.dataset import has_chats
@@ -23,14 +27,10 @@ from app.config.yaml_files import to_yaml
 from app.distributed.process_group import HostGroup
 from app.errors import CheckpointError, ConfigError
 from app.files import CHECKSUMS, checkpoints_in, checksummed_folder, require_intact, write_json, write_text
+from app.finished.load_run import load_tuned_tokenizer, weights_of
+from app.finished.save import save_model
+from app.layers.quantization import quantization_after_training
 from app.model.build import build_training_model
-from app.model.combination import Member, combine
-from app.model.load_run import load_tuned_tokenizer, weights_of
-from app.model.quantization import quantization_after_training
-from app.model.save import save_model
-from app.model.source import base_path, require_intact_base
-from app.model.structure import BaseModel
-from app.model.tokenizer import load_tokenizer
 from app.tracking.model_card import CARD
 from app.tracking.recorder import read_result
 from app.training.adapter_start import base_hash_of, read_start

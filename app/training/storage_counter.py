@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.distributed.fsdp import has_dtensor, local
-from app.model.operations import cost_of
+from app.layers.operations import cost_of
 from app.model.training_model import TrainingModel
 from app.optim.stochastic_rounding import stepped_by, steps_in_backward
 

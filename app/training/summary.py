@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from app.adapters.adapters import ALL_LINEAR
+from app.base.source import base_fingerprint, fetch_folder
+from app.base.tokenizer import tokenizer_hash
 from app.config.commands import python
 from app.config.compile_rules import BLOCKS
 from app.config.dataset import formats_of, has_held_out_rows
@@ -18,12 +21,9 @@ from app.config.tasks import TASKS
 from app.data.length_statistics import padded_fill
 from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
-from app.model.adapters import ALL_LINEAR
-from app.model.experts import stacks_of
+from app.layers.experts import stacks_of
+from app.layers.recurrent import layers_read_past
 from app.model.preference import LABEL_PREFERENCES
-from app.model.recurrent import layers_read_past
-from app.model.source import base_fingerprint, fetch_folder
-from app.model.tokenizer import tokenizer_hash
 from app.optim import requirements
 from app.safe_text import listed, many
 from app.tracking.formatting import format_bytes, format_count

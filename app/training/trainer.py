@@ -9,13 +9,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from app.adapters.adapters import CHECKED_STEPS, layers_without_gradient, require_gradient
 from app.batch import Batch
 from app.config.schema import RunConfig
 from app.data.loader import Loader
 from app.distributed.fsdp import local
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
-from app.model.adapters import CHECKED_STEPS, layers_without_gradient, require_gradient
 from app.oom_retry import try_or_none
 from app.safe_text import listed
 from app.signals import START_ME_AGAIN, StopRequest

@@ -76,11 +76,11 @@ def write_chats(path: Path, rows: int) -> None:
 
 def ours(chats: Path, folder: Path) -> Line:
     """`dataset=messages`, cold; then again from the cache, as the next start finds it; then the loader's bins."""
+    from app.base.tokenizer import load_tokenizer
     from app.config.load import compose_run
     from app.data.collate import Packed
     from app.data.loader import Loader, StepSplit
     from app.data.prepare import prepare
-    from app.model.tokenizer import load_tokenizer
 
     run = compose_run(
         [

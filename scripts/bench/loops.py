@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from app.adapters.adapters import add_adapter
+from app.base.base_weights import LoadOptions
+from app.base.load_base import load_base
+from app.base.structure import BaseModel
 from app.batch import IGNORE, Batch
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
@@ -18,18 +22,14 @@ from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import label_next_tokens
 from app.distributed.process_group import Runtime, start
 from app.errors import gist
+from app.layers.attention import register
+from app.layers.compile import CompiledLayers
+from app.layers.quantization import quantizer_of
 from app.memory.estimate import plan_memory
 from app.memory.fit import machine_of
 from app.memory.planner import Planner
 from app.memory.shape import Shape
-from app.model.adapters import add_adapter
-from app.model.attention import register
-from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, build_training_model, choose_loss_head
-from app.model.compile import CompiledLayers
-from app.model.load_base import load_base
-from app.model.quantization import quantizer_of
-from app.model.structure import BaseModel
 from app.model.training_model import TrainingModel
 from app.model.verification import mean_errors, verify_compiled
 from app.training.auto_settings import AUTO

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from app.batch import PackedSequences
 from app.errors import AppError
-from app.model.attention import BACKENDS
-from app.model.attention.requirements import Rules
-from app.model.attention.sdpa import sdpa
-from app.model.chunked_loss import LinearHead
-from app.model.fp8_linear import quantize_rows
+from app.layers.attention import BACKENDS
+from app.layers.attention.requirements import Rules
+from app.layers.attention.sdpa import sdpa
+from app.layers.chunked_loss import LinearHead
+from app.layers.fp8_linear import quantize_rows
 from scripts.bench.machine import here
 
 # What a kernel that this machine cannot do may raise; the next one is tried.

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from app.base.tokenizer import load_tokenizer
 from app.batch import PackedSequences
 from app.config.schema import OptimizerConfig
-from app.model.attention import register
-from app.model.tokenizer import load_tokenizer
+from app.layers.attention import register
 from scripts.bench.loops import PACKED, PADDED, Prepared, ids_of, labels_of, network_of
 from scripts.bench.machine import Clock
 from scripts.bench.workload import Bin

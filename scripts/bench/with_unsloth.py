@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from app.adapters.adapters import layers_to_adapt
+from app.base.base_weights import LoadOptions
+from app.base.load_base import load_base
+from app.base.tokenizer import load_tokenizer
 from app.config.tasks import TASKS
-from app.model.adapters import layers_to_adapt
-from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES
-from app.model.load_base import load_base
-from app.model.tokenizer import load_tokenizer
 from scripts.bench.contest import Contest
 from scripts.bench.loops import BASE, PACKED, Prepared, prepare
 from scripts.bench.machine import Clock
@@ -72,9 +72,9 @@ def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
 
 
 def _start_like_ours(prepared: Prepared, network: Any) -> None:
-    """lora_A is drawn in the order of the layers, from the same seed, as `app.model.adapters` has it drawn."""
-    from app.model.adapters import add_adapter
-    from app.model.structure import BaseModel
+    """lora_A is drawn in the order of the layers, from the same seed, as `app.adapters.adapters` has it drawn."""
+    from app.adapters.adapters import add_adapter
+    from app.base.structure import BaseModel
 
     run = prepared.run
     with torch.device(prepared.runtime.device):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app import export
 from app.exports.kinds import MergedExport, QuantizedExport
-from app.model.quantization import Bits4
+from app.layers.quantization import Bits4
 
 
 def _one_tensor(folder: Path) -> None:

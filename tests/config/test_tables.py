@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from app.adapters.adapters import ADAPTERS
 from app.config.adapters import ADAPTER_KINDS
 from app.config.dataset_schema import DatasetConfig
 from app.config.export_settings import EXPORT_KINDS
@@ -19,12 +20,11 @@ from app.data.formats import READERS
 from app.data.objectives import MOST_LABELS, OBJECTIVES
 from app.data.overflow import POLICIES
 from app.exports.export import EXPORTS
-from app.model.adapters import ADAPTERS
-from app.model.attention import BACKENDS
+from app.layers.attention import BACKENDS
+from app.layers.quantization import QUANTIZATIONS
 from app.model.build import DTYPES
 from app.model.losses import LOSSES
 from app.model.preference import LABEL_PREFERENCES, PREFERENCES
-from app.model.quantization import QUANTIZATIONS
 from app.optim.lr_schedule import SCHEDULES
 from app.optim.optimizers import OPTIMIZERS
 from app.tracking.trackers import TRACKERS

@@ -13,7 +13,7 @@ from app.distributed.fake_process_group import fake_device_mesh
 from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
 from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
-from app.model.activation_checkpointing import repeated_layers
+from app.layers.activation_checkpointing import repeated_layers
 from app.model.build import choose_loss_head
 from app.model.checks import check_head, check_packing
 from app.model.training_model import TrainingModel

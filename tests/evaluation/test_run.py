@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from app.base.structure import BaseModel
 from app.config.tasks import TASKS
 from app.data.collate import Padded
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.evaluation.run import Evaluation
-from app.model.structure import BaseModel
 from app.training.choices import Choices
 from tests.training.conftest import small_run
 

@@ -10,7 +10,7 @@ from typing import Any
 def main() -> None:
     """Run app.train."""
     from app import train
-    from app.model.compile import CompiledLayers
+    from app.layers.compile import CompiledLayers
 
     compiled = CompiledLayers.compiled
 

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from app.adapters.adapters import add_adapter
 from app.config.commands import AnswersConfig
 from app.config.hardware import read_hardware
 from app.config.tasks import TASKS
+from app.layers.attention import own_attention
 from app.memory.check import check_memory, plan_answers
 from app.memory.fit import machine_of
 from app.memory.planner import Planner
-from app.model.adapters import add_adapter
-from app.model.attention import own_attention
 from app.model.build import random_base
 from app.training.choices import Choices, sections_of
 from app.training.storage_counter import StorageCounter

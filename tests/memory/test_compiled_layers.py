@@ -11,13 +11,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from app.layers.activation_checkpointing import repeated_layers
+from app.layers.attention import register
 from app.memory.compiled_layers import LayerGraphs
 from app.memory.estimate import plan_memory
 from app.memory.fake_tensors import FakeTensorFallbacks, materialise
 from app.memory.fused_kernels import kernels_of
 from app.memory.meta_model import MetaModel
-from app.model.activation_checkpointing import repeated_layers
-from app.model.attention import register
 from app.model.build import ModelSections, assemble, build_training_model
 from app.model.training_model import TrainingModel
 from app.training.choices import Choices, memory_budget, sections_of

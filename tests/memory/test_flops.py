@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from app.layers.operations import COSTS
 from app.memory.estimate import plan_memory
-from app.model.operations import COSTS
 from tests.memory.truth import EXPERTS, PACKED, PADDED, small_run
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCABULARY = 128, 192, 4, 2, 3, 1024

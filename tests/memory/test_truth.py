@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from app.adapters import lora_inits
 from app.memory.estimate import plan_memory
 from app.memory.phases import BEGIN, EVALUATION
-from app.model import lora_inits
 from app.model.build import build_training_model
 from app.training.choices import Choices, sections_of
 from app.training.storage_counter import StorageCounter, kept_tensors

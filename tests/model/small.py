@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.base.structure import model_class
 from app.batch import IGNORE, Batch, PackedSequences
 from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.config.tasks import TASKS, Task
-from app.model.attention import register
+from app.layers.attention import register
+from app.layers.comparison import Comparison
 from app.model.build import ModelSections, build_training_model
-from app.model.comparison import Comparison
-from app.model.structure import model_class
 from app.model.training_model import TrainingModel
 from app.model.verification import verify_compiled
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.attention.requirements import Needs
+from app.layers.attention.requirements import Needs
 
 Window = tuple[int, int]
 

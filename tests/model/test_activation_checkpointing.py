@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from app.errors import ConfigError
-from app.model.activation_checkpointing import HostOffload, recompute, require_layers
+from app.layers.activation_checkpointing import HostOffload, recompute, require_layers
 from app.model.training_model import TrainingModel
 from tests.model.small import batch_of, built, distance, documents_of, gradients, lora, model_config, training_model_of
 

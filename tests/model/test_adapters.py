@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from app.adapters.adapters import layers_to_adapt
 from app.errors import ConfigError, TrainingError
-from app.model import recurrent
-from app.model.adapters import layers_to_adapt
+from app.layers import recurrent
 from app.model.build import build_training_model, count_weights
 from app.model.checks import check_adapter
 from app.model.training_model import TrainingModel
@@ -138,7 +138,7 @@ def test_short_name_not_used_where_it_reaches_other_layers() -> None:
     """The head of this model ends like layers of its backbone; PEFT would adapt it as well."""
     lm = built("llama")
     lm.add_module("q_proj", nn.Linear(4, 4))
-    from app.model.adapters import add_adapter
+    from app.adapters.adapters import add_adapter
 
     network = add_adapter(lora(targets=["q_proj"]), CAUSAL, lm, "base")
     assert len([n for n, p in network.named_parameters() if p.requires_grad]) == 4

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from app.base import load_base
+from app.base.base_weights import LoadOptions
+from app.base.structure import model_class
 from app.errors import EnvironmentProblem
-from app.model import load_base
-from app.model.attention import register
-from app.model.base_weights import LoadOptions
-from app.model.nf4 import install_forward
-from app.model.quantization import Bits4, other_linear_layers, quantizer_of
-from app.model.structure import model_class
+from app.layers.attention import register
+from app.layers.nf4 import install_forward
+from app.layers.quantization import Bits4, other_linear_layers, quantizer_of
 from tests.model.small import ALL_KINDS, CAUSAL, built, config_of, documents_of, model_config, task_of, wide_numbers
 from tests.model.test_quantization import NF4, packed_bytes, wide
 

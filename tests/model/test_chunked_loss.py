@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from app.batch import IGNORE, Batch, LossWeights
 from app.errors import EnvironmentProblem
-from app.model import build, chunked_loss
+from app.layers import chunked_loss
+from app.layers.chunked_loss import LinearHead, rows_of_a_chunk, token_loss_sum
+from app.layers.head import own_head
+from app.layers.kernels import as_on_gpu, loss_and_grad_inplace
+from app.model import build
 from app.model.build import choose_loss_head
 from app.model.checks import check_head
-from app.model.chunked_loss import LinearHead, rows_of_a_chunk, token_loss_sum
-from app.model.head import own_head
-from app.model.kernels import as_on_gpu, loss_and_grad_inplace
 from app.model.training_model import TrainingModel
 from app.training.storage_counter import StorageCounter
 from tests.choices import pairwise, taking_turns

@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
+from app.adapters.combination import Member, combine
 from app.errors import ConfigError
-from app.model.combination import Member, combine
 
 FACTORS = (0.7, -0.3, 1.2)
 RANKS, ALPHAS = (2, 3, 2), (4, 3, 1)

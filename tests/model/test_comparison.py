@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from app.errors import EnvironmentProblem
-from app.model.comparison import Comparison, attempt, max_difference
+from app.layers.comparison import Comparison, attempt, max_difference
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -10,8 +10,8 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 
 from app.batch import Batch
 from app.config.schema import CompileConfig
-from app.model import compilable
-from app.model.compilable import attention_obstacles, dropout_obstacles, machine_obstacles, product_flops
+from app.layers import compilable
+from app.layers.compilable import attention_obstacles, dropout_obstacles, machine_obstacles, product_flops
 from tests.model import small
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

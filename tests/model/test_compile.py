@@ -12,9 +12,9 @@ from torch import Tensor
 from app.batch import Batch, PackedSequences
 from app.config.schema import AdapterConfig, CompileConfig, QuantizationConfig
 from app.errors import ConfigError, TrainingError
-from app.model.attention import BACKENDS, register
-from app.model.attention.sdpa import compiled_sdpa, plain_packed, sdpa
-from app.model.compile import CompiledLayers
+from app.layers.attention import BACKENDS, register
+from app.layers.attention.sdpa import compiled_sdpa, plain_packed, sdpa
+from app.layers.compile import CompiledLayers
 from app.model.training_model import TrainingModel
 from app.oom_retry import halve
 from tests.choices import taking_turns

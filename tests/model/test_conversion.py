@@ -12,13 +12,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from app.base.base_weights import LoadOptions
+from app.base.conversion import FolderReader
+from app.base.load_base import load_base, quiet_transformers, read_weights
 from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.attention import register
-from app.model.base_weights import LoadOptions
+from app.layers.attention import register
 from app.model.build import build_training_model, count_weights
-from app.model.conversion import FolderReader
-from app.model.load_base import load_base, quiet_transformers, read_weights
 from tests.model.small import CAUSAL, batch_of, built, documents_of, full, lora, model_config, sections, wide_numbers
 from tests.model.test_quantization import NF4, packed_bytes, wide
 
@@ -299,9 +299,9 @@ def test_tied_weights_that_are_stored_twice(differ: bool, tmp_path: Path) -> Non
 
 
 def test_classifier_is_drawn_as_transformers_draws_it(tmp_path: Path) -> None:
+    from app.base.load_base import drawing_by
     from app.config.schema import TaskConfig
     from app.config.tasks import task_of
-    from app.model.load_base import drawing_by
 
     built("bert").save_pretrained(str(tmp_path))
     config = ModelConfig(path=str(tmp_path), weights="pretrained", architecture={})

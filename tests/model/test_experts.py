@@ -10,11 +10,11 @@ from torch import nn
 
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
-from app.model import experts
+from app.finished.load_run import load_tuned
+from app.layers import experts
+from app.layers.experts import expert_modules, stack_shapes
+from app.layers.quantization import quantizer_of
 from app.model.build import build_training_model
-from app.model.experts import expert_modules, stack_shapes
-from app.model.load_run import load_tuned
-from app.model.quantization import quantizer_of
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     CAUSAL,

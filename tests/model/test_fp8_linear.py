@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from app.base.tokenizer import load_tokenizer
 from app.config.schema import QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem
-from app.model import fp8_linear
-from app.model.build import build_training_model, random_base
-from app.model.fp8_linear import (
+from app.finished.load_run import load_tuned
+from app.finished.save import save_base, save_model
+from app.layers import fp8_linear
+from app.layers.fp8_linear import (
     E4M3,
     Fp8Linear,
     compare_products,
@@ -20,10 +22,8 @@ from app.model.fp8_linear import (
     quantize_rows,
     without_row_rounding,
 )
-from app.model.load_run import load_tuned
-from app.model.quantization import Fp8, missing_hardware
-from app.model.save import save_base, save_model
-from app.model.tokenizer import load_tokenizer
+from app.layers.quantization import Fp8, missing_hardware
+from app.model.build import build_training_model, random_base
 from app.model.training_model import TrainingModel
 from tests.harness.marks import requires_interpreter
 from tests.model.small import (
@@ -261,7 +261,7 @@ def by_kernel(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Run in Triton's interpreter. Its casts are its own (bf16 is cut off, e4m3 forgets to carry), so the arithmetic
     is compared before its last step, rounded to float32.
     """
-    from app.model.triton_kernels import quantize_rows as launch
+    from app.layers.triton_kernels import quantize_rows as launch
 
     out, scales = torch.empty_like(rows, dtype=dtype), torch.empty(len(rows), 1)
     launch(rows, out, scales, 1e-12, 448.0)

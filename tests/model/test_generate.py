@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from app.base.tokenizer import load_tokenizer
 from app.errors import ConfigError, PromptTooLong
-from app.model.attention import NAME
-from app.model.generate import TextGenerator, end_ids, generate
-from app.model.tokenizer import load_tokenizer
+from app.finished.generate import TextGenerator, end_ids, generate
+from app.layers.attention import NAME
 from tests.model.small import batch_of, built, documents_of, lora, model_config, training_model_of
 
 PROMPTS = ["Hi", "Name the opposite of new, and say why it is so.", "Who?", "Add one and two.", "Tell me more"]

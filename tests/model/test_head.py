@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from app.base.base_weights import LoadOptions
+from app.base.load_base import drawing_by, load_base, read_weights
+from app.base.tokenizer import load_tokenizer
 from app.batch import Batch
 from app.config.schema import ModelConfig, TaskConfig
 from app.config.tasks import task_of
 from app.data.objectives import LabelledTokens
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.attention import NAME, register
-from app.model.base_weights import LoadOptions
+from app.finished.save import save_model
+from app.layers.attention import NAME, register
+from app.layers.head import head_modules
 from app.model.checks import check_head, check_packing
-from app.model.head import head_modules
-from app.model.load_base import drawing_by, load_base, read_weights
-from app.model.save import save_model
-from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from app.oom_retry import split_batch
 from tests.choices import taking_turns
@@ -133,7 +133,7 @@ def test_saved_classifier_loads_in_ordinary_tools(kind: str, tmp_path: Path) -> 
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from app.model.save import save_base
+    from app.finished.save import save_base
 
     training_model = adapted(kind)
     for name, parameter in training_model.trained().items():

@@ -8,8 +8,8 @@ import torch
 
 from app.config.schema import CompileConfig
 from app.errors import ConfigError
+from app.layers.attention import register
 from app.memory.estimate import plan_memory
-from app.model.attention import register
 from app.model.build import count_weights
 from app.model.training_model import TrainingModel
 from tests.memory.truth import PACKED, small_run

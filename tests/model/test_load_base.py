@@ -12,18 +12,18 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from app.base.base_weights import LoadOptions
+from app.base.load_base import load_base, open_base, read_weights
+from app.base.source import base_path
+from app.base.structure import BaseModel
+from app.base.tokenizer import load_tokenizer
 from app.config.groups import CONF
 from app.config.schema import QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.attention import NAME, register
-from app.model.base_weights import LoadOptions
+from app.finished.load_run import load_tuned
+from app.finished.save import save_model
+from app.layers.attention import NAME, register
 from app.model.build import build_training_model, count_weights
-from app.model.load_base import load_base, open_base, read_weights
-from app.model.load_run import load_tuned
-from app.model.save import save_model
-from app.model.source import base_path
-from app.model.structure import BaseModel
-from app.model.tokenizer import load_tokenizer
 from tests.model.small import (
     CAUSAL,
     KINDS,

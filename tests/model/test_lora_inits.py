@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.config import CordaConfig
 from torch import Tensor
 
+from app.adapters import lora_inits
 from app.batch import Batch
 from app.config.schema import QuantizationConfig
-from app.model import lora_inits
+from app.layers.quantization import weight_of
 from app.model.build import build_base, build_training_model
-from app.model.quantization import weight_of
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     batch_of,

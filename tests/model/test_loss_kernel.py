@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.batch import IGNORE
-from app.model.kernels import plain_loss_and_grad
+from app.layers.kernels import plain_loss_and_grad
 from tests.choices import pairwise
 from tests.harness.marks import requires_interpreter
 from tests.model.small import distance
@@ -59,7 +59,7 @@ def test_plain_loss_and_grad_equals_float64(vocabulary: int, dtype: torch.dtype,
 @pytest.mark.parametrize(("vocabulary", "dtype", "weighted"), [(5, torch.float16, True), (19001, torch.float32, False)])
 def test_loss_kernel_equals_float64(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
     """19001 logits are three blocks, the last of them not full."""
-    from app.model.triton_kernels import loss_and_grad
+    from app.layers.triton_kernels import loss_and_grad
 
     logits, targets, weights = given(9, vocabulary, dtype, CPU)
     check(loss_and_grad, logits, targets, weights if weighted else None)
@@ -67,7 +67,7 @@ def test_loss_kernel_equals_float64(vocabulary: int, dtype: torch.dtype, *, weig
 
 @requires_interpreter
 def test_loss_kernel_follows_stride_of_rows() -> None:
-    from app.model.triton_kernels import loss_and_grad
+    from app.layers.triton_kernels import loss_and_grad
 
     memory = torch.zeros(6, 100)
     logits, targets, _ = given(6, 64, torch.float32, CPU)
@@ -79,7 +79,7 @@ def test_loss_kernel_follows_stride_of_rows() -> None:
 @requires_interpreter
 def test_loss_kernel_reads_nothing_of_padding_and_clears_it() -> None:
     """An odd vocabulary in rows of whole vectors: what lies behind the logits may be anything."""
-    from app.model.triton_kernels import loss_and_grad
+    from app.layers.triton_kernels import loss_and_grad
 
     memory = torch.full((6, 128), float("nan"))
     logits, targets, weights = given(6, 101, torch.float32, CPU)

@@ -14,9 +14,9 @@ from torch import Tensor
 from app.batch import Batch, PackedSequences
 from app.config.schema import QuantizationConfig
 from app.errors import EnvironmentProblem
-from app.model.attention import BACKENDS, NAME
-from app.model.attention.requirements import Rules
-from app.model.attention.sdpa import sdpa
+from app.layers.attention import BACKENDS, NAME
+from app.layers.attention.requirements import Rules
+from app.layers.attention.sdpa import sdpa
 from app.model.checks import check_packing
 from app.model.training_model import TrainingModel
 from tests.choices import taking_turns

@@ -9,15 +9,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from app.adapters.merged_weights import read_updates
+from app.base.source import base_path
+from app.base.structure import model_class
+from app.base.tokenizer import load_tokenizer
 from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.errors import CheckpointError, ConfigError
+from app.finished.merge import Merge, merged_config, plan_merge
+from app.finished.save import save_base, save_model
 from app.model.build import ModelSections, build_training_model, random_base
-from app.model.merge import Merge, merged_config, plan_merge
-from app.model.merged_weights import read_updates
-from app.model.save import save_base, save_model
-from app.model.source import base_path
-from app.model.structure import model_class
-from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.model.small import distance, documents_of, full, lora, model_config, numbers, sections, task_of, wide_numbers
 from tests.model.test_conversion import mxfp4_folder

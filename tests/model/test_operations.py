@@ -9,7 +9,7 @@ import torch
 
 import app.memory
 import app.model
-from app.model.operations import COSTS, OperationCost, cost_of
+from app.layers.operations import COSTS, OperationCost, cost_of
 from app.training.storage_counter import StorageCounter
 
 TOY = "app_test::twice"  # stays defined in this process

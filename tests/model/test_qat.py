@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.base.tokenizer import load_tokenizer
 from app.config.schema import QuantizationConfig
 from app.errors import ConfigError
-from app.model import quantization
-from app.model.quantization import backbone_linear_layers, quantizer_of
-from app.model.save import save_model
-from app.model.tokenizer import load_tokenizer
+from app.finished.save import save_model
+from app.layers import quantization
+from app.layers.quantization import backbone_linear_layers, quantizer_of
 from tests.harness.runs import SMALL, Zygote, result
 from tests.model.small import batch_of, distance, documents_of, full, model_config, outcome, training_model_of
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from app.base.base_weights import LoadOptions
+from app.base.load_base import load_base
+from app.base.structure import BaseModel
+from app.base.tokenizer import load_tokenizer
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
-from app.model.attention import register
-from app.model.base_weights import LoadOptions
+from app.finished.save import save_base
+from app.layers.attention import register
+from app.layers.frozen_linear import Int8Linear
+from app.layers.nf4 import dequantized
+from app.layers.quantization import Bits4, quantizer_of
 from app.model.build import ModelSections, build_training_model, count_weights, random_base
-from app.model.frozen_linear import Int8Linear
-from app.model.load_base import load_base
-from app.model.nf4 import dequantized
-from app.model.quantization import Bits4, quantizer_of
-from app.model.save import save_base
-from app.model.structure import BaseModel
-from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     CAUSAL,

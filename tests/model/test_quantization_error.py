@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.base.base_weights import LoadOptions
+from app.base.load_base import open_base
 from app.config.tasks import TASKS
-from app.model.base_weights import LoadOptions
-from app.model.fp8_linear import quantize_reference
-from app.model.load_base import open_base
-from app.model.nf4 import dequantized, linear_4bit
-from app.model.quantization_error import NUMBER_FORMATS, quantization_errors
+from app.layers.fp8_linear import quantize_reference
+from app.layers.nf4 import dequantized, linear_4bit
+from app.layers.quantization_error import NUMBER_FORMATS, quantization_errors
 from tests.model.small import model_config
 
 WEIGHT = torch.randn(48, 256, generator=torch.Generator().manual_seed(0))

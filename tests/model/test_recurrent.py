@@ -2,8 +2,8 @@
 
 import pytest
 
-from app.model.adapters import layers_to_adapt
-from app.model.recurrent import missing_kernels, recurrent_mixers
+from app.adapters.adapters import layers_to_adapt
+from app.layers.recurrent import missing_kernels, recurrent_mixers
 from tests.model import small
 
 ADAPTED = {

@@ -9,17 +9,17 @@ from peft import LoraConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 
+from app.adapters.adapters import read_adapter_config
 from app.assets import ROOT
+from app.base.source import base_path
+from app.base.structure import model_class
+from app.base.tokenizer import load_tokenizer
 from app.config.schema import AdapterConfig, PreferenceConfig, TaskConfig
 from app.errors import CheckpointError, EnvironmentProblem
-from app.model import save
-from app.model.adapters import read_adapter_config
+from app.finished import save
+from app.finished.load_run import load_tuned, load_tuned_tokenizer
+from app.finished.save import needs_transformers_5, save_base, save_model, saved_tensors
 from app.model.build import build_training_model
-from app.model.load_run import load_tuned, load_tuned_tokenizer
-from app.model.save import needs_transformers_5, save_base, save_model, saved_tensors
-from app.model.source import base_path
-from app.model.structure import model_class
-from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     CAUSAL,

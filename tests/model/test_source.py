@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from app.base.source import base_fingerprint, require_weights, weight_files, weights_fingerprint
 from app.errors import EnvironmentProblem
-from app.model.source import base_fingerprint, require_weights, weight_files, weights_fingerprint
 from tests.model.small import built, model_config
 
 MIB = 1 << 20

@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 import torch
 
+from app.base.base_weights import LoadOptions
+from app.base.load_base import load_base
 from app.config.schema import ModelConfig, TaskConfig
 from app.errors import ConfigError
-from app.model.attention import register
-from app.model.base_weights import LoadOptions
+from app.layers.attention import register
 from app.model.build import count_weights
-from app.model.load_base import load_base
 from tests.model.small import CAUSAL, KINDS, full, lora, model_config, sections
 
 _UNDECODED: dict[str, Any] = {"is_decoder": False}

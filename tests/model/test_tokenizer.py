@@ -8,9 +8,9 @@ import pytest
 
 from app import chat_rendering
 from app.assets import ROOT
+from app.base.tokenizer import check, chosen_template, load_tokenizer, tokenizer_hash
 from app.config.tasks import TASKS
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.tokenizer import check, chosen_template, load_tokenizer, tokenizer_hash
 from tests.model.small import model_config
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

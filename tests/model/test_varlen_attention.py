@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.base.structure import BaseModel
 from app.batch import PackedSequences
 from app.config.schema import AttentionConfig, ModelConfig
 from app.errors import ConfigError
-from app.model.attention import BACKENDS, Backend, flash4, register, select, varlen
-from app.model.attention.requirements import Kernel, Needs, Rules, needs_of
-from app.model.attention.sdpa import sdpa
-from app.model.attention.varlen import varlen_kernel, varlen_requires
-from app.model.structure import BaseModel
+from app.layers.attention import BACKENDS, Backend, flash4, register, select, varlen
+from app.layers.attention.requirements import Kernel, Needs, Rules, needs_of
+from app.layers.attention.sdpa import sdpa
+from app.layers.attention.varlen import varlen_kernel, varlen_requires
 from scripts.tiny_kinds import architecture
 from tests.choices import pairwise
 from tests.model import stand_ins

@@ -8,7 +8,7 @@ import torch
 
 from app.batch import Batch, PackedSequences
 from app.config.schema import CompileConfig, QuantizationConfig
-from app.model.activation_checkpointing import repeated_layers
+from app.layers.activation_checkpointing import repeated_layers
 from app.model.training_model import TrainingModel
 from app.model.verification import ComparedDocuments, verify_compiled
 from tests.model import small

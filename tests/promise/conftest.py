@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.adapters.adapters import ADAPTERS
 from app.config import groups
 from app.config.adapters import ADAPTER_KINDS
 from app.config.export_settings import EXPORT_KINDS
@@ -22,10 +23,9 @@ from app.data.formats import READERS
 from app.data.labels import LABELLINGS
 from app.data.objectives import MOST_LABELS, OBJECTIVES
 from app.exports.export import EXPORTS
-from app.model.adapters import ADAPTERS
-from app.model.attention import BACKENDS, register
+from app.layers.attention import BACKENDS, register
+from app.layers.quantization import QUANTIZATIONS
 from app.model.losses import LOSSES, PROBLEM_LOSSES
-from app.model.quantization import QUANTIZATIONS
 from app.train import train
 from app.training.counts import CLASS_COUNTS
 from app.training.samples import ANSWERS
@@ -35,12 +35,12 @@ from tests.harness.runs import SMALL
 
 # every table of a kind, by its name in the program
 TABLES: dict[str, dict[str, Any]] = {
-    "adapter": {"app.config.adapters.ADAPTER_KINDS": ADAPTER_KINDS, "app.model.adapters.ADAPTERS": ADAPTERS},
-    "attention": {"app.model.attention.BACKENDS": BACKENDS},
+    "adapter": {"app.config.adapters.ADAPTER_KINDS": ADAPTER_KINDS, "app.adapters.adapters.ADAPTERS": ADAPTERS},
+    "attention": {"app.layers.attention.BACKENDS": BACKENDS},
     "export": {"app.config.export_settings.EXPORT_KINDS": EXPORT_KINDS, "app.exports.export.EXPORTS": EXPORTS},
     "quantization": {
         "app.config.quantizations.QUANTIZATION_KINDS": QUANTIZATION_KINDS,
-        "app.model.quantization.QUANTIZATIONS": QUANTIZATIONS,
+        "app.layers.quantization.QUANTIZATIONS": QUANTIZATIONS,
     },
     "row format": {"app.config.row_formats.ROW_FORMATS": ROW_FORMATS, "app.data.formats.READERS": READERS},
     "metric": {"app.config.metrics.METRICS": METRICS},

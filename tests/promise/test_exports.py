@@ -19,7 +19,7 @@ from app.export import export
 from app.exports.kinds import Export, MergedExport
 from app.exports.reload import logits
 from app.exports.verify import Reference, Reloaded
-from app.model.quantization import Quantizer, weight_of
+from app.layers.quantization import Quantizer, weight_of
 from app.tracking.console import Console
 from tests.promise.conftest import Toys
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.adapters.adapter_method import AdapterMethod
+from app.adapters.adapters import quiet_peft
 from app.batch import PackedSequences
 from app.config.adapters import AdapterKind
 from app.errors import ConfigError, EnvironmentProblem
-from app.model import attention
-from app.model.adapter_method import AdapterMethod
-from app.model.adapters import quiet_peft
-from app.model.attention.requirements import Needs, Rules
+from app.layers import attention
+from app.layers.attention.requirements import Needs, Rules
 from tests.harness.runs import losses, result
 from tests.promise.conftest import Toys
 

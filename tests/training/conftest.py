@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from app.base.structure import BaseModel
+from app.base.tokenizer import load_tokenizer
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.data.collate import Packed, Padded
 from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import Runtime, start
-from app.model.attention.requirements import Needs, needs_of
+from app.layers.attention.requirements import Needs, needs_of
 from app.model.build import DTYPES, ModelSections, build_training_model
-from app.model.structure import BaseModel
-from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from app.tracking.recorder import Recorder
 from app.training import setup

@@ -9,14 +9,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
+from app.adapters.adapters import short_names
+from app.base.structure import BaseModel
+from app.base.tokenizer import load_tokenizer
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.errors import CheckpointError
-from app.model.adapters import short_names
+from app.finished.save import save_model
 from app.model.build import build_training_model
-from app.model.save import save_model
-from app.model.structure import BaseModel
-from app.model.tokenizer import load_tokenizer
 from app.training.adapter_start import load_start
 from tests.model.small import CAUSAL, built, model_config, sections
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from app.base.structure import BaseModel
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
 from app.errors import ConfigError
-from app.model.structure import BaseModel
 from app.training.auto_settings import (
     AutoPlanner,
     AutoSettings,

@@ -13,10 +13,10 @@ from app.data.collate import Packed
 from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data
 from app.errors import EnvironmentProblem
-from app.model import attention
-from app.model.activation_checkpointing import repeated_layers
-from app.model.attention.requirements import Kernel, Rules
-from app.model.attention.sdpa import sdpa
+from app.layers import attention
+from app.layers.activation_checkpointing import repeated_layers
+from app.layers.attention.requirements import Kernel, Rules
+from app.layers.attention.sdpa import sdpa
 from app.model.build import build_training_model
 from app.model.checks import check_packing
 from app.model.training_model import TrainingModel

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.base.structure import BaseModel
 from app.batch import Batch
 from app.config.finished_run import with_recorded_choices
 from app.config.load import compose_run
@@ -17,9 +18,8 @@ from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
 from app.errors import EnvironmentProblem
-from app.model import compilable
-from app.model.compilable import attention_obstacles, machine_obstacles
-from app.model.structure import BaseModel
+from app.layers import compilable
+from app.layers.compilable import attention_obstacles, machine_obstacles
 from app.training import compile_choice
 from app.training.auto_settings import AutoPlanner, with_recompute
 from app.training.choices import Choices, sections_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from app.base.tokenizer import load_tokenizer
 from app.data.objectives import NEXT_TOKEN
-from app.model.tokenizer import load_tokenizer
 from app.training.data_advice import advice
 from app.training.data_check import DataCheck, check_data
 from app.training.resolve import resolve_run

@@ -9,7 +9,7 @@ from app.data.collate import Layout, Packed, Padded
 from app.data.loader import eval_batches
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
-from app.model.generate import generate
+from app.finished.generate import generate
 from app.model.training_model import TrainingModel
 from app.training.counts import ANSWERS, EXACT, LABELS, Sums
 from app.training.scores import counts_of, score_rows

@@ -18,7 +18,7 @@ from app.data.objectives import LabelledAnswers, LabelledTokens, label_next_toke
 from app.data.token_dataset import MismatchedRows, TokenRows
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
-from app.model.chunked_loss import linear_head
+from app.layers.chunked_loss import linear_head
 from app.model.losses import LOSSES, over_documents
 from app.model.training_model import TrainingModel
 from app.oom_retry import split_batch

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from app.base.structure import BaseModel
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.errors import ConfigError
-from app.model.structure import BaseModel
 from app.training.auto_settings import with_packing
 from app.training.choices import choose
 from tests.training.conftest import small_run

@@ -8,16 +8,16 @@ from statistics import mean
 import pytest
 import torch
 
+from app.base.base_weights import LoadOptions
+from app.base.load_base import load_base
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.data.collate import Packed
 from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data
 from app.distributed.process_group import start
-from app.model.attention import register, select
-from app.model.base_weights import LoadOptions
+from app.layers.attention import register, select
 from app.model.build import build_training_model
-from app.model.load_base import load_base
 from app.model.training_model import TrainingModel
 from app.training.setup import stepper_of
 from tests.training.conftest import needs_for, sections_of, small_run

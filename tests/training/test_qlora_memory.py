@@ -7,7 +7,7 @@ import torch
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.distributed.process_group import start
-from app.model.attention import select
+from app.layers.attention import select
 from app.model.build import build_training_model, choose_loss_head
 from app.training.setup import stepper_of
 from app.training.train_step import Stepper

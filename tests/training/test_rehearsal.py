@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from app.errors import EnvironmentProblem
-from app.model.activation_checkpointing import recompute_rest
+from app.layers.activation_checkpointing import recompute_rest
 from app.model.training_model import TrainingModel
 from app.signals import StopRequest
 from app.training.rehearsal import Rehearsal, is_due, rehearse

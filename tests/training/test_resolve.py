@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.base.structure import BaseModel
 from app.config.schema import PrecisionConfig, RunConfig, TrainingConfig
 from app.config.tasks import task_of
 from app.errors import ConfigError
-from app.model.attention import BACKENDS
-from app.model.structure import BaseModel
+from app.layers.attention import BACKENDS
 from app.training.choices import choose, choose_precision
 from app.training.preparation import plan_steps, within_positions
 from tests.training.conftest import small_run

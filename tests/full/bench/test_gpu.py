@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.model.comparison import Comparison
+from app.layers.comparison import Comparison
 from scripts.bench import loops
 from scripts.bench.gpu import INCOMPLETE
 from tests.bench.test_plan import COMMON

@@ -62,8 +62,8 @@ def encoder_tokenizer(folder: Path) -> None:
     """The small tokenizer with the frame of BERT's."""
     from tokenizers.processors import TemplateProcessing
 
+    from app.base.tokenizer import load_tokenizer
     from app.config.load import compose_run
-    from app.model.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(compose_run([]).model, needs_template=False)
     tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})

@@ -10,12 +10,12 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from app.base.structure import BaseModel
+from app.base.tokenizer import load_tokenizer
 from app.config.schema import QuantizationConfig
-from app.model.load_run import load_tuned
-from app.model.quantization import quantizer_of
-from app.model.save import save_tokenizer
-from app.model.structure import BaseModel
-from app.model.tokenizer import load_tokenizer
+from app.finished.load_run import load_tuned
+from app.finished.save import save_tokenizer
+from app.layers.quantization import quantizer_of
 from tests.harness.runs import SMALL, Zygote, killed_and_resumed, metrics, result, same_ending
 from tests.model.small import CAUSAL, built, distance, model_config, wide_numbers
 from tests.model.test_conversion import changed, in_mxfp4

@@ -337,8 +337,8 @@ def with_labels(folder: Path) -> tuple[str, ...]:
 
 
 def with_hidden_tokens(folder: Path) -> tuple[str, ...]:
+    from app.base.tokenizer import load_tokenizer
     from app.config.load import compose_run
-    from app.model.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(compose_run([]).model, needs_template=False)
     tokenizer.add_special_tokens({"mask_token": "<mask>"})

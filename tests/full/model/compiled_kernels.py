@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from app.batch import IGNORE
-from app.model import triton_kernels
+from app.layers import triton_kernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
 

@@ -11,12 +11,12 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from app.base import load_base
+from app.base.base_weights import LoadOptions
 from app.config.load import compose_run
 from app.config.tasks import TASKS
-from app.model import load_base
-from app.model.attention import register
-from app.model.base_weights import LoadOptions
-from app.model.quantization import quantizer_of
+from app.layers.attention import register
+from app.layers.quantization import quantizer_of
 from tests.harness.peak import Peak
 
 

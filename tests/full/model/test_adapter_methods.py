@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from app.adapters.adapters import quiet_peft
+from app.adapters.merged_weights import read_updates
 from app.config.load import compose_run, read_run
 from app.config.schema import ModelConfig
 from app.errors import AppError
-from app.model.adapters import quiet_peft
-from app.model.attention import register
-from app.model.merge import merged_config, plan_merge
-from app.model.merged_weights import read_updates
+from app.finished.merge import merged_config, plan_merge
+from app.layers.attention import register
 from app.train import train
 from app.training.trainer import Trainer
 from tests.harness.runs import SMALL, losses, result

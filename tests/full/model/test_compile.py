@@ -8,8 +8,8 @@ import torch
 from app.config.adapters import compile_obstacle
 from app.config.peft_methods import METHODS as METHODS_OF_PEFT
 from app.config.schema import AdapterConfig
-from app.model.attention import register
-from app.model.compile import compile_blocks
+from app.layers.attention import register
+from app.layers.compile import compile_blocks
 from tests.full.model.test_peft_methods import FIELDS
 from tests.model import small
 from tests.model.test_compile import (

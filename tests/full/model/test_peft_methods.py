@@ -16,8 +16,8 @@ from app.config.load import compose_run, read_run
 from app.config.peft_methods import METHODS, REFUSED
 from app.config.schema import AdapterConfig, QuantizationConfig, RunConfig
 from app.errors import AppError
+from app.finished.save import saved_tensors
 from app.model.build import build_training_model
-from app.model.save import saved_tensors
 from app.train import train
 from tests.full.model.test_adapter_methods import in_peft, logits, merged, models, run, weights
 from tests.harness.runs import SMALL, metrics, result

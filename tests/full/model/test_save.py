@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from app.model.save import add_transformers_4_keys, save_model
-from app.model.source import base_path
-from app.model.tokenizer import load_tokenizer
+from app.base.source import base_path
+from app.base.tokenizer import load_tokenizer
+from app.finished.save import add_transformers_4_keys, save_model
 from tests import transformers4
 from tests.harness.python import printed_by
 from tests.model.small import built, config_of, distance, full, lora, model_config

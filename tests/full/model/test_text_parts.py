@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
+from app.base.text_part import whole_class
 from app.model.build import build_training_model
 from app.model.checks import check_packing
-from app.model.text_part import whole_class
 from tests.model.small import CAUSAL, documents_of, lora, model_config, packed, sections
 from tests.model.wholes import saved_whole
 

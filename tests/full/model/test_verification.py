@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from app.model.activation_checkpointing import repeated_layers
+from app.layers.activation_checkpointing import repeated_layers
 from app.model.training_model import TrainingModel
 from app.model.verification import verify_compiled
 from tests.full.model.wide_backend import WIDE

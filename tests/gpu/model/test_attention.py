@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from app.batch import Batch, PackedSequences
 from app.config.schema import AttentionConfig, LaunchConfig
 from app.distributed.process_group import Runtime, start
-from app.model.attention import BACKENDS, select
-from app.model.attention.requirements import Rules
-from app.model.attention.sdpa import plain, sdpa
+from app.layers.attention import BACKENDS, select
+from app.layers.attention.requirements import Rules
+from app.layers.attention.sdpa import plain, sdpa
 from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer

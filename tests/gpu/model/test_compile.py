@@ -10,7 +10,7 @@ import torch
 from app.batch import Batch, PackedSequences
 from app.config.schema import CompileConfig, LaunchConfig, QuantizationConfig
 from app.distributed.process_group import start
-from app.model.attention import register
+from app.layers.attention import register
 from app.model.build import build_training_model
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper

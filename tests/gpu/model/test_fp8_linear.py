@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from app.model import fp8_linear
-from app.model.fp8_linear import Fp8Linear, quantize_by_kernel, quantize_reference
+from app.layers import fp8_linear
+from app.layers.fp8_linear import Fp8Linear, quantize_by_kernel, quantize_reference
 from tests.model.small import distance
 from tests.model.test_fp8_linear import random, rows_of_many_sizes
 

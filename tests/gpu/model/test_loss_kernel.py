@@ -12,14 +12,14 @@ from tests.model.test_loss_kernel import GPU, ROUNDED, check, exact, given
 @pytest.mark.parametrize("vocabulary", [128256, 151936, 32000])
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_loss_kernel_equals_float64(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
-    from app.model.triton_kernels import loss_and_grad
+    from app.layers.triton_kernels import loss_and_grad
 
     logits, targets, weights = given(96, vocabulary, dtype, GPU)
     check(loss_and_grad, logits, targets, weights if weighted else None)
 
 
 def test_loss_kernel_rows_beyond_32_bits() -> None:
-    from app.model.triton_kernels import loss_and_grad
+    from app.layers.triton_kernels import loss_and_grad
 
     logits = torch.zeros(17000, 128256, dtype=torch.bfloat16, device=GPU)
     logits[-1, 7] = 3.0
@@ -34,7 +34,7 @@ def test_loss_kernel_rows_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("vocabulary", [50257, 30522])
 def test_loss_kernel_of_padded_rows_equals_float64(vocabulary: int) -> None:
-    from app.model.triton_kernels import loss_and_grad
+    from app.layers.triton_kernels import loss_and_grad
 
     width = -(-vocabulary // 64) * 64
     memory = torch.full((96, width), float("nan"), dtype=torch.bfloat16, device=GPU)

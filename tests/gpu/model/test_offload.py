@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from app.model.activation_checkpointing import HostOffload
+from app.layers.activation_checkpointing import HostOffload
 
 
 def layer(given: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from app.model.frozen_linear import Int8Linear
-from app.model.nf4 import dequantized, install_forward
-from app.model.quantization import Bits4
+from app.layers.frozen_linear import Int8Linear
+from app.layers.nf4 import dequantized, install_forward
+from app.layers.quantization import Bits4
 from tests.model.small import distance
 
 SHAPES = ((1024, 4096), (14336, 4096), (4096, 14336))  # outputs, inputs

@@ -9,7 +9,7 @@ import torch
 
 from app.config.schema import AdapterConfig, CompileConfig, LaunchConfig, QuantizationConfig
 from app.distributed.process_group import start
-from app.model.attention import register
+from app.layers.attention import register
 from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
 from tests.gpu.model.test_compile import packed

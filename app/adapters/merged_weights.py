@@ -1,0 +1,153 @@
+"""What an adapter makes of each weight of its base."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.adapters.adapters import quiet_peft, read_adapter_config
+from app.base.safetensors_files import StoredTensor, adapter_weights, tensors_of_file
+from app.base.text_part import PREFIX
+from app.config.adapters import ADAPTER_WEIGHTS
+from app.config.peft_methods import METHODS
+from app.errors import CheckpointError
+from app.layers.quantization import is_conv1d
+
+_ROWS = ".token_adapter.trainable_tokens_delta"  # ends the names of trained rows of an embedding or a head
+
+
+def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What makes of each adapted layer's weight [out, in] the one with its adapter, by full names of the layers.
+
+    Refuses adapters with anything that cannot be merged so. `lm`: the structure of the base, for the shapes of all
+    layers where they share tensors of the adapter.
+    """
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    config = read_adapter_config(final)
+    known = METHODS.get(config["peft_type"])
+    if known is not None and not known.merges:
+        raise CheckpointError(
+            f"kind=merged: {config['peft_type']} cannot be merged into one weight after the other. Give kind=adapter."
+        )
+    mark = f".{PEFT_TYPE_TO_TUNER_MAPPING[config['peft_type']].prefix}"  # before the names of a method's own tensors
+    parts: dict[str, dict[str, Tensor]] = {}
+    shared: dict[str, Tensor] = {}
+    updates: dict[str, Callable[[Tensor], Tensor]] = {}
+    for full, tensor in adapter_weights(final).items():
+        name = full.removeprefix(PREFIX)
+        layer, is_own, _ = name.partition(mark)
+        if name == full:
+            shared[full] = tensor
+        elif is_own and not (known is not None and known.of_norms and name.endswith(".bias")):
+            parts.setdefault(layer, {})[full] = tensor
+        elif name.endswith(_ROWS):
+            layer = name.removesuffix(_ROWS)
+            ids = next(ids for name, ids in config["trainable_token_indices"].items() if layer.endswith(name))
+            updates[layer] = partial(_with_rows, rows=tensor, ids=ids)
+        elif not _is_whole(name, config):
+            raise CheckpointError(
+                f"kind=merged: the adapter in {final} has the tensor {full}, which is not merged here yet. "
+                "kind=adapter exports it as it is."
+            )
+    if shared:
+        layers = {layer: lm.get_submodule(layer) for layer in parts}
+        shapes = {n: each.weight.shape[::-1] if is_conv1d(each) else each.weight.shape for n, each in layers.items()}
+        weights = {layer: torch.zeros(1).expand(shape) for layer, shape in shapes.items()}  # which take no memory
+        whole = {name: each for own in (shared, *parts.values()) for name, each in own.items()}
+        network = _attached(weights, config, whole)
+        return updates | {layer: partial(_merged_in, network.get_submodule(f"{PREFIX}{layer}")) for layer in parts}
+    return updates | {layer: partial(_merged, layer=layer, config=config, parts=own) for layer, own in parts.items()}
+
+
+def _merged_in(module: Any, weight: Tensor) -> Tensor:
+    """The weight of a layer that shares tensors with others, in fp32: PEFT merges this one alone."""
+    layer, without = module.get_base_layer(), module.get_base_layer().weight
+    layer.weight = nn.Parameter(weight.to("cpu", torch.float32, copy=True), requires_grad=False)
+    module.merge()
+    merged: Tensor = layer.weight.detach()
+    layer.weight, module.merged_adapters = without, []
+    return merged
+
+
+def _merged(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+    """The weight [out, in] of a layer, or the stack [experts, out, in], with its adapter, in fp32: PEFT merges a model
+    of this layer alone.
+    """
+    if weight.ndim == 3:
+        return _merged_stack(weight, layer, config, parts)
+    patterns = {  # PEFT warns of names of other layers
+        key: {name: each for name, each in config[key].items() if f".{layer}".endswith(f".{name}")}
+        for key in ("rank_pattern", "alpha_pattern")
+        if config.get(key)
+    }
+    with quiet_peft():
+        network = _attached({layer: weight.to(torch.float32, copy=True)}, {**config, **patterns}, parts)
+        result: Tensor = network.merge_and_unload().get_submodule(layer).weight.detach()
+    return result
+
+
+def _merged_stack(stack: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+    """A stack of experts with its LoRA: A has them as the slow index, B as the fast one."""
+    a, b = (parts[f"{PREFIX}{layer}.lora_{half}.weight"].to(stack.device, torch.float32) for half in "AB")
+    a, b = a.unflatten(0, (len(stack), -1)), b.unflatten(1, (-1, len(stack))).permute(2, 0, 1)
+    r = a.shape[1]
+    scale = config["lora_alpha"] / (r**0.5 if config["use_rslora"] else r)
+    return torch.baddbmm(stack.float(), b, a, alpha=scale)
+
+
+def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Any:
+    """PEFT's model of some layers alone, by their weights, with their adapter."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model, set_peft_model_state_dict
+
+    lm = nn.Module()
+    for layer, weight in weights.items():
+        with torch.device("meta"):
+            rows, columns = len(weight), weight.shape[-1]
+            is_norm = weight.ndim == 1
+            module = nn.LayerNorm(rows, bias=False) if is_norm else nn.Linear(columns, rows, bias=False)
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        place, _, last = layer.rpartition(".")
+        inside = lm
+        for part in place.split(".") if place else ():
+            if not hasattr(inside, part):
+                inside.add_module(part, nn.Module())
+            inside = inside.get_submodule(part)
+        inside.add_module(last, module)
+    own: dict[str, Any] = {
+        "task_type": None,
+        "modules_to_save": None,
+        "trainable_token_indices": None,
+        "target_parameters": None,
+        "ensure_weight_tying": False,
+    }
+    own |= {"fan_in_fan_out": False, "inference_mode": False, "base_model_name_or_path": None}
+    settings = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]].from_peft_type(
+        **{key: own.get(key, value) for key, value in config.items()}
+    )
+    with quiet_peft():
+        network = get_peft_model(lm, settings)
+        found = set_peft_model_state_dict(network, dict(parts))
+    assert not found.unexpected_keys, found.unexpected_keys
+    return network
+
+
+def _with_rows(weight: Tensor, rows: Tensor, ids: list[int]) -> Tensor:
+    return weight.float().index_copy(0, torch.tensor(ids, device=weight.device), rows.to(weight.device, torch.float32))
+
+
+def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:
+    """Weights that the adapter replaces as a whole, by their names in the model."""
+    config = read_adapter_config(final)
+    stored = tensors_of_file(final / ADAPTER_WEIGHTS)
+    return {name.removeprefix(PREFIX): each for name, each in stored.items() if _is_whole(name, config)}
+
+
+def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a weight belongs to a module that was trained as a whole, or to one that is tied to such a module."""
+    whole, plain = config.get("modules_to_save") or (), f".{name.removeprefix(PREFIX)}"
+    is_tied = config.get("ensure_weight_tying") and not any(mark in plain for mark in (".lora_", ".token_adapter."))
+    return bool(is_tied) or any(f".{each}." in plain for each in whole)

@@ -1,0 +1,131 @@
+"""Kinds of model that can be trained correctly, and how; others are refused by name, before weights are fetched.
+
+Our attention replaces the model's own through transformers' interface, and no mask is built for it. A kind that does
+not call the interface would ignore it. A kind whose layers need another mask would call it and still be wrong. Both
+would train without an error. So a table says what was proven for a kind (`config.model_kinds`), and the checks before
+the first step prove it for the model at hand; a kind that the table does not know is tried in the best way.
+Layers that carry a state from token to token are laid aside (`model.recurrent`).
+"""
+
+import sys
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import transformers
+
+from app.base.text_part import OTHER_TEXT, whole_class
+from app.config.model_kinds import OWN, PACKED, REFUSED, Tier, model_kinds
+from app.config.schema import ModelConfig
+from app.config.tasks import TASKS, Task
+from app.errors import ConfigError
+from app.layers.head import own_head, pooled_head
+from app.layers.recurrent import recurrent_mixers
+
+# of others that differ only in long rows, the check before the first step would see nothing
+_RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
+_LAYERS = _RECURRENT | {"full_attention", "sliding_attention", "mlp", "moe"}
+_OWN_ATTENTION = "its attention cannot be replaced by ours"
+_HEAD_FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
+    """Check the configuration; code that a model brings along is checked once the model is built."""
+    tier = tier_of(config, task, numbers)
+    if not tier.accepted:
+        _refuse(config, task, numbers, tier.reason)
+
+
+def tier_of(config: ModelConfig, task: Task, numbers: Any) -> Tier:
+    """How the task trains a model of this configuration, as far as that tells."""
+    own_code = config.trust_remote_code and hasattr(numbers, "auto_map")
+    proven = None if own_code else _proven(task, numbers.model_type)
+    if proven is not None and not proven.accepted and proven.compared:
+        return proven
+    reason = _reason(task, numbers, own_code=own_code)
+    if reason is not None:
+        return Tier(REFUSED, reason)
+    types = set(getattr(numbers.get_text_config(decoder=True), "layer_types", None) or ())
+    strange = types - _LAYERS - set(proven.layers if proven else ())
+    if strange:
+        return Tier(REFUSED, f"it has layers of {', '.join(sorted(strange))}")
+    if proven is not None and proven.compared:
+        return proven
+    known = whole_class(numbers, task) or getattr(transformers, task.mapping).get(type(numbers), None)
+    if own_code or types & _RECURRENT or any(map(_calls_interface, known if isinstance(known, tuple) else (known,))):
+        return Tier(PACKED)
+    return Tier(OWN, _OWN_ATTENTION)
+
+
+def _proven(task: Task, kind: str) -> Tier | None:
+    """What the table has for a kind in the sections of the task's class."""
+    known = model_kinds().tasks
+    sections = [
+        each for name, each in known.items() if (TASKS.get(name) or TASKS["causal"]).auto_class == task.auto_class
+    ]
+    return next((tiers[kind] for tiers in sections if kind in tiers), None)
+
+
+def _reason(task: Task, numbers: Any, *, own_code: bool) -> str | None:
+    """Why no model of this configuration is one for the task, None where nothing tells."""
+    whole = _whole_class(task, numbers)
+    if isinstance(whole, str):
+        return whole
+    known = whole or getattr(transformers, task.mapping).get(type(numbers), None)
+    if known is None and not own_code:
+        return f"it is not {task.description}"
+    return None
+
+
+def _whole_class(task: Task, numbers: Any) -> Any:
+    """The class of a model that is trained on text by the class of the whole, None for others; or why none is."""
+    if numbers.is_encoder_decoder or "encoder" in numbers.sub_configs:
+        return "it is an encoder-decoder, and only models of one of the two are trained here"
+    text, whole = numbers.get_text_config(decoder=True), whole_class(numbers, task)
+    if numbers.model_type in OTHER_TEXT:
+        return f"the class of its text part, of kind {text.model_type}, computes something else than the whole"
+    if text is not numbers and (whole is None or not task.writes_text):
+        return "it reads more than text, and its text part is trained by task=causal alone"
+    return whole if task.writes_text else None
+
+
+def _calls_interface(known: Any) -> bool:
+    """Whether attention of a class is transformers' interface; the flag is missing for kinds that call it."""
+    return known._supports_attention_backend or hasattr(sys.modules[known.__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
+    """Check the model once it is built, on meta or with its weights."""
+    refuse = partial(_refuse, config, task, lm.config)
+    if tier_of(config, task, lm.config).name != OWN and not (_calls_interface(type(lm)) or recurrent_mixers(lm)):
+        refuse(_OWN_ATTENTION)
+    if lm.base_model is lm:
+        refuse("its backbone cannot be told from its head")
+    ways = {not module.is_causal for module in lm.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    if task.sees != "either" and (task.sees == "before") in ways:
+        refuse(
+            "its tokens see only those before them" if task.sees == "both" else "its tokens see the tokens after them"
+        )
+    if len(ways) > 1:
+        refuse("tokens see those after them in some of its layers and not in others")
+    # one row through the head; whether the logits are right is checked on the first batch
+    row = torch.zeros(1, lm.config.get_text_config().hidden_size, dtype=lm.dtype, device=lm.device)
+    try:
+        with torch.no_grad():
+            (pooled_head if task.pooled else own_head)(lm)(row)
+    except _HEAD_FAULTS as fault:
+        refuse(f"its head does not work apart from its backbone: {fault}", fault)
+
+
+def _refuse(config: ModelConfig, task: Task, numbers: Any, reason: str, fault: Exception | None = None) -> NoReturn:
+    given = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
+    others = [
+        name
+        for name, other in TASKS.items()
+        if other.auto_class != task.auto_class and tier_of(config, other, numbers).accepted
+    ]
+    other_task = f"; or try task={others[0]}, which has a class for this kind" if others else ""
+    raise ConfigError(
+        f"{given}: a model of kind {numbers.model_type} cannot be trained here ({reason}). "
+        f"Choose another: {task.examples}{other_task}."
+    ) from fault

@@ -1,0 +1,125 @@
+"""The text part of a model that reads more than text: its class, and its names in the whole.
+
+Where transformers has a class for the text part, that is trained. Where it has none, it is the class of the whole
+without its other towers, on text.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
+from app.config.tasks import Task
+
+PREFIX = "base_model.model."  # of PEFT, before the names of the base
+
+# kinds whose whole computes something else of text than the class for their text part, as a test of all kinds shows
+OTHER_TEXT = ("aya_vision", "cohere2_vision", "paligemma")
+
+
+def whole_class(numbers: Any, task: Task) -> Any:
+    """The class of a model that reads more than text; None for one that the task has a class for as it is."""
+    alone = numbers.get_text_config(decoder=True) is numbers and type(numbers) in getattr(transformers, task.mapping)
+    if alone or numbers.is_encoder_decoder:
+        return None
+    return transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(numbers), None)
+
+
+def text_numbers(numbers: Any, task: Task) -> Any:
+    """The configuration of the text part, where transformers has a class for that; else `numbers`."""
+    text = numbers.get_text_config(decoder=True)
+    is_known = type(text) in getattr(transformers, task.mapping) and whole_class(numbers, task) is not None
+    if text is numbers or not (task.writes_text and is_known) or numbers.model_type in OTHER_TEXT:
+        return numbers
+    tied = getattr(numbers, "tie_word_embeddings", None)
+    if tied is not None:  # the whole decides
+        text.tie_word_embeddings = tied
+    text.dtype = text.dtype or numbers.dtype
+    if hasattr(numbers, "quantization_config"):
+        text.quantization_config = numbers.quantization_config
+    return text
+
+
+def leave_out_towers(whole: Any) -> None:
+    """Take out, in place, everything but the decoder of text and the head."""
+    kept = [module for module in (whole.get_decoder(), whole.get_output_embeddings()) if module is not None]
+    inside = {module for each in kept for module in each.modules()}
+    for outer in [each for each in whole.modules() if each not in inside]:
+        for name, child in list(outer.named_children()):
+            if inside.isdisjoint(child.modules()):
+                setattr(outer, name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Where the whole, which is on meta, has the modules of its text part."""
+
+    whole: Any
+    places: tuple[tuple[str, str], ...]  # names in the text part and in the whole
+
+    @classmethod
+    def of(cls, lm: Any, numbers: Any, task: Task) -> "TextPart | None":
+        """`numbers` are those of the whole; None where `lm` is all of a model."""
+        kind = whole_class(numbers, task)
+        if kind is None:
+            return None
+        with torch.device("meta"):
+            whole = kind._from_config(numbers, dtype=lm.dtype)
+        if kind is type(lm):
+            return cls(whole, tuple((name, name) for name in _outermost(lm, whole)))
+        inside = {type(each): name for name, each in reversed([*whole.named_modules()]) if name}
+        if type(lm) in inside:
+            return cls(whole, tuple((child, f"{inside[type(lm)]}.{child}") for child, _ in lm.named_children()))
+        heads = [(child, child) for child, _ in lm.named_children() if child != lm.base_model_prefix]
+        return cls(whole, ((lm.base_model_prefix, inside[type(lm.base_model)]), *heads))
+
+    def in_whole(self, name: str) -> str | None:
+        return _replaced(name, self.places)
+
+    def in_text(self, name: str) -> str | None:
+        return _replaced(name, tuple((there, here) for here, there in self.places))
+
+
+def _outermost(lm: Any, whole: Any) -> list[str]:
+    """Names of modules and parameters of `lm`, those outside all that it lacks of the whole."""
+    lacking = {name for name, _ in whole.named_modules()} - {name for name, _ in lm.named_modules()}
+    around = {name[:at] for name in lacking for at, letter in enumerate(name) if letter == "."} | {""}
+    around -= lacking
+    found = []
+    for name in around:
+        module, prefix = lm.get_submodule(name), f"{name}." if name else ""
+        found += [f"{prefix}{each}" for each in (*module._parameters, *dict(module.named_children()))]
+    return sorted(set(found) - around)
+
+
+def _replaced(name: str, places: tuple[tuple[str, str], ...]) -> str | None:
+    for old, new in places:
+        if name == old or name.startswith(f"{old}."):
+            return new + name[len(old) :]
+    return None
+
+
+def rename_adapter(source: Path, target: Path, renamed: Callable[[str], str | None]) -> None:
+    """Write an adapter with other names of its layers, all in full: short ones would match other towers too."""
+    tensors = {
+        f"{PREFIX}{renamed(name.removeprefix(PREFIX))}": each
+        for name, each in load_file(source / ADAPTER_WEIGHTS).items()
+    }
+    config = json.loads((source / ADAPTER).read_text())
+    plain = [name.removeprefix(PREFIX) for name in tensors]
+    layers = {name.partition(".lora_")[0].replace(".base_layer", "") for name in plain if ".lora_" in name}
+    experts = {name.rpartition(".")[0] for name in config.get("target_parameters") or ()}  # named by their ends
+    config["target_modules"] = sorted(name for name in layers if name.rpartition(".")[2] not in experts)
+    others = (name for name in plain if ".lora_" not in name and ".token_adapter." not in name)
+    config["modules_to_save"] = sorted({name.rpartition(".")[0] for name in others}) or None
+    for key in ("rank_pattern", "alpha_pattern", "trainable_token_indices"):
+        by_name = config.get(key) or {}
+        config[key] = {renamed(name) or name: value for name, value in by_name.items()} or config.get(key)
+    save_file(tensors, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (target / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True))

@@ -1,0 +1,1 @@
+"""Trained models: merged, saved, loaded again, and asked for answers."""

@@ -1,0 +1,1 @@
+"""What computes: attention, quantized and compiled layers, experts, kernels, norms, recomputed layers, the head."""

@@ -1,0 +1,116 @@
+"""Rules that layers give to attention, needs of a run, and refusals of variable-length kernels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.batch import PackedSequences
+from app.errors import ConfigError
+from app.layers.kernels import is_ampere
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Parameters of one layer's attention besides q, k and v."""
+
+    causal: bool
+    scale: float | None
+    dropout: float
+    window: int | None  # tokens each side of the query may see, itself included
+    softcap: float | None
+    sinks: Tensor | None  # one logit per head that takes part in the softmax and is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Needs of a run, known before any weight is loaded."""
+
+    packed: bool
+    compute: torch.dtype | None  # of autocast; None: everything is float32
+    softcap: bool
+    sinks: bool
+    dropout: bool
+    heads: frozenset[tuple[int, int]]  # sizes of a key and of a value: layers may differ
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Rules, PackedSequences | None], Tensor]
+
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_KEY_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")  # attributes of attention modules
+
+
+def dropouts_of(lm: Any) -> dict[str, float]:
+    """The dropouts of attention weights by their names in config.json."""
+    config = lm.config.get_text_config(decoder=True)
+    return {name: rate for name in _DROPOUTS if (rate := getattr(config, name, None))}
+
+
+def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
+    """Needs read from configuration, parameter names and attention modules; `lm` may be on meta.
+
+    A rule that does not show in them is refused by the kernel (`require_rules`).
+    """
+    return Needs(
+        packed=packed,
+        compute=compute,
+        softcap=is_capped(lm),
+        sinks=any(name.endswith(".sinks") for name, _ in lm.named_parameters()),
+        dropout=bool(dropouts_of(lm)),
+        heads=frozenset(_head_sizes(module) for module in lm.modules() if hasattr(module, "is_causal")),
+    )
+
+
+def is_capped(lm: Any) -> bool:
+    """Whether attention is soft-capped, as the configuration says."""
+    return getattr(lm.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+
+
+def _head_sizes(attention: Any) -> tuple[int, int]:
+    """Numbers of a key and of a value of one head; 0 where the module does not say."""
+    key = next((getattr(attention, name) for name in _KEY_SIZES if hasattr(attention, name)), 0)
+    return key, getattr(attention, "v_head_dim", key)
+
+
+MAX_HEAD_SIZE = 256
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def missing_gpu(device: torch.device) -> list[str]:
+    """The GPU that `device` lacks, in words."""
+    return [] if is_ampere(device) else ["an NVIDIA GPU of the Ampere generation or newer"]
+
+
+def refusals(needs: Needs, *, softcap: bool = False) -> list[str]:
+    """The needs that a variable-length kernel cannot serve, in words; `softcap`: this one can cap."""
+    asked: dict[str, Any] = {
+        "padded rows (batching.packing=false)": not needs.packed,
+        "float32 arithmetic (precision=fp32 or tf32)": needs.compute not in HALVES,
+        "soft-capping": needs.softcap and not softcap,
+        "attention sinks": needs.sinks,
+        "dropout of attention weights": needs.dropout,
+    }
+    for key, value in sorted(needs.heads):
+        asked[f"heads of {key} numbers (multiples of 8 up to {MAX_HEAD_SIZE})"] = key % 8 or key > MAX_HEAD_SIZE
+        asked[f"keys of {key} and values of {value} numbers"] = key != value
+    return [words for words, wanted in asked.items() if wanted]
+
+
+def require_rules(name: str, rules: Rules, *, softcap: bool = False) -> None:
+    """Refuse a rule that the model's configuration did not show."""
+    asked = {
+        "soft-capping": rules.softcap is not None and not softcap,
+        "attention sinks": rules.sinks is not None,
+        "dropout of attention weights": rules.dropout > 0,
+    }
+    wanted = [words for words, asks in asked.items() if asks]
+    if wanted:
+        raise ConfigError(cannot(name, wanted))
+
+
+def cannot(name: str, wanted: list[str]) -> str:
+    """The message that backend `name` cannot do what is wanted."""
+    return f"attention={name} cannot do {' and '.join(wanted)}, which this run asks for. Set attention=sdpa."

@@ -1,0 +1,105 @@
+"""Variable-length attention: kernels that take all documents of a packed row in one call, by `cu_seqlens`.
+
+Two of them: flash-attn's packages (2, 3 and 4), and torch's own `varlen_attn` (flash-attn 2 inside torch). All take
+the tokens of all documents one after another, [T, H, D], in 16-bit numbers. Padded rows go to `sdpa`.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.batch import PackedSequences
+from app.layers.attention import flash4
+from app.layers.attention.requirements import Kernel, Rules, missing_gpu, require_rules
+from app.layers.attention.sdpa import sdpa
+from app.layers.kernels import autocast_dtype
+
+
+def varlen_kernel(name: str, function: Callable[..., Any]) -> Kernel:
+    """Attention by `flash_attn_varlen_func` of any version (flash), or by torch's `varlen_attn` (varlen)."""
+    is_flash = name == "flash"
+    unlimited = inspect.signature(function).parameters["window_size"].default[0]  # -1, or None in flash-attn 4
+    names_shared_heads = _accepts(function, "enable_gqa")  # older versions of torch take fewer key heads as they are
+
+    def run(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
+        if documents is None:
+            return sdpa(q, k, v, rules, None)
+        require_rules(name, rules, softcap=is_flash)
+        # autocast does not know these kernels, and rotary embeddings or norms may have widened q and k
+        dtype = autocast_dtype(v)
+        query, key, value = (each.to(dtype)[0].transpose(0, 1) for each in (q, k, v))
+        bounds, longest = documents.cu_seqlens, documents.max_seqlen
+        options: dict[str, Any] = {"window_size": _window(rules, longest, unlimited)}
+        if is_flash:  # by name: between them and the values flash-attn 4 has one argument more
+            options |= {"softmax_scale": rules.scale, "causal": rules.causal, "softcap": rules.softcap or 0.0}
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), bounds)
+            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
+            out = function(query, key, value, **options)
+        else:
+            options |= {"enable_gqa": True} if names_shared_heads and q.shape[1] != k.shape[1] else {}
+            out = function(query, key, value, bounds, bounds, longest, longest, scale=rules.scale, **options)
+        out = out[0] if isinstance(out, tuple) else out  # some versions return their log-sum-exp too
+        return out.transpose(0, 1)[None]  # type: ignore[no-any-return]
+
+    return run
+
+
+def _window(rules: Rules, longest: int, unlimited: int | None) -> tuple[int | None, int | None]:
+    """Tokens to the left and right of itself that a query sees; `unlimited` is all of them."""
+    left = unlimited if rules.window is None or rules.window >= longest else rules.window - 1
+    return left, 0 if rules.causal else left
+
+
+def varlen_requires(name: str, device: torch.device) -> list[str]:
+    """The GPU or package that kernel `name` lacks; a package that was built for another torch counts as missing."""
+    missing = missing_gpu(device)
+    return missing or ([] if _FIND_FUNCTION[name](device) else [_PACKAGES[name]])
+
+
+@cache
+def varlen_on(name: str, device: torch.device) -> Kernel:
+    """Kernel `name` for tensors of `device`."""
+    function = _FIND_FUNCTION[name](device)
+    assert function is not None, "varlen_requires comes first"
+    return varlen_kernel(name, function)
+
+
+_FLASH_2, _FLASH_3, _FLASH_4 = "flash_attn", "flash_attn_interface", "flash_attn.cute"  # packages of flash-attn
+# by major compute capability, the fastest first; other GPUs have kernels in flash-attn 2 alone
+_FLASH = {9: (_FLASH_3, _FLASH_4, _FLASH_2), 10: (_FLASH_4, _FLASH_2)}
+
+
+def find_flash(device: torch.device) -> Callable[..., Any] | None:
+    """Return the function of the fastest flash-attn version that is installed and has kernels for this GPU."""
+    major, _ = torch.cuda.get_device_capability(device)
+    for package in _FLASH.get(major, (_FLASH_2,)):
+        try:
+            function: Callable[..., Any] = import_module(package).flash_attn_varlen_func
+        except (ImportError, AttributeError, OSError):  # missing, or built for another torch
+            continue
+        if _accepts(function, "softcap", "window_size"):
+            return flash4.attention if package == _FLASH_4 else function
+    return None
+
+
+def _find_varlen(_device: torch.device) -> Callable[..., Any] | None:
+    """torch's function; before torch 2.11 it could neither scale nor have a window."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn if _accepts(varlen_attn, "scale", "window_size") else None
+
+
+_FIND_FUNCTION = {"flash": find_flash, "varlen": _find_varlen}
+_PACKAGES = {
+    "flash": "the package flash-attn 2.6 or newer, built for this torch",
+    "varlen": f"torch 2.11 or newer (this is {torch.__version__})",
+}
+
+
+def _accepts(function: Callable[..., Any], *names: str) -> bool:
+    return set(names) <= set(inspect.signature(function).parameters)

@@ -1,0 +1,176 @@
+"""The repeated layers of a model through torch.compile: one graph for all layers that are alike, for the whole run.
+
+All micro-batches of a packed run have one shape and differ in the values of one tensor: where documents begin. So the
+graph is made and verified once, before the first step, and a later need for another one is an error. Passes without a
+gradient (evaluations, answers) use the layer's own forward. So do parts of a micro-batch that was split, which are
+recomputed as well: a layer that is not compiled keeps about twice the activations.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from app.config.schema import CompileConfig
+from app.errors import TrainingError, gist
+from app.layers.activation_checkpointing import is_recomputed, recomputed, repeated_layers
+from app.layers.partition import marking_pass
+from app.layers.recurrent import recurrent_mixers
+
+
+class LayerCall(NamedTuple):
+    """The arguments of a layer; hidden states come first."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def hidden(self) -> Tensor:
+        states: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
+        return states
+
+    def with_hidden(self, states: Tensor | None) -> "LayerCall":
+        if self.args:
+            return LayerCall((states, *self.args[1:]), self.kwargs)
+        return LayerCall((), self.kwargs | {"hidden_states": states})
+
+
+Visit = Callable[[int, nn.Module, Callable[..., Any], LayerCall], Any]  # number, layer, own forward, call -> output
+
+
+class CompiledLayers:
+    """The compiled layers of one model. `graphs` counts the graphs that were made, `seconds` what that took."""
+
+    def __init__(self, layers: Mapping[int, Any], config: CompileConfig, left_out: int = 0) -> None:
+        """`layers` by their numbers in the model."""
+        self.layers = len(layers)
+        self.left_out = left_out
+        self.graphs = 0
+        self.seconds = 0.0
+        self.verified = False  # a further graph is an error
+        self.worst_ratio = 0.0  # of `errors`, which verification finds
+        self.errors: Sequence[Any] = ()
+        self.fault: str | None = None  # why layers use their own forward after all
+        self.is_on = True
+        self._visit: Visit | None = None
+        self._shape: torch.Size | None = None
+        self._config = config
+        # a copy with a code object of its own: torch caches graphs by code object, and another model has other graphs
+        code: Any = _own_forward.__code__.replace()
+        own_forward: Any = FunctionType(code, _own_forward.__globals__, _own_forward.__name__)
+        self._compiled: Any = torch.compile(own_forward, fullgraph=True, dynamic=False, backend=self._compile_graph)
+        for number, layer in layers.items():
+            layer.forward = self._compiled_forward(number, layer, first=number == min(layers))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which every layer uses its own forward."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+    @contextlib.contextmanager
+    def visited(self, visit: Visit) -> Iterator[None]:
+        """Context in which every layer's output is what `visit` returns."""
+        self._visit = visit
+        try:
+            yield
+        finally:
+            self._visit = None
+
+    def compiled(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the compiled layer, compiled for this shape alone from now on."""
+        self._shape = LayerCall(args, kwargs).hidden.shape
+        if self._config.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        return self._compiled(layer, *args, **kwargs)
+
+    def give_up(self, fault: str) -> None:
+        """Use the layers' own forward for the rest of the run."""
+        self.is_on, self.fault = False, fault
+
+    def remarks(self) -> list[str]:
+        if self.fault is not None:
+            return [f"compiled layers disabled: {self.fault}"]
+        others = f"; {self.left_out} layers with a recurrent mixer are not compiled" if self.left_out else ""
+        return [
+            f"{self.layers} layers compiled as {self.graphs} graph{'s' * (self.graphs != 1)} in {self.seconds:.1f} s; "
+            f"largest error {self.worst_ratio:.2f}x that of uncompiled layers; evaluations are not compiled{others}"
+        ]
+
+    def _compiled_forward(self, number: int, layer: Any, *, first: bool) -> Callable[..., Any]:
+        own = layer.forward
+        own_recomputed = recomputed(own)
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._visit is not None:
+                return self._visit(number, layer, own, LayerCall(args, kwargs))
+            if not self._fits(LayerCall(args, kwargs)):
+                is_split = self.is_on and torch.is_grad_enabled() and not is_recomputed(layer)
+                return (own_recomputed if is_split else own)(*args, **kwargs)
+            if first and self._config.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            try:
+                return self._compiled(layer, *args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as fault:
+                if not self.verified:
+                    raise
+                raise TrainingError(
+                    f"a compiled layer would need another graph in the middle of the run ({gist(fault)}). "
+                    "Set compile=none; the last checkpoint can be continued with it."
+                ) from fault
+
+        return forward
+
+    def _fits(self, call: LayerCall) -> bool:
+        if not self.is_on or call.kwargs.get("documents") is None or not torch.is_grad_enabled():
+            return False
+        self._shape = self._shape or call.hidden.shape
+        return call.hidden.shape == self._shape
+
+    def _compile_graph(self, graph: Any, inputs: list[Any]) -> Any:
+        """The backend that torch calls for each graph."""
+        if self.verified:
+            raise RuntimeError("all graphs were made before the first step")
+        self.graphs += 1
+        backend: Any = torch._dynamo.lookup_backend(self._config.backend)
+        if self._config.backend != "inductor":
+            return backend(graph, inputs)
+        wanted = torch._inductor.list_mode_options(self._config.mode)
+        # random numbers are those that the layers would draw by themselves
+        wanted |= {"fallback_random": True, "triton.cudagraphs": self._config.graphs}
+        wanted |= {"joint_custom_pre_pass": marking_pass()}
+        with torch._functorch.config.patch(activation_memory_budget=self._config.memory_budget):
+            return backend(graph, inputs, config_patches=wanted)
+
+
+def compile_blocks(lm: nn.Module, config: CompileConfig, obstacle: str | None = None) -> CompiledLayers | None:
+    """Compile the layers; called before they are wrapped for recomputing, so that the second pass is compiled too.
+
+    `obstacle`: why none can be compiled.
+    """
+    if config.kind == "none":
+        return None
+    import torch._dynamo
+    import torch._functorch.config  # noqa: F401  both are named above
+
+    layers = repeated_layers(lm)
+    # recurrent mixers have rows of many shapes inside
+    compilable = {number: each for number, each in enumerate(layers) if not recurrent_mixers(each)}
+    if not compilable:
+        obstacle = "every layer has a recurrent mixer, whose rows have many shapes"
+    compiled = CompiledLayers({} if obstacle else compilable, config, len(layers) - len(compilable))
+    if obstacle:
+        compiled.give_up(obstacle)
+    return compiled
+
+
+def _own_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)

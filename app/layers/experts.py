@@ -1,0 +1,305 @@
+"""Experts of a mixture, which transformers keeps as stacks of matrices and calls through an interface of functions.
+
+Our function multiplies rows that are sorted by expert: by stacks as they are, or in fewer bits, unpacked at each use;
+and by PEFT's adapters on them. PEFT's own forward adds the update of a whole stack to the stack in each pass.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from app.layers.comparison import Comparison, attempt, compare_forwards
+from app.layers.kernels import autocast_dtype, uses_kernels
+
+NAME = "app_grouped"  # of our function in transformers' interface
+PACKED = "packed"  # the submodule of experts with their stacks in fewer bits
+_STACKS = ("gate_up_proj", "up_proj", "down_proj")
+_COMPARED_ROWS = 8
+_EXACT = 1e-5
+_RANKS = 8  # a grouped product takes rows of a multiple of 16 bytes
+
+
+class Packer(Protocol):
+    """What packs a stack as a linear layer, the matrices of all experts on top of each other."""
+
+    def quantized(self, layer: Any) -> nn.Module:
+        """The layer in fewer bits."""
+
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        """The weight of such a layer."""
+
+
+def packed_and_unpacked(packer: Packer, weight: Tensor) -> Tensor:
+    """A weight [out, in] as the packed layer has it."""
+    rows, columns = weight.shape
+    layer = nn.Linear(columns, rows, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return packer.unpacked(packer.quantized(layer), weight.dtype)
+
+
+def expert_modules(network: nn.Module) -> dict[str, Any]:
+    """Modules that call transformers' interface, and have stacks [experts, a, b], by name."""
+    return {n: m for n, m in network.named_modules() if hasattr(m, "is_transposed") and stack_shapes(m)}
+
+
+def stack_shapes(experts: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of the stacks of a module of experts, packed or not, by name, in the order of its parameters."""
+    packed: Any = experts._modules.get(PACKED)
+    if packed is not None:
+        return {name: layer.stack for name, layer in packed.named_children()}
+    own = experts._parameters.items()
+    return {name: each.shape for name, each in own if name in _STACKS and each is not None and each.ndim == 3}
+
+
+def stacks_of(lm: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of all stacks of a model, by the names of their parameters."""
+    return {
+        f"{place}.{name}": shape
+        for place, experts in expert_modules(lm).items()
+        for name, shape in stack_shapes(experts).items()
+    }
+
+
+def other_stacks(lm: nn.Module) -> list[str]:
+    """Names of stacked experts that do not call transformers' interface."""
+    known = stacks_of(lm)
+    stacks = (name for name, each in lm.named_parameters() if ".experts." in name and each.ndim == 3)
+    return [name for name in stacks if name not in known]
+
+
+def stack_layers(network: nn.Module) -> set[str]:
+    """Names of the layers that hold packed stacks."""
+    return {name for name, module in network.named_modules() if hasattr(module, "stack")}
+
+
+def as_rows(stack: Tensor) -> nn.Linear:
+    """A stack as a linear layer without bias."""
+    rows = nn.Linear(stack.shape[-1], stack.shape[0] * stack.shape[1], bias=False, device="meta")
+    rows.weight = nn.Parameter(stack.detach().flatten(0, 1), requires_grad=False)
+    return rows
+
+
+def pack(lm: nn.Module, packer: Packer) -> None:
+    """Replace the stacks of all experts, which may be on meta, and let them compute by our function."""
+    for experts in expert_modules(lm).values():
+        layers = nn.ModuleDict()
+        for name, shape in stack_shapes(experts).items():
+            layer: Any = packer.quantized(as_rows(experts._parameters.pop(name)))
+            layers[name], layer.stack = layer, shape
+        experts.add_module(PACKED, layers)
+        experts.packer = packer
+    use_ours(lm)
+
+
+def use_ours(lm: nn.Module) -> None:
+    """Let the experts of a model compute by our function."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS[NAME] = grouped
+    for experts in expert_modules(lm).values():
+        experts.config._experts_implementation = NAME
+
+
+@contextmanager
+def shown_to_peft(lm: nn.Module) -> Iterator[None]:
+    """Context in which packed stacks are parameters of their shapes, in memory of one number."""
+    found = [each for each in expert_modules(lm).values() if PACKED in each._modules]
+    for experts in found:
+        for name, layer in experts.packed.named_children():
+            one = torch.zeros(1, device=next(layer.parameters()).device)
+            experts.register_parameter(name, nn.Parameter(one.expand(layer.stack), requires_grad=False))
+    try:
+        yield
+    finally:
+        for experts in found:
+            for name in stack_shapes(experts):
+                del experts._parameters[name]
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Rows by expert through a packed stack, which is unpacked again on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, experts: Any, name: str, ends: Tensor) -> Tensor:
+        ctx.experts, ctx.name = experts, name
+        ctx.save_for_backward(ends)
+        return F.grouped_mm(rows, _factor(experts, _unpacked(experts, name, rows.dtype)), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (ends,), (gradient,) = ctx.saved_tensors, upstream
+        factor = _factor(ctx.experts, _unpacked(ctx.experts, ctx.name, gradient.dtype))
+        return F.grouped_mm(gradient.contiguous(), factor.mT, offs=ends), None, None, None
+
+
+def _unpacked(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
+    layer = experts.packed[name]
+    stack: Tensor = experts.packer.unpacked(layer, dtype)
+    return stack.view(layer.stack)
+
+
+def _factor(experts: Any, stack: Tensor) -> Tensor:
+    """The stack as [experts, in, out]."""
+    return stack if experts.is_transposed else stack.mT
+
+
+def _product(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+    if PACKED in experts._modules:
+        out: Tensor = _FrozenProduct.apply(rows, experts, name, ends)  # type: ignore[no-untyped-call]
+    else:
+        out = F.grouped_mm(rows, _factor(experts, getattr(experts, name)), offs=ends)
+    wrapper = vars(experts).get("adapters", {}).get(name)
+    if wrapper is None or wrapper.disable_adapters:
+        return out
+    (adapter,) = wrapper.active_adapters
+    a, b = (half[adapter].weight.to(rows.dtype) for half in (wrapper.lora_A, wrapper.lora_B))
+    a = a.unflatten(0, (wrapper.num_experts, -1))  # [experts, r, in]: A has them as the slow index
+    b = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 1, 0)  # [experts, r, out]: the fast one
+    if missing := -a.shape[1] % _RANKS:
+        a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, 0, 0, missing))
+    down, up = a.mT.contiguous(), b.contiguous()
+    inner = F.grouped_mm(rows, down, offs=ends)
+    return out.add(F.grouped_mm(inner, up, offs=ends), alpha=wrapper.scaling[adapter])
+
+
+def grouped(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of the outputs of each row's experts; the names are those of transformers' interface."""
+    chosen, ids = top_k_index.shape[-1], top_k_index.flatten()
+    order = torch.argsort(ids, stable=True)
+    counts = ids.new_zeros(self.num_experts).index_add(0, ids, torch.ones_like(ids))
+    ends, of_row = counts.cumsum(0).to(torch.int32), ids[order]
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    dtype = autocast_dtype(hidden_states) if PACKED in self._modules else getattr(self, first).dtype
+    rows = hidden_states[order // chosen].to(dtype)
+    inner = _product(self, first, rows, ends)
+    if self.has_bias:
+        inner = inner + getattr(self, f"{first}_bias")[of_row]
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    out = _product(self, "down_proj", inner.to(dtype), ends)
+    if self.has_bias:
+        out = out + self.down_proj_bias[of_row]
+    if getattr(self, "has_post_expert_norm", False):  # transformers 5.17 has none
+        out = self.post_expert_norm(out)
+    out = out * top_k_weights.flatten()[order, None]
+    back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+    result: Tensor = out[back].unflatten(0, (-1, chosen)).sum(1).to(hidden_states.dtype)
+    return result
+
+
+def adapted_experts(network: nn.Module) -> dict[nn.Module, list[Any]]:
+    """PEFT's wrappers of stacks, from the innermost to the outermost, by the experts that they are of."""
+    found: dict[nn.Module, list[Any]] = {}
+    module: Any
+    for module in network.modules():
+        if hasattr(module, "parameter_name") and hasattr(module, "get_base_layer"):
+            found.setdefault(module.get_base_layer(), []).insert(0, module)
+    return found
+
+
+def moved_experts(network: nn.Module, local: Callable[[Tensor], Tensor]) -> list[list[bool]]:
+    """Whether each expert's adapter has left its start, where B is zero, by module of experts: without a token, no
+    gradient reaches it. `local` gives what this process has of a weight.
+    """
+    found = []
+    for wrappers in adapted_experts(network).values():
+        halves = [(wrapper.num_experts, *wrapper.lora_B.values()) for wrapper in wrappers]
+        touched = [local(half.weight).unflatten(1, (-1, experts)).any(1).any(0) for experts, half in halves]
+        found.append(torch.stack(touched).any(0).tolist())
+    return found
+
+
+def expert_wrappers(lm: nn.Module) -> list[str]:
+    """Names that PEFT's wrappers of all stacks will have: one inside the other."""
+    depths = {place: range(len(stack_shapes(each))) for place, each in expert_modules(lm).items()}
+    return [place + ".base_layer" * depth for place, each in depths.items() for depth in each]
+
+
+def adapted_weight(lm: nn.Module, layer: str) -> str:
+    """Name of the weight or stack that an adapter's `layer` is of: of several stacks the first is the innermost."""
+    place = layer.replace(".base_layer", "")
+    stacks = list(stack_shapes(lm.get_submodule(place)))
+    return f"{place}.{stacks[-1 - layer.count('.base_layer')]}" if stacks else f"{place}.weight"
+
+
+def layer_or_stack(adapted: Any) -> Any:
+    """The layer inside an adapted one; of an adapted stack of experts its layer, or its parameter."""
+    base = adapted.get_base_layer()
+    if not hasattr(adapted, "parameter_name"):
+        return base
+    return base.packed[adapted.parameter_name] if PACKED in base._modules else getattr(base, adapted.parameter_name)
+
+
+def take_over(network: nn.Module) -> None:
+    """Let PEFT's wrappers of stacks, and the experts inside them, compute by our function; names and files stay."""
+    for experts, wrappers in adapted_experts(network).items():
+        vars(experts)["adapters"] = {wrapper.parameter_name: wrapper for wrapper in wrappers}
+        for wrapper in wrappers:
+            wrapper.forward = MethodType(_inside, wrapper)
+    use_ours(network)
+
+
+def _inside(wrapper: Any, *args: Any, **given: Any) -> Any:
+    return wrapper.base_layer(*args, **given)
+
+
+def compare_experts(
+    network: nn.Module, arithmetic: Callable[[], Any], gathered: Callable[[nn.Module], Any] = nullcontext
+) -> list[Comparison]:
+    """Compare our function with the model's own forward of its experts and PEFT's of their adapters, once for experts
+    that are alike. `gathered` is a context in which a module has its weights.
+    """
+    wrappers, alike = adapted_experts(network), {}
+    for experts in expert_modules(network).values():
+        kept = wrappers.get(experts, [])
+        alike[type(experts), *stack_shapes(experts).items(), len(kept)] = experts, kept
+    found = []
+    for experts, kept in alike.values():
+        with gathered(experts), arithmetic():
+            faults = Exception if uses_kernels(next(experts.parameters()).device) else ()
+            found.append(attempt(partial(_compared, experts, kept), faults))
+    return found
+
+
+def _compared(experts: Any, wrappers: list[Any]) -> Comparison:
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    shape = stack_shapes(experts)[first]
+    count, inputs = shape[0], shape[1] if experts.is_transposed else shape[2]
+    like = next(experts.parameters()) if PACKED in experts._modules else experts._parameters[first]
+    places = torch.arange(max(_COMPARED_ROWS, count) * inputs, device=like.device, dtype=torch.float32)
+    dtype = like.dtype if like.is_floating_point() else autocast_dtype(places)
+    x = torch.sin(places).view(-1, inputs).to(dtype)
+    chosen = torch.arange(2 * len(x), device=x.device).view(-1, 2) % count  # rows for every expert
+    outermost = wrappers[-1] if wrappers else experts
+    vars(experts)["adapters"] = {wrapper.parameter_name: wrapper for wrapper in wrappers}
+
+    def own(rows: Tensor) -> Tensor:  # before PEFT's wrappers are taken over
+        with _plain(experts, dtype):
+            out: Tensor = outermost(rows, chosen, rows[:, :2].sigmoid())
+        return out
+
+    halves = [(each.lora_A[name].weight, each.lora_B[name].weight) for each in wrappers for name in each.lora_A]
+    what = f"{count} experts of {inputs} inputs, grouped, against the forward of the model and of PEFT"
+    ours = lambda rows: grouped(experts, rows, chosen, rows[:, :2].sigmoid())  # noqa: E731
+    trained = [half for both in halves for half in both]
+    return compare_forwards(what, own, ours, x, trained, [b for _, b in halves], _EXACT)
+
+
+@contextmanager
+def _plain(experts: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Context in which experts compute by their model's own forward, packed stacks unpacked."""
+    packed = list(stack_shapes(experts)) if PACKED in experts._modules else []
+    experts.forward = MethodType(type(experts).forward.__wrapped__, experts)
+    for name in packed:
+        experts.register_parameter(name, nn.Parameter(_unpacked(experts, name, dtype), requires_grad=False))
+    try:
+        yield
+    finally:
+        del experts.forward
+        for name in packed:
+            del experts._parameters[name]

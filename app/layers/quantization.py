@@ -1,0 +1,337 @@
+"""The frozen base in fewer bits: quantised layers in place of the backbone's linear ones; head and embeddings stay.
+
+The table of kinds: NF4 and FP4 (`model.nf4`, by bitsandbytes), int8 (`model.frozen_linear`), fp8 (`model.fp8_linear`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.config.schema import ModelConfig, QuantizationConfig
+from app.errors import ConfigError
+from app.layers import experts, nf4
+from app.layers.fp8_linear import Fp8Linear
+from app.layers.frozen_linear import Int8Linear
+from app.layers.head import in_backbone
+from app.layers.recurrent import layers_read_past
+
+_QAT_GROUP = 32  # weights that share a scale
+_FP8_MULTIPLE = 16  # sizes that fp8 products take
+_FP8_MIN_CAPABILITY = (8, 9)  # Ada, the first GPUs with fp8; then Hopper
+
+
+class Quantizer(ABC):
+    """One kind of quantisation: what building, loading and planning a model ask."""
+
+    kind: str  # as quantization.kind has it
+    # whether the adapter has learnt to make up for the rounding: then it is used later on a base quantised alike
+    needed_by_adapter: bool
+    packs_experts = True  # whether stacks of experts too
+    packs = True  # whether weights are stored in fewer bits, and frozen; else they are trained, and rounded when used
+    card = ""  # what users of the trained model should know
+
+    def quantize(self, lm: Any) -> None:
+        """Replace every plain linear layer of the backbone, one by one, so that full weights are freed as it goes."""
+        for name in backbone_linear_layers(lm):
+            lm.set_submodule(name, self.quantized(lm.get_submodule(name)))
+        if self.packs_experts:
+            experts.pack(lm, self)
+        self.finish(lm)
+
+    def finish(self, lm: Any) -> None:
+        """Prepare a model with all of its layers quantised."""
+        left = backbone_linear_layers(lm)
+        assert not left, f"not quantised: {left}"
+
+    @abstractmethod
+    def quantized(self, layer: Any) -> nn.Module:
+        """The frozen layer that replaces a plain linear one."""
+
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in] of a quantised layer; of a kind that packs weights."""
+        raise NotImplementedError(f"unpacked: the weight of a layer in {self.kind}")
+
+    def share_state(self, quantized: nn.Module, layer: nn.Module) -> None:  # noqa: B027
+        """`layer`, quantised on meta, takes what `quantized` knows of its bytes beside parameters and buffers."""
+
+    def use_stored_shapes(self, network: nn.Module) -> None:  # noqa: B027
+        """On meta: parameters of quantised layers in the shapes of their bytes, as FSDP gathers them."""
+
+    def fake(self, layer: nn.Module) -> None:  # noqa: B027
+        """Make what a layer quantised on meta stores beside parameters and buffers, for a plan on fake tensors."""
+
+    def constants(self, network: nn.Module) -> list[Tensor]:  # noqa: ARG002
+        """What the quantised layers inside `network` hold beside parameters and buffers."""
+        return []
+
+    @abstractmethod
+    def rounded(self, weight: Tensor) -> Tensor:
+        """A weight [out, in] as the quantised layer has it, in the dtype that it came in."""
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
+        """Why a layer of these sizes cannot be quantised."""
+        return None
+
+    def require_quantizable(self, given: ModelConfig, lm: Any) -> None:
+        """Refuse by name what would stay large, or come out wrong; `lm` may be on meta."""
+        kind = lm.config.model_type
+
+        def refuse(reason: str) -> None:
+            source = "model.architecture" if given.weights == "random" else f"model.path={given.path}"
+            raise ConfigError(
+                f"quantization.kind={self.kind}: a model of kind {kind} ({source}) cannot be quantised here: "
+                f"{reason}. Set {'recipe=lora or ' * self.packs}quantization=none, or choose another model."
+            )
+
+        other, stacks = experts.other_stacks(lm), experts.stacks_of(lm)
+        if other:
+            refuse(f"{other[0]} has its experts in another layout than transformers' interface of experts")
+        if stacks and not self.packs_experts:
+            refuse(f"its experts are stacked, and stacks are not stored in {self.kind}")
+        sizes = {name: weight_of(lm.get_submodule(name)).shape for name in backbone_linear_layers(lm)}
+        packed = {name: (experts * rows, columns) for name, (experts, rows, columns) in stacks.items()}
+        for name, size in {**sizes, **packed}.items():
+            reason = self.unsupported(name, *size)
+            if reason is not None:
+                refuse(reason)
+
+    def missing_on(self, device: torch.device) -> str | None:  # noqa: ARG002
+        """What `device` lacks to compute with quantised layers, and what to do."""
+        return None
+
+    def notes(self, device: str) -> list[str]:  # noqa: ARG002
+        """Notes on a run on such a device that its recipe does not show."""
+        return []
+
+    def bitsandbytes_arguments(self, outside: list[str]) -> dict[str, Any] | None:  # noqa: ARG002
+        """Plain arguments of BitsAndBytesConfig that quantise alike, `outside` left alone; None: there are none."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Bits4(Quantizer):
+    """Four bits by bitsandbytes."""
+
+    needed_by_adapter = True
+    use_stored_shapes = staticmethod(nf4.use_stored_shapes)
+    fake = staticmethod(nf4.fake)
+    constants = staticmethod(nf4.constants)
+    rounded = experts.packed_and_unpacked
+
+    kind: str  # nf4 or fp4
+    double_quant: bool
+    compute: torch.dtype
+
+    def bitsandbytes_arguments(self, outside: list[str]) -> dict[str, Any]:
+        """Dtypes by their names, as transformers takes them."""
+        return {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": self.kind,
+            "bnb_4bit_use_double_quant": self.double_quant,
+            "bnb_4bit_compute_dtype": str(self.compute).removeprefix("torch."),
+            "llm_int8_skip_modules": outside,
+        }
+
+    def quantized(self, layer: Any) -> nn.Module:
+        is_packed = hasattr(layer.weight, "quant_state")  # in the files
+        weight = layer.weight if is_packed else weight_of(layer)
+        return nf4.linear_4bit(weight, layer.bias, self.kind, double_quant=self.double_quant, compute=self.compute)
+
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        return nf4.dequantized(layer).to(dtype)
+
+    def share_state(self, quantized: Any, layer: Any) -> None:
+        layer.quant_state = quantized.quant_state
+        quantized.weight.module = layer
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
+        if inputs % nf4.BLOCK:
+            return f"{name} has {inputs} inputs, not a multiple of {nf4.BLOCK}"
+        if outputs * inputs > nf4.MAX_NUMBERS:
+            return f"{name} has {outputs * inputs:,} numbers, and kernels of bitsandbytes take {nf4.MAX_NUMBERS:,}"
+        return None
+
+    def finish(self, lm: Any) -> None:
+        """Tell PEFT, and let layers compute by our forward."""
+        nf4.install_forward(lm)
+        lm.is_loaded_in_4bit = True
+        Quantizer.finish(self, lm)  # a dataclass with slots is made anew, and super() would not know it
+
+
+class Bits8(Quantizer):
+    """Eight bits while training; later the adapter is used on the ordinary base, as there is little to make up for."""
+
+    needed_by_adapter = False
+    rounded = experts.packed_and_unpacked
+    layer: type[Int8Linear] | type[Fp8Linear]
+
+    def quantized(self, layer: Any) -> nn.Module:
+        return self.layer(weight_of(layer), layer.bias)
+
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        result: Tensor = layer.unpacked(dtype)
+        return result
+
+
+class Int8(Bits8):
+    """Integers."""
+
+    kind = "int8"
+    layer = Int8Linear
+
+
+class Fp8(Bits8):
+    """e4m3, in which products are computed too."""
+
+    kind = "fp8"
+    packs_experts = False
+    layer = Fp8Linear
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
+        if outputs % _FP8_MULTIPLE or inputs % _FP8_MULTIPLE:
+            return f"{name} has {inputs} inputs and {outputs} outputs, not both multiples of {_FP8_MULTIPLE}"
+        return None
+
+    def missing_on(self, device: torch.device) -> str | None:
+        """A CPU computes the same numbers in float32."""
+        if device.type != "cuda":
+            return None
+        found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if torch.version.hip is None and found >= _FP8_MIN_CAPABILITY:
+            return None
+        return (
+            f"quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper or newer), "
+            f"and this {name} has {found[0]}.{found[1]}. Set quantization=none, or quantization=nf4 for less memory."
+        )
+
+    def notes(self, device: str) -> list[str]:
+        note = "quantization=fp8: a CPU has no fp8, so its products are made in float32, slower than without it"
+        return [note] if device == "cpu" else []
+
+
+class Qat(Quantizer):
+    """Quantisation-aware training by torchao: the weights of an ordinary model, rounded in each forward pass."""
+
+    kind = "qat"
+    needed_by_adapter = False
+    packs = False
+    packs_experts = False
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
+        self.card = (
+            f"Trained for quantisation by torchao to {scheme} (groups of {_QAT_GROUP} weights); stored as it was "
+            "before rounding. So quantised it computes as in training; loaded as above, slightly otherwise."
+        )
+
+    def config(self) -> Any:
+        """What torchao's `quantize_` quantises the trained model with."""
+        from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerGroup
+
+        bits, group = torch.int4, PerGroup(_QAT_GROUP)  # type: ignore[attr-defined]
+        if self.scheme == "int4":
+            return IntxWeightOnlyConfig(weight_dtype=bits, granularity=group)
+        return Int8DynamicActivationIntxWeightConfig(weight_dtype=bits, weight_granularity=group)
+
+    def quantized(self, layer: Any) -> nn.Module:
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import QATConfig
+
+        holder = nn.Sequential(layer)
+        quantize_(holder, QATConfig(self.config(), step="prepare"))
+        return holder[0]
+
+    def constants(self, network: nn.Module) -> list[Tensor]:
+        """Scales of the last forward pass, which torchao keeps."""
+        kept = [vars(module).get(name) for module in network.modules() for name in ("scale", "zero_point")]
+        return [each for each in kept if isinstance(each, Tensor)]
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        layer: Any = self.quantized(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"))
+        result: Tensor = layer.weight_fake_quantizer(weight)
+        return result
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
+        return f"{name} has {inputs} inputs, not a multiple of {_QAT_GROUP}" if inputs % _QAT_GROUP else None
+
+    def require_quantizable(self, given: ModelConfig, lm: Any) -> None:
+        """Refuse GPT-2's layers too, which torchao does not know."""
+        if find_spec("torchao") is None:
+            raise ConfigError(
+                "quantization=qat needs the package torchao, which is not installed: pip install torchao, or set "
+                "quantization=none."
+            )
+        super().require_quantizable(given, lm)
+        if any(map(is_conv1d, lm.modules())):
+            raise ConfigError(
+                f"quantization=qat: torchao rounds nn.Linear, and a model of kind {lm.config.model_type} has Conv1D. "
+                "Set quantization=none, or choose another model."
+            )
+
+
+QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer | None]] = {
+    "none": lambda _config, _compute: None,
+    "nf4": lambda config, compute: Bits4("nf4", config.double_quant, compute),
+    "fp4": lambda config, compute: Bits4("fp4", config.double_quant, compute),
+    "int8": lambda _config, _compute: Int8(),
+    "fp8": lambda _config, _compute: Fp8(),
+    "qat": lambda config, _compute: Qat(config.scheme),
+}
+
+
+def quantizer_of(config: QuantizationConfig, compute: torch.dtype) -> Quantizer | None:
+    """The quantiser of the base, None where it is not quantised."""
+    return QUANTIZATIONS[config.kind](config, compute)
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether `layer` is one of those that are replaced, not replaced yet."""
+    return type(layer) is nn.Linear or is_conv1d(layer)
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether `layer` is GPT-2's linear layer, its weight transposed."""
+    return type(layer).__name__ == "Conv1D"
+
+
+def weight_of(layer: Any) -> Tensor:
+    """[out, in]; Conv1D has it transposed."""
+    weight: Tensor = layer.weight.detach()
+    return weight if isinstance(layer, nn.Linear) else weight.T
+
+
+def other_linear_layers(lm: Any) -> list[str]:
+    """Names of the head and of whatever else is linear and stays as it is."""
+    replaced = set(backbone_linear_layers(lm))
+    return [name for name, layer in lm.named_modules() if is_linear(layer) and name not in replaced]
+
+
+def backbone_linear_layers(lm: Any) -> list[str]:
+    """Names of the layers that a quantiser replaces."""
+    read_past = layers_read_past(lm)
+    linear = (name for name, layer in lm.named_modules() if is_linear(layer) and in_backbone(lm, name))
+    return [name for name in linear if name not in read_past]
+
+
+def quantization_after_training(config: QuantizationConfig) -> QuantizationConfig:
+    """The quantisation of the base on which the adapter is used later."""
+    quantizer = quantizer_of(config, torch.float32)
+    return config if quantizer is None or quantizer.needed_by_adapter else QuantizationConfig(kind="none")
+
+
+def missing_hardware(config: QuantizationConfig, device: torch.device) -> str | None:
+    """What `device` lacks for the quantisation, and what to do."""
+    quantizer = quantizer_of(config, torch.float32)
+    return None if quantizer is None else quantizer.missing_on(device)
+
+
+def require_hardware(config: QuantizationConfig, device: torch.device) -> None:
+    """Refuse before any weight is read."""
+    missing = missing_hardware(config, device)
+    if missing is not None:
+        raise ConfigError(missing)
