@@ -1,5 +1,13 @@
 """How the gradients of a step come together: of one process, summed by DDP, or sharded by FSDP.
 
+The loss of a step is one mean over the labels of all its micro-batches m on all processes k,
+
+    L = (sum over k, m of l[k, m]) / N        dL = (sum over k of (sum over m of dl[k, m])) / N
+
+where l[k, m] is the loss sum of a micro-batch and N the weight of all labels. So each process adds up its inner sum as
+it goes, the processes add theirs once, and the train step divides by N. A mean of means (DDP's default, or a loss
+divided in each micro-batch) would weight the labels of a micro-batch with few of them more than the others.
+
 DDP sends a gradient as soon as a backward pass has made it, so a process that runs out of memory in that pass cannot
 make it again: some of its gradients are on their way. Here every micro-batch only accumulates, and `finish` starts the
 all-reduce by a backward pass that computes nothing and cannot run out of memory. The other processes wait in it.

@@ -1,9 +1,17 @@
-"""Cross-entropy of labelled rows only, in chunks of bounded size: logits never exist for more than one chunk.
+"""Cross-entropy of labeled rows only, in chunks of bounded size: logits never exist for more than one chunk.
 
-For any head: the model's own forward (`model.head`), with gradients computed in the forward pass, chunk by chunk. For
-a head that is one linear layer: logits that become their own gradient in place, in fewer passes and with one chunk of
-logits instead of three. A dispatch mode finds out whether a head is linear, and `build.choose_loss_head` compares it
-with the model's own before the first step.
+For a hidden state h with target t and weight w, and a linear head with the weight W [vocabulary, hidden]:
+
+    z = W h        loss = w (logsumexp(z) - z[t])        dloss/dz = w (softmax(z) - onehot(t))
+    dloss/dh = W^T dloss/dz        dloss/dW = sum over rows of (dloss/dz) h^T
+
+The gradient of z needs nothing but z, so it is computed in the forward pass: the logits of a chunk become their own
+gradient in place, their products with W and h are kept, and the next chunk reuses the buffer. The loss is a sum, so the
+backward pass only multiplies what was kept by the gradient of that sum. 128,256 logits of 16,384 tokens would take 8.4
+GB in float32, and autograd would keep three copies.
+
+Any other head goes through the model's own forward (`own_head`), with gradients by autograd, chunk by chunk. A dispatch
+mode finds out whether a head is linear, and `build.choose_loss_head` compares it with the model's own before step 1.
 """
 
 import contextlib

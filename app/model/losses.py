@@ -52,6 +52,14 @@ def _of_classes(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
 def over_documents(of_rows: OfDocuments, of_step: OfDocuments | None = None) -> Loss:
     """A loss that is any function of the documents' log-probabilities, such as one over pairs of answers.
 
+    With L = f(s), where s[d] is the sum of log p[t] over the trained tokens t of document d, the chain rule gives
+
+        dL = sum over d of f'[d] ds[d] = sum over t of c[t] d(-log p[t])        with c[t] = -f'[d of t]
+
+    So the gradient of L is that of a token loss with the weights c, which are numbers. A first pass through the head,
+    without a graph, gives s; f is differentiated at s, which is a vector; a second pass is the token loss. Logits are
+    kept by neither, for any f.
+
     `of_step` gives a vector of terms for a batch, of any length: their mean over the step of all processes reaches
     `of_rows` as `Batch.step_mean`, without a gradient.
     """
@@ -59,9 +67,7 @@ def over_documents(of_rows: OfDocuments, of_step: OfDocuments | None = None) -> 
 
 
 def _of_documents(of_rows: OfDocuments, model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
-    """A loss sum over documents. By the chain rule its gradient is that of a token loss, each token weighted by the
-    derivative with respect to its document's log-probability: the head runs twice, and no logits are kept.
-    """
+    """A loss sum over documents, by two passes through the head."""
     losses, _ = model.token_scores(states.detach(), batch.targets)
     sums = log_probabilities(losses, batch).requires_grad_()
     assert batch.document_of_label is not None
