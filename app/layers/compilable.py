@@ -34,8 +34,12 @@ def machine_obstacles(config: CompileConfig, device: torch.device) -> Iterator[O
         yield Obstacle(reason, f"Install {names[0]}, or set compile=none.")
 
 
-def dropout_obstacles(lm: Any) -> Iterator[Obstacle]:
-    """Yield dropouts of attention weights; `lm` may be on meta."""
+def model_obstacles(lm: Any) -> Iterator[Obstacle]:
+    """Yield dropouts of attention weights, and layers that depend on others; `lm` may be on meta."""
+    shared = getattr(lm.config.get_text_config(), "num_kv_shared_layers", 0)
+    if shared:
+        reason = f"{shared} layers read keys and values of earlier layers (num_kv_shared_layers in config.json)"
+        yield Obstacle(reason, "Set compile=none.")
     for name, rate in dropouts_of(lm).items():
         key = f"model.architecture.{name}"
         yield Obstacle(

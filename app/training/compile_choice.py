@@ -14,7 +14,7 @@ from app.config.adapters import compile_obstacle
 from app.config.compile_rules import AUTO, BLOCKS, NONE, Obstacle, settings_obstacles
 from app.config.schema import RunConfig
 from app.distributed.process_group import HostGroup
-from app.layers.compilable import dropout_obstacles, product_flops
+from app.layers.compilable import model_obstacles, product_flops
 from app.layers.router_loss import coefficient_of
 
 COMPILE_CHOICE = "compile"  # among the choices of a checkpoint and of a manifest
@@ -94,7 +94,7 @@ def compile_facts(
     """
     if device != "cuda":
         return CompileFacts(device)
-    all_obstacles = (*settings_obstacles(run), *dropout_obstacles(lm), *obstacles)
+    all_obstacles = (*settings_obstacles(run), *model_obstacles(lm), *obstacles)
     flops = product_flops(lm, trains_all=run.adapter.kind == "none")
     if steps is not None and run.batching.packing:
         flops *= run.batching.bin_tokens * run.batching.accumulation * steps

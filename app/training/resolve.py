@@ -19,7 +19,7 @@ from app.distributed.environment import world
 from app.distributed.process_group import Runtime, start
 from app.errors import ConfigError, EnvironmentProblem, refuse
 from app.layers import quantization
-from app.layers.compilable import attention_obstacles, dropout_obstacles, machine_obstacles
+from app.layers.compilable import attention_obstacles, machine_obstacles, model_obstacles
 from app.model.build import ModelCounts, ModelSections, count_weights
 from app.optim.lr_schedule import learning_rate
 from app.training import memory_in_use
@@ -165,7 +165,7 @@ def _settle(
         *attention_obstacles(choices.attention, device, loader.largest),
     ]
     if config.compile.kind == BLOCKS:
-        refuse(compile_refusals([*dropout_obstacles(lm), *obstacles]))
+        refuse(compile_refusals([*model_obstacles(lm), *obstacles]))
     steps = plan_steps(config.training, loader.steps_per_epoch).steps
     facts = partial(compile_facts, binned.config, lm, device.type, obstacles, steps)
     compiled = settle_compile(config, stored, runtime.host_group, facts)

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from app.batch import Batch
 from app.config.schema import CompileConfig
 from app.layers import compilable
-from app.layers.compilable import attention_obstacles, dropout_obstacles, machine_obstacles, product_flops
+from app.layers.compilable import attention_obstacles, machine_obstacles, model_obstacles, product_flops
 from tests.model import small
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -35,9 +36,15 @@ def test_attention_obstacles_of_one_graph(
     attention: str, device: torch.device, dropout: float, batch: Batch, words: str | None
 ) -> None:
     lm = SimpleNamespace(config=LlamaConfig(attention_dropout=dropout))
-    found = [*dropout_obstacles(lm), *attention_obstacles(attention, device, lambda: batch)]
+    found = [*model_obstacles(lm), *attention_obstacles(attention, device, lambda: batch)]
     assert [each.reason.startswith(words or "") for each in found] == [True] * (words is not None)
     assert all("Set " in each.remedy and "compile=none" in each.remedy for each in found)
+
+
+def test_layers_that_share_keys_and_values_are_an_obstacle() -> None:
+    config = Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2)
+    (found,) = model_obstacles(SimpleNamespace(config=config))
+    assert found.reason.startswith("2 layers read keys and values of earlier layers")
 
 
 @pytest.mark.parametrize(
