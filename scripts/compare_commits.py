@@ -90,8 +90,8 @@ def _differences(before: Path, after: Path) -> Iterator[str]:
             if pair[0].read_bytes() != pair[1].read_bytes():
                 yield f"{name}: other bytes"
         elif Path(name).name in (*COMPARED, "printed.txt"):
-            texts = [_comparable(each, place) for each, place in zip(pair, (before, after), strict=True)]
-            lines = difflib.unified_diff(*(text.splitlines() for text in texts), lineterm="", n=0)
+            old, new = _comparable(pair[0], before).splitlines(), _comparable(pair[1], after).splitlines()
+            lines = difflib.unified_diff(old, new, lineterm="", n=0)
             yield from (f"{name}: {line}" for line in lines if not line.startswith(("---", "+++", "@@")))
 
 
