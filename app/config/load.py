@@ -76,7 +76,7 @@ def read_run(file: Path) -> RunConfig:
 
 
 def _without_fused(data: dict[str, Any]) -> dict[str, Any]:
-    """Drop two keys of earlier versions, whose fused layers computed the same numbers."""
+    """Drop `adapter.fused` and `compile.fused` of earlier versions: results do not depend on them."""
     for section in (data.get("adapter"), data.get("compile")):
         if isinstance(section, dict):
             section.pop("fused", None)

@@ -1,1 +1,1 @@
-"""Trained models: merged, saved, loaded again, and asked for answers."""
+"""Trained models: merging, saving, loading and generation."""

@@ -2,8 +2,8 @@
 
 All micro-batches of a packed run have one shape and differ in the values of one tensor: where documents begin. So the
 graph is made and verified once, before the first step, and a later need for another one is an error. Passes without a
-gradient (evaluations, answers) use the layer's own forward. So do parts of a micro-batch that was split, which are
-recomputed as well: a layer that is not compiled keeps about twice the activations.
+gradient (evaluations, answers) use the layer's own forward. So do parts of a split micro-batch, which are also
+recomputed, because an uncompiled layer keeps about twice the activations.
 """
 
 import contextlib

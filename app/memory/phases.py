@@ -52,7 +52,7 @@ def backward_phase(layer: int, plain: int, recomputed: int, *, shards: bool = Fa
     """Name the phase of the backward pass of one layer; the first `recomputed` layers are recomputed.
 
     Memory in the layers between two of these phases never exceeds the larger of the two. The second layer has a phase
-    of its own: the first one makes no gradient of its input, and prefetches no other input from the host. With sharding
+    of its own: the first one computes no gradient for its input and prefetches no input from the host. With sharding
     the neighbors of first and last layers have their own, too: weights are all-gathered one layer ahead while gradients
     of the layer before are still being reduced.
     """
