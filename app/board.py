@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from app.config.commands import parse_command, run_command
+from app.config.command_line import Changes, Command
+from app.config.commands import run_command
 from app.config.fields import number
 from app.config.help import command_help
-from app.errors import ConfigError, EnvironmentProblem
+from app.errors import EnvironmentProblem
 
 _PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 
@@ -27,16 +28,16 @@ class BoardConfig:
     port: int = number(0, at_least=0, at_most=65535)
 
 
-def _problems(config: BoardConfig) -> Iterator[str]:
+def _problems(config: BoardConfig, _changes: Changes) -> Iterator[str]:
     if not Path(config.folder).expanduser().is_dir():
         yield f"folder={config.folder}: there is no such folder. Give the one in which the folders of runs are."
 
 
+BOARD = Command(schema=BoardConfig, rules=_problems, bare="folder")
+
+
 def _command(arguments: Sequence[str]) -> int:
-    words = [text if "=" in text or text.startswith("-") else f"folder={text}" for text in arguments]
-    if sum(text.startswith("folder=") for text in words) != 1:
-        raise ConfigError("folder has no value, or several. Give one: python -m app.board runs/")
-    config = parse_command(words, BoardConfig, _problems)
+    config = BOARD.parse(arguments)
     missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if missing:
         needed = f"app.board needs packages that are not installed: {', '.join(missing)}"
@@ -49,7 +50,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes: 0 ended by SIGTERM, 2 the folder, the port or a package is missing, 130 Ctrl-C."""
-    run_command(_command, lambda: command_help(__doc__, BoardConfig))
+    run_command(_command, lambda: command_help(__doc__, BOARD))
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     from app.pages.check_summary import out_of_memory_problem
 
     processes = _planned_processes(config)
-    given = config.run, config.overrides, config.hardware
-    facts = check_memory(*given, exact=config.exact, processes=processes, answers=config.answers)
+    given = config.run, config.overrides, config.options.hardware
+    facts = check_memory(*given, exact=config.options.exact, processes=processes, answers=config.options.answers)
     facts["stops"] = [] if facts["fits"] else [out_of_memory_problem(facts)]
     facts["seconds"] = round(time.perf_counter() - begun, 2)
     return facts
@@ -137,8 +137,9 @@ def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
     config = check_config(arguments)
     _check_parts(config)
     processes = _planned_processes(config)
-    parts = planned_parts(config.run, config.overrides, config.hardware, exact=config.exact, processes=processes)
-    label = {} if config.hardware is None else {"label": config.hardware.label}
+    exact, hardware = config.options.exact, config.options.hardware
+    parts = planned_parts(config.run, config.overrides, hardware, exact=exact, processes=processes)
+    label = {} if hardware is None else {"label": hardware.label}
     return {"error": None, "batch": batch_text(config.run), **parts, **label}
 
 
@@ -221,7 +222,7 @@ def _in_processes(config: CheckConfig, arguments: Sequence[str]) -> int:
 
 def _planned_processes(config: CheckConfig) -> int:
     """The number of processes that the memory plan is for; on other hardware the one in the config."""
-    if config.hardware is None:
+    if config.options.hardware is None:
         return _processes(config.run)
     count = config.run.launch.num_processes
     return count if isinstance(count, int) else 1

@@ -8,20 +8,32 @@ that is not supported, such as a reward model, is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from app.config.command_line import Command
 from app.config.commands import run_command
 from app.config.groups import choices_by_group
-from app.config.overrides import unknown_user
 from app.config.setting_table import Conversion
 from app.config.settings_conversion import converted
 from app.config.validate import format_value
 from app.config.yaml_files import read_yaml
-from app.errors import ConfigError, gist, refuse
+from app.errors import ConfigError, gist
 from app.files import write_text
 from app.tracking.console import Console, open_console
+
+
+@dataclass(kw_only=True, slots=True)
+class ConvertConfig:
+    """Options of app.convert: the file of another program, and the one to write."""
+
+    file: str
+    to: str | None = None
+
+
+CONVERT = Command(schema=ConvertConfig, bare="file")
 
 
 def convert(file: Path, to: Path | None, console: Console) -> int:
@@ -64,13 +76,9 @@ def _lines(found: Conversion) -> Iterator[str]:
 
 
 def _command(arguments: Sequence[str]) -> int:
-    files = [each for each in arguments if "=" not in each]
-    others = [each for each in arguments if "=" in each and not each.startswith("to=")]
-    if len(files) != 1 or others:
-        raise ConfigError("Give one file: python -m app.convert config.yml to=mine.yaml")
-    to = next((each.partition("=")[2] for each in arguments if each.startswith("to=")), None)
-    refuse(problem for each in arguments for problem in unknown_user(each if "=" in each else f"file={each}"))
-    return convert(Path(files[0]).expanduser(), None if to is None else Path(to).expanduser(), open_console())
+    config = CONVERT.parse(arguments)
+    to = None if config.to is None else Path(config.to).expanduser()
+    return convert(Path(config.file).expanduser(), to, open_console())
 
 
 def main() -> None:

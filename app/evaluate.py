@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.commands import run_command
-from app.config.finished_run import EVALUATE_ALLOWED, EvaluateConfig, as_run, evaluate_config, read_manifest
+from app.config.finished_run import EVALUATE, EvaluateConfig, as_run, evaluate_config, read_manifest
 from app.config.help import command_help
 from app.distributed.environment import world
 from app.distributed.failures import fail_as_one_of_several, reporting_crashes
@@ -129,7 +129,7 @@ def _command(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Exit codes as of app.train."""
     with reporting_crashes():
-        run_command(_command, lambda: command_help(__doc__, EvaluateConfig, EVALUATE_ALLOWED), fail_as_one_of_several)
+        run_command(_command, lambda: command_help(__doc__, EVALUATE), fail_as_one_of_several)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.commands import run_command
-from app.config.export_settings import EXPORT_ALLOWED, EXPORT_KINDS, ExportConfig, export_config
+from app.config.export_settings import EXPORT, EXPORT_KINDS, ExportConfig, export_config
 from app.config.finished_run import as_run, read_manifest
 from app.config.help import command_help
 from app.errors import refuse
@@ -127,7 +127,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes as of app.train; 3 if the verification failed."""
-    run_command(_command, lambda: command_help(__doc__, ExportConfig, EXPORT_ALLOWED))
+    run_command(_command, lambda: command_help(__doc__, EXPORT))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.commands import STDIN, GenerateConfig, class_problems, generate_config, run_command
+from app.config.commands import GENERATE, STDIN, GenerateConfig, class_problems, run_command
 from app.config.dataset import has_chats, has_pairs
 from app.config.finished_run import finished_folder, require_intact_final
 from app.config.help import command_help
@@ -314,13 +314,13 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _command(arguments: Sequence[str]) -> int:
-    generate(generate_config(arguments))
+    generate(GENERATE.parse(arguments))
     return 0
 
 
 def main() -> None:
     """Exit codes as of app.train."""
-    run_command(_command, lambda: command_help(__doc__, GenerateConfig))
+    run_command(_command, lambda: command_help(__doc__, GENERATE))
 
 
 if __name__ == "__main__":

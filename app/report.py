@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from app.config.commands import ReportConfig, report_config, run_command
+from app.config.commands import REPORT, ReportConfig, run_command
 from app.config.help import command_help
 from app.errors import CheckpointError, refuse
 from app.files import write_text
@@ -91,13 +91,13 @@ def _is_report(file: Path) -> bool:
 
 
 def _command(arguments: Sequence[str]) -> int:
-    report(report_config(arguments), open_console())
+    report(REPORT.parse(arguments), open_console())
     return 0
 
 
 def main() -> None:
     """Exit codes: docs/output.md."""
-    run_command(_command, lambda: command_help(__doc__, ReportConfig))
+    run_command(_command, lambda: command_help(__doc__, REPORT))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.commands import run_command
-from app.config.finished_run import REPRODUCE_ALLOWED, ReproduceConfig, as_run, read_manifest, reproduce_config
+from app.config.finished_run import REPRODUCE, ReproduceConfig, as_run, read_manifest, reproduce_config
 from app.config.help import command_help
 from app.config.schema import RunConfig
 from app.errors import CheckpointError, ConfigError
@@ -107,7 +107,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes as of app.train, and 3 where the numbers differ."""
-    run_command(_command, lambda: command_help(__doc__, ReproduceConfig, REPRODUCE_ALLOWED))
+    run_command(_command, lambda: command_help(__doc__, REPRODUCE))
 
 
 if __name__ == "__main__":

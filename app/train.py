@@ -10,17 +10,15 @@ python -m app.train -m recipe=lora,full seed=1,2,3    a sweep: one run for each 
 
 import os
 import sys
+from dataclasses import asdict
 from typing import NoReturn
 
-import hydra
-from omegaconf import DictConfig
-
 from app.config.commands import print_settings_notes, require_platform, resume_command
-from app.config.groups import CONF
 from app.config.help import help_text, print_help_or_version
-from app.config.load import VERSION_BASE, compose_run, is_varied, load_run, store_schema, validated_arguments
+from app.config.load import compose_run
 from app.config.overrides import is_sweep, split_arguments
 from app.config.schema import RunConfig
+from app.config.yaml_files import to_yaml
 from app.distributed.environment import world
 from app.distributed.failures import end_as_one_of_several, fail_as_one_of_several, quiet_connections, reporting_crashes
 from app.distributed.launch import launched_run, processes_to_start, require_named_folder, train_in_processes
@@ -29,12 +27,9 @@ from app.program import remember_settings
 from app.signals import CTRL_C, Stopped, ending_on_signals
 from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
-from app.tracking.recorder import read_result
 from app.training.torch_environment import set_inductor_cache, use_expandable_segments
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
-
-_typed: list[str] = []  # the command line, which Hydra does not pass on
 
 
 def train(run: RunConfig, resume_hint: str = "") -> int:
@@ -85,25 +80,10 @@ def _check_parts(run: RunConfig) -> None:
     )
 
 
-@hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
-def train_under_hydra(config: DictConfig) -> float | None:
-    """Train; returns the objective, as sweepers that drive Hydra expect it."""
-    try:
-        with reporting_crashes(), ending_on_signals(answers_signal=world().is_first):
-            run = load_run(config)
-            code = train(run, _resume_hint(run))
-    except AppError as problem:  # Hydra would print a line of its own before the message
-        _exit_with(problem)
-    if code:
-        sys.exit(code)
-    objective: float | None = read_result(run.output_dir).get("objective")
-    return objective
-
-
-def _resume_hint(run: RunConfig) -> str:
+def _resume_hint(run: RunConfig, arguments: list[str]) -> str:
     if world().is_joined:  # the command of another launcher is not known here
         return "To go on, start the same command with resume=auto."
-    return resume_command(_typed, run.output_dir)
+    return resume_command(arguments, run.output_dir)
 
 
 def _exit_with(problem: AppError) -> NoReturn:
@@ -114,7 +94,6 @@ def _exit_with(problem: AppError) -> NoReturn:
 
 def main() -> None:
     """Exit codes: 0 done, 1 our fault, 2 the user's, 3 a trial failed, 75 saved (start me again), 130 Ctrl-C."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # bugs keep their whole traceback
     # without a limit on spinning threads two runs on one machine are four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     quiet_connections()
@@ -143,20 +122,16 @@ def _dispatch(arguments: list[str]) -> None:
         from app.sweeps.sweep import sweep
 
         sys.exit(sweep(arguments, _check_parts))
-    _typed[:] = arguments
     remember_settings(arguments)
     overrides, switches = split_arguments(arguments)
     if world().is_first:
         print_settings_notes(arguments)
-    if is_varied(overrides):
-        refuse(f"{word} does not go with from=RUN. Leave it out; dry_run=true tells the plan." for word in switches)
-        run = compose_run(overrides)
-        require_named_folder(overrides)
-        sys.exit(train(run, _resume_hint(run)))
-    sys.argv[1:] = validated_arguments(arguments)
-    require_named_folder(sys.argv[1:])
-    store_schema()
-    train_under_hydra()
+    run = compose_run(overrides)
+    if switches:  # --cfg job
+        sys.stdout.write(to_yaml(asdict(run)))
+        return
+    require_named_folder(overrides)
+    sys.exit(train(run, _resume_hint(run, arguments)))
 
 
 if __name__ == "__main__":

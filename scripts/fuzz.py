@@ -28,7 +28,8 @@ from typing import Any
 from app.config.dataset import formats_for
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.groups import choices_by_group
-from app.config.load import compose_run, validated_arguments
+from app.config.load import compose_run
+from app.config.overrides import split_arguments
 from app.config.row_formats import ROW_FORMATS
 from app.errors import AppError
 from scripts.received_folders import fuzz_received
@@ -116,7 +117,7 @@ def _choices() -> tuple[tuple[str, str], ...]:
 
 def fuzz_overrides(random: Random, _folder: Path) -> None:
     """Check a random command line."""
-    validated_arguments([_word(random) for _ in range(random.choice((1, 1, 2, 4, 8)))])
+    compose_run(split_arguments([_word(random) for _ in range(random.choice((1, 1, 2, 4, 8)))])[0])
 
 
 def _word(random: Random) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from app.config.commands import report_config
+from app.config.commands import REPORT
 from app.config.export_settings import export_config
 from app.config.finished_run import evaluate_config, reproduce_config
 from app.config.load import compose_run, read_run
@@ -162,7 +162,7 @@ def _edited(random: Random, data: Any) -> Any:
 def _page(folder: Path) -> None:
     from app.report import report
 
-    report(report_config([f"run={folder}", f"to={folder / 'page.html'}"]), Console(enabled=False))
+    report(REPORT.parse([f"run={folder}", f"to={folder / 'page.html'}"]), Console(enabled=False))
 
 
 def _checkpoint(folder: Path) -> Any:

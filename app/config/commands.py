@@ -4,25 +4,23 @@ import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
+from app.config.command_line import Changes, Command
 from app.config.did_you_mean import did_you_mean
 from app.config.fields import number
 from app.config.finished_run import checkpoint_problems
-from app.config.hardware import HardwareConfig, missing_hardware_support, read_hardware
+from app.config.hardware import HardwareConfig, hardware_facts, missing_hardware_support
 from app.config.help import print_help_or_version
 from app.config.load import compose_run
-from app.config.overrides import check_overrides, key_of, settings_notes, split_arguments, unknown_user
+from app.config.overrides import key_of, settings_notes, split_arguments
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
-from app.config.validate import field_types, is_optional, leaf_keys, parse_section
 from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
 from app.safe_text import safe_text
-
-Section = TypeVar("Section")
 
 STDIN = "-"  # as a file of prompts
 _UNSUPPORTED_SYSTEMS = {
@@ -80,28 +78,6 @@ def resume_command(arguments: Sequence[str], output_dir: str) -> str:
     return f"To go on:\n{shlex.join(command)}"
 
 
-def parse_command(
-    arguments: Sequence[str], schema: type[Section], problems_of: Callable[[Section], Iterable[str]]
-) -> Section:
-    """Read `key=value ...` as a valid `schema` object. All text after the first `=` is the value, without quotes."""
-    data: dict[str, Any] = {}
-    problems = list[str]()
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        problems += unknown_user(argument) if key not in ("prompt", "second", "system") else ()
-        if equals:
-            section, _, leaf = key.rpartition(".")
-            place = data.setdefault(section, {}) if section in field_types(schema) else data
-            is_null = value == "null" and is_optional(field_types(schema).get(key))
-            place[leaf if place is not data else key] = None if is_null else value
-        else:
-            problems.append(f"{argument!r} is not key=value. Keys: {', '.join(leaf_keys(schema))}.")
-    refuse(problems)
-    config = parse_section(schema, data)
-    refuse(problems_of(config))
-    return config
-
-
 # ---- app.generate
 
 
@@ -145,14 +121,7 @@ class GenerateConfig:
         return {**drawn, "top_k": 0 if self.top_k is None else self.top_k}
 
 
-def generate_config(arguments: Sequence[str]) -> GenerateConfig:
-    """Read the command line; one ConfigError has all its problems."""
-    key = "trust_remote_code="
-    words = [text.removeprefix("model.") if text.startswith(f"model.{key}") else text for text in arguments]
-    return parse_command(words, GenerateConfig, _generate_problems)
-
-
-def _generate_problems(config: GenerateConfig) -> Iterator[str]:
+def _generate_problems(config: GenerateConfig, _changes: Changes) -> Iterator[str]:
     if config.run is None and config.model is None:
         yield "run has no value. Give run=DIR of a finished run, or model=DIR or a hub id."
     if config.run is not None and config.model is not None:
@@ -178,6 +147,11 @@ def _generate_problems(config: GenerateConfig) -> Iterator[str]:
             f"beams={config.beams} knows an answer at its end, and a conversation shows it as it is written. "
             "Give prompt=TEXT or prompts=FILE, or leave beams out."
         )
+
+
+GENERATE = Command(
+    schema=GenerateConfig, rules=_generate_problems, typed_as={"model.trust_remote_code": "trust_remote_code"}
+)
 
 
 def class_problems(config: GenerateConfig, folder: str, pair: bool, task: str = "classification") -> Iterator[str]:
@@ -227,11 +201,6 @@ class ReportConfig:
         return Path("comparison.html") if self.runs is not None else self.given[0][1] / "report.html"
 
 
-def report_config(arguments: Sequence[str]) -> ReportConfig:
-    """Read the command line; one ConfigError has all its problems."""
-    return parse_command(arguments, ReportConfig, _report_problems)
-
-
 def folders_in(text: str) -> list[str]:
     """Split a list at its commas, but not inside the longest names that exist: folders of trials contain commas."""
     parts = text.split(",")
@@ -244,7 +213,7 @@ def folders_in(text: str) -> list[str]:
     return [each for each in found if each]
 
 
-def _report_problems(config: ReportConfig) -> Iterator[str]:
+def _report_problems(config: ReportConfig, _changes: Changes) -> Iterator[str]:
     named = {"run": config.run, "sweep": config.sweep, "runs": config.runs}
     given = [f"{key}={text}" for key, text in named.items() if text is not None]
     if not given:
@@ -253,6 +222,9 @@ def _report_problems(config: ReportConfig) -> Iterator[str]:
         yield f"{' and '.join(given)} each say whose page it is. Keep one."
     if config.runs and len(folders_in(config.runs)) < 2:
         yield f"runs={config.runs}: a comparison needs two folders at least. For the page of one run give run=DIR."
+
+
+REPORT = Command(schema=ReportConfig, rules=_report_problems)
 
 
 # ---- app.check
@@ -271,36 +243,27 @@ class AnswersConfig:
     beams: int = number(1, at_least=1)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckConfig:
-    """What app.check does. Without `folder` nothing is written; `hardware` is None for this machine; `exact` traces
-    every layer; `answers` is None where none was asked about.
-    """
+@dataclass(kw_only=True, slots=True)
+class CheckOptions:
+    """Options of app.check. Without `hardware` it is this machine; `exact` traces every layer."""
 
-    checks: tuple[str, ...]
-    run: RunConfig
-    folder: Path | None
-    overrides: tuple[str, ...] = ()
     hardware: HardwareConfig | None = None
     exact: bool = False
     answers: AnswersConfig | None = None
 
 
-@dataclass(kw_only=True, slots=True)
-class _CheckOptions:
-    """Options of app.check itself."""
+@dataclass(frozen=True, slots=True)
+class CheckConfig:
+    """The checks and the run to check, with its overrides. Without `folder` nothing is written."""
 
-    exact: bool = False
-    answers: AnswersConfig = field(default_factory=AnswersConfig)
+    checks: tuple[str, ...]
+    run: RunConfig
+    folder: Path | None
+    overrides: tuple[str, ...]
+    options: CheckOptions
 
 
-@dataclass(kw_only=True, slots=True)
-class _CheckKeys(RunConfig):
-    """All keys of the command line, so that all misspelt ones are reported at once."""
-
-    hardware: HardwareConfig
-    exact: bool = False
-    answers: AnswersConfig = field(default_factory=AnswersConfig)
+CHECK = Command(schema=CheckOptions, allowed=("",))
 
 
 def check_config(arguments: Sequence[str]) -> CheckConfig:
@@ -309,29 +272,25 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     overrides, switches = split_arguments(rest)
     if switches:
         raise ConfigError(f"{' '.join(switches)} is a switch of app.train. Leave it out.")
-    check_overrides(overrides, _CheckKeys)
-    own = [text for text in overrides if key_of(text).partition(".")[0] in field_types(_CheckOptions)]
-    hardware_overrides = [text for text in overrides if key_of(text).partition(".")[0] == "hardware"]
-    run_overrides = [text for text in overrides if text not in own and text not in hardware_overrides]
-    if (own or hardware_overrides) and "memory" not in checks:
-        raise ConfigError(f"{' '.join([*own, *hardware_overrides])}: only app.check memory asks for it. Leave it out.")
-    names_rows = any(key_of(text).partition(".")[0] == "dataset" for text in run_overrides)
-    rows = (
-        []
-        if names_rows or checks[0] not in _OF_MODELS
-        else ["dataset=auto", "dataset.path=rows", "dataset.max_length=64"]
-    )
-    run = compose_run([*rows, *run_overrides])
-    given = any(key_of(text) == "output_dir" for text in run_overrides)
-    folder = Path(run.output_dir).expanduser() if given else None
-    options = parse_command([f"{key_of(text)}={text.partition('=')[2]}" for text in own], _CheckOptions, lambda _: ())
-    answers = options.answers if any(key_of(text).startswith("answers.") for text in own) else None
-    hardware = read_hardware(hardware_overrides)
-    problems = [] if hardware is None else missing_hardware_support(run, hardware)
-    if answers is not None and not task_of(run.task).writes_text:
+    typed = CHECK.read(overrides)
+    if typed.options and "memory" not in checks:
+        own = [text for text in overrides if text not in typed.words]
+        raise ConfigError(f"{' '.join(own)}: only app.check memory asks for it. Leave it out.")
+    is_of_rows = checks[0] not in _OF_MODELS or "dataset" in map(_section_of, typed.words)
+    rows = [] if is_of_rows else ["dataset=auto", "dataset.path=rows", "dataset.max_length=64"]
+    run = compose_run([*rows, *typed.words])
+    folder = Path(run.output_dir).expanduser() if "output_dir" in map(key_of, typed.words) else None
+    data = {key: value for key, value in typed.data.items() if key != "hardware"}
+    options = CHECK.validated(data | hardware_facts(typed.options), typed.options)
+    problems = [] if options.hardware is None else missing_hardware_support(run, options.hardware)
+    if options.answers is not None and not task_of(run.task).writes_text:
         problems.append(f"answers: a model of task={run.task.kind} writes no text. Leave it out, or set task=causal.")
     refuse(problems)
-    return CheckConfig(checks, run, folder, tuple(run_overrides), hardware, options.exact, answers)
+    return CheckConfig(checks, run, folder, tuple(typed.words), options)
+
+
+def _section_of(text: str) -> str:
+    return key_of(text).partition(".")[0]
 
 
 def _split_check_names(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

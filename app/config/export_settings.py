@@ -8,26 +8,23 @@ from typing import NamedTuple
 
 from app.config.adapter_start import adapter_folder
 from app.config.adapters import ADAPTER
+from app.config.command_line import Changes, Command
 from app.config.fields import choice, number
 from app.config.finished_run import (
-    Changes,
+    CHECKPOINT,
     FinishedRunConfig,
     checkpoint_problems,
     finished_folder,
     own_files,
-    typed_checkpoint,
     unread_model_path,
     with_recorded_precision,
 )
-from app.config.load import apply_changes, read_changes, validated
+from app.config.load import apply_changes
 from app.config.tasks import task_of
 from app.config.yaml_files import as_number
-from app.errors import refuse
 
-EXPORT_ALLOWED = (
-    *("run", "kept_checkpoint", "adapters", "combine", "rank", "to", "kind", "dtype", "quant", "names", "shard_gb"),
-    "llama_cpp",
-    *("push", "private", "cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
+_EXPORT_ALLOWED = (
+    *("cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
 _EXPORT_WHY_NOT = {"": "because an export writes down what the run made; only its files may lie elsewhere"}
@@ -107,12 +104,11 @@ class ExportConfig(FinishedRunConfig):
 
 def export_config(arguments: Sequence[str]) -> ExportConfig:
     """Read the command line of app.export."""
-    changes = read_changes(typed_checkpoint(arguments), ExportConfig, EXPORT_ALLOWED, _EXPORT_WHY_NOT)
-    folder = finished_folder(changes.get("run"), changes.get("kept_checkpoint"))
+    typed = EXPORT.read(arguments)
+    folder = finished_folder(typed.options.get("run"), typed.options.get("kept_checkpoint"))
     run = with_recorded_precision(folder)
     over = {**own_files(folder), **_FOR_EXPORT}
-    config = validated(apply_changes(run, changes, over), ExportConfig)
-    refuse(_export_problems(config, changes))
+    config = EXPORT.validated(apply_changes(run, typed.settings, over) | typed.data, typed.changes)
     quants = EXPORT_KINDS[config.kind].quants
     return replace(config, quant=quants[0]) if config.quant == "auto" and quants else config
 
@@ -141,6 +137,11 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
     yield from unread_model_path(config, changes, needs_base=False)
     yield from checkpoint_problems(config.kept_checkpoint)
     yield from _combination_problems(config)
+
+
+EXPORT = Command(
+    schema=ExportConfig, rules=_export_problems, allowed=_EXPORT_ALLOWED, why_not=_EXPORT_WHY_NOT, typed_as=CHECKPOINT
+)
 
 
 def _combination_problems(config: ExportConfig) -> Iterator[str]:

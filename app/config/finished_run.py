@@ -1,23 +1,22 @@
 """Configuration of a finished run, with the changes that app.evaluate and app.reproduce allow."""
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from app.config.command_line import Changes, Command
 from app.config.dataset import WITHOUT_HELD_OUT_ROWS, has_held_out_rows
 from app.config.dataset_schema import DatasetConfig
 from app.config.fields import choice, number
-from app.config.load import apply_changes, read_changes, read_run, validated
+from app.config.load import apply_changes, read_run
 from app.config.schema import AttentionConfig, RunConfig
 from app.config.tasks import TASKS
 from app.errors import CheckpointError, ConfigError, refuse
 from app.files import read_json, require_intact
 
 _TYPES = {"starts": list, "choices": dict, "hashes": dict, "counts": dict}
-Changes = Mapping[str, Any]  # choices by group and values by dotted key
 
 
 def finished_folder(given: str | None, checkpoint: str | None = None) -> Path:
@@ -79,6 +78,8 @@ class FinishedRunConfig(RunConfig):
         return Path(self.run).expanduser()
 
 
+CHECKPOINT = {"checkpoint": "kept_checkpoint"}  # a run has a section of that name
+
 # keys of the training alone; the chat template lies in final/, with its options
 _NOT_FOR_A_FINISHED_RUN: Mapping[str, Any] = {
     "resume": None,
@@ -92,11 +93,6 @@ _NOT_FOR_A_FINISHED_RUN: Mapping[str, Any] = {
     "model.chat_template": None,
     "model.template_options": {},
 }
-
-
-def typed_checkpoint(arguments: Sequence[str]) -> list[str]:
-    """`kept_checkpoint=N` for `checkpoint=N`: a run has a section of that name."""
-    return [f"kept_{text}" if text.startswith("checkpoint=") else text for text in arguments]
 
 
 def checkpoint_problems(checkpoint: str | None) -> Iterator[str]:
@@ -138,11 +134,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 # ---- app.evaluate
 
 _WEIGHTS = "because the weights are those of the run; weights=tuned, base or both chooses between them"
-EVALUATE_ALLOWED = (
-    *("run", "kept_checkpoint", "weights", "output_dir", "cache_dir", "dataset", "attention", "precision"),
+_EVALUATE_ALLOWED = (
+    *("output_dir", "cache_dir", "dataset", "attention", "precision"),
     *("batching.packing", "batching.tokens", "eval.rows", "launch.threads", "launch.num_processes"),
     *("model.path", "model.chat_template", "model.template_options", "model.trust_remote_code"),
-    *("harness", "harness_limit", "harness_chat"),
 )
 _EVALUATE_WHY_NOT = {
     "": "because an evaluation trains nothing",
@@ -166,21 +161,16 @@ class EvaluateConfig(FinishedRunConfig):
 
 def evaluate_config(arguments: Sequence[str]) -> EvaluateConfig:
     """Read the command line of app.evaluate."""
-    # a list, because `harness=a,b` would be a sweep
-    overrides = [re.sub(r"^harness=([^\[\"'].*)", r"harness=[\1]", text, flags=re.DOTALL) for text in arguments]
-    overrides = typed_checkpoint(overrides)
-    changes = read_changes(overrides, EvaluateConfig, EVALUATE_ALLOWED, _EVALUATE_WHY_NOT)
-    folder = finished_folder(changes.get("run"), changes.get("kept_checkpoint"))
+    typed = EVALUATE.read(arguments)
+    folder = finished_folder(typed.options.get("run"), typed.options.get("kept_checkpoint"))
     run = with_recorded_precision(folder)
     over = {**own_files(folder), "output_dir": str(folder)}
-    data = apply_changes(run, changes, over)
-    if changes.get("harness"):
-        refuse(_harness_problems(changes))
+    data = apply_changes(run, typed.settings, over) | typed.data
+    if typed.options.get("harness"):
+        refuse(_harness_problems(typed.settings))
     else:
-        data["dataset"] = _rows_to_score(run.dataset, data["dataset"], changes)
-    config = validated(data, EvaluateConfig)
-    refuse(_evaluate_problems(config, changes))
-    return config
+        data["dataset"] = _rows_to_score(run.dataset, data["dataset"], typed.changes)
+    return EVALUATE.validated(data, typed.changes)
 
 
 def _harness_problems(changes: Changes) -> Iterator[str]:
@@ -210,6 +200,15 @@ def _evaluate_problems(config: EvaluateConfig, changes: Changes) -> Iterator[str
             f"Give batching.tokens={max(config.model.suggest.tokens, config.dataset.max_length)}, or leave it out."
         )
     yield from unread_model_path(config, changes, needs_base=config.weights != "tuned")
+
+
+EVALUATE = Command(
+    schema=EvaluateConfig,
+    rules=_evaluate_problems,
+    allowed=_EVALUATE_ALLOWED,
+    why_not=_EVALUATE_WHY_NOT,
+    typed_as=CHECKPOINT,
+)
 
 
 def unread_model_path(config: FinishedRunConfig, changes: Changes, *, needs_base: bool) -> Iterator[str]:
@@ -257,9 +256,8 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
 
 # ---- app.reproduce
 
-REPRODUCE_ALLOWED = (
-    *("run", "output_dir", "steps", "tolerance", "anyway", "attention", "precision"),
-    *("launch.threads", "launch.num_processes"),
+_REPRODUCE_ALLOWED = (
+    *("output_dir", "attention", "precision", "launch.threads", "launch.num_processes"),
     *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path", "dataset.leave_out"),
     *("model.path", "model.tokenizer", "model.chat_template", "model.trust_remote_code"),
 )
@@ -275,10 +273,13 @@ class ReproduceConfig(FinishedRunConfig):
     anyway: bool = False
 
 
+REPRODUCE = Command(schema=ReproduceConfig, allowed=_REPRODUCE_ALLOWED, why_not=_REPRODUCE_WHY_NOT)
+
+
 def reproduce_config(arguments: Sequence[str]) -> ReproduceConfig:
     """Read the command line of app.reproduce."""
-    changes = read_changes(arguments, ReproduceConfig, REPRODUCE_ALLOWED, _REPRODUCE_WHY_NOT)
-    folder = run_folder(changes.get("run"))
+    typed = REPRODUCE.read(arguments)
+    folder = run_folder(typed.options.get("run"))
     choices = read_manifest(folder / "manifest.json").get("choices", {})
     run = with_recorded_choices(read_run(folder / "run.yaml"), choices)
     # a run that began at a checkpoint of another run begins there again; a resumed run begins at step 0
@@ -286,4 +287,4 @@ def reproduce_config(arguments: Sequence[str]) -> ReproduceConfig:
     if resume == "auto" or (resume and Path(resume).expanduser().resolve().is_relative_to(folder.resolve())):
         resume = None
     over = {"output_dir": f"{folder.resolve()}-reproduced", "resume": resume, "dry_run": False, "tracker.kind": "none"}
-    return validated(apply_changes(run, changes, over), ReproduceConfig)
+    return REPRODUCE.validated(apply_changes(run, typed.settings, over) | typed.data, typed.changes)

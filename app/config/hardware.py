@@ -1,12 +1,11 @@
 """`hardware=NAME` of app.check: the GPUs of conf/hardware, with overrides of the command line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from app.config import groups
 from app.config.fields import number
-from app.config.overrides import key_of
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.config.validate import parse_section
@@ -38,23 +37,24 @@ class HardwareConfig:
         return (int(major), int(minor or 0)) >= _MIN_FP8_CAPABILITY
 
 
-def read_hardware(overrides: Sequence[str]) -> HardwareConfig | None:
-    """Parse `hardware=` and `hardware.KEY=` options; return None for the local machine."""
-    given = {key_of(text): text.partition("=")[2].strip("'\"") for text in overrides}
-    name = given.pop("hardware", "auto")
+def hardware_facts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `hardware` section of the options `hardware=` and `hardware.KEY=`; empty for the local machine."""
+    changes = {key.partition(".")[2]: value for key, value in options.items() if key.startswith("hardware.")}
+    name = options.get("hardware", "auto")
     if name != "auto":
-        changes = {key.partition(".")[2]: None if text == "null" else text for key, text in given.items()}
-        return _read(name, changes)
-    if given:
+        return {"hardware": {"name": name, **groups.read_choice("hardware", name), **changes}}
+    if changes:
         raise ConfigError(
-            f"{next(iter(given))} needs hardware=NAME, which it changes. Choose one of {', '.join(hardware_names())}."
+            f"hardware.{next(iter(changes))} needs hardware=NAME, which it changes. Choose one of "
+            f"{', '.join(hardware_names())}."
         )
-    return None
+    return {}
 
 
 def all_hardware() -> list[HardwareConfig]:
     """Every GPU of conf/hardware."""
-    return [_read(name, {}) for name in hardware_names()]
+    of_names = ({"name": name, **groups.read_choice("hardware", name)} for name in hardware_names())
+    return [parse_section(HardwareConfig, facts, "hardware.") for facts in of_names]
 
 
 def hardware_names() -> list[str]:
@@ -73,7 +73,3 @@ def missing_hardware_support(run: RunConfig, hardware: HardwareConfig) -> list[s
         f"quantization.kind={run.quantization.kind} needs an NVIDIA GPU of compute capability 8.9 or higher, and "
         f"hardware={hardware.name} has {has}. Set quantization={others}, or choose one of {those}."
     ]
-
-
-def _read(name: str, changes: Mapping[str, Any]) -> HardwareConfig:
-    return parse_section(HardwareConfig, {"name": name, **groups.read_choice("hardware", name), **changes}, "hardware.")

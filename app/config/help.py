@@ -2,18 +2,18 @@
 
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
 import omegaconf
 
 from app import __version__
+from app.config.command_line import Command
 from app.config.fields import CHOICES
 from app.config.groups import CONF, choices_by_group
 from app.config.load import default_choices
-from app.config.schema import RunConfig
-from app.config.validate import format_value, takes_text, type_text
+from app.config.validate import format_value, section_type, takes_text, type_text
 from app.program import as_started
 
 _WIDTH = 110
@@ -71,22 +71,25 @@ def help_text() -> str:
     return _FRAME.format(groups="\n".join(lines))
 
 
-def command_help(usage: str, schema: type, allowed: Sequence[str] = ()) -> str:
-    """The help of another command: `usage`, its own keys, and those of a run that are `allowed`."""
-    of_runs = {each.name for each in fields(RunConfig)} if issubclass(schema, RunConfig) else set()
-    own: dict[str, Field[Any]] = {}
-    for each in fields(schema):
-        if is_dataclass(each.type) and each.name not in of_runs:
-            own |= {f"{each.name}.{inner.name}": inner for inner in fields(each.type)}
-        elif each.name not in of_runs:
-            own[each.name.removeprefix("kept_")] = each
+def command_help(usage: str, command: Command[Any]) -> str:
+    """Return the help of another command: `usage`, its options, and the settings of a run that it takes."""
+    of_schema = dict(_leaf_fields(command.schema))
+    option = {key: command.typed_as.get(key, key) for key in command.options}
+    own = {key: of_schema[name] for key, name in option.items() if name in of_schema}
     width = max(map(len, own)) + 4
     lines = [f"  {name + '=':<{width}}{_takes(each)}" for name, each in own.items()]
-    shared = [key for key in allowed if key.partition(".")[0] in of_runs]
-    also = f"As in app.train, and otherwise as the run had them: {', '.join(shared)}"
-    return "\n".join(
-        [usage, *lines, *(["", *textwrap.wrap(also, _WIDTH, break_on_hyphens=False)] if shared else []), ""]
-    )
+    also = f"As in app.train, and otherwise as the run had them: {', '.join(command.allowed)}"
+    settings = ["", *textwrap.wrap(also, _WIDTH, break_on_hyphens=False)] if command.allowed else []
+    return "\n".join([usage, *lines, *settings, ""])
+
+
+def _leaf_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
+    """The fields of a schema that are no sections, by dotted key."""
+    for each in fields(schema):
+        if section := section_type(each.type):
+            yield from _leaf_fields(section, f"{prefix}{each.name}.")
+        else:
+            yield f"{prefix}{each.name}", each
 
 
 def _takes(each: Field[Any]) -> str:

@@ -1,16 +1,14 @@
 """Command line and conf/ into a checked RunConfig; changes to the run of a run.yaml."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -18,27 +16,22 @@ from app.assets import PREFIX
 from app.config import groups
 from app.config.adapter_start import kept_settings
 from app.config.fields import RUNS_CODE
-from app.config.overrides import check_overrides, key_of, parse_override, partition_overrides, split_arguments
+from app.config.overrides import check_overrides, key_of, partition_overrides, values_of
 from app.config.rules import problems_of
 from app.config.schema import ModelConfig, RunConfig
 from app.config.settings_file import RATE, flat, replaced_alternatives
 from app.config.tasks import TASKS
 from app.config.unread_keys import unread_problems
-from app.config.validate import field_types, format_value, is_key, leaf_keys, parse_section, typed_only
+from app.config.validate import format_value, leaf_keys, parse_section, typed_only
 from app.config.yaml_files import literal, read_yaml
 from app.errors import CheckpointError, ConfigError, refuse
 
-VERSION_BASE = "1.3"
+_VERSION_BASE = "1.3"
 _SAMPLE = "asset:sample/"
 _PROCESSES = "launch.num_processes"
 _OFF = {"model.trust_remote_code": False}  # as in conf/model/_hub.yaml
 
 Run = TypeVar("Run", bound=RunConfig)
-
-
-def load_run(config: DictConfig, typed: Mapping[str, Any] | None = None) -> RunConfig:
-    """The typed run, validated from plain data because Hydra lets `+key=...` past its own check."""
-    return _of_own_rows(validated(_plain(config), RunConfig, typed))
 
 
 def validated(data: Mapping[str, Any], schema: type[Run], typed: Mapping[str, Any] | None = None) -> Run:
@@ -87,23 +80,15 @@ def _without_fused(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
-    """Compose a run as `hydra.main` does, or vary that of `from=RUN`; one ConfigError has every problem."""
+    """Compose conf/ and the overrides, or vary the run of `from=RUN`; one ConfigError has every problem."""
     return _varied_run(overrides) if is_varied(overrides) else _composed(_checked_overrides(overrides))
-
-
-def validated_arguments(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments for Hydra; one ConfigError has every problem of the run that they describe."""
-    overrides, switches = split_arguments(arguments)
-    composable = _checked_overrides(overrides)
-    _composed(composable)
-    return [*switches, *_with_kept_settings(composable)]
 
 
 def _checked_overrides(overrides: Sequence[str]) -> list[str]:
     """Overrides that compose; where some are invalid, the values of the others are validated all the same."""
-    valid, problems = partition_overrides(overrides, RunConfig)
+    valid, problems = partition_overrides(overrides)
     valid = _with_folder_model(valid)
-    valid += [f"++{key}={format_value(off)}" for key, off in replaced_alternatives(_values(valid)).items()]
+    valid += [f"++{key}={format_value(off)}" for key, off in replaced_alternatives(values_of(valid)).items()]
     if problems:
         raise ConfigError([*problems, *_wrong_values(valid)])
     return valid
@@ -131,57 +116,18 @@ def _with_folder_model(overrides: list[str]) -> list[str]:
 
 
 def _composed(overrides: Sequence[str]) -> RunConfig:
-    return load_run(_compose(_with_kept_settings(overrides)), _values(overrides))
+    config = _compose(_with_kept_settings(overrides))
+    # validated as plain data: Hydra lets `+key=...` past a schema of its own
+    return _of_own_rows(validated(_plain(config), RunConfig, values_of(overrides)))
 
 
 def _with_kept_settings(overrides: Sequence[str]) -> list[str]:
     """The overrides with those that `adapter.start` brings along."""
-    kept = kept_settings(_values(overrides))
+    kept = kept_settings(values_of(overrides))
     return [*overrides, *(f"++{key}={format_value(value).replace(' ', '')}" for key, value in kept.items())]
 
 
-def _values(overrides: Sequence[str], schema: type = RunConfig) -> dict[str, Any]:
-    """The choices by group and values by dotted key of overrides that compose."""
-    parsed = (parse_override(text) for text in overrides if not text.startswith("~"))
-    return {key: value for each in parsed for key, value in _flat(each.key_or_group, each.value(), schema)}
-
-
 # ---- changes to the run of a run.yaml
-
-
-def read_changes(
-    arguments: Sequence[str], schema: type[RunConfig], allowed: Sequence[str], why_not: Mapping[str, str]
-) -> dict[str, Any]:
-    """The choices by group and values by dotted key of overrides, which must be of the `allowed` keys and sections.
-    Others would change nothing: they are refused for the reason that `why_not` gives for their section.
-    """
-    problems, others = [], []
-    for text in arguments:
-        key = key_of(text).lstrip("~")
-        known = key in groups.choices_by_group() or is_key(schema, key) or key.partition(".")[0] == "hydra"
-        parts = key.split(".")
-        # the key, then its sections; "" is the whole run
-        sections = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
-        if known and not any(section in allowed for section in sections):
-            reason = next(why_not[section] for section in sections if section in why_not)
-            problems.append(f"{text}: {key} does not apply, {reason}.")
-        else:
-            others.append(text)
-    try:
-        overrides = check_overrides(others, schema)
-    except ConfigError as found:
-        problems += found.problems
-    refuse(problems)
-    return _values(overrides, schema)
-
-
-def _flat(key: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
-    """`dataset.path`, x for `dataset={path: x}`."""
-    if isinstance(value, dict) and is_dataclass(field_types(schema).get(key)):
-        for name, inner in value.items():
-            yield from _flat(f"{key}.{name}", inner, schema)
-    else:
-        yield key, value
 
 
 def is_varied(overrides: Sequence[str]) -> bool:
@@ -191,12 +137,11 @@ def is_varied(overrides: Sequence[str]) -> bool:
 
 def _varied_run(overrides: Sequence[str]) -> RunConfig:
     """The run of `from=RUN` with the other overrides, in a folder of its own and from its first step."""
-    changes = read_changes(overrides, RunConfig, ("",), {})
+    changes = values_of(check_overrides(overrides))
     given = format_value(changes["varied_from"])
     file = Path(given).expanduser() / "run.yaml"
     if not file.is_file():
         raise CheckpointError(f"from={given}: there is no run.yaml in it. Give the output_dir of a run.")
-    refuse(f"{key}: only a run composed from conf/ has such settings." for key in changes if key.startswith("hydra"))
     refuse(
         f"{key}={changes[key]}: rates and sizes that follow from it would stay as from={given} has them. Give the keys "
         f"that change, or the command of that run (in its manifest.json) with {key}={changes[key]}."
@@ -268,41 +213,29 @@ def named_model(name: str) -> ModelConfig:
 
 def default_choices() -> dict[str, str | None]:
     """The default choice of each group."""
-    return dict(_compose([]).hydra.runtime.choices)
+    return dict(_compose([], return_hydra_config=True).hydra.runtime.choices)
 
 
 def default_values() -> dict[str, Any]:
     """Plain data of a run without overrides, its `${...}` unresolved."""
-    with_hydra = _as_dict(_compose([]), resolve=False)
-    return {key: value for key, value in with_hydra.items() if key != "hydra"}
+    return _as_dict(_compose([]), resolve=False)
 
 
-def store_schema(schema: Any = RunConfig) -> None:
-    """Make the typed schema the first defaults entry of conf/config.yaml."""
-    ConfigStore.instance().store(name="schema", node=schema)
-
-
-def _compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose without the typed schema, because Hydra stops at the first key that a schema refuses."""
-    store_schema({})
+def _compose(overrides: Sequence[str], **options: bool) -> DictConfig:
+    """Compose conf/ without a schema, because Hydra stops at the first key that a schema refuses."""
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(groups.CONF), version_base=VERSION_BASE):
-            config = compose("config", overrides=list(overrides), return_hydra_config=True)
+        with initialize_config_dir(str(groups.CONF), version_base=_VERSION_BASE):
+            return compose("config", overrides=list(overrides), **options)
     except (HydraException, OmegaConfBaseException, YAMLError) as fault:
         raise ConfigError(_one_line(fault)) from fault
     except ValueError as fault:  # of omegaconf: a key inside a list
         deepest = max(map(key_of, overrides), key=lambda key: key.count("."))
         raise ConfigError(f"{deepest} lies inside a list or a number ({fault}). Give the whole list anew.") from fault
-    if config.hydra.mode == RunMode.MULTIRUN:
-        raise ConfigError("hydra.mode=MULTIRUN: a sweep is started by -m on the command line alone.")
-    return config
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
     """Plain data of a run with every `${...}` resolved."""
-    with open_dict(config):
-        config.pop("hydra", None)
     try:
         _fit_pairs(config)
         return _as_dict(config, resolve=True)

@@ -1,30 +1,32 @@
-"""Command-line overrides and Hydra's switches, checked against conf/ and the schema before Hydra composes."""
+"""Command-line overrides and switches, checked against conf/ and the schema before Hydra composes."""
 
 import os
 import shlex
-from argparse import ArgumentError, Namespace
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
-from pathlib import Path
+from dataclasses import is_dataclass
+from itertools import accumulate
 from typing import Any
 
-from hydra._internal.utils import get_args_parser  # Hydra's own decides, so that both always agree
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key, nearest_keys, of_other_program
 from app.config.groups import choices_by_group
+from app.config.schema import RunConfig
 from app.config.settings_file import flat, names_file, with_settings
 from app.config.validate import field_types, format_value, is_key, takes_text
 from app.errors import ConfigError, refuse
 
-# conf/ is the only configuration; `rerun` would unpickle a file
-_REFUSED_SWITCHES = ("config_path", "config_name", "config_dir", "experimental_rerun")
+_SWITCHES = ("-m", "--multirun", "-h", "--help", "--version")
+_PRINTS_SETTINGS = ("-c", "--cfg")  # with `job`
+_OF_HYDRA = ("--config-path", "--config-name", "--config-dir")  # conf/ is the only configuration
 _MAX_KEY_CHARACTERS = 200  # Hydra looks for a file of that name
 _MAX_DEPTH = 20  # of brackets; hundreds exceed the recursion limit
 _OPTIONAL_GROUPS = ("experiment", "debug")
+_KEYS = field_types(RunConfig)
 # groups that take a path or hub id in place of a name, with the choice that reads it
 _PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a file, a folder or a hub id")}
 
@@ -32,7 +34,7 @@ _PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a f
 def is_sweep(arguments: Sequence[str]) -> bool:
     """Whether `-m` is given; unreadable arguments are reported as those of a run."""
     try:
-        return bool(_read(arguments)[0].multirun)
+        return _starts_sweep(_read(arguments)[1])
     except ConfigError:
         return False
 
@@ -41,15 +43,14 @@ def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[l
     """The overrides, with those of `from=FILE`, and the switches; ConfigError for an unknown switch, or one that a
     sweep cannot have.
     """
-    known, overrides, problems = _read(arguments)
-    switches = [word for word in map(_as_key, arguments) if word not in overrides]
+    overrides, switches, problems = _read(arguments)
     others = [word for word in switches if word not in ("-m", "--multirun")]
     if sweep and others and not problems:
         problems.append(
             f"{' '.join(others)} does not go with -m, because it is about one run. Leave out one of them; "
             "dry_run=true tells the plan of every trial."
         )
-    if known.multirun and not sweep:
+    if _starts_sweep(switches) and not sweep:
         problems.append("-m starts a sweep, and this is one run. Leave it out.")
     refuse(problems)
     return _with_settings(overrides)[0], switches
@@ -57,7 +58,7 @@ def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[l
 
 def settings_notes(arguments: Sequence[str]) -> list[str]:
     """Return a note for each `from=FILE` on the settings in it that typed groups replace."""
-    return [f"{'note':8}{each}" for each in _with_settings(_read(arguments)[1])[1]]
+    return [f"{'note':8}{each}" for each in _with_settings(_read(arguments)[0])[1]]
 
 
 def _with_settings(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -79,30 +80,41 @@ def values_in(overrides: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _read(arguments: Sequence[str]) -> tuple[Namespace, list[str], list[str]]:
-    """The switches, the overrides, and problems with the switches."""
-    parser = get_args_parser()
-    parser.exit_on_error = parser.allow_abbrev = False
-    try:
-        known, others = parser.parse_known_args(list(arguments))
-    except ArgumentError as fault:
-        raise ConfigError(f"{fault.argument_name}: {fault.message}.") from None
-    problems = []
-    behind = {word: value for word, value in pairwise(arguments) if not value.startswith("-") and "=" not in value}
-    unknown = [other for other in others if other.startswith("-")]
-    for switch in unknown:
-        name, _, value = switch.partition("=")
-        value = value or behind.get(switch, "")
-        setting = f" Settings have no dashes in front: {name.lstrip('-').replace('-', '_')}={value or '...'}"
-        problems.append(f"{switch}: there is no such switch.{of_other_program(name, value) or setting}")
-    problems += [
-        f"--{name.replace('_', '-')} is not in this program: its configurations are the files of conf/. "
-        "Choose among them with group=choice; --help lists them."
-        for name in _REFUSED_SWITCHES
-        if getattr(known, name) is not None
-    ]
-    values = [behind[switch] for switch in unknown if switch in behind]
-    return known, [_as_key(word) for word in (*known.overrides, *others) if word not in values], problems
+def _starts_sweep(switches: Sequence[str]) -> bool:
+    return "-m" in switches or "--multirun" in switches
+
+
+def _read(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the overrides, the switches, and problems with the switches."""
+    overrides, switches, problems = list[str](), list[str](), list[str]()
+    words = deque(arguments)
+    while words:
+        word = words.popleft()
+        name, _, value = word.partition("=")
+        if not word.startswith("-"):
+            overrides.append(_as_key(word))
+        elif word in _SWITCHES:
+            switches.append(word)
+        else:
+            if not value and words and not words[0].startswith("-") and "=" not in words[0]:
+                value = words.popleft()
+            if name in _PRINTS_SETTINGS and value == "job":
+                switches.append(f"{name} {value}")
+            else:
+                problems.append(_switch_problem(word, name, value))
+    return overrides, switches, problems
+
+
+def _switch_problem(word: str, name: str, value: str) -> str:
+    if name in _PRINTS_SETTINGS:
+        return f"{name} {value}".rstrip() + ": only --cfg job is supported. It prints every key and its value."
+    if name in _OF_HYDRA:
+        return (
+            f"{name} is not in this program: its configurations are the files of conf/. Choose among them with "
+            "group=choice; --help lists them."
+        )
+    setting = f" Settings have no dashes in front: {name.lstrip('-').replace('-', '_')}={value or '...'}"
+    return f"{word}: there is no such switch.{of_other_program(name, value) or setting}"
 
 
 def _as_key(word: str) -> str:
@@ -122,27 +134,27 @@ def parse_override(text: str) -> Override:
         raise HydraException(str(fault)) from fault
 
 
-def check_overrides(arguments: Sequence[str], schema: type) -> list[str]:
+def check_overrides(arguments: Sequence[str]) -> list[str]:
     """The overrides in a form that always composes (`++`); one ConfigError has every problem."""
-    valid, problems = partition_overrides(arguments, schema)
+    valid, problems = partition_overrides(arguments)
     refuse(problems)
     return valid
 
 
-def partition_overrides(arguments: Sequence[str], schema: type) -> tuple[list[str], list[str]]:
+def partition_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The valid overrides in a form that composes, and problems with the others."""
     valid: list[str] = []
     problems: list[str] = []
     for text in (each for given in arguments for each in _with_place(given)):
         try:
-            override = _parsed(text, schema)
+            override = _parsed(text)
         except ConfigError as problem:
             problems += problem.problems
             continue
-        found = list(_problems(override, text, schema))
+        found = list(_problems(override, text))
         problems += found
         if not found:
-            valid.append(_composable(override, schema))
+            valid.append(_composable(override))
     return valid, problems
 
 
@@ -162,17 +174,30 @@ def key_of(text: str) -> str:
     return text.lstrip("+").partition("=")[0]
 
 
-def _parsed(text: str, schema: type) -> Override:
+def values_of(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the choices by group and values by dotted key of overrides that compose."""
+    parsed = (parse_override(text) for text in overrides if not text.startswith("~"))
+    return {key: value for each in parsed for key, value in _flat(each.key_or_group, each.value())}
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """`dataset.path`, x for `dataset={path: x}`."""
+    if isinstance(value, dict) and is_dataclass(_KEYS.get(key)):
+        for name, inner in value.items():
+            yield from _flat(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def _parsed(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not key or not (equals or text.startswith("~")):
-        is_run = "run" in field_types(schema) and Path(text).expanduser().is_dir()
-        meant = f" Did you mean run={text}?" if is_run else ""
-        meant = f" Did you mean from={text}?" if text.endswith((".yaml", ".yml")) else meant
+        meant = f" Did you mean from={text}?" if text.endswith((".yaml", ".yml")) else ""
         raise ConfigError(f"{text!r} is not an override. Write key=value or group=choice.{meant}")
     try:
         return parse_override(text)
     except HydraException as fault:
-        if takes_text(field_types(schema).get(key_of(text))) and not any(sign in value for sign in "\"'\\,"):
+        if takes_text(_KEYS.get(key_of(text))) and not any(sign in value for sign in "\"'\\,"):
             return parse_override(f'{key}="{value}"')
         reason = " ".join(str(fault).splitlines()[0].split())
         shown, name = text[:_MAX_KEY_CHARACTERS], key[:_MAX_KEY_CHARACTERS]
@@ -180,11 +205,9 @@ def _parsed(text: str, schema: type) -> Override:
         raise ConfigError(f"{shown!r} cannot be read: {reason}. Quote the value: '{name}={quoted}'.") from None
 
 
-def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
+def _problems(override: Override, text: str) -> Iterator[str]:
     key = override.key_or_group
-    other_command = _other_command(key.partition(".")[0], text, schema)
-    if _is_hydra(key):
-        return
+    other_command = _other_command(key.partition(".")[0], text)
     if other_command:
         yield other_command
     elif override.is_delete():
@@ -192,14 +215,14 @@ def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
             yield f"{text}: nothing can be taken out of a run. Set {key} to null, none or 0, where it takes that."
     elif override.package is not None:
         yield f"{text}: {key} has one place in a run. Write {key}=..."
-    elif key not in choices_by_group() and not is_key(schema, key):
-        yield _unknown_key_problem(key, text.partition("=")[2], schema)
+    elif key not in choices_by_group() and not is_key(RunConfig, key):
+        yield unknown_key(key, text.partition("=")[2])
     elif override.is_sweep_override():
-        yield _sweep_problem(key, text.partition("=")[2], schema)
-    elif takes_text(field_types(schema).get(key)):
+        yield _sweep_problem(key, text.partition("=")[2])
+    elif takes_text(_KEYS.get(key)):
         yield from () if key.startswith("tracker.") else unknown_user(text.removeprefix("varied_"))
     else:
-        yield from _wrong_choice(key, override.value())
+        yield from wrong_choice(key, override.value())
 
 
 def unknown_user(text: str) -> Iterator[str]:
@@ -209,19 +232,19 @@ def unknown_user(text: str) -> Iterator[str]:
         yield f"{text}: there is no user {place.partition('/')[0][1:]}. Write the whole path, or ./{place}."
 
 
-def _other_command(section: str, text: str, schema: type) -> str | None:
-    """The command that a section belongs to, if it is not that of the schema."""
+def _other_command(section: str, text: str) -> str | None:
+    """Return where to type a section of another command."""
     word = shlex.quote(text)
     if section == "sweep":
         return f"{text}: a sweep is several runs, and -m starts those: python -m app.train -m {word} ..."
-    if section == "hardware" and section not in field_types(schema):
+    if section == "hardware":
         key = key_of(text)
         return f"{text}: {key} is asked by app.check, not by a run: python -m app.check memory {word} ..."
     return None
 
 
-def _sweep_problem(key: str, value: str, schema: type) -> str:
-    kind, meant = field_types(schema).get(key), ""
+def _sweep_problem(key: str, value: str) -> str:
+    kind, meant = _KEYS.get(key), ""
     if kind == list[str]:
         meant = f" For a list write {key}=[{value}]."
     elif key not in choices_by_group() and takes_text(kind):
@@ -229,7 +252,8 @@ def _sweep_problem(key: str, value: str, schema: type) -> str:
     return f"{key}={value}: several values are a sweep, which -m starts: python -m app.train -m {key}=...{meant}"
 
 
-def _wrong_choice(group: str, choice: Any) -> Iterator[str]:
+def wrong_choice(group: str, choice: Any) -> Iterator[str]:
+    """The problem of a choice that its group has not."""
     names = choices_by_group().get(group)
     if names is None or isinstance(choice, dict) or choice in names or (choice is None and group in _OPTIONAL_GROUPS):
         return
@@ -240,28 +264,24 @@ def _wrong_choice(group: str, choice: Any) -> Iterator[str]:
     yield f"{group}={given}: there is no such {group}.{meant} Choose one of {', '.join(names)}{others}."
 
 
-def _unknown_key_problem(key: str, value: str, schema: type) -> str:
-    groups = choices_by_group()
-    known = field_types(schema)
+def unknown_key(key: str, value: str, options: Iterable[str] = ()) -> str:
+    """Return the problem with an unknown key, and the nearest of a run or of the `options` of a command."""
+    groups, known = choices_by_group(), {*options, *_KEYS}
     near = [] if of_other_program(key, value) else nearest_keys(key, {*known, *groups})
     if near and near[0] in groups:
         return f"{key} is neither a key nor a group. Did you mean {near[0]}={'|'.join(groups[near[0]])}?"
     return f"{key} is not a key.{did_you_mean_key(key, known, value)}"
 
 
-def _composable(override: Override, schema: type) -> str:
+def _composable(override: Override) -> str:
     """The override with `++`, which sets a key whether or not the YAML has it; groups have no such form."""
     key, value = override.key_or_group, override.value()
     text = override.input_line or ""
-    if _is_hydra(key) or override.is_delete():
+    if override.is_delete():
         return text
     given = text.partition("=")[2]
     if key in choices_by_group() and not isinstance(value, dict):
         return f"~{key}" if value is None else f"{key}={given}"
-    if isinstance(value, int | float) and takes_text(field_types(schema).get(key)):
+    if isinstance(value, int | float) and takes_text(_KEYS.get(key)):
         return f'++{key}="{given}"'  # `model.revision=12e4567` is no number
     return f"++{key}={given}"
-
-
-def _is_hydra(key: str) -> bool:
-    return key == "hydra" or key.startswith(("hydra.", "hydra/"))

@@ -81,16 +81,14 @@ def replaced_alternatives(typed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def untrusted_problems(settings: Mapping[str, Any], place: str, allowed: Collection[str] = ()) -> Iterator[str]:
-    """Problems with settings that may come from others: keys in another spelling, keys of Hydra, and keys that must be
-    typed for other reasons than those `allowed`.
+    """Problems with settings that may come from others: keys in another spelling, and keys that must be typed for other
+    reasons than those `allowed`.
     """
     for key, value in settings.items():
         name = key.removeprefix(_SWEPT)
         shown, reason = key[:_MAX_SHOWN_CHARACTERS], typed_only(RunConfig, name)
         if not _KEY.fullmatch(key):
             yield f"{shown} in {place}: not the name of a setting. Write section.key or group, without + ~ @ or /."
-        elif name.partition(".")[0] == "hydra":
-            yield f"{shown} in {place}: settings of Hydra are taken from the command line only. Remove it."
         elif reason and reason not in allowed and value is not None and value is not False:
             yield (
                 f"{shown} in {place} is not accepted, because it {reason}. If you trust the source, type "

@@ -36,10 +36,17 @@ def field_types(schema: Any) -> dict[str, Any]:
     """The type of every dotted key of a schema, sections included."""
     found: dict[str, Any] = {}
     for each in fields(schema):
-        found[each.name] = each.metadata.get(TYPE, each.type)
-        if is_dataclass(each.type):
-            found |= {f"{each.name}.{inner}": kind for inner, kind in field_types(each.type).items()}
+        section = section_type(each.type)
+        found[each.name] = section or each.metadata.get(TYPE, each.type)
+        if section:
+            found |= {f"{each.name}.{inner}": kind for inner, kind in field_types(section).items()}
     return found
+
+
+def section_type(kind: Any) -> Any:
+    """Return the dataclass of a section, which may be optional; None for a value."""
+    (part, *others) = _optional_parts(kind)
+    return part if is_dataclass(part) and not others else None
 
 
 def leaf_keys(schema: Any) -> tuple[str, ...]:
@@ -78,8 +85,11 @@ def _section(schema: Any, data: Any, prefix: str, known: Collection[str], proble
     values: dict[str, Any] = {}
     for name, each in own.items():
         path, given = f"{prefix}{name}", data.get(name, MISSING)
-        if is_dataclass(each.type):
-            values[name] = _section(each.type, {} if given == MISSING else given, f"{path}.", known, problems)
+        if section := section_type(each.type):
+            is_absent = given == MISSING and is_optional(each.type)
+            values[name] = (
+                None if is_absent else _section(section, {} if given == MISSING else given, f"{path}.", known, problems)
+            )
         elif SECTIONS in each.metadata and isinstance(given, Mapping):
             schema_of_each = each.metadata[SECTIONS]
             values[name] = {

@@ -12,7 +12,6 @@ from hydra.errors import HydraException
 
 from app.config.groups import choices_by_group
 from app.config.overrides import check_overrides, parse_override
-from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.sweeps.trials import Outcome, Trial, key_of, name_of
 
@@ -73,7 +72,7 @@ def wrong_overrides(texts: Iterable[str]) -> dict[str, Sequence[str]]:
     wrong: dict[str, Sequence[str]] = {}
     for text in dict.fromkeys(texts):
         try:
-            check_overrides([text], RunConfig)
+            check_overrides([text])
         except ConfigError as problem:
             wrong[text] = problem.problems
     return wrong
@@ -111,9 +110,7 @@ def _setting(text: str) -> Setting:
 
 def _refuse(override: Override, text: str) -> None:
     key, value = override.key_or_group, override.value()
-    if key.partition(".")[0].partition("/")[0] == "hydra":
-        reason = "trials are started by this program, not by a launcher or sweeper of Hydra's. Leave it out"
-    elif key == "resume":
+    if key == "resume":
         reason = "a sweep resumes each trial from its own checkpoint. Leave it out, or give resume=auto"
     elif key == "output_dir" and override.is_sweep_override():
         reason = "one folder holds the whole sweep, with a folder for each trial in it. Give one"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config.commands import report_config
+from app.config.commands import REPORT
 from app.errors import CheckpointError
 from app.pages.render import write_page
 from app.report import report
@@ -70,7 +70,7 @@ def test_report_of_another_shape_is_told(tmp_path: Path, name: str, text: str) -
     (tmp_path / "run.yaml").write_text("seed: 1")
     (tmp_path / name).write_text(text)
     with pytest.raises(CheckpointError, match="one of its files is not as runs write it"):
-        report(report_config([f"run={tmp_path}"]), Console(enabled=False))
+        report(REPORT.parse([f"run={tmp_path}"]), Console(enabled=False))
 
 
 @pytest.mark.parametrize(

@@ -111,3 +111,20 @@ def test_final_best_takes_the_best_checkpoint(zygote: Zygote, tmp_path: Path) ->
     saved = load_file(run / f"checkpoints/step-{best:06d}/weights.safetensors")
     final = load_file(run / "final/model.safetensors")
     assert all(tensor.equal(final[name]) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "compositions"),
+    [
+        (("dry_run=true", "output_dir=run"), 1),
+        (("--cfg", "job", "model=llama", "recipe=full"), 1),
+        (("dry_run=true", "output_dir=run", "from=mine.yaml"), 1),
+        (("sed=1",), 0),
+    ],
+)
+def test_start_composes_the_settings_once(
+    zygote: Zygote, tmp_path: Path, words: tuple[str, ...], compositions: int
+) -> None:
+    (tmp_path / "mine.yaml").write_text("training: {max_steps: 3}\n")
+    ended = zygote.run(tmp_path, *words, module="tests.command.compositions")
+    assert ended.stdout.endswith(f"{compositions} compositions\n")

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from app.config.commands import (
+    GENERATE,
+    REPORT,
     AnswersConfig,
     check_config,
     class_problems,
     folders_in,
-    generate_config,
-    report_config,
     require_platform,
 )
-from app.config.hardware import all_hardware, hardware_names, read_hardware
+from app.config.hardware import all_hardware, hardware_names
 from app.config.load import compose_run, named_model
 from app.errors import ConfigError, EnvironmentProblem
 
@@ -42,15 +42,15 @@ def test_platform_other_refused(system: str, machine: str, words: str) -> None:
 
 def test_generate_prompt_needs_no_quotes() -> None:
     prompt = "a=b, c: ${HOME} 'x' \"y\" [z] \\n"
-    config = generate_config([f"prompt={prompt}", "run=r", "system=null"])
+    config = GENERATE.parse([f"prompt={prompt}", "run=r", "system=null"])
     assert (config.prompt, config.system, config.temperature) == (prompt, None, 0.0)
-    assert generate_config(["run=r", "prompt=~42 degrees"]).prompt == "~42 degrees"
-    assert generate_config(["run=r", "launch.threads=2"]).launch.threads == 2
+    assert GENERATE.parse(["run=r", "prompt=~42 degrees"]).prompt == "~42 degrees"
+    assert GENERATE.parse(["run=r", "launch.threads=2"]).launch.threads == 2
 
 
 def test_generate_all_problems_together() -> None:
     with pytest.raises(ConfigError) as refusal:
-        generate_config(["rum=r", "temperature=-1", "seed=x", "chat=perhaps", "launch.threads=0", "launch.thread=1"])
+        GENERATE.parse(["rum=r", "temperature=-1", "seed=x", "chat=perhaps", "launch.threads=0", "launch.thread=1"])
     assert refusal.value.problems == (
         "rum is not a key. Did you mean run?",
         "chat=perhaps: expected true or false or null.",
@@ -60,7 +60,7 @@ def test_generate_all_problems_together() -> None:
         "launch.threads=0 must be at least 1 and at most 1024.",
     )
     with pytest.raises(ConfigError, match=r"'hello' is not key=value. Keys: run, checkpoint, model, prompt, "):
-        generate_config(["hello"])
+        GENERATE.parse(["hello"])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_generate_all_problems_together() -> None:
 )
 def test_generate_idle_options_refused(words: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        generate_config(words)
+        GENERATE.parse(words)
     assert told in str(refusal.value)
 
 
@@ -90,7 +90,7 @@ def test_generate_idle_options_refused(words: tuple[str, ...], told: str) -> Non
     ],
 )
 def test_generate_idle_options_of_a_classifier_refused(words: tuple[str, ...], pair: bool, told: str) -> None:
-    (problem,) = class_problems(generate_config(("run=r", *words)), "r", pair)
+    (problem,) = class_problems(GENERATE.parse(("run=r", *words)), "r", pair)
     assert told in problem
 
 
@@ -121,15 +121,15 @@ def test_generate_model_names_as_in_train(tmp_path: Path, monkeypatch: pytest.Mo
 )  # fmt: skip
 def test_report_without_one_subject_refused(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        report_config(words)
+        REPORT.parse(words)
     assert refusal.value.problems == (said,)
 
 
 def test_report_target_default() -> None:
-    assert report_config(["run=runs/mine"]).target == Path("runs/mine/report.html")
-    assert report_config(["sweep=s"]).target == Path("s/report.html")
-    assert report_config(["runs=a,b"]).target == Path("comparison.html")
-    assert report_config(["run=a", "to=~/x.html"]).target == Path("~/x.html").expanduser()
+    assert REPORT.parse(["run=runs/mine"]).target == Path("runs/mine/report.html")
+    assert REPORT.parse(["sweep=s"]).target == Path("s/report.html")
+    assert REPORT.parse(["runs=a,b"]).target == Path("comparison.html")
+    assert REPORT.parse(["run=a", "to=~/x.html"]).target == Path("~/x.html").expanduser()
 
 
 def test_report_folder_names_with_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_report_folder_names_with_commas(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).mkdir()
     assert folders_in("1-lr=1,r=2,plain,2-lr=1,r=4") == ["1-lr=1,r=2", "plain", "2-lr=1,r=4"]
     assert folders_in("plain,absent,1-lr=1,r=2") == ["plain", "absent", "1-lr=1,r=2"]
-    given = report_config(["runs=1-lr=1,r=2,plain"]).given
+    given = REPORT.parse(["runs=1-lr=1,r=2,plain"]).given
     assert given == [("runs=1-lr=1,r=2", Path("1-lr=1,r=2")), ("runs=plain", Path("plain"))]
 
 
@@ -169,12 +169,15 @@ def test_hardware_facts_plausible() -> None:
 
 def test_check_hardware_with_overrides() -> None:
     found = check_config(["memory", "hardware=h100", "hardware.memory_gib=70.5", "seed=3", "exact=true"])
-    assert found.hardware is not None
-    assert (found.hardware.name, found.hardware.memory_gib, found.hardware.label) == ("h100", 70.5, "H100")
-    assert (found.run.seed, found.overrides, found.exact) == (3, ("seed=3",), True)
-    assert read_hardware(["hardware=b200", "hardware.context_gib=null"]) == read_hardware(["hardware=b200"])
-    assert check_config(["memory"]).hardware is None
-    assert check_config(["hardware=auto"]).hardware is None
+    hardware = found.options.hardware
+    assert hardware is not None
+    assert (hardware.name, hardware.memory_gib, hardware.label) == ("h100", 70.5, "H100")
+    assert (found.run.seed, found.overrides, found.options.exact) == (3, ("seed=3",), True)
+    unmeasured = check_config(["memory", "hardware=h100", "hardware.context_gib=null"]).options.hardware
+    assert unmeasured is not None
+    assert unmeasured.context_gib is None
+    assert check_config(["memory"]).options.hardware is None
+    assert check_config(["hardware=auto"]).options.hardware is None
     assert (check_config([]).checks, check_config(["data"]).checks) == (("data", "memory"), ("data",))
 
 
@@ -215,8 +218,8 @@ def test_check_invalid_arguments_refused(words: tuple[str, ...], told: str) -> N
 
 def test_check_answers_are_asked_for_by_any_of_their_keys() -> None:
     config = check_config(["memory", "+exact=true", "answers.length=100", "answers.beams=2"])
-    assert (config.exact, config.answers) == (True, AnswersConfig(rows=8, length=100, beams=2))
-    assert check_config(["memory"]).answers is None
+    assert (config.options.exact, config.options.answers) == (True, AnswersConfig(rows=8, length=100, beams=2))
+    assert check_config(["memory"]).options.answers is None
 
 
 def test_check_models_needs_no_rows_that_fit() -> None:

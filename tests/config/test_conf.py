@@ -117,8 +117,7 @@ def keys_of(file: Path) -> Iterator[str]:
     """The dotted keys that a file sets."""
     text = file.read_text()
     content = yaml.safe_load(text)
-    for name in ("defaults", "hydra"):
-        content.pop(name, None)
+    content.pop("defaults", None)
     is_global = file.parent == CONF or text.startswith("# @package _global_")
     yield from _leaves(content, "" if is_global else f"{file.parent.name}.")
 

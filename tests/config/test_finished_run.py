@@ -7,16 +7,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config.dataset import has_held_out_rows
-from app.config.export_settings import EXPORT_ALLOWED, ExportConfig, export_config
+from app.config.export_settings import EXPORT, export_config
 from app.config.finished_run import (
-    EVALUATE_ALLOWED,
+    EVALUATE,
+    REPRODUCE,
     EvaluateConfig,
     as_run,
     evaluate_config,
     reproduce_config,
     with_recorded_choices,
 )
-from app.config.load import read_changes, read_run
+from app.config.load import read_run
 from app.config.schema import RunConfig
 from app.config.validate import field_types
 from app.errors import AppError, CheckpointError, ConfigError
@@ -92,7 +93,7 @@ WRONG = [
     ("optimizer=sgd", "optimizer does not apply, because an evaluation trains nothing."),
     ("adapter=none", "weights=tuned, base or both chooses between them."),
     ("batching.rows=3", "eval.rows is the number of rows"),
-    ("hydra.mode=MULTIRUN", "hydra.mode does not apply"),
+    ("hydra.mode=MULTIRUN", "hydra.mode is not a key."),
     ("--help", "'--help' is not an override. Write key=value or group=choice."),
     ("eval.rows=1,2", "several values are a sweep"),
 ]
@@ -114,11 +115,12 @@ def test_changes_all_problems_together() -> None:
 
 
 def test_allowed_keys_exist() -> None:
-    assert set(EVALUATE_ALLOWED) <= field_types(EvaluateConfig).keys()
-    assert set(EXPORT_ALLOWED) <= field_types(ExportConfig).keys()
-    assert read_changes(["dataset.columns.text=a"], EvaluateConfig, EVALUATE_ALLOWED, {}) == {
-        "dataset.columns.text": "a"
-    }
+    for command in (EVALUATE, EXPORT, REPRODUCE):
+        assert set(command.allowed) <= field_types(RunConfig).keys()
+    words = ["dataset.columns.text=a", "run=a,b [c]", "harness=x,y", "checkpoint=3", "harness_limit=null"]
+    typed = EVALUATE.read(words)
+    assert typed.settings == {"dataset.columns.text": "a"}
+    assert typed.options == {"run": "a,b [c]", "harness": ["x", "y"], "kept_checkpoint": "3", "harness_limit": None}
 
 
 @pytest.mark.parametrize("given", [[], ["run=nowhere"], ["run=unfinished"], ["run=torn"]])

@@ -6,8 +6,8 @@ import pytest
 
 from app.config.did_you_mean import PROGRAMS, of_other_program, other_programs
 from app.config.groups import choices_by_group
-from app.config.load import validated_arguments
-from app.config.overrides import partition_overrides
+from app.config.load import compose_run
+from app.config.overrides import partition_overrides, split_arguments
 from app.config.schema import RunConfig
 from app.config.validate import is_key
 from app.errors import ConfigError
@@ -80,7 +80,7 @@ TOLD = [
 @pytest.mark.parametrize(("line", "message"), TOLD, ids=[line for line, _ in TOLD])
 def test_setting_of_other_program_told_with_ours(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        validated_arguments(line.split())
+        compose_run(split_arguments(line.split())[0])
     (problem,) = refusal.value.problems
     assert message in problem
 
@@ -95,7 +95,7 @@ def test_setting_here_exists(here: str) -> None:
             assert value in ("", "NAME", *choices_by_group()[key]), word
         else:
             assert is_key(RunConfig, key.replace(".NAME", "")), word
-            assert not value or value == "NAME" or partition_overrides([word], RunConfig)[1] == []
+            assert not value or value == "NAME" or partition_overrides([word])[1] == []
 
 
 def test_every_name_is_of_one_row_and_finds_it() -> None:
@@ -105,7 +105,7 @@ def test_every_name_is_of_one_row_and_finds_it() -> None:
     for name, row in NAMES.items():
         key, _, value = name.partition("=")
         with pytest.raises(ConfigError) as refusal:
-            validated_arguments([f"{key}={value or 1}"])
+            compose_run([f"{key}={value or 1}"])
         (problem,) = refusal.value.problems
         assert row.get("here", row.get("remark", "?")).partition("=")[0] in problem, name
         assert set(row) <= {"here", "remark", *PROGRAMS}
@@ -113,6 +113,6 @@ def test_every_name_is_of_one_row_and_finds_it() -> None:
 
 def test_table_is_read_at_a_mistake_only() -> None:
     other_programs.cache_clear()
-    validated_arguments(["optimizer.lr=1e-3", "recipe=full"])
+    compose_run(["optimizer.lr=1e-3", "recipe=full"])
     assert other_programs.cache_info().currsize == 0
     assert of_other_program("learning_rate") == " Did you mean optimizer.lr?"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.config.commands import generate_config
+from app.config.commands import GENERATE
 from app.config.export_settings import export_config
 from app.config.finished_run import as_run, evaluate_config, reproduce_config
 from app.config.load import compose_run, read_run
@@ -65,8 +65,8 @@ def test_received_run_resumed_in_its_folder_keeps_its_processes(tmp_path: Path) 
 
 
 def test_generate_learns_to_trust_code() -> None:
-    assert not generate_config(["run=r"]).trust_remote_code
-    assert generate_config(["run=r", TYPED]).trust_remote_code
+    assert not GENERATE.parse(["run=r"]).trust_remote_code
+    assert GENERATE.parse(["run=r", TYPED]).trust_remote_code
 
 
 NAMES = ["${seed}", "${oc.env:HOME}", "\\${seed}", "\\\\${seed}", "${", "$${a}", "???", "\\", "a\\${b}c\\"]

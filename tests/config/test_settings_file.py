@@ -130,7 +130,7 @@ def test_settings_file_serves_sweeps_and_checks(file: Path) -> None:
         ("optimizer: {lrr: 1}", "optimizer.lrr is not a key. Did you mean optimizer.lr?"),
         ("recipe: full\nadapter.r: 4", "adapter.r=4: recipe=full trains no adapter"),
         ("model.trust_remote_code: true", "model.trust_remote_code in"),
-        ("hydra: {callbacks: {a: {_target_: os.system}}}", "hydra.callbacks.a._target_ in"),
+        ("hydra: {callbacks: {a: {_target_: os.system}}}", "hydra.callbacks.a._target_ is not a key."),
         (
             "cache_dir: /tmp/x",
             "is not accepted, because it decides which code runs. If you trust the source, type cache_dir=/tmp/x",

@@ -79,17 +79,17 @@ def test_settings_file_typed_only_key_refused_in_any_spelling(tmp_path: Path, ke
     for spelling in spellings(key):
         file.write_text(json.dumps({spelling: value}))
         try:
-            split_arguments([f"from={file}"])
+            compose_run(split_arguments([f"from={file}"])[0])
         except AppError:
             continue
         accepted.append(spelling)
     assert not accepted
 
 
-@pytest.mark.parametrize("key", [*TYPED_ONLY, "hydra.job.chdir"])
+@pytest.mark.parametrize("key", TYPED_ONLY)
 def test_settings_file_of_a_sweep_does_not_vary_typed_only_key(tmp_path: Path, key: str) -> None:
     file = tmp_path / "sent.yaml"
-    file.write_text(json.dumps({"sweep": "lr", f"sweep.space.{key}": [TYPED_ONLY.get(key, True)]}))
+    file.write_text(json.dumps({"sweep": "lr", f"sweep.space.{key}": [TYPED_ONLY[key]]}))
     with pytest.raises(AppError, match=re.escape(f"sweep.space.{key} in {file}")):
         plan_sweep(["-m", f"from={file}"], lambda _run: None)
 
@@ -137,14 +137,15 @@ def test_settings_file_typed_only_key_accepted_where_typed(tmp_path: Path, key: 
 
 
 IN_FORMS = [
-    *((f"{prefix}hydra.job.chdir=true", "hydra.job.chdir in the form: ") for prefix in ("", "+", "++")),
+    ("hydra.job.chdir=true", "hydra.job.chdir is not a key."),
+    ("++hydra.job.chdir=true", "hydra.job.chdir in the form: "),
     ("hydra/launcher=basic", "hydra/launcher in the form: "),
     ("++seed=1", "seed in the form: not the name of a setting"),
     ("model@x=tiny", "model@x in the form: not the name of a setting"),
     ("model.trust_remote_code=true", "model.trust_remote_code in the form is not accepted, because it decides"),
     ("model={trust_remote_code: true}", "model.trust_remote_code in the form is not accepted, because it decides"),
     ("cache_dir=/tmp/x", "cache_dir in the form is not accepted, because it decides"),
-    ("--cfg=job", "--cfg=job"),
+    ("--cfg=job", "--cfg job"),
     ("--info", "--info"),
 ]
 

@@ -104,7 +104,7 @@ def test_varied_run_can_be_swept(run: Path) -> None:
         ("from=~0", "from=~0: there is no user 0. Write the whole path, or ./~0."),
         ("from=null", "from=null: there is no run.yaml in it."),
         ("from=nowhere", "from=nowhere: there is no run.yaml in it. Give the output_dir of a run."),
-        ("hydra.mode=RUN", "hydra.mode: only a run composed from conf/ has such settings."),
+        ("hydra.mode=RUN", "hydra.mode is not a key."),
     ],
 )
 def test_varied_run_invalid_refused(run: Path, given: str, message: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from app.assets import PREFIX
-from app.config.commands import check_config, generate_config, report_config
+from app.config.commands import GENERATE, REPORT, check_config
 from app.config.export_settings import export_config
 from app.config.finished_run import evaluate_config, reproduce_config
 from app.config.load import compose_run
@@ -28,8 +28,8 @@ from tests.docs.blocks import Command, commands_of, documents
 TRAINS = re.compile(r"(.*/)?scripts/train|scripts/cluster/\w+\.sh|app\.train|app-finetune")
 OTHERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "app.check": check_config,
-    "app.generate": generate_config,
-    "app.report": report_config,
+    "app.generate": GENERATE.parse,
+    "app.report": REPORT.parse,
     "app.evaluate": evaluate_config,
     "app.export": export_config,
     "app.reproduce": reproduce_config,

@@ -1,7 +1,9 @@
 """Handmade plans and machines."""
 
+from dataclasses import replace
 from typing import Any
 
+from app.config.hardware import HardwareConfig, all_hardware
 from app.memory.estimate import MemoryPlan
 from app.memory.fit import Machine
 from app.memory.phases import MEMORY_KINDS
@@ -29,3 +31,8 @@ def plan(**parts: Any) -> MemoryPlan:
         "traced_layers": 2,
     }
     return MemoryPlan(**{**fields, **parts})
+
+
+def gpu(name: str, **changes: Any) -> HardwareConfig:
+    """The facts of a GPU of conf/hardware, some of them changed."""
+    return replace(next(each for each in all_hardware() if each.name == name), **changes)

@@ -7,7 +7,6 @@ import torch
 
 from app.adapters.adapters import add_adapter
 from app.config.commands import AnswersConfig
-from app.config.hardware import read_hardware
 from app.config.tasks import TASKS
 from app.layers.attention import own_attention
 from app.memory.check import check_memory, plan_answers
@@ -16,6 +15,7 @@ from app.memory.planner import Planner
 from app.model.build import random_base
 from app.training.choices import Choices, sections_of
 from app.training.storage_counter import StorageCounter
+from tests.memory.facts import gpu
 from tests.memory.truth import small_run
 
 LENGTH = 40
@@ -59,7 +59,7 @@ def test_planned_answers_equal_counted(recipe: str, rows: int, beams: int) -> No
 
 
 def test_answers_stand_beside_the_plan_of_the_run() -> None:
-    run, hardware = small_run("recipe=qlora", "precision=bf16", "compile=none"), read_hardware(["hardware=h100"])
+    run, hardware = small_run("recipe=qlora", "precision=bf16", "compile=none"), gpu("h100")
     asked = AnswersConfig(rows=2, beams=2)
     facts = check_memory(run, (), hardware, answers=asked)
     answers, plain = facts.pop("answers"), check_memory(run, (), hardware)
@@ -68,7 +68,7 @@ def test_answers_stand_beside_the_plan_of_the_run() -> None:
     assert answers["anatomy"]["cache"] == 2 * 2 * 256 * 3 * 2 * 2 * 32 * 2
     assert sum(answers["anatomy"].values()) < answers["needed_bytes"] < facts["memory_bytes"]
     assert answers["fits"]
-    small = read_hardware(["hardware=h100", "hardware.memory_gib=0.8"])
+    small = gpu("h100", memory_gib=0.8)
     assert not plan_answers(Planner(machine_of(small)).at(run), asked, machine_of(small))["fits"]
 
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.config.hardware import read_hardware
 from app.config.load import compose_run
 from app.memory.cublas import workspace_bytes
 from app.memory.fit import ASSUMED_CONTEXT_BYTES, check_fit, hardware_named, machine_of, time_bound
 from app.memory.shape import worst_case
-from tests.memory.facts import GPU, MIB, plan
+from tests.memory.facts import GPU, MIB, gpu, plan
 
 CPU = replace(GPU, device="cpu")  # without a caching allocator
 
@@ -109,10 +108,10 @@ def test_hardware_named_matches_driver_name(name: str) -> None:
 
 
 def test_machine_of_hardware_has_bytes_and_rates() -> None:
-    machine = machine_of(read_hardware(["hardware=h100", "hardware.memory_gib=2", "hardware.context_gib=0.5"]))
+    machine = machine_of(gpu("h100", memory_gib=2, context_gib=0.5))
     assert (machine.memory_bytes, machine.context_bytes, machine.context_is_measured) == (2**31, 2**29, True)
     assert (machine.flops_per_second, machine.bytes_per_second, machine.device) == (989e12, 3.35e12, "gpu")
-    unmeasured = machine_of(read_hardware(["hardware=b200"]))
+    unmeasured = machine_of(gpu("b200"))
     assert (unmeasured.context_bytes, unmeasured.context_is_measured) == (ASSUMED_CONTEXT_BYTES, False)
 
 

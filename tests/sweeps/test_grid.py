@@ -76,8 +76,6 @@ REFUSED = [
     ("resume=runs/a", "resume=runs/a: a sweep resumes each trial from its own checkpoint"),
     ("+resume=auto,null", "a sweep resumes each trial from its own checkpoint"),
     ("output_dir=a,b", "output_dir=a,b: one folder holds the whole sweep"),
-    ("hydra/launcher=joblib", "hydra/launcher=joblib: trials are started by this program"),
-    ("hydra.sweep.dir=x", "not by a launcher or sweeper of Hydra's. Leave it out."),
     ("seed=range(1,1000000000)", "seed: more than 1,000 trials in one sweep."),
 ]
 

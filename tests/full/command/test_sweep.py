@@ -140,11 +140,6 @@ def test_sweep_waits_for_a_running_trial(zygote: Zygote, tmp_path: Path) -> None
     assert "finished before" in ended.stdout
 
 
-def test_hydra_main_returns_the_objective(zygote: Zygote, tmp_path: Path) -> None:
-    ended = zygote.run(tmp_path, *TINY, "output_dir=run", module="tests.full.command.objective", code=0)
-    assert f"returned {result(tmp_path / 'run')['objective']!r}\n" in ended.stdout
-
-
 def test_ladder_of_two_rungs(zygote: Zygote, tmp_path: Path) -> None:
     folder = tmp_path / "ladder"
     command = ("sweep=packing", "sweep.size=small", "training.max_steps=4", "dataset.random.rows=100")

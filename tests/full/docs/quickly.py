@@ -32,9 +32,8 @@ def _train(command: Any) -> None:
 
     vars(trial_process)["Popen"] = Fork
     vars(sweep)["read_preset"] = _of_few_trials(vars(sweep)["read_preset"])
-    for name in ("load_run", "compose_run"):
-        read: Callable[[Any], RunConfig] = getattr(command, name)
-        setattr(command, name, lambda given, read=read: _short(read(given)))
+    read: Callable[[Any], RunConfig] = command.compose_run
+    command.compose_run = lambda given: _short(read(given))
 
 
 def _of_few_trials(read: Callable[[Any], Preset]) -> Callable[[Any], Preset]:
@@ -59,13 +58,8 @@ def _short(run: RunConfig) -> RunConfig:
 
 
 def _generate(command: Any) -> None:
-    read = command.generate_config
-
-    def short(arguments: Any) -> Any:
-        config = read(arguments)
-        return replace(config, max_new_tokens=min(config.max_new_tokens, ANSWER))
-
-    command.generate_config = short
+    generate = command.generate
+    command.generate = lambda config: generate(replace(config, max_new_tokens=min(config.max_new_tokens, ANSWER)))
 
 
 def _least(given: int | None, at_most: int) -> int:

@@ -1,0 +1,147 @@
+"""Options of a command, with the settings of a run that it takes."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from hydra.errors import HydraException
+
+from app.config.groups import choices_by_group
+from app.config.overrides import (
+    check_overrides,
+    key_of,
+    parse_override,
+    unknown_key,
+    unknown_user,
+    values_of,
+    wrong_choice,
+)
+from app.config.rules import problems_of
+from app.config.schema import RunConfig
+from app.config.validate import field_types, is_key, is_optional, leaf_keys, parse_section
+from app.errors import ConfigError, refuse
+
+Options = TypeVar("Options")
+
+Changes = Mapping[str, Any]  # choices by group and values by dotted key
+_OF_RUNS = field_types(RunConfig)
+_FREE_TEXT = ("prompt", "second", "system")  # may start with ~
+
+
+class Typed(NamedTuple):
+    """A command line: options by key and as plain data of the schema, settings of a run by key and as typed."""
+
+    options: dict[str, Any]
+    data: dict[str, Any]
+    settings: dict[str, Any]
+    words: list[str]
+
+    @property
+    def changes(self) -> Changes:
+        """Options and settings."""
+        return {**self.settings, **self.options}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Generic[Options]):
+    """The command line of a command.
+
+    Its options are the keys of `schema` that are not of a run. Their value is all text after the first `=`, without
+    quotes. Every other word is a setting of a run, in Hydra's grammar, of a key or section in `allowed`; "" is the
+    whole run. Another one is refused for the reason that `why_not` gives for its section.
+    """
+
+    schema: type[Options]
+    rules: Callable[[Options, Changes], Iterable[str]] = lambda _options, _changes: ()
+    allowed: Collection[str] = ()
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    typed_as: Mapping[str, str] = field(default_factory=dict)  # the option, by the key that is typed for it
+    bare: str = ""  # the option of a word without `=`
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The type of each option, by the key that is typed."""
+        typed = {option: key for key, option in self.typed_as.items()}
+        of_runs = _OF_RUNS if self.allowed else {}
+        return {typed.get(key, key): kind for key, kind in field_types(self.schema).items() if key not in of_runs}
+
+    def parse(self, arguments: Sequence[str]) -> Options:
+        """Read options that need no run; one ConfigError has every problem."""
+        typed = self.read(arguments)
+        return self.validated(typed.data, typed.changes)
+
+    def validated(self, data: Mapping[str, Any], changes: Changes) -> Options:
+        """Validate plain data by the schema and the rules; `changes` are what was typed of it."""
+        options = parse_section(self.schema, data)
+        of_run = problems_of(options) if isinstance(options, RunConfig) else ()
+        refuse([*of_run, *self.rules(options, changes)])
+        return options
+
+    def read(self, arguments: Sequence[str]) -> Typed:
+        """Split a command line into options and settings; one ConfigError has every unknown or unreadable word."""
+        options, words, problems = dict[str, Any](), list[str](), list[str]()
+        for text in arguments:
+            try:
+                if (key := key_of(text)) in self.options and "=" in text:
+                    options[self.typed_as.get(key, key)] = self._value(key, text)
+                elif self.bare and "=" not in text and not text.startswith("-"):
+                    options[self.bare] = self._value(self.bare, f"{self.bare}={text}")
+                elif not self.allowed and "=" in text:
+                    options[key] = text.partition("=")[2]  # unknown: the schema says so, together with wrong values
+                else:
+                    refuse(self._problems(text))
+                    words.append(text)
+            except ConfigError as problem:
+                problems += problem.problems
+        try:
+            settings = values_of(check_overrides(words))
+        except ConfigError as problem:
+            problems += problem.problems
+        refuse(problems)
+        return Typed(options, self._nested(options), settings, words)
+
+    def _nested(self, options: Changes) -> dict[str, Any]:
+        """Options as data of the schema: `{answers: {rows: 4}}` for `answers.rows`."""
+        data: dict[str, Any] = {}
+        for key, value in options.items():
+            section, _, leaf = key.rpartition(".")
+            if is_dataclass(self.options.get(section)):
+                data[section] = {**(data[section] if isinstance(data.get(section), dict) else {}), leaf: value}
+            else:
+                data[key] = value
+        return data
+
+    def _value(self, key: str, text: str) -> Any:
+        """The text of an option; a list in Hydra's grammar, whose brackets may be left out."""
+        value, kind = text.partition("=")[2], self.options[key]
+        if kind == list[str]:
+            listed = value if value.startswith(("[", '"', "'")) else f"[{value}]"
+            try:
+                return parse_override(f"{key}={listed}").value()
+            except HydraException as fault:
+                raise ConfigError(f'{text}: expected a list like {key}="[a,b]" ({fault}).') from fault
+        if self.allowed and key in choices_by_group():
+            refuse(wrong_choice(key, value))
+        if key not in _FREE_TEXT:
+            refuse(unknown_user(text))
+        return None if value == "null" and is_optional(kind) else value
+
+    def _problems(self, text: str) -> Iterator[str]:
+        """The problem of a word that is neither an option nor an allowed setting."""
+        key, _, value = text.lstrip("+~").partition("=")
+        if not self.allowed:
+            yield f"{text!r} is not key=value. Keys: {', '.join(leaf_keys(self.schema))}."
+        elif "=" not in text and not text.startswith("~"):
+            is_run = "run" in self.options and Path(text).expanduser().is_dir()
+            meant = f" Did you mean run={text}?" if is_run else ""
+            yield f"{text!r} is not an override. Write key=value or group=choice.{meant}"
+        elif key not in choices_by_group() and not is_key(RunConfig, key):
+            yield unknown_key(key, value, self.options)
+        else:
+            parts = key.split(".")
+            sections = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]  # the key, its sections, the run
+            if not any(section in self.allowed for section in sections):
+                reason = next(self.why_not[section] for section in sections if section in self.why_not)
+                yield f"{text}: {key} does not apply, {reason}."
