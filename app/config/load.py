@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -31,17 +31,15 @@ _SAMPLE = "asset:sample/"
 _PROCESSES = "launch.num_processes"
 _OFF = {"model.trust_remote_code": False}  # as in conf/model/_hub.yaml
 
-Run = TypeVar("Run", bound=RunConfig)
 
-
-def validated(data: Mapping[str, Any], schema: type[Run], typed: Mapping[str, Any] | None = None) -> Run:
-    """Validate plain data of a run.yaml by `schema`, RunConfig or one with keys of a command, and by the rules.
+def _validated(data: Mapping[str, Any], typed: Mapping[str, Any]) -> RunConfig:
+    """Validate plain data by the schema and the rules.
 
     Keys that were `typed` must also be read: a rule's own message about one of them is enough.
     """
-    config = parse_section(schema, data)
+    config = parse_section(RunConfig, data)
     problems = problems_of(config)
-    others = {k: v for k, v in (typed or {}).items() if not any(text.startswith(f"{k}=") for text in problems)}
+    others = {k: v for k, v in typed.items() if not any(text.startswith(f"{k}=") for text in problems)}
     refuse([*problems, *unread_problems(config, others)])
     return config
 
@@ -118,7 +116,7 @@ def _with_folder_model(overrides: list[str]) -> list[str]:
 def _composed(overrides: Sequence[str]) -> RunConfig:
     config = _compose(_with_kept_settings(overrides))
     # validated as plain data: Hydra lets `+key=...` past a schema of its own
-    return _of_own_rows(validated(_plain(config), RunConfig, values_of(overrides)))
+    return _of_own_rows(_validated(_plain(config), values_of(overrides)))
 
 
 def _with_kept_settings(overrides: Sequence[str]) -> list[str]:
@@ -158,7 +156,7 @@ def _varied_run(overrides: Sequence[str]) -> RunConfig:
         **({RATE: run.optimizer.lr} if "optimizer" in changes else {}),
         **({_PROCESSES: run.launch.num_processes} if _resumes(given, changes) else {}),
     }
-    return _of_own_rows(validated(apply_changes(run, changes, over), RunConfig, changes))
+    return _of_own_rows(_validated(apply_changes(run, changes, over), changes))
 
 
 def _resumes(given: str, changes: Mapping[str, Any]) -> bool:

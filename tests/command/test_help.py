@@ -23,10 +23,7 @@ def printed(name: str, switch: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     [
         ("train", ["  recipe"]),
         ("check", ["The settings are those of app.train: python -m app.train --help"]),
-        (
-            "generate",
-            ["  model=", "  launch.threads=", "  max_new_tokens=            a whole number (default 256)\n"],
-        ),
+        ("generate", ["  model=", "  launch.threads=", "  max_new_tokens=            a whole number (default 256)\n"]),
         ("evaluate", ["  weights=         tuned, base, both (default tuned)", "As in app.train, "]),
         ("export", ["  kind=         adapter, merged, quantized, gguf\n", "  to=           text\n"]),
         ("report", ["  runs=", "  to="]),

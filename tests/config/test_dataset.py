@@ -5,8 +5,9 @@ from dataclasses import asdict
 import pytest
 
 from app.config.dataset import sources_of
-from app.config.load import compose_run, validated
+from app.config.load import compose_run
 from app.config.schema import RunConfig
+from app.config.validate import parse_section
 from tests.config.small import refusal_of
 
 TWO = ("dataset=mix", "dataset.mix.chat.path=a.jsonl", "dataset.mix.code.path=b.jsonl")
@@ -39,7 +40,7 @@ def test_mix_source_inherits_dataset_keys() -> None:
     assert (chat.path, chat.format, chat.max_rows, chat.revision) == ("a.jsonl", "messages", 7, None)
     assert (code.path, code.format, code.max_rows, code.revision) == ("b.jsonl", "text", 7, "v1")
     assert (code.columns.text, chat.columns.text, code.split) == ("body", "text", "dev")
-    assert validated(asdict(run), RunConfig) == run, "as it stands in a run.yaml"
+    assert parse_section(RunConfig, asdict(run)) == run, "as it stands in a run.yaml"
 
 
 def test_mix_as_one_mapping() -> None:

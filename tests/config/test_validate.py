@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.config.load import compose_run, read_run, validated
+from app.config.load import compose_run, read_run
 from app.config.schema import RunConfig
+from app.config.validate import parse_section
 from app.errors import CheckpointError, ConfigError
 from tests.config.small import data_with, problems_in, run_with
 
@@ -86,7 +87,7 @@ def test_key_missing_reported() -> None:
     data = data_with({})
     del data["training"], data["seed"]
     with pytest.raises(ConfigError) as refusal:
-        validated(data, RunConfig)
+        parse_section(RunConfig, data)
     assert "seed has no value. Give seed=..." in refusal.value.problems
     assert "training.clip has no value. Give training.clip=..." in refusal.value.problems
 
