@@ -1,12 +1,10 @@
 """Sharded checkpoints by torch's distributed checkpoint (DCP): each process writes and reads its own shards.
 
-What DCP keeps in a pickle, the place of each shard, is a JSON file here. Pickles of earlier versions are read without
-calling anything that they name. The shards are archives of torch, which DCP reads with `weights_only`.
+What DCP keeps in a pickle, the place of each shard, is a JSON file here. The shards are archives of torch, which DCP
+reads with `weights_only`.
 """
 
-import io
 import json
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -29,21 +27,9 @@ from app.errors import CheckpointError
 from app.files import os_error_of, read_json
 
 METADATA, _SHARD = "metadata.json", ".distcp"
-_PICKLE = ".metadata"  # of earlier versions
-_DAMAGES = (
-    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError),
-    pickle.UnpicklingError,
-)
+_DAMAGES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 _REMEDY = "Take another checkpoint, or a copy of the run"
-READ = (METADATA, _PICKLE, f"*{_SHARD}")  # patterns of the files that are read
-# what DCP's own pickle names; none of it is called
-_DCP = "torch.distributed.checkpoint"
-_METADATA_CLASSES = "Metadata MetadataIndex StorageMeta TensorStorageMetadata ChunkStorageMetadata TensorProperties"
-_PICKLED_NAMES = {
-    *(f"{_DCP}.metadata.{name}" for name in (*_METADATA_CLASSES.split(), "_MEM_FORMAT_ENCODING")),
-    *(f"{_DCP}.filesystem._StorageInfo", "pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout"),
-    *(str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)),
-}
+READ = (METADATA, f"*{_SHARD}")  # patterns of the files that are read
 
 
 class _Writer(FileSystemWriter):
@@ -71,12 +57,8 @@ class _Reader(FileSystemReader):
 
 
 def _read_metadata(folder: Path) -> Metadata:
-    old = folder / _PICKLE
     try:
-        if not old.exists():
-            return _metadata(read_json(folder / METADATA))
-        pickled = _NamesOnly(io.BytesIO(old.read_bytes())).load()
-        return _metadata(_described(pickled.state_dict_metadata, pickled.storage_data))
+        return _metadata(read_json(folder / METADATA))
     except _DAMAGES as fault:
         raise CheckpointError(f"{folder} has no metadata that this program reads ({fault}). {_REMEDY}.") from fault
 
@@ -130,23 +112,6 @@ def _size(numbers: Any) -> torch.Size:
     if not isinstance(numbers, list) or any(type(each) is not int or each < 0 for each in numbers):
         raise ValueError(f"{numbers} are no sizes")
     return torch.Size(numbers)
-
-
-class _NamesOnly(pickle.Unpickler):
-    """Reads known names as classes of the same attributes without any behaviour; other names are refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _PICKLED_NAMES:
-            raise ValueError(f"{module}.{name} is none of the names that a checkpoint has")
-        return list if name == "Size" else type(name, (_Attributes,), {})
-
-
-class _Attributes:
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        vars(self).update(state if isinstance(state, dict) else {})
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:

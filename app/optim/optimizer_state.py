@@ -3,7 +3,7 @@
 A name is the path through the nested dictionaries: `state/0/exp_avg`. A part of digits is a whole number.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from app.optim.gradient_scaling import skips_on_device, step_unless
 from app.optim.stochastic_rounding import ordinary
 
 StateDict = dict[str, Any]
-_SETTINGS = ("weight_decay", "beta1", "beta2", "eps", "momentum")
 
 
 def flatten(state_dict: StateDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -75,25 +74,9 @@ def saved_names(plain: Mapping[str, Any]) -> dict[str, str]:
     """Parameter names by the numbered paths of a flat state."""
     return {
         f"state/{number}": name
-        for group in saved_groups(plain)
+        for group in _decode(plain.get("param_groups", []))  # that of a sharded checkpoint has none
         for number, name in zip(group["params"], group["param_names"], strict=True)
     }
-
-
-def saved_groups(plain: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Parameter groups of a flat state; that of a sharded checkpoint has none."""
-    groups: list[dict[str, Any]] = _decode(plain.get("param_groups", []))
-    return groups
-
-
-def group_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Settings of parameter groups by their keys of the config; weight decay is the largest, as some have none."""
-    found: dict[str, float] = {}
-    for group in groups:
-        numbers = {**group, **{f"beta{at}": beta for at, beta in enumerate(group.get("betas", ()), 1)}}
-        numbers["weight_decay"] = max(group["weight_decay"], found.get("optimizer.weight_decay", 0.0))
-        found |= {f"optimizer.{key}": numbers[key] for key in _SETTINGS if isinstance(numbers.get(key), int | float)}
-    return found
 
 
 def _flatten_into(tensors: dict[str, Tensor], plain: dict[str, Any], path: str, value: Any) -> None:

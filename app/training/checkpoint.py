@@ -41,7 +41,7 @@ from app.files import (
     verify_checksums,
     write_json,
 )
-from app.optim.optimizer_state import flatten, group_settings, load_state, saved_groups
+from app.optim.optimizer_state import flatten, load_state, saved_names
 from app.training.identity import differences
 from app.training.train_step import Stepper
 from app.training.trained_state import (
@@ -125,8 +125,14 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
 
 
 def choices_of(save: Path | None) -> dict[str, str]:
-    """Read what `auto` came to when the run began: a continued run keeps it."""
-    return {} if save is None else dict(_read_state(save)["choices"])
+    """Return what `auto` came to when the run began: a resumed run keeps it."""
+    if save is None:
+        return {}
+    if SAVE_NUMBER not in read_json(save / STATE):
+        raise CheckpointError(
+            f"{save} was saved before version 0.1.0 and cannot be resumed. Train again in another output_dir."
+        )
+    return dict(_read_state(save)["choices"])
 
 
 class Checkpoints:
@@ -187,7 +193,7 @@ class Checkpoints:
     def load(self, folder: Path, stepper: Stepper, host_group: HostGroup) -> Progress:
         """Restore the state after the step of `folder`, saved by any number of processes."""
         state = _read_state(folder)
-        self._require_same_run(folder, state, stepper)
+        self._require_same_run(folder, state)
         # what this start cannot know, such as the hash of a start adapter that is gone, stays in later checkpoints
         self._identity = {**state["identity"], **self._identity}
         self._known[folder] = True
@@ -230,13 +236,8 @@ class Checkpoints:
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def _require_same_run(self, folder: Path, state: Mapping[str, Any], stepper: Stepper) -> None:
-        saved, own = state["identity"], self._identity
-        if "optimizer.weight_decay" not in saved:  # by an earlier version, which compared less
-            known = {"precision.kind": state["choices"].get("precision"), "precision.trained": "fp32"}
-            saved = known | saved | group_settings(saved_groups(state["optimizer"]))
-            own = own | group_settings(stepper.optimizer.param_groups)
-        different = differences(saved, own)
+    def _require_same_run(self, folder: Path, state: Mapping[str, Any]) -> None:
+        different = differences(state["identity"], self._identity)
         if different:
             raise CheckpointError(
                 f"resume: {folder} is of another run and cannot be continued ({'; '.join(different[:4])}). "
@@ -294,7 +295,7 @@ def _is_of_a_run(state: Mapping[str, Any]) -> bool:
     """Whether all values are of the types and in the ranges that a run writes."""
     if not all(isinstance(state[key], kind) for key, kind in _STATE_TYPES.items()):
         return False
-    group_settings(saved_groups(state["optimizer"]))  # can be read
+    saved_names(state["optimizer"])  # can be read
     progress, steps = parse_section(Progress, state["progress"]), state["identity"].get("steps", "any")
     found = (progress.start_metrics, progress.metrics, progress.best_metrics)
     measured = [value for metrics in found for value in metrics.values()]

@@ -74,8 +74,7 @@ def settle_compile(
     """
     if run.compile.kind != AUTO:
         return CompileChoice(run.compile.kind)
-    # a run of an earlier version, whose checkpoint has no choice, compiled nothing unless asked
-    choices = host_group.all_gather_object(choose_compile(facts(stored.get(COMPILE_CHOICE, NONE) if stored else None)))
+    choices = host_group.all_gather_object(choose_compile(facts(stored.get(COMPILE_CHOICE))))
     found: CompileChoice = next((each for each in choices if each.kind == NONE), choices[0])
     return found
 

@@ -3,7 +3,6 @@
 import os
 import random
 import shlex
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -23,8 +22,6 @@ from tests.harness.runs import (
     result,
     same_ending,
 )
-
-EARLIER = Path(__file__).parent / "earlier_checkpoints"
 
 
 def test_killed_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
@@ -74,24 +71,6 @@ def test_resume_elsewhere_writes_a_random_base(zygote: Zygote, finished: Finishe
     save, other = finished() / "checkpoints" / "step-000003", tmp_path / "other"
     zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={other}", f"resume={save}", code=0)
     assert content_of(other / "base") == content_of(finished() / "base")
-
-
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
-def test_checkpoint_of_an_earlier_version_is_continued(kind: str, zygote: Zygote, tmp_path: Path) -> None:
-    """Saved by commit 6466c5c, by one process and by two with parallel=fsdp, after step 2 of 4."""
-    sizes = ("num_hidden_layers=1", "hidden_size=32", "intermediate_size=64")
-    heads = ("num_attention_heads=2", "num_key_value_heads=2")
-    model = ("model.weights=random", *(f"model.architecture.{each}" for each in (*sizes, *heads)))
-    data = ("dataset=messages", f"dataset.path={EARLIER / 'rows.jsonl'}", "dataset.max_length=64")
-    steps = ("batching.packing=false", "batching.rows=2", "batching.accumulation=2", "training.max_steps=4")
-    adapter = ("adapter.r=1", "adapter.targets=[q_proj,v_proj]", "optimizer.lr=1e-2", "precision=fp32")
-    command = (*model, *data, *steps, *adapter, "dataset.eval_fraction=0", "eval.samples=0", "launch.threads=1")
-    save = shutil.copytree(EARLIER / kind / "step-000002", tmp_path / "run" / "checkpoints" / "step-000002")
-    if kind == "whole":  # a sharded one has no settings of the optimizer
-        said = "optimizer.weight_decay: the checkpoint has 0.0, this run has 10.0"
-        zygote.refused(tmp_path, *command, "optimizer.weight_decay=10", f"resume={save}", message=said)
-    zygote.run(tmp_path, *command, "output_dir=there", f"resume={save}", code=0)
-    assert metrics(tmp_path / "there")[-1]["loss"] == pytest.approx(7.173074792932581), "that of the earlier version"
 
 
 def test_stopped_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:

@@ -244,33 +244,6 @@ def test_newest_and_best_checkpoints_are_kept(stepper: Stepper, folder: Path) ->
     assert saver.best(Progress(best_step=3)) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("adamw", ("weight_decay=0.5", "beta2=0.5", "eps=1e-3")),
-        ("muon", ("momentum=0.5", "eps=1e-3")),
-        ("sgd", ("momentum=0.5",)),
-        ("adafactor", ("weight_decay=0.5",)),
-        ("lion_8bit", ("beta1=0.5",)),
-        ("paged_adamw_8bit", ("eps=1e-3",)),
-    ],
-)
-def test_settings_of_an_earlier_checkpoint_are_those_of_its_optimizer(
-    kind: str, settings: tuple[str, ...], folder: Path, runtime: Runtime, loader_of: Callable[..., Loader]
-) -> None:
-    """Whose identity does not have them."""
-    words = ("recipe=full", f"optimizer={kind}")
-    made, same = (stepper_of(small_run(*words), runtime) for _ in range(2))
-    made.run(loader_of(4, 1).batches(0), 1e-2)
-    save = saved(checkpoints(folder), Progress(step=1), made)
-    checkpoints(folder).load(save, same, ALONE)
-    for setting in settings:
-        other = stepper_of(small_run(*words, f"optimizer.{setting}"), runtime)
-        key = setting.partition("=")[0]
-        with pytest.raises(CheckpointError, match=rf"\(optimizer\.{key}: the checkpoint has [^;]*\)"):
-            checkpoints(folder).load(save, other, ALONE)
-
-
 def test_checkpoint_of_another_run_is_refused(stepper: Stepper, folder: Path) -> None:
     save = saved(checkpoints(folder, rows=8), Progress(step=1), stepper)
     other = checkpoints(folder, rows=4, seed=1)
@@ -283,6 +256,15 @@ def test_checkpoint_of_another_run_is_refused(stepper: Stepper, folder: Path) ->
         other.load(save, stepper, ALONE)
     typed = shlex.split(str(refusal.value).rpartition("To go on:")[2])
     assert typed[3:] == ["dataset.path=a b.jsonl", "seed=0", f"output_dir={folder.parent}", "resume=auto"]
+
+
+def test_checkpoint_without_save_number_refused_as_too_old(save: Path) -> None:
+    state = json.loads((save / "state.json").read_text())
+    assert choices_of(save) == state["choices"]
+    del state["save"]
+    (save / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"was saved before version 0\.1\.0 and cannot be resumed\."):
+        choices_of(save)
 
 
 def test_unfinished_checkpoint_is_removed(save: Path, folder: Path) -> None:
