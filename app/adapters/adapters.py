@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from app.adapters.adapter_method import AdapterMethod
 from app.adapters.lora import Lora
 from app.adapters.peft_adapter import PeftAdapter, is_norm
-from app.base.text_part import PREFIX
+from app.base.names import without_peft
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME, MATCHING_FIELDS
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
@@ -75,7 +75,7 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
         from peft import get_peft_model
 
         network: nn.Module = get_peft_model(lm, method.peft_config(lm, layers, shared))
-    trained = {name.removeprefix(PREFIX): each for name, each in network.named_parameters() if each.requires_grad}
+    trained = {without_peft(name): each for name, each in network.named_parameters() if each.requires_grad}
     expected |= method.trained_of([*layers, *experts], trained)
     assert trained.keys() == expected, (
         f"trained but not meant: {trained.keys() - expected}; meant but not trained: {expected - trained.keys()}"
@@ -179,7 +179,7 @@ def layers_without_gradient(config: AdapterConfig, gradients: Mapping[str, Tenso
     moves: dict[str, bool] = {}
     for name, gradient in gradients.items():
         if part is not None and part in name:
-            layer = name.removeprefix(PREFIX).partition(part)[0]
+            layer = without_peft(name).partition(part)[0]
             moves[layer] = moves.get(layer, False) or (gradient is not None and bool(gradient.any()))
     return [layer for layer, has_moved in moves.items() if not has_moved]
 

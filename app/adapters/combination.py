@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from app.adapters.adapters import read_adapter_config
+from app.base.names import without_peft
 from app.base.safetensors_files import adapter_weights
-from app.base.text_part import PREFIX
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.errors import ConfigError
 
@@ -132,7 +132,7 @@ def _norm(a: Tensor, b: Tensor) -> float:
 def _write_config(layers: set[str], rank: int, file: Path) -> None:
     """The settings of another adapter, for these layers and a scale of one."""
     config = json.loads(file.read_text())
-    names = {layer.removeprefix(PREFIX) for layer in layers}
+    names = set(map(without_peft, layers))
     config |= {"r": rank, "lora_alpha": rank, "target_modules": sorted(names)}
     config |= {"use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "init_lora_weights": True}
     file.write_text(json.dumps(config, indent=2, sort_keys=True))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.base.names import in_peft
 from app.batch import Batch
 from app.layers.quantization import is_conv1d, weight_of
 
@@ -154,7 +155,7 @@ def _loftq(layers: dict[str, Any], lost: Iterable[tuple[str, Tensor]]) -> str:
     """Begin each layer with the best update of its rank for what was lost (one iteration of LoftQ)."""
     explained = total = 0.0
     for name, error in lost:
-        layer = layers.get(f"base_model.model.{name}")
+        layer = layers.get(in_peft(name))
         if layer is not None:
             u, s, v = _leading(error, layer.r["default"])
             root = (s / layer.scaling["default"]).sqrt()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from app.adapters.adapters import quiet_peft, read_adapter_config
+from app.base.names import in_peft, without_peft
 from app.base.safetensors_files import StoredTensor, adapter_weights, tensors_of_file
-from app.base.text_part import PREFIX
 from app.config.adapters import ADAPTER_WEIGHTS
 from app.config.peft_methods import METHODS
 from app.errors import CheckpointError
@@ -38,7 +38,7 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
     shared: dict[str, Tensor] = {}
     updates: dict[str, Callable[[Tensor], Tensor]] = {}
     for full, tensor in adapter_weights(final).items():
-        name = full.removeprefix(PREFIX)
+        name = without_peft(full)
         layer, is_own, _ = name.partition(mark)
         if name == full:
             shared[full] = tensor
@@ -59,7 +59,7 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
         weights = {layer: torch.zeros(1).expand(shape) for layer, shape in shapes.items()}  # which take no memory
         whole = {name: each for own in (shared, *parts.values()) for name, each in own.items()}
         network = _attached(weights, config, whole)
-        return updates | {layer: partial(_merged_in, network.get_submodule(f"{PREFIX}{layer}")) for layer in parts}
+        return updates | {layer: partial(_merged_in, network.get_submodule(in_peft(layer))) for layer in parts}
     return updates | {layer: partial(_merged, layer=layer, config=config, parts=own) for layer, own in parts.items()}
 
 
@@ -92,7 +92,7 @@ def _merged(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mappin
 
 def _merged_stack(stack: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
     """A stack of experts with its LoRA: A has them as the slow index, B as the fast one."""
-    a, b = (parts[f"{PREFIX}{layer}.lora_{half}.weight"].to(stack.device, torch.float32) for half in "AB")
+    a, b = (parts[in_peft(f"{layer}.lora_{half}.weight")].to(stack.device, torch.float32) for half in "AB")
     a, b = a.unflatten(0, (len(stack), -1)), b.unflatten(1, (-1, len(stack))).permute(2, 0, 1)
     r = a.shape[1]
     scale = config["lora_alpha"] / (r**0.5 if config["use_rslora"] else r)
@@ -143,11 +143,11 @@ def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:
     """Weights that the adapter replaces as a whole, by their names in the model."""
     config = read_adapter_config(final)
     stored = tensors_of_file(final / ADAPTER_WEIGHTS)
-    return {name.removeprefix(PREFIX): each for name, each in stored.items() if _is_whole(name, config)}
+    return {without_peft(name): each for name, each in stored.items() if _is_whole(name, config)}
 
 
 def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a weight belongs to a module that was trained as a whole, or to one that is tied to such a module."""
-    whole, plain = config.get("modules_to_save") or (), f".{name.removeprefix(PREFIX)}"
+    whole, plain = config.get("modules_to_save") or (), f".{without_peft(name)}"
     is_tied = config.get("ensure_weight_tying") and not any(mark in plain for mark in (".lora_", ".token_adapter."))
     return bool(is_tied) or any(f".{each}." in plain for each in whole)

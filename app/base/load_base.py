@@ -71,7 +71,7 @@ def open_folder(
         _require_none_missing(config, task, folder, map("the scale of {}".format, reader.without_scale()))
         found = reader.tensors()
         if part is not None:
-            ours = {part.in_text(name): each for name, each in found.items()}
+            ours = {part.names.of_trained(name): each for name, each in found.items()}
             found = {name: replace(each, name=name) for name, each in ours.items() if name is not None}
         tensors = _one_for_each(config, task, folder, lm, found, options)
     remarks = reader.remarks(None if quantizer is None else quantizer.kind)

@@ -14,6 +14,7 @@ from torch import nn
 
 from app.assets import PREFIX
 from app.base.conversion import BITSANDBYTES, stored_format
+from app.base.names import Names
 from app.base.source import (
     fetch_folder,
     folder_at_hand,
@@ -120,6 +121,16 @@ class BaseModel:
         return None if folder is None else text_part_in(self.config, self.task, folder, self.on_meta())
 
     @property
+    def names(self) -> Names:
+        """Names of its weights where other programs have them."""
+        return Names() if self.text_part is None else self.text_part.names
+
+    @property
+    def folder_model(self) -> Any:
+        """The folder's own model, on meta: that of the run, or the whole that it is the text part of."""
+        return self.on_meta() if self.text_part is None else self.text_part.whole
+
+    @property
     def unpacked_format(self) -> dict[str, Any] | None:
         """The quantised format of the folder's weights, where they are unpacked as they are read."""
         given = stored_format(self.config, self.stored)
@@ -138,13 +149,12 @@ class BaseModel:
             return other_linear_layers(lm)
         inside = backbone_linear_layers(lm)
         named = part.whole.named_modules()
-        return [name for name, layer in named if is_linear(layer) and part.in_text(name) not in inside]
+        return [name for name, layer in named if is_linear(layer) and part.names.of_trained(name) not in inside]
 
     @property
     def stacks_of_experts(self) -> list[str]:
         """Names of stacks of experts in the folder's own model."""
-        part, names = self.text_part, stacks_of(self.on_meta())
-        return [*names] if part is None else [str(part.in_whole(name)) for name in names]
+        return [*map(self.names.of_folder, stacks_of(self.on_meta()))]
 
     @cached_property
     def is_bidirectional(self) -> bool:
@@ -202,6 +212,12 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
 def text_part_in(config: ModelConfig, task: Task, folder: Path, lm: Any) -> TextPart | None:
     """Where the whole of a folder has `lm`, if that is only its text part."""
     return TextPart.of(lm, whole_numbers(config, folder), task)
+
+
+def names_in(config: ModelConfig, task: Task, folder: Path, lm: Any) -> Names:
+    """Names of the weights of `lm` in a local folder."""
+    part = text_part_in(config, task, folder, lm)
+    return Names() if part is None else part.names
 
 
 def class_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:

@@ -14,10 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from app.base.names import Names, in_peft, without_peft
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.tasks import Task
-
-PREFIX = "base_model.model."  # of PEFT, before the names of the base
 
 # kinds whose whole computes something else of text than the class for their text part, as a test of all kinds shows
 OTHER_TEXT = ("aya_vision", "cohere2_vision", "paligemma")
@@ -58,10 +57,10 @@ def leave_out_towers(whole: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Where the whole, which is on meta, has the modules of its text part."""
+    """The text part of a whole, which is on meta."""
 
     whole: Any
-    places: tuple[tuple[str, str], ...]  # names in the text part and in the whole
+    names: Names
 
     @classmethod
     def of(cls, lm: Any, numbers: Any, task: Task) -> "TextPart | None":
@@ -72,18 +71,12 @@ class TextPart:
         with torch.device("meta"):
             whole = kind._from_config(numbers, dtype=lm.dtype)
         if kind is type(lm):
-            return cls(whole, tuple((name, name) for name in _outermost(lm, whole)))
+            return cls(whole, Names(tuple((name, name) for name in _outermost(lm, whole))))
         inside = {type(each): name for name, each in reversed([*whole.named_modules()]) if name}
         if type(lm) in inside:
-            return cls(whole, tuple((child, f"{inside[type(lm)]}.{child}") for child, _ in lm.named_children()))
+            return cls(whole, Names(tuple((child, f"{inside[type(lm)]}.{child}") for child, _ in lm.named_children())))
         heads = [(child, child) for child, _ in lm.named_children() if child != lm.base_model_prefix]
-        return cls(whole, ((lm.base_model_prefix, inside[type(lm.base_model)]), *heads))
-
-    def in_whole(self, name: str) -> str | None:
-        return _replaced(name, self.places)
-
-    def in_text(self, name: str) -> str | None:
-        return _replaced(name, tuple((there, here) for here, there in self.places))
+        return cls(whole, Names(((lm.base_model_prefix, inside[type(lm.base_model)]), *heads)))
 
 
 def _outermost(lm: Any, whole: Any) -> list[str]:
@@ -98,21 +91,13 @@ def _outermost(lm: Any, whole: Any) -> list[str]:
     return sorted(set(found) - around)
 
 
-def _replaced(name: str, places: tuple[tuple[str, str], ...]) -> str | None:
-    for old, new in places:
-        if name == old or name.startswith(f"{old}."):
-            return new + name[len(old) :]
-    return None
-
-
 def rename_adapter(source: Path, target: Path, renamed: Callable[[str], str | None]) -> None:
     """Write an adapter with other names of its layers, all in full: short ones would match other towers too."""
     tensors = {
-        f"{PREFIX}{renamed(name.removeprefix(PREFIX))}": each
-        for name, each in load_file(source / ADAPTER_WEIGHTS).items()
+        in_peft(str(renamed(without_peft(name)))): each for name, each in load_file(source / ADAPTER_WEIGHTS).items()
     }
     config = json.loads((source / ADAPTER).read_text())
-    plain = [name.removeprefix(PREFIX) for name in tensors]
+    plain = [*map(without_peft, tensors)]
     layers = {name.partition(".lora_")[0].replace(".base_layer", "") for name in plain if ".lora_" in name}
     experts = {name.rpartition(".")[0] for name in config.get("target_parameters") or ()}  # named by their ends
     config["target_modules"] = sorted(name for name in layers if name.rpartition(".")[2] not in experts)

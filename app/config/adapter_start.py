@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
-from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME, MATCHING_FIELDS, RESERVED_FIELDS
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME, MATCHING_FIELDS, PEFT_PREFIX, RESERVED_FIELDS
 from app.config.schema import AdapterConfig, RunConfig
 from app.config.validate import format_value
 from app.config.yaml_files import read_yaml
@@ -96,7 +96,7 @@ def adapter_layers(folder: Path, found: Mapping[str, Any]) -> Any:
         return names
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="np") as saved:
-            split = [name.removeprefix("base_model.model.").partition(".lora_A.") for name in saved.keys()]  # noqa: SIM118
+            split = [name.removeprefix(PEFT_PREFIX).partition(".lora_A.") for name in saved.keys()]  # noqa: SIM118
     except (OSError, SafetensorError):
         return names
     return sorted({layer for layer, half, _ in split if half}) or names

@@ -11,6 +11,7 @@ from app.config.schema import AdapterConfig, RunConfig
 from app.config.validate import format_value
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # before the names of the base
 LAYER_NAME = re.compile(r"[\w.-]+")  # a name or its end, which is no endless regular expression
 _PLAIN_INITS = ("default", "gaussian", "eva", "loftq")  # which leave weights of the base as they are
 _INITS = re.compile(r"default|gaussian|orthogonal|pissa|pissa_niter_[1-9]\d?|olora|eva|corda|loftq")

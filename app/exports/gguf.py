@@ -95,7 +95,7 @@ class GgufExport(GgufFile):
 
     def _places(self) -> Iterator[Place]:
         """The tensors of the file, by those that are merged; a tied head is not among them."""
-        for name, stored in self.merge.names.items():
+        for name, stored in self.merge.names.files.items():
             if not (name == "lm_head.weight" and self.model.numbers.tie_word_embeddings):
                 yield self.model.place(name, stored, tuple(self.merge.tensors[stored].shape))
 

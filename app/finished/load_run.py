@@ -12,6 +12,7 @@ import torch
 from app.adapters.adapters import quiet_peft, read_adapter_config
 from app.base.base_weights import LoadOptions
 from app.base.load_base import drawing_by, open_folder, quiet_transformers, read_weights
+from app.base.names import Names
 from app.base.safetensors_files import adapter_weights, tensors_of_file
 from app.base.source import (
     REMOTE_CODE,
@@ -22,8 +23,8 @@ from app.base.source import (
     require_weights,
     whole_numbers,
 )
-from app.base.structure import numbers_in_folder, text_part_in
-from app.base.text_part import TextPart, rename_adapter
+from app.base.structure import names_in, numbers_in_folder
+from app.base.text_part import rename_adapter
 from app.base.tokenizer import load_tokenizer, read_tokenizer
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.schema import ModelConfig, QuantizationConfig
@@ -65,7 +66,7 @@ def load_tuned(
     lm = _for_answers(lm)
     if not has_adapter or not adapter:
         return lm
-    return _with_adapter(lm, final, text_part_in(model, task, folder, lm)).get_base_model()
+    return _with_adapter(lm, final, names_in(model, task, folder, lm)).get_base_model()
 
 
 def weights_of(run: Path, model: ModelConfig, *, tuned: bool) -> ModelConfig:
@@ -96,8 +97,8 @@ def load_training_model(
     network: Any = build_base(sections, device, seed)
     if _is_adapter(final):
         network.requires_grad_(False)  # as attaching an adapter did in training
-        part = text_part_in(sections.model, task_of(sections.task), Path(sections.model.path), network)
-        network = _with_adapter(network, final, part) if tuned else network
+        names = names_in(sections.model, task_of(sections.task), Path(sections.model.path), network)
+        network = _with_adapter(network, final, names) if tuned else network
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)
     return TrainingModel(
@@ -156,7 +157,7 @@ def _for_answers(lm: Any) -> Any:
     return lm.eval()
 
 
-def _with_adapter(lm: Any, final: Path, part: TextPart | None) -> Any:
+def _with_adapter(lm: Any, final: Path, names: Names) -> Any:
     from safetensors import SafetensorError
 
     read_adapter_config(final)
@@ -166,9 +167,9 @@ def _with_adapter(lm: Any, final: Path, part: TextPart | None) -> Any:
             from peft import PeftModel
 
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # which are refused below
-            folder = final if part is None else Path(renamed)
-            if part is not None:
-                rename_adapter(final, folder, part.in_text)
+            folder = Path(renamed) if names.is_part else final
+            if names.is_part:
+                rename_adapter(final, folder, names.of_trained)
             network = PeftModel.from_pretrained(lm, str(folder)).eval()
             _require_loaded(network, folder)
             if stack_layers(lm):  # PEFT's own forward cannot add to packed stacks

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import Tensor
 from app.adapters.merged_weights import fully_trained_weights
 from app.base.conversion import UNPACKED, FolderReader
 from app.base.converted_weights import ConvertedWeights
+from app.base.names import Names, without_backbone
 from app.base.safetensors_files import StoredTensor, is_resized, size_of, stored_tensors, widest_first, write_weights
 from app.base.structure import BaseModel
-from app.base.text_part import TextPart
 from app.config.schema import ModelConfig
 from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
@@ -29,20 +28,20 @@ EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 
 @dataclass(frozen=True)
 class Merge:
-    """A merge of a folder's weights. Names in `updates`, `quantized` and `transposed` are those in its files."""
+    """A merge of a folder's weights. `tensors` have the names in its files, all others those in the trained model."""
 
     tensors: Mapping[str, StoredTensor]
-    names: Mapping[str, str]  # in the files, by those of the parameters that are trained, or could be
+    names: Names
     updates: Mapping[str, Callable[[Tensor], Tensor]]  # by the adapter
     quantized: frozenset[str]  # during training
     transposed: frozenset[str]  # stored [in, out]
     quantizer: Quantizer | None
     base_dtype: torch.dtype  # in training, of what was not quantised
     out: torch.dtype
-    converted: ConvertedWeights  # in `updates`, `quantized` and `transposed` by the names of their parameters
+    converted: ConvertedWeights
     as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 in any case, and what is beside a text part
     device: torch.device
-    written_as: Mapping[str, str] | None = None  # of a text part alone: names of its model, by those in the files
+    text_alone: bool  # writes the text part of a composite, as a model of its own
 
     @property
     def bytes(self) -> int:
@@ -60,16 +59,21 @@ class Merge:
                 rounded += was_rounded and tensor.ndim > 1
                 yield name, tensor
 
-        renamed = self.written_as or {name: name for name in written}
-        named = {renamed[name]: each for name, each in written.items()}
-        write_weights(folder, named, ((renamed[name], each) for name, each in merged()), shard_bytes)
+        named = {self._written_name(name): each for name, each in written.items()}
+        write_weights(folder, named, ((self._written_name(name), each) for name, each in merged()), shard_bytes)
         return rounded
 
+    def _written_name(self, file: str) -> str:
+        return str(self.names.of_file(file)) if self.text_alone else file
+
     def weight(self, name: str) -> tuple[Tensor, bool]:
-        """The weight as it is written, and whether it was rounded."""
+        """The weight of a name in the files as it is written, and whether it was rounded."""
         if name in self.converted.names:
             exact = self.converted.take(
-                name, lambda each, made: self._trained(each, made.to(self.device, self.base_dtype))
+                name,
+                lambda made, tensor: self._trained(
+                    self.names.of_trained(made), tensor.to(self.device, self.base_dtype)
+                ),
             )
         else:
             place = self.tensors[name]
@@ -77,7 +81,7 @@ class Merge:
             if self._stays(name):
                 return stored, False
             dtype = self.base_dtype if place.name == name else torch.float32  # an adapter's head is in fp32
-            exact = self._trained(name, stored.to(self.device, dtype))
+            exact = self._trained(self.names.of_file(name), stored.to(self.device, dtype))
         result = exact.to(self.out)
         if not bool(result.isfinite().all()):
             cause = "is not finite" if not bool(exact.isfinite().all()) else f"does not fit into {self.out}"
@@ -86,10 +90,14 @@ class Merge:
             )
         return result.to("cpu").contiguous(), not torch.equal(result.to(exact.dtype), exact)
 
-    def _trained(self, name: str, weight: Tensor) -> Tensor:
-        """The layer's weight at the end of training, adapter included. A quantised one is dequantised in fp32, before a
-        layer rounds it to the dtype of its arithmetic: the bytes do not depend on the dtype they were made from.
+    def _trained(self, name: str | None, weight: Tensor) -> Tensor:
+        """The weight of a layer at the end of training, adapter included; that of no layer as it is.
+
+        A quantised one is dequantised in fp32, before a layer rounds it to the dtype of its arithmetic: the bytes do
+        not depend on the dtype they were made from.
         """
+        if name is None:
+            return weight
         transposed = name in self.transposed
         if weight.ndim == 3:
             return self._trained_stack(name, weight, transposed=transposed)
@@ -123,7 +131,7 @@ class Merge:
             {
                 n: each if self._stays(n) else replace(each, dtype=self.out)
                 for n, each in self.tensors.items()
-                if self.written_as is None or n in self.written_as
+                if not self.text_alone or self.names.of_file(n) is not None
             }
         )
 
@@ -143,45 +151,41 @@ def plan_merge(
     """
     task, folder = task_of(sections.task), _mergeable(Path(sections.model.path))
     base = BaseModel(sections.model, task)
-    lm, part, tensors, quantizer = base.on_meta(), base.text_part, stored_tensors(folder), sections.quantizer
+    lm, tensors = base.on_meta(), stored_tensors(folder)
+    if text_alone:
+        _require_text_model(base)
+    changes = {adapted_weight(lm, _trained_name(base.names, layer)): update for layer, update in updates.items()}
+    quantized = frozenset(_packed_weights(lm, sections.quantizer))
+    changed = quantized | changes.keys()
+    reader = FolderReader(base.folder_model, tensors, base.unpacked_format)
+    wanted = {base.names.of_folder(name) for name in (*changed, *(lm.state_dict() if text_alone else ()))}
+    converted = ConvertedWeights.of(base.folder_model, reader, wanted, unpacked=base.unpacked_format is not None)
+    names = base.names.with_files(reader.stored_names(), converted.names)
+    tensors = converted.in_place(_resized(sections.model, lm, names.files, tensors), EXPORTED[dtype])
+    of_towers = tensors.keys() - names.files.values() - converted.names.keys() if names.is_part else ()
+    if final is not None:
+        tensors = _with_whole(lm, tensors, names, fully_trained_weights(final), pooled=task.has_classes)
+    _require_stored(lm, changed, tensors, names, converted.parameters, sections.model.path)
     base_dtype = DTYPES[sections.precision].base if sections.adapter.kind != "none" else torch.float32
-    # by the names of the text model, where the adapter has those of the whole
-    own_name = partial(_name_in_text, part)
-    trained_whole = {} if final is None else {own_name(n): each for n, each in fully_trained_weights(final).items()}
-    changes = {adapted_weight(lm, own_name(layer)): update for layer, update in updates.items()}
-    quantized = _packed_weights(lm, quantizer)
-    # names in the model of the folder, by those in the text model
-    in_folder = {name: name if part is None else part.in_whole(name) or name for name in {*quantized, *changes}}
-    whole = lm if part is None else part.whole
-    reader = FolderReader(whole, tensors, base.unpacked_format)
-    wanted = {*in_folder.values(), *(_all_in_whole(base) if text_alone else ())}
-    converted = ConvertedWeights.of(whole, reader, wanted, unpacked=base.unpacked_format is not None)
-    stored = {name: file for name, file in reader.stored_names().items() if file in tensors}
-    of_text = stored if part is None else {part.in_text(name) or "": file for name, file in stored.items()}
-    tensors = converted.in_place(_resized(sections.model, lm, stored, tensors), EXPORTED[dtype])
-    of_towers = set() if part is None else tensors.keys() - {of_text[n] for n in of_text if n} - converted.names.keys()
-    tensors = _with_whole(lm, tensors, of_text, trained_whole, pooled=task.has_classes)
-    names = _names_in_files(lm, in_folder, tensors, stored, converted.parameters, sections.model.path)
-    of_text |= {name if part is None else part.in_text(name) or "": name for name in converted.names}
-    by_name = {name: there for name, there in of_text.items() if name and there in tensors}
     return Merge(
         tensors=tensors,
-        names=by_name,
-        updates={names[name]: update for name, update in changes.items()},
-        quantized=frozenset(names[name] for name in quantized),
-        transposed=frozenset(there for name, there in names.items() if _is_transposed(lm, name)),
-        quantizer=quantizer,
+        names=names,
+        updates=changes,
+        quantized=quantized,
+        transposed=frozenset(name for name in changed if _is_transposed(lm, name)),
+        quantizer=sections.quantizer,
         base_dtype=base_dtype,
         out=EXPORTED[dtype],
         as_stored=_as_stored(lm, base_dtype, of_towers),
         device=device,
         converted=converted,
-        written_as={there: name for name, there in by_name.items()} if text_alone else None,
+        text_alone=text_alone,
     )
 
 
-def _name_in_text(part: TextPart | None, name: str) -> str:
-    return name if part is None else part.in_text(name) or name
+def _trained_name(names: Names, name: str) -> str:
+    """The name in the trained model of a layer that an adapter names as in the whole."""
+    return names.of_trained(name) or name
 
 
 def _resized(
@@ -205,13 +209,12 @@ def _packed_weights(lm: Any, quantizer: Quantizer | None) -> list[str]:
     return [*(f"{layer}.weight" for layer in backbone_linear_layers(lm)), *stacks]
 
 
-def _all_in_whole(base: BaseModel) -> list[str]:
-    """Names in the whole of all weights of its text part, which is to be a model of its own."""
-    lm, part = base.on_meta(), base.text_part
-    if part is None or type(part.whole) is type(lm):
+def _require_text_model(base: BaseModel) -> None:
+    """Refuse a text part that cannot be a model of its own."""
+    part = base.text_part
+    if part is None or type(part.whole) is type(base.on_meta()):
         reason = "the model is one of text" if part is None else "transformers has no class for its text part"
         raise ConfigError(f"names=text: {reason}. Leave names out.")
-    return [part.in_whole(name) or name for name in lm.state_dict()]
 
 
 def _as_stored(lm: Any, base_dtype: torch.dtype, beside: Collection[str]) -> re.Pattern[str] | None:
@@ -242,25 +245,21 @@ def _is_transposed(lm: Any, name: str) -> bool:
 
 
 def _with_whole(
-    lm: Any,
-    tensors: Mapping[str, StoredTensor],
-    stored: Mapping[str, str],
-    trained: Mapping[str, StoredTensor],
-    *,
-    pooled: bool,
+    lm: Any, tensors: Mapping[str, StoredTensor], names: Names, whole: Mapping[str, StoredTensor], *, pooled: bool
 ) -> dict[str, StoredTensor]:
-    """The tensors of the base with those in place that were trained whole; `stored`: their names by those of the model.
-
-    A tied one stands in the files once.
+    """The tensors of the base with those in place that were trained whole, which an adapter names as in the folder's
+    model. A tied one stands in the files once.
     """
+    trained = {_trained_name(names, name): each for name, each in whole.items()}
     if not (pooled and trained):
-        return {**tensors, **{stored[name]: each for name, each in trained.items() if name in stored}}
+        in_files = {names.files[name]: each for name, each in trained.items() if name in names.files}
+        return {**tensors, **in_files}
     inside = f"{lm.base_model_prefix}."
     has_prefix = any(name.startswith(inside) for name in tensors)
     known = lm.state_dict()
     kept = {n: t for n, t in tensors.items() if n.startswith(inside) or not has_prefix or n in known}
     for name, each in trained.items():
-        short = name.removeprefix(inside)
+        short = without_backbone(name, lm.base_model_prefix)
         kept[short if short in kept else name] = each
     return kept
 
@@ -277,29 +276,25 @@ def merged_config(folder: Path, dtype: str) -> dict[str, Any]:
     return config
 
 
-def _names_in_files(
+def _require_stored(
     lm: Any,
-    wanted: Mapping[str, str],
+    changed: Collection[str],
     tensors: Mapping[str, StoredTensor],
-    stored: Mapping[str, str],
+    names: Names,
     converted: Collection[str],
     path: str,
-) -> dict[str, str]:
-    """Names in the files, or in the folder's model where they are converted, of weights `wanted` by name."""
-    found, missing, shapes = {}, [], {name: each.shape for name, each in lm.state_dict().items()}
-    for name, there in wanted.items():
-        file = stored.get(there, "")
-        if file in tensors and tensors[file].shape == shapes[name]:
-            found[name] = file
-        elif there in converted:
-            found[name] = there
-        else:
-            missing.append(name.removesuffix(".weight"))
+) -> None:
+    """Refuse a folder without the weights that are `changed`, under their names and in their shapes."""
+    shapes = {name: each.shape for name, each in lm.state_dict().items()}
+    missing = [
+        name.removesuffix(".weight")
+        for name in sorted(changed)
+        if not ((file := names.files.get(name, "")) in tensors and tensors[file].shape == shapes[name])
+        and names.of_folder(name) not in converted
+    ]
     if missing:
-        missing.sort()
         raise CheckpointError(
             f"kind=merged: the files of model.path={path} have no weight for {len(missing)} layers of the model "
             f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}) under their names or in their shapes. Give "
             "kind=adapter."
         )
-    return found

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from app.adapters.lora import save_as_update
+from app.base.names import Names
 from app.base.safetensors_files import widest_first, write_weights
-from app.base.text_part import TextPart, rename_adapter
+from app.base.text_part import rename_adapter
 from app.base.tokenizer import NEW_TOKENS
 from app.model.training_model import TrainingModel
 
 MAX_FILE_BYTES = 50 * 10**9  # as transformers divides them
+_EQUAL_NAMES = Names()  # of a model that is no text part
 _TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _TOKENIZER_FILES = ("*token*", "*.model", "vocab.*", "merges.txt", _TEMPLATE)
 
@@ -26,12 +28,12 @@ def save_model(
     tokenizer: Any,
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
-    text_part: TextPart | None = None,
+    names: Names = _EQUAL_NAMES,
     start: Mapping[str, Tensor] | None = None,
 ) -> None:
     """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `tensors`:
-    where the model is sharded, those of `saved_tensors`, whole, one at a time. An adapter of a `text_part` has the
-    names of the whole, which is what other programs load. `start`: what its halves began with, and the base gave up.
+    where the model is sharded, those of `saved_tensors`, whole, one at a time. An adapter of a text part gets the names
+    of the whole, which is what other programs load. `start`: what its halves began with, and the base gave up.
     """
     network: Any = training_model.network
     lm: Any = training_model.language_model
@@ -45,8 +47,8 @@ def save_model(
         network.save_pretrained(str(folder), save_embedding_layers=False, **given)
         if start:
             save_as_update(folder, start)
-        if text_part is not None:
-            rename_adapter(folder, folder, text_part.in_whole)
+        if names.is_part:
+            rename_adapter(folder, folder, names.of_folder)
         if training_model.has_classes:  # names and number of the classes are nowhere else
             numbers = copy.deepcopy(lm.config)
             numbers.architectures = [type(lm).__name__]

@@ -64,7 +64,7 @@ class BackboneStub:
 def in_backbone(lm: Any, name: str) -> bool:
     """Whether a module or weight belongs to the backbone; a pooler inside the backbone belongs to the head."""
     inside = f"{lm.base_model_prefix}."
-    return name.startswith(inside) and name.removeprefix(inside).partition(".")[0] != "pooler"
+    return name.startswith(inside) and not f"{name}.".startswith(f"{inside}pooler.")
 
 
 def head_parameters(lm: Any) -> list[nn.Parameter]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from app.adapters.adapters import adapter_of, require_gradient, trained_copies
-from app.base.text_part import PREFIX
+from app.base.names import without_peft
 from app.batch import Batch, PackedSequences
 from app.config.model_kinds import OWN, without_numbers
 from app.config.schema import AdapterConfig
@@ -107,7 +107,7 @@ def check_adapter(model: TrainingModel, config: AdapterConfig, batch: Batch) -> 
     part, is_called = next(iter(method.moves_in.values())), dict[str, bool]()
     for name, gradient in zip(names, gradients, strict=True):
         if part in name:
-            layer = without_numbers(name.removeprefix(PREFIX).partition(part)[0])
+            layer = without_numbers(without_peft(name).partition(part)[0])
             is_called[layer] = is_called.get(layer, False) or gradient is not None
     require_gradient([layer for layer, called in is_called.items() if not called])
 

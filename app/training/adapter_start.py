@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from app.adapters.adapters import read_adapter_config
+from app.base.names import Names
 from app.base.safetensors_files import adapter_weights, require_finite
 from app.base.source import weight_files, weights_fingerprint
-from app.base.text_part import PREFIX, TextPart
 from app.config.adapter_start import adapter_layers, check_start, start_folder, with_names
 from app.config.adapters import ADAPTER_WEIGHTS, changes_base
 from app.config.finished_run import read_manifest
@@ -30,23 +30,19 @@ from app.model.training_model import TrainingModel
 from app.training.resolve import ResolvedRun
 
 
-def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, part: TextPart | None) -> list[str]:
-    """Load the adapter that a new run goes on from, if it has one; returns remarks.
-
-    `fingerprint`: that of the base's weights. `part`: where the adapter's names are those of a whole.
-    """
+def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, names: Names) -> list[str]:
+    """Load the adapter that a new run starts from, if it has one; returns remarks. `fingerprint`: of the base."""
     folder = start_folder(run.adapter)
     if folder is None:
         return []
-    if part is not None:  # the file has the names of the whole
-        run = replace(run, adapter=with_names(run.adapter, lambda name: part.in_whole(name) or name))
+    run = replace(run, adapter=with_names(run.adapter, names.of_folder))  # which the file has
     refuse(check_start(replace(run, resume=None)))
     file, remedy = folder / ADAPTER_WEIGHTS, "Restore the adapter from a copy."
     require_intact(folder, remedy, sealed=False)
     config = read_adapter_config(folder, of_peft=True)
     remarks = _require_same_base(run, folder, fingerprint, str(config.get("base_model_name_or_path")))
     try:
-        _load(folder, run, adapter_layers(folder, config), model, part)
+        _load(folder, run, adapter_layers(folder, config), model, names)
     except (OSError, ValueError, SafetensorError) as fault:
         raise CheckpointError(
             f"adapter.start={run.adapter.start}: {file} cannot be loaded ({gist(fault)}). {remedy}"
@@ -81,11 +77,9 @@ def _require_same_base(run: RunConfig, folder: Path, fingerprint: str | None, na
 
 
 @torch.no_grad()
-def _load(folder: Path, run: RunConfig, targets: list[str], model: TrainingModel, part: TextPart | None) -> None:
+def _load(folder: Path, run: RunConfig, targets: list[str], model: TrainingModel, names: Names) -> None:
     """Load the tensors that PEFT saves; refused where it adapts other layers, or layers of other shapes."""
-    named = {name: each.detach() for name, (_, each) in adapter_tensors(model).items()}
-    if part is not None:
-        named = {f"{PREFIX}{part.in_whole(name.removeprefix(PREFIX))}": each for name, each in named.items()}
+    named = {names.of_adapter(name): each.detach() for name, (_, each) in adapter_tensors(model).items()}
     given = f"adapter.start={run.adapter.start}"
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as saved:
         odd = sorted(named.keys() ^ set(saved.keys()))

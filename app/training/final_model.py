@@ -44,7 +44,7 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, predicted: Predicted | 
     if resolved.runtime.rank == 0:
         with checksummed_folder(recorder.folder.final) as folder:
             start = read_start(recorder.folder.start) if changes_base(resolved.config.adapter) else None
-            save_model(model, resolved.tokenizer, folder, tensors, resolved.base.text_part, start)
+            save_model(model, resolved.tokenizer, folder, tensors, resolved.base.names, start)
             loading = loading_of(resolved.sections, resolved.base, folder, recorder.folder.base)
             manifest = read_manifest(recorder.folder.manifest)
             card = model_card(asdict(resolved.config), manifest, result, loading)

@@ -124,9 +124,7 @@ def _with_names_of_model(adapter: AdapterConfig, base: BaseModel) -> AdapterConf
     """Return the adapter with the layer names of the trained model, in place of those of its start adapter."""
     if adapter.start is None:
         return adapter
-    part = base.text_part
-    if part is not None:
-        adapter = with_names(adapter, lambda name: part.in_text(name) or name)
+    adapter = with_names(adapter, lambda name: base.names.of_trained(name) or name)
     return replace(adapter, targets=short_names(adapter.targets, base.on_meta()))
 
 

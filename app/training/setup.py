@@ -152,7 +152,7 @@ def restore_progress(
     host_group, checkpoint = resolved.runtime.host_group, resolved.checkpoint
     progress = checkpoints.load(checkpoint, stepper, host_group) if checkpoint else Progress()
     if checkpoint is None:
-        for remark in load_start(resolved.config, stepper.model, fingerprint, resolved.base.text_part):
+        for remark in load_start(resolved.config, stepper.model, fingerprint, resolved.base.names):
             stepper.model.add_remark(remark)
     progress.depth = stepper.split_depth = max(progress.depth, checkpoints.noted_depth())
     return progress

@@ -132,7 +132,7 @@ def _save_checkpoint(folder: Path, save: Path, run: RunConfig, target: Path) -> 
         tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     with checksummed_folder(target) as written:
         start = read_start(folder / "start") if changes_base(run.adapter) else None
-        save_model(network, tokenizer, written, None, BaseModel(model, task_of(run.task)).text_part, start)
+        save_model(network, tokenizer, written, None, BaseModel(model, task_of(run.task)).names, start)
 
 
 def _linked(folder: Path, place: Path, run: RunConfig, result: Mapping[str, Any]) -> Path:

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from app.base.names import without_optimizer
 from app.distributed import sharded_checkpoint
 from app.distributed.fsdp import is_sharded, like_shard, local, own_rows, shard_of
 from app.distributed.process_group import HostGroup
@@ -68,7 +69,7 @@ def load_sharded(folder: Path, plain: Mapping[str, Any], stepper: Stepper, host_
         sharded_checkpoint.load(wanted, shards, host_group.group)
         numbers = dict(plain)
     else:
-        names = {place: name.removeprefix("network.") for place, name in saved_names(plain).items()}
+        names = {place: without_optimizer(name) for place, name in saved_names(plain).items()}
         numbers = _renamed(plain, names)
         _load_rows(folder, names, wanted, host_group)
     for name, states in _states(stepper).items():
@@ -96,7 +97,7 @@ def load_weights(folder: Path, trained: Mapping[str, nn.Parameter], host_group: 
 def _states(stepper: Stepper) -> dict[str, dict[str, Any]]:
     """Optimizer states by the names of trained weights."""
     found = named_states(stepper.optimizer)
-    return {name.removeprefix("network."): states for name, states in found.items()}
+    return {without_optimizer(name): states for name, states in found.items()}
 
 
 def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], host_group: HostGroup) -> None:

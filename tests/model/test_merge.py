@@ -244,7 +244,9 @@ def test_names_without_the_prefix_of_the_backbone_are_known(tmp_path: Path) -> N
     run = tuned(tmp_path, "gpt2")
     file = run.base / "model.safetensors"
     save_file({name.removeprefix("transformer."): t for name, t in load_file(file).items()}, file, {"format": "pt"})
-    assert "h.0.attn.c_attn.weight" in run.plan().updates
+    plan, name = run.plan(), "transformer.h.0.attn.c_attn.weight"
+    assert name in plan.updates
+    assert plan.names.files[name] == "h.0.attn.c_attn.weight"
     assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.training_model)) <= NOISE
 
 

@@ -67,14 +67,14 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
     assert relative(tuned, logits(whole_of(folder))) > 1e-2, "the adapter does something"
 
     base, final = BaseModel(config, CAUSAL), tmp_path / "run" / "final"
-    save_model(model, tokenizer, final, text_part=base.text_part)
+    save_model(model, tokenizer, final, names=base.names)
     theirs = PeftModel.from_pretrained(whole_of(folder), str(final)).eval()
     assert relative(logits(theirs), tuned) < 1e-5
     assert not [name for name, _ in theirs.named_parameters() if "vis" in name and "lora" in name]
 
     gone_on = build_training_model(parts, CPU, 0, str(folder))
     run = replace(compose_run(["recipe=lora"]), adapter=lora(targets=["all-linear"], start=str(final)))
-    load_start(run, gone_on, None, base.text_part)
+    load_start(run, gone_on, None, base.names)
     assert torch.equal(logits(gone_on.eval().language_model), tuned)
     assert relative(logits(load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)), tuned) < 1e-5
 

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from app.adapters.adapters import short_names
+from app.base.names import Names
 from app.base.structure import BaseModel
 from app.base.tokenizer import load_tokenizer
 from app.config.load import compose_run
@@ -65,7 +66,7 @@ def test_adapter_of_plain_peft_is_loaded_and_saved_for_it(case: str, base: Path,
     run.adapter.targets = short_names(run.adapter.targets, BaseModel(config, CAUSAL).on_meta())
     assert sorted(run.adapter.targets) == targets
     model = build_training_model(sections(config, run.adapter), torch.device("cpu"), 0, str(base))
-    load_start(run, model, None, None)
+    load_start(run, model, None, Names())
     torch.testing.assert_close(logits(model.language_model), expected)
     save_model(model, load_tokenizer(model_config(), needs_template=True), tmp_path / "final")
     theirs = PeftModel.from_pretrained(built("llama", attention="eager"), str(tmp_path / "final"))
@@ -86,4 +87,4 @@ def test_adapter_of_plain_peft_that_is_more_is_refused(given: dict[str, Any], sa
     file.write_text(json.dumps(json.loads(file.read_text()) | given))
     model: Any = None
     with pytest.raises(CheckpointError, match=rf"not supported: {said}.*merge it into its base with PEFT"):
-        load_start(run_from(tmp_path / "first"), model, None, None)
+        load_start(run_from(tmp_path / "first"), model, None, Names())
