@@ -69,21 +69,12 @@ class Stepper:
         # called at the beginning of each forward pass, backward pass and update
         self.on_phase: Callable[[str], None] | None = None
 
-    def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """One step over all micro-batches of all processes."""
+    def run(self, batches: Sequence[Batch], lr: float, *, updates: bool = True) -> StepResult:
+        """Run one step over all micro-batches of all processes; without `updates` up to the gradient."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get(LR_FACTOR, 1.0)
-        labels, tokens, samples, weight = self._counted(batches)
-        loss_sum, router_sum = self._backward(batches, weight)
-        self._begin("update")
-        updated = try_or_none(self._reduction.apply, self._update)
-        if updated is None:
-            raise out_of_memory_error("the step of the optimizer", self._kept())
-        norm, skipped = updated
-        return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), int(samples), weight, router_sum)
 
-    def _counted(self, batches: Sequence[Batch]) -> list[float]:
-        """Labels, tokens, samples and label weight of all processes, which also take over the deepest split of any."""
+        # Of all processes: the loss is divided by the weight of all labels, and the deepest split of any is taken over.
         mine = (
             sum(b.num_labels for b in batches),
             sum(b.num_tokens for b in batches),
@@ -92,28 +83,34 @@ class Stepper:
             self.split_depth,
         )
         *counts, depths = zip(*self._runtime.host_group.gathered(mine), strict=True)
+        labels, tokens, samples, weight = map(sum, counts)
         self.split_depth = int(max(depths))
-        return [sum(each) for each in counts]
-
-    def _backward(self, batches: Sequence[Batch], weight: float) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradient of the loss sum over the weight of all processes; repeat in smaller parts if needed."""
         batches = [*with_step_mean(self.model, batches, self._runtime, self.split_depth)]
+
+        # Forward and backward of all parts. If memory does not suffice, they are made again from the first one.
         self._reduction.begin()
-        while True:
-            total = try_or_none(self._attempt, batches, weight)
-            if total is not None:
-                self._reduction.finish()
-                return total
+        while (sums := try_or_none(self._backward, batches, weight)) is None:
             self._deepen(batches)
             if not self._reduction.can_repeat:
                 raise RetryOnRestart("a micro-batch", self.split_depth)
             self._reduction.begin()
+        self._reduction.finish()
+        loss_sum, router_sum = sums
+
+        # Clip and update. With optimizer.in_backward that is done already, and only the norm is asked for.
+        norm, skipped = torch.zeros(2).unbind()
+        if updates:
+            self._begin("update")
+            updated = try_or_none(self._reduction.apply, self._update)
+            if updated is None:
+                raise out_of_memory_error("the step of the optimizer", self._kept())
+            norm, skipped = updated
+        return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), int(samples), weight, router_sum)
 
     def try_out(self, batches: Sequence[Batch]) -> None:
         """Run forward and backward as a step does, to find out whether they fit; only the split depth may change."""
-        *_, weight = self._counted(batches)
         with self._reduction.rehearsing():
-            self._backward(batches, weight)
+            self.run(batches, 0.0, updates=False)
         self.split_depth = int(self._runtime.host_group.max(self.split_depth))
         self.forget_gradients()
 
@@ -133,12 +130,19 @@ class Stepper:
         for parameter in (*self._parameters, *self._reduction.stepped):
             parameter.grad = None
 
-    def _attempt(self, batches: Sequence[Batch], weight: float) -> tuple[Tensor, Tensor | None]:
+    def _backward(self, batches: Sequence[Batch], weight: float) -> tuple[Tensor, Tensor | None]:
+        """Run forward and backward of all parts; return the loss sum and that of routers.
+
+        A function of its own, because `try_or_none` has to drop its frames, and what they hold, before a retry.
+        """
         parts = [part for batch in batches for part in split_batch(batch, self.split_depth)]
         total = torch.zeros((), device=self._runtime.device)
         routers = None if self.model.router_loss is None else torch.zeros_like(total)
         factor = 1.0 / (weight or 1.0) if self.scale is None else self.scale.value / (weight or 1.0)
-        passes = self._passes(len(parts))
+        # A sharded model is gathered by all processes together: one with fewer parts repeats its last, unweighted.
+        passes = len(parts)
+        if not self._reduction.can_repeat and self.split_depth:
+            passes = int(self._runtime.host_group.max(passes))
         for number in range(passes):
             part = parts[min(number, len(parts) - 1)]
             self._begin("forward")
@@ -155,12 +159,6 @@ class Stepper:
                     routers += self.model.router_loss.sum
                     total -= self.model.router_loss.coefficient * self.model.router_loss.sum
         return total, routers
-
-    def _passes(self, own: int) -> int:
-        """Number of passes, equal on all ranks of a sharded run: one with fewer parts repeats its last, unweighted."""
-        if self._reduction.can_repeat or self.split_depth == 0:
-            return own
-        return int(self._runtime.host_group.max(own))
 
     def _deepen(self, batches: Sequence[Batch]) -> None:
         """Recompute more layers, then split one level deeper, which with DDP the other ranks do in the next step."""
