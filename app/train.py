@@ -49,13 +49,10 @@ def train(run: RunConfig, resume_hint: str = "") -> int:
 
 def _train_in(folder: RunFolder, run: RunConfig, console: Console, resume_hint: str) -> int:
     console.say(f"output  {folder.path}")  # before imports that take seconds
-    from app.memory.estimate import predict
-    from app.memory.planner import choose_parallel, choose_recompute, max_bin_tokens
-    from app.training.auto_settings import AutoPlanner
+    from app.memory.planner import LocalPlanner
     from app.training.run import train_in
 
-    planner = AutoPlanner(choose_recompute, max_bin_tokens, choose_parallel)
-    return train_in(folder, run, console, resume_hint, predict, planner)
+    return train_in(folder, run, console, resume_hint, LocalPlanner())
 
 
 def _check_parts(run: RunConfig) -> None:

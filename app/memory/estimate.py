@@ -14,12 +14,10 @@ import torch
 
 from app.adapters.lora_inits import MAX_MOMENT_BYTES, OF_INPUTS
 from app.base.structure import BaseModel
-from app.batch import Batch
 from app.config.model_kinds import OWN
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
-from app.distributed.environment import world
-from app.distributed.fsdp import MeshSizes, mesh_sizes_of
+from app.distributed.fsdp import MeshSizes
 from app.layers.attention import register, register_kernel
 from app.memory import cuda_ops
 from app.memory.compiled_layers import graphs_of
@@ -29,7 +27,6 @@ from app.memory.phases import BEGIN, MEMORY_KINDS, PHASES
 from app.memory.shape import Shape
 from app.memory.trace import MOMENTS, Numbers, TraceSettings, trace
 from app.training.choices import Choices, choose_precision, memory_budget, recomputed_layers, sections_of
-from app.training.memory import Predicted
 
 _EDGE_LAYERS = 2  # the first and the last layer that keep their activations have phases of their own
 _RECOMPUTED_EDGE_LAYERS = 3  # and the second layer, if it is recomputed
@@ -201,12 +198,3 @@ def planned_choices(run: RunConfig, device: str) -> Choices:
     if device == "gpu":
         return Choices("bf16" if precision == "auto" else precision, "varlen" if attention == "auto" else attention)
     return Choices(choose_precision(run.precision), "sdpa")
-
-
-def predict(run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, device: str) -> Predicted:
-    """Predict the peak of a run before its weights are loaded: on a GPU of the run, on a CPU of one step."""
-    on_cpu = device == "cpu"
-    sizes = mesh_sizes_of(run.parallel, world().size, world().local_size)
-    shape = replace(Shape.of(largest, micro_batches), keeps_gradients=world().size > 1 and sizes is None)
-    plan = plan_memory(run, shape, "cpu" if on_cpu else "gpu", choices=choices, steps_only=on_cpu, mesh_sizes=sizes)
-    return Predicted(plan.peak_bytes, plan.peak_where, plan.anatomy)

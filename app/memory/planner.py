@@ -14,7 +14,7 @@ from app.config.tasks import task_of
 from app.distributed.environment import world
 from app.distributed.fsdp import mesh_sizes_of
 from app.layers.partition import BUDGETS
-from app.memory.estimate import Estimate, MemoryPlan, planned_choices
+from app.memory.estimate import Estimate, MemoryPlan, plan_memory, planned_choices
 from app.memory.fit import Machine, Verdict, check_fit, machine_of, seconds_per_token
 from app.memory.shape import Shape, worst_case
 from app.training.auto_settings import (
@@ -31,6 +31,7 @@ from app.training.auto_settings import (
 )
 from app.training.choices import Choices, memory_budget, recomputed_layers
 from app.training.compile_choice import with_planned_compile
+from app.training.memory import Predicted
 from app.training.preparation import with_planned_rows, within_positions
 
 # Fixed cost of a micro-batch in tokens of compute: kernel launches, reads of weights, partly filled tiles. Assumed; its
@@ -209,32 +210,41 @@ def fastest_bins(sizes: Sequence[int], at: Callable[[int], Planned], *, first: b
     return best or at(sizes[-1])
 
 
-def choose_recompute(
-    run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int
-) -> tuple[tuple[int, float], str]:
-    """Resolve `training.recompute=auto` and `compile.memory_budget=auto` on this machine; with a remark."""
-    planner = _local_planner(choices)
-    planned = planner.of_batch(run, Shape.of(largest, micro_batches))
-    needs = _needs(planned.verdict, planner.machine)
-    fits = f"which needs {needs}" if planned.verdict.fits else f"and the plan does not fit even so ({needs})"
-    budget = memory_budget(planned.run.compile)
-    parts = [f"training.recompute=auto: {planned.recomputed} of {layers} layers"] if planned.chosen else []
-    parts += [f"compile.memory_budget=auto: {budget:g}"] if planned.chosen_budget else []
-    return (planned.recomputed, budget), f"{', '.join(parts)}, {fits}"
+class LocalPlanner:
+    """Plans runs on this machine, for training: the `RunPlanner` of app.train."""
 
+    def predict(self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, device: str) -> Predicted:
+        """Predict the peak of a run before its weights are loaded: on a GPU of the run, on a CPU of one step."""
+        on_cpu = device == "cpu"
+        sizes = mesh_sizes_of(run.parallel, world().size, world().local_size)
+        shape = replace(Shape.of(largest, micro_batches), keeps_gradients=world().size > 1 and sizes is None)
+        plan = plan_memory(run, shape, "cpu" if on_cpu else "gpu", choices=choices, steps_only=on_cpu, mesh_sizes=sizes)
+        return Predicted(plan.peak_bytes, plan.peak_where, plan.anatomy)
 
-def max_bin_tokens(run: RunConfig, choices: Choices) -> tuple[int, str]:
-    """Resolve `batching.tokens=auto` on this machine; with a remark."""
-    planner = _local_planner(choices)
-    planned = planner.at(run)
-    tokens = planned.run.batching.bin_tokens
-    return tokens, describe_bins(planned, step_tokens(run) // tokens, planner.machine)
+    def recompute(
+        self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int
+    ) -> tuple[tuple[int, float], str]:
+        """Resolve `training.recompute=auto` and `compile.memory_budget=auto`."""
+        planner = _local_planner(choices)
+        planned = planner.of_batch(run, Shape.of(largest, micro_batches))
+        needs = _needs(planned.verdict, planner.machine)
+        fits = f"which needs {needs}" if planned.verdict.fits else f"and the plan does not fit even so ({needs})"
+        budget = memory_budget(planned.run.compile)
+        parts = [f"training.recompute=auto: {planned.recomputed} of {layers} layers"] if planned.chosen else []
+        parts += [f"compile.memory_budget=auto: {budget:g}"] if planned.chosen_budget else []
+        return (planned.recomputed, budget), f"{', '.join(parts)}, {fits}"
 
+    def bin_tokens(self, run: RunConfig, choices: Choices) -> tuple[int, str]:
+        """Resolve `batching.tokens=auto`."""
+        planner = _local_planner(choices)
+        planned = planner.at(run)
+        tokens = planned.run.batching.bin_tokens
+        return tokens, describe_bins(planned, step_tokens(run) // tokens, planner.machine)
 
-def choose_parallel(run: RunConfig, choices: Choices) -> tuple[str, str]:
-    """Resolve `parallel=auto` on this machine to ddp or fsdp; with a remark."""
-    planned = _local_planner(choices).at(run)
-    return planned.run.parallel.kind, f"parallel=auto: {planned.parallel_reason}"
+    def parallel(self, run: RunConfig, choices: Choices) -> tuple[str, str]:
+        """Resolve `parallel=auto` to ddp or fsdp."""
+        planned = _local_planner(choices).at(run)
+        return planned.run.parallel.kind, f"parallel=auto: {planned.parallel_reason}"
 
 
 def _local_planner(choices: Choices) -> Planner:

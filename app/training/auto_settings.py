@@ -3,12 +3,12 @@
 batching.packing=auto packs where that is proven for the kind of model, or it is not known; else rows are padded.
 batching.tokens=auto leaves a step what it would be without it: `model.suggest.tokens * batching.accumulation` tokens on
 each process. They are divided into 1, 2, 4, ... micro-batches of a bin each, the larger the faster.
-What fits is found by functions of the memory plan that the command passes in.
+What fits is found by the memory planner that the command passes in.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from app.base.structure import BaseModel
 from app.batch import Batch
@@ -20,6 +20,7 @@ from app.distributed.process_group import HostGroup
 from app.errors import ConfigError, refuse
 from app.layers.partition import BUDGETS
 from app.training.choices import Choices, memory_budget, recomputed_layers
+from app.training.memory import Predicted
 
 AUTO = "auto"
 BINS_CHOICE = "tokens"  # among the choices of a checkpoint
@@ -30,21 +31,32 @@ PARALLEL_CHOICE = "parallel"
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class AutoPlanner:
-    """What the memory planner answers where the config says auto; each answer comes with a remark."""
+class RunPlanner(Protocol):
+    """The memory planner, which the command passes in: it stands on the layers of training.
 
-    # recomputed layers and memory budget, from the largest micro-batch, micro-batches of a step, and the layers
-    choose_recompute: Callable[[RunConfig, Choices, Batch, int, int], tuple[tuple[int, float], str]]
-    max_bin_tokens: Callable[[RunConfig, Choices], tuple[int, str]]
-    choose_parallel: Callable[[RunConfig, Choices], tuple[str, str]]  # ddp or fsdp
+    Answers to `auto` come with a remark. `largest`: the largest micro-batch, of `micro_batches` in a step.
+    """
+
+    def predict(self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, device: str) -> Predicted:
+        """Return the peak of a run on `cpu` or `cuda`; any exception means that there is none."""
+
+    def recompute(
+        self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int
+    ) -> tuple[tuple[int, float], str]:
+        """Return the number of recomputed layers and the memory budget of compiled ones."""
+
+    def bin_tokens(self, run: RunConfig, choices: Choices) -> tuple[int, str]:
+        """Return the size of bins."""
+
+    def parallel(self, run: RunConfig, choices: Choices) -> tuple[str, str]:
+        """Return ddp or fsdp."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoSettings:
     """Settles `auto`. A continued run keeps the `stored` choices of its checkpoint, else the planner decides."""
 
-    planner: AutoPlanner | None
+    planner: RunPlanner | None
     choices: Choices
     stored: Mapping[str, str]
     host_group: HostGroup
@@ -56,7 +68,7 @@ class AutoSettings:
             return run
         kind = self.stored.get(PARALLEL_CHOICE, AUTO)
         if kind == AUTO:  # also where one process began the run
-            kind = self._decide(lambda planner: planner.choose_parallel(run, self.choices), "ddp", "parallel=auto: ddp")
+            kind = self._decide(lambda planner: planner.parallel(run, self.choices), "ddp", "parallel=auto: ddp")
         return with_parallel(run, kind)
 
     def with_bins(self, run: RunConfig) -> RunConfig:
@@ -67,7 +79,7 @@ class AutoSettings:
             return with_bins(run, int(self.stored[BINS_CHOICE]))
         suggested = suggested_bin(run)
         tokens = self._decide(
-            lambda planner: planner.max_bin_tokens(run, self.choices),
+            lambda planner: planner.bin_tokens(run, self.choices),
             suggested,
             f"batching.tokens=auto: {suggested} tokens",
         )
@@ -84,7 +96,7 @@ class AutoSettings:
         elif auto_layers or auto_budget:
             accumulation = run.batching.accumulation
             count, budget = self._decide(
-                lambda planner: planner.choose_recompute(run, self.choices, largest(), accumulation, layers),
+                lambda planner: planner.recompute(run, self.choices, largest(), accumulation, layers),
                 (count, budget),
                 f"training.recompute=auto: all {layers} layers"
                 if auto_layers
@@ -99,16 +111,14 @@ class AutoSettings:
     def least_recomputed(self, run: RunConfig, largest: Callable[[], Batch], layers: int) -> int | None:
         """Return how many layers must be recomputed for a run to fit; None without a plan."""
 
-        def ask(planner: AutoPlanner) -> tuple[int | None, str]:
+        def ask(planner: RunPlanner) -> tuple[int | None, str]:
             asked = with_recompute(run, AUTO, memory_budget(run.compile))
-            (count, _), remark = planner.choose_recompute(
-                asked, self.choices, largest(), run.batching.accumulation, layers
-            )
+            (count, _), remark = planner.recompute(asked, self.choices, largest(), run.batching.accumulation, layers)
             return count, remark
 
         return self._decide(ask, None, "")
 
-    def _decide(self, ask: Callable[[AutoPlanner], tuple[Answer, str]], fallback: Answer, otherwise: str) -> Answer:
+    def _decide(self, ask: Callable[[RunPlanner], tuple[Answer, str]], fallback: Answer, otherwise: str) -> Answer:
         """Ask on the first process, for all. `otherwise` says what the fallback means."""
         answer, remark = fallback, ""
         if self.planner is not None and self.host_group.rank == 0:

@@ -5,11 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from app.batch import Batch
-from app.config.schema import RunConfig
 from app.distributed.process_group import Runtime
 from app.errors import ConfigError, first_line
 from app.tracking.formatting import format_bytes
-from app.training.choices import Choices
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper, StepResult
 
@@ -25,10 +23,6 @@ class Predicted:
     anatomy: dict[str, int]
 
 
-# From the largest micro-batch, how many a step has, and `cpu` or `cuda`. Any exception: no prediction.
-Predict = Callable[[RunConfig, Choices, Batch, int, str], Predicted]
-
-
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """A prediction, or the reason why there is none."""
@@ -37,7 +31,7 @@ class Forecast:
     text: str
 
     @classmethod
-    def made(cls, predict: Predict, *arguments: Any) -> "Forecast":
+    def made(cls, predict: Callable[..., Predicted], *arguments: Any) -> "Forecast":
         """Predict; a model that cannot be planned can still be trained."""
         try:
             predicted = predict(*arguments)

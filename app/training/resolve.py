@@ -29,8 +29,8 @@ from app.training.auto_settings import (
     BUDGET_CHOICE,
     LAYERS_CHOICE,
     PARALLEL_CHOICE,
-    AutoPlanner,
     AutoSettings,
+    RunPlanner,
     with_recompute,
 )
 from app.training.checkpoint import choices_of, find_checkpoint
@@ -120,7 +120,7 @@ class ResolvedRun(Prepared):
 
 
 def resolve_run(
-    run: RunConfig, checkpoints: Path, log: Callable[[str], None], planner: AutoPlanner | None = None
+    run: RunConfig, checkpoints: Path, log: Callable[[str], None], planner: RunPlanner | None = None
 ) -> ResolvedRun:
     """Prepare the rows, choose for this machine, and compare with the other processes.
 
@@ -142,7 +142,7 @@ def resolve_run(
 
 
 def _settle(
-    prepared: Prepared, checkpoints: Path, log: Callable[[str], None], planner: AutoPlanner | None
+    prepared: Prepared, checkpoints: Path, log: Callable[[str], None], planner: RunPlanner | None
 ) -> ResolvedRun:
     """Settle what the checkpoint, the machine and the memory planner decide, in the order of what needs what."""
     config, base = prepared.config, prepared.base
@@ -203,7 +203,7 @@ def _equal_on_all_ranks(resolved: ResolvedRun, checkpoints: Path) -> dict[str, A
 
 
 def without_compiled_layers(
-    resolved: ResolvedRun, fault: str, planner: AutoPlanner | None, log: Callable[[str], None]
+    resolved: ResolvedRun, fault: str, planner: RunPlanner | None, log: Callable[[str], None]
 ) -> ResolvedRun:
     """Plan a run again whose layers are not compiled after all; they save more for their backward pass."""
     run, layers = with_compile(resolved.config, NONE), resolved.counts.layers

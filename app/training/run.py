@@ -28,10 +28,10 @@ from app.tracking.formatting import align, format_bytes
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
 from app.training.adapter_start import drawn_start, keep_start
-from app.training.auto_settings import AutoPlanner
+from app.training.auto_settings import RunPlanner
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.final_model import record_stop, write_final
-from app.training.memory import Forecast, Predict
+from app.training.memory import Forecast
 from app.training.memory_in_use import device_used_bytes, free_host_bytes
 from app.training.reference import keep_reference, with_reference
 from app.training.rehearsal import is_due, rehearse
@@ -52,18 +52,13 @@ from app.training.trainer import Parts, Trainer
 
 @explain_out_of_memory()
 def train_in(
-    folder: RunFolder,
-    run: RunConfig,
-    console: Console,
-    resume_hint: str,
-    predict: Predict | None = None,
-    planner: AutoPlanner | None = None,
+    folder: RunFolder, run: RunConfig, console: Console, resume_hint: str, planner: RunPlanner | None = None
 ) -> int:
     """Train, or report what would be trained, and return the exit code; `resume_hint` says how to continue a run."""
     in_use = {"start": device_used_bytes()}
     resolved = resolve_run(run, folder.checkpoints, console.say, planner)
     run, runtime = resolved.config, resolved.runtime
-    forecast = _forecast(resolved, predict)
+    forecast = _forecast(resolved, planner)
     if run.dry_run:
         return _report_dry_run(folder, resolved, console, forecast)
     _require_host_memory(forecast, runtime)
@@ -73,7 +68,7 @@ def train_in(
     checkpoints = _checkpoints(resolved, model, folder.checkpoints, fingerprint)
     checks = _checks(resolved, model, checkpoints)
     if _is_uncompiled(model, runtime):
-        resolved, forecast = _replanned(resolved, model, checkpoints, planner, predict, console)
+        resolved, forecast = _replanned(resolved, model, checkpoints, planner, console)
     stepper = stepper_of(model, run, runtime, resolved.choices.precision)
     runtime.seed(run.seed)  # again: building the model and checking it draw random numbers
     drawn = drawn_start(resolved, model)
@@ -143,12 +138,7 @@ def _is_uncompiled(model: TrainingModel, runtime: Runtime) -> bool:
 
 
 def _replanned(
-    resolved: ResolvedRun,
-    model: TrainingModel,
-    checkpoints: Checkpoints,
-    planner: AutoPlanner | None,
-    predict: Predict | None,
-    console: Console,
+    resolved: ResolvedRun, model: TrainingModel, checkpoints: Checkpoints, planner: RunPlanner | None, console: Console
 ) -> tuple[ResolvedRun, Forecast]:
     """Plan for layers that are not compiled after all, and recompute more of them where `auto` needs that."""
     before = resolved.config.training.recompute
@@ -158,7 +148,7 @@ def _replanned(
     if before is not True and count != before:
         recompute_rest(model.network, int(before), None if count is True else int(count))
     checkpoints.keep_choices(replanned.stored_choices())
-    return replanned, _forecast(replanned, predict)
+    return replanned, _forecast(replanned, planner)
 
 
 def _checkpoints(resolved: ResolvedRun, model: TrainingModel, folder: Path, fingerprint: str | None) -> Checkpoints:
@@ -193,12 +183,12 @@ def _prepare_first_step(resolved: ResolvedRun, parts: Parts, progress: Progress)
     gc.freeze()  # no later collection walks through what is loaded by now
 
 
-def _forecast(resolved: ResolvedRun, predict: Predict | None) -> Forecast:
+def _forecast(resolved: ResolvedRun, planner: RunPlanner | None) -> Forecast:
     """Only rank 0 predicts: the micro-batches of all ranks have one shape."""
-    if predict is None or not world().is_first:
+    if planner is None or not world().is_first:
         return Forecast(None, "")
     device = resolved.runtime.device.type
-    return Forecast.made(predict, resolved.config, resolved.choices, *resolved.largest_micro_batch(), device)
+    return Forecast.made(planner.predict, resolved.config, resolved.choices, *resolved.largest_micro_batch(), device)
 
 
 def _report_dry_run(folder: RunFolder, resolved: ResolvedRun, console: Console, forecast: Forecast) -> int:

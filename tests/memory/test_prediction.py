@@ -7,8 +7,7 @@ from app.batch import Batch
 from app.config.schema import RunConfig
 from app.distributed.environment import World
 from app.distributed.process_group import HostGroup, Runtime
-from app.memory.estimate import predict
-from app.memory.planner import choose_recompute
+from app.memory.planner import LocalPlanner
 from app.model.build import build_training_model, choose_loss_head
 from app.training.choices import Choices, sections_of
 from app.training.memory import Forecast, Measured, Predicted
@@ -18,6 +17,7 @@ from tests.memory.truth import PACKED, batch_of, small_run
 
 SINGLE_PROCESS = Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
 CHOICES = Choices("fp32", "sdpa")
+PLANNER = LocalPlanner()
 
 
 def single_stepper(run: RunConfig) -> Stepper:
@@ -46,14 +46,14 @@ def test_measured_step_equals_plain_step_bit_for_bit() -> None:
 def test_prediction_equals_measured_peak() -> None:
     run = small_run("recipe=lora")
     batch = batch_of(PACKED)
-    predicted = predict(run, CHOICES, batch, 1, "cpu")
+    predicted = PLANNER.predict(run, CHOICES, batch, 1, "cpu")
     stepper, measured = single_stepper(run), Measured(SINGLE_PROCESS, steps=2)
     measured.run(stepper, [batch], 1e-3)
     assert measured.bytes is None, "the first step starts without optimizer states"
     measured.run(stepper, [batch], 1e-3)
     assert measured.bytes is not None
     assert abs(predicted.bytes - measured.bytes) <= 4096
-    assert predicted.where in Forecast.made(predict, run, CHOICES, batch, 1, "cpu").text
+    assert predicted.where in Forecast.made(PLANNER.predict, run, CHOICES, batch, 1, "cpu").text
 
 
 def test_measured_run_of_one_step_has_peak() -> None:
@@ -75,13 +75,12 @@ def test_failed_prediction_is_one_line() -> None:
 
 def test_prediction_of_sharded_run_has_share_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     run, batch = small_run("recipe=full", "parallel=fsdp", "training.recompute=0"), batch_of(PACKED)
-    alone = predict(run, CHOICES, batch, 1, "cpu")
-    for module in ("estimate", "planner"):
-        monkeypatch.setattr(f"app.memory.{module}.world", lambda: World(0, 4, 0, 4))
-    shared = predict(run, CHOICES, batch, 1, "cpu")
+    alone = PLANNER.predict(run, CHOICES, batch, 1, "cpu")
+    monkeypatch.setattr("app.memory.planner.world", lambda: World(0, 4, 0, 4))
+    shared = PLANNER.predict(run, CHOICES, batch, 1, "cpu")
     assert shared.anatomy["trained_weights"] == pytest.approx(alone.anatomy["trained_weights"] / 4, rel=0.02)
     auto = small_run("recipe=full", "parallel=fsdp", "training.recompute=auto")
-    (layers, _), remark = choose_recompute(auto, CHOICES, batch, 1, 3)
+    (layers, _), remark = PLANNER.recompute(auto, CHOICES, batch, 1, 3)
     assert layers == 0
     assert remark.startswith("training.recompute=auto: 0 of 3 layers, which needs")
 
@@ -89,5 +88,5 @@ def test_prediction_of_sharded_run_has_share_of_one_process(monkeypatch: pytest.
 def test_predict_leaves_rng_state_unchanged() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    predict(small_run("recipe=lora", "adapter.dropout=0.1"), CHOICES, batch_of(PACKED), 1, "cpu")
+    PLANNER.predict(small_run("recipe=lora", "adapter.dropout=0.1"), CHOICES, batch_of(PACKED), 1, "cpu")
     assert torch.equal(before, torch.get_rng_state())

@@ -1,6 +1,6 @@
 """batching.tokens=auto: a step has the same tokens whatever its bins are."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,20 +11,13 @@ from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
 from app.errors import ConfigError
-from app.training.auto_settings import (
-    AutoPlanner,
-    AutoSettings,
-    bin_sizes,
-    size_notes,
-    step_tokens,
-    suggested_bin,
-    with_bins,
-)
+from app.training.auto_settings import AutoSettings, bin_sizes, size_notes, step_tokens, suggested_bin, with_bins
 from app.training.choices import Choices
+from tests.training.planners import planner
 
 CHOICES = Choices("fp32", "sdpa")
 ALONE = HostGroup(0, 1)
-PLANNER = AutoPlanner(lambda *_: ((0, 0.6), ""), lambda *_: (512, "so"), lambda *_: ("fsdp", "because"))
+PLANNER = planner()
 
 
 def asked(*words: str) -> RunConfig:
@@ -55,7 +48,7 @@ def test_suggested_bin_divides_the_step() -> None:
     assert suggested_bin(asked("batching.accumulation=3", "dataset.max_length=250")) == 384
 
 
-def auto_settings(planner: AutoPlanner = PLANNER, host_group: HostGroup = ALONE, **stored: Any) -> AutoSettings:
+def auto_settings(planner: Any = PLANNER, host_group: HostGroup = ALONE, **stored: Any) -> AutoSettings:
     return AutoSettings(planner, CHOICES, stored, host_group, lambda _text: None)
 
 
@@ -72,7 +65,7 @@ def test_auto_bins_planned_stored_or_typed() -> None:
 @pytest.mark.parametrize(("stored", "layers"), [({}, 3), ({"recompute": "2"}, 2), ({"recompute": "True"}, True)])
 def test_auto_recompute_planned_or_stored(stored: dict[str, Any], layers: int) -> None:
     run = compose_run(["model.weights=random", "training.recompute=auto"])
-    settled = auto_settings(replace(PLANNER, choose_recompute=lambda *_: ((3, 0.4), "so")), **stored)
+    settled = auto_settings(planner(recompute=((3, 0.4), "so")), **stored)
     assert settled.with_recompute(run, largest=lambda: None, layers=4).training.recompute == layers  # type: ignore[arg-type,return-value]
 
 
@@ -90,7 +83,7 @@ def test_auto_memory_budget_planned_stored_or_typed(
     words: tuple[str, ...], stored: dict[str, Any], expected: float
 ) -> None:
     run = compose_run(["model.weights=random", "training.recompute=0", *words])
-    settled = auto_settings(replace(PLANNER, choose_recompute=lambda *_: ((3, 0.4), "so")), **stored)
+    settled = auto_settings(planner(recompute=((3, 0.4), "so")), **stored)
     found = settled.with_recompute(run, largest=lambda: None, layers=4)  # type: ignore[arg-type,return-value]
     assert (found.compile.memory_budget, found.training.recompute) == (expected, 0)
 
@@ -100,7 +93,7 @@ def test_auto_settings_of_a_model_that_cannot_be_planned_fall_back() -> None:
         raise NotImplementedError("an operation")
 
     messages: list[str] = []
-    auto = AutoSettings(replace(PLANNER, max_bin_tokens=fails), CHOICES, {}, ALONE, messages.append)
+    auto = AutoSettings(planner(bin_tokens=fails), CHOICES, {}, ALONE, messages.append)
     assert auto.with_bins(asked()).batching.tokens == 256
     assert messages == ["batching.tokens=auto: 256 tokens; no plan for this model (NotImplementedError)"]
 

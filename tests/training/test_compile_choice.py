@@ -21,7 +21,7 @@ from app.errors import EnvironmentProblem
 from app.layers import compilable
 from app.layers.compilable import attention_obstacles, machine_obstacles
 from app.training import compile_choice
-from app.training.auto_settings import AutoPlanner, with_recompute
+from app.training.auto_settings import with_recompute
 from app.training.choices import Choices, sections_of
 from app.training.compile_choice import (
     REPAYING_FLOPS,
@@ -37,6 +37,7 @@ from app.training.summary import manifest_facts, run_table
 from tests.harness.runs import SMALL, Zygote
 from tests.model import small
 from tests.training.conftest import small_run
+from tests.training.planners import planner
 
 CHOICES, GPU = Choices("bf16", "varlen"), torch.device("cuda")
 LONG = CompileFacts("cuda", flops=REPAYING_FLOPS)
@@ -197,7 +198,7 @@ def test_auto_on_cpu_compiles_nothing_and_says_nothing(zygote: Zygote, tmp_path:
     assert json.loads((run / "manifest.json").read_text())["choices"]["compile"] == "none"
 
 
-PLANNER = AutoPlanner(lambda *_: ((1, 0.6), "1 layer"), lambda *_: (0, ""), lambda *_: ("ddp", ""))
+PLANNER = planner(recompute=((1, 0.6), "1 layer"))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ PLANNER = AutoPlanner(lambda *_: ((1, 0.6), "1 layer"), lambda *_: (0, ""), lamb
     [("auto", PLANNER, 1), ("auto", None, 2), ("1", PLANNER, 1), ("true", PLANNER, True), ("0", None, 0)],
 )
 def test_run_without_compiled_layers_is_planned_again(
-    recompute: str, planner: AutoPlanner | None, expected: bool | int, tmp_path: Path
+    recompute: str, planner: Any, expected: bool | int, tmp_path: Path
 ) -> None:
     run = small_run("compile=blocks", "compile.backend=eager", f"training.recompute={recompute}")
     resolved = resolve_run(run, tmp_path / "checkpoints", lambda _text: None, None)

@@ -19,6 +19,7 @@ from app.training.memory import Predicted
 from app.training.memory_in_use import Taken, device_used_bytes, free_host_bytes, notes, taken_by_others
 from app.training.run import train_in
 from tests.training.conftest import small_run
+from tests.training.planners import planner
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
 
@@ -157,8 +158,7 @@ def test_run_larger_than_the_machine_is_refused_before_loading(tmp_path: Path, m
     monkeypatch.setattr("app.training.run.free_host_bytes", lambda: 1_000_000)
     monkeypatch.setattr("app.training.run.build_training_model", lambda *_: pytest.fail("weights were loaded"))
     run = replace(small_run("checkpoint.every=0"), output_dir=str(tmp_path / "run"))
-    predict = lambda *_: Predicted(2_000_000, "backward", {})  # noqa: E731
     message = r"needs 2(\.0)? MB at its peak \(backward\), and this machine has 1(\.0)? MB left"
     with RunFolder.claim(run.output_dir, None) as folder, pytest.raises(EnvironmentProblem, match=message):
-        train_in(folder, run, Console(enabled=False), "", predict)
+        train_in(folder, run, Console(enabled=False), "", planner(predict=Predicted(2_000_000, "backward", {})))
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,22 @@
+"""A planner with answers of its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from app.training.memory import Predicted
+
+
+@dataclass(frozen=True)
+class FixedPlanner:
+    """A `RunPlanner` of functions of any arguments."""
+
+    recompute: Callable[..., tuple[tuple[int, float], str]] = lambda *_: ((0, 0.6), "")
+    bin_tokens: Callable[..., tuple[int, str]] = lambda *_: (512, "so")
+    parallel: Callable[..., tuple[str, str]] = lambda *_: ("fsdp", "because")
+    predict: Callable[..., Predicted] = lambda *_: Predicted(0, "backward", {})
+
+
+def planner(**answers: Any) -> Any:
+    """A planner with these answers, or functions that give them."""
+    return FixedPlanner(**{name: each if callable(each) else (lambda *_, each=each: each) for name, each in answers.items()})
