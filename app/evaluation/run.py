@@ -4,7 +4,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from app.config.tasks import task_of
 from app.data.collate import Layout
 from app.data.data_report import split_lines
 from app.data.loader import batch_with_most_rows, eval_batches
-from app.data.prepare import rows_to_score, stop_if_wrong
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime, start
 from app.errors import CheckpointError
@@ -29,8 +27,8 @@ from app.tracking.formatting import format_duration
 from app.training.choices import Choices, choose, sections_of
 from app.training.counts import Sums
 from app.training.eta import Eta
-from app.training.preparation import prepare_run
 from app.training.reference import comparing, read_reference
+from app.training.rows import SCORED, read_rows
 from app.training.scores import counts_of, score_rows
 from app.training.setup import check_on_batch
 
@@ -173,8 +171,8 @@ def prepare_evaluation(
     run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool, say: Callable[[str], None]
 ) -> Evaluation:
     """Read the rows to score, then start the processes. `tuned`: whether the tuned weights are read first."""
-    base, judge = _base_of(run, folder, tuned=tuned), partial(stop_if_wrong, trains=False)
-    prepared = prepare_run(run, say, base, read=rows_to_score, judge=judge)
+    base = _base_of(run, folder, tuned=tuned)
+    prepared = read_rows(run, base, say, splits=SCORED)
     rows, report = prepared.data.eval, prepared.data.report
     assert rows is not None
     assert report.eval is not None

@@ -32,7 +32,7 @@ from app.training.auto_settings import (
 from app.training.choices import Choices, memory_budget, recomputed_layers
 from app.training.compile_choice import with_planned_compile
 from app.training.memory import Predicted
-from app.training.preparation import with_planned_rows, within_positions
+from app.training.rows import with_planned_rows, within_positions
 
 # Fixed cost of a micro-batch in tokens of compute: kernel launches, reads of weights, partly filled tiles. Assumed; its
 # only effect is that larger bins are faster.

@@ -11,7 +11,7 @@ from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS, task_of
 from app.data.objectives import MOST_LABELS, LabelledTokens, NextToken
-from app.training.preparation import layout_of
+from app.training.rows import layout_of
 
 
 @dataclass(frozen=True, slots=True)

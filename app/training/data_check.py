@@ -9,17 +9,16 @@ from numpy.typing import NDArray
 
 from app.base.structure import BaseModel
 from app.config.dataset import formats_of, sources_of
-from app.config.dataset_schema import DatasetConfig
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.data import length_statistics
 from app.data.chat_template import other_template
-from app.data.data_report import Counts, LongestRow, stop_reasons, without_stops
+from app.data.data_report import Counts
 from app.data.loader import Loader
-from app.data.prepare import Data, prepare
-from app.data.sources import Source
+from app.data.prepare import Data
 from app.errors import AppError
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
-from app.training.preparation import StepPlan, plan_steps, prepare_run, rows_of_also
+from app.training.rows import StepPlan, plan_steps, read_rows, rows_of_also
 from app.training.samples import preview
 
 
@@ -116,19 +115,8 @@ class DataCheck:
 
 def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
     """Prepare the data as a run in `processes` would, and collect what stops it instead of raising."""
-    policies = {name: getattr(run.dataset, name) for name in ("on_bad_row", "on_overflow", "on_unstable_template")}
     stops: list[str] = []
-
-    def read(dataset: DatasetConfig, tokenizer: Any, cache_dir: str, notes: list[str], *judge_and_labels: Any) -> Data:
-        if has_auto_bins(run):
-            bins = suggested_bin(replace(run, dataset=dataset))
-            notes = [*notes, f"batching.tokens=auto is found by a run; here bins have {bins:,} tokens"]
-        return prepare(without_stops(dataset), tokenizer, cache_dir, notes, *judge_and_labels)
-
-    def judge(section: DatasetConfig, source: Source, counts: Counts, longest_row: LongestRow) -> None:
-        stops.extend(stop_reasons(replace(section, **policies), source, counts, longest_row))
-
-    prepared = prepare_run(run, say, read=read, judge=judge, report=stops.extend)
+    prepared = read_rows(run, BaseModel(run.model, task_of(run.task)), say, problems=stops)
     try:
         prepared.data.report.notes += rows_of_also(prepared)[1]
     except AppError as refused:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from app import __version__
+from app.base.structure import BaseModel
 from app.batch import Batch
 from app.config.compile_rules import BLOCKS, NONE, compile_refusals
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.data.loader import Loader, eval_batches
 from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
@@ -38,14 +40,14 @@ from app.training.choices import Choices, choose, memory_budget, sections_of
 from app.training.compile_choice import compile_facts, settle_compile, with_compile
 from app.training.identity import base_hash, compared_settings, start_hash
 from app.training.optimizer_in_backward import require_gradients_one_by_one
-from app.training.preparation import Prepared, StepPlan, plan_steps, prepare_run, rows_of_also
+from app.training.rows import Rows, StepPlan, plan_steps, read_rows, rows_of_also
 from app.training.scores import metrics_of
 
 _PER_PROCESS_KEYS = {"output_dir", "cache_dir", "launch"}  # compared by themselves, or free to differ
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedRun(Prepared):
+class ResolvedRun(Rows):
     """A run with nothing left to choose. `config` has bins, parallelism and recomputed layers in numbers as well."""
 
     checkpoint: Path | None  # the one to continue from
@@ -126,7 +128,7 @@ def resolve_run(
 
     The memory planner answers where the config says auto.
     """
-    prepared = prepare_run(run, log)
+    prepared = read_rows(run, BaseModel(run.model, task_of(run.task)), log)
     known = metrics_of(prepared.config)
     if prepared.config.eval.objective not in known:
         raise ConfigError(
@@ -141,9 +143,7 @@ def resolve_run(
     return resolved
 
 
-def _settle(
-    prepared: Prepared, checkpoints: Path, log: Callable[[str], None], planner: RunPlanner | None
-) -> ResolvedRun:
+def _settle(prepared: Rows, checkpoints: Path, log: Callable[[str], None], planner: RunPlanner | None) -> ResolvedRun:
     """Settle what the checkpoint, the machine and the memory planner decide, in the order of what needs what."""
     config, base = prepared.config, prepared.base
     checkpoint, remarks = find_checkpoint(checkpoints, config.resume, tidy=world().is_first)

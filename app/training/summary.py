@@ -9,6 +9,7 @@ import torch
 
 from app.adapters.adapters import ALL_LINEAR
 from app.base.source import base_fingerprint, fetch_folder
+from app.base.structure import BaseModel
 from app.base.tokenizer import tokenizer_hash
 from app.config.commands import python
 from app.config.compile_rules import BLOCKS
@@ -17,7 +18,7 @@ from app.config.metrics import TOLD
 from app.config.model_kinds import without_numbers
 from app.config.preferences import balance_notes
 from app.config.schema import RunConfig
-from app.config.tasks import TASKS
+from app.config.tasks import TASKS, task_of
 from app.data.length_statistics import padded_fill
 from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
@@ -31,9 +32,9 @@ from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
 from app.training.auto_settings import BUDGET_CHOICE, offload_notes, size_notes
 from app.training.checkpoint import Progress
-from app.training.preparation import Prepared, prepare_run
 from app.training.rehearsal import Rehearsal
 from app.training.resolve import ResolvedRun
+from app.training.rows import Rows, read_rows
 from app.training.scores import ALSO, finite
 
 _MIN_SHOWN_DIFFERENCE = 0.0005  # of measured and planned memory; smaller ones would be shown as 0.0 %
@@ -149,7 +150,7 @@ def _fill(resolved: ResolvedRun) -> float | None:
 
 def provenance(run: RunConfig) -> dict[str, Any]:
     """`hardware` and `hashes` as the manifest would have them if `run` started here now."""
-    prepared = prepare_run(run, lambda _note: None)
+    prepared = read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)
     if run.model.weights == "pretrained":
         fetch_folder(run.model, run.model.path, with_weights=True)
     hashes = {**_content_hashes(prepared), "base": base_fingerprint(run.model)}
@@ -166,7 +167,7 @@ def _hardware() -> dict[str, str | None]:
     }
 
 
-def _content_hashes(prepared: Prepared) -> dict[str, str | None]:
+def _content_hashes(prepared: Rows) -> dict[str, str | None]:
     data = prepared.data
     return {
         "train": data.train.fingerprint,

@@ -24,7 +24,7 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
 from app.training.memory import Measured
 from app.training.memory_in_use import device_used_bytes
-from app.training.preparation import StepPlan
+from app.training.rows import StepPlan
 from app.training.scores import ALSO, counts_of, finite, logged, score
 from app.training.step_profile import profiled
 from app.training.summary import split_message

@@ -23,7 +23,7 @@ from app.tracking.recorder import Recorder
 from app.training import setup
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.choices import recomputed_layers
-from app.training.preparation import StepPlan
+from app.training.rows import StepPlan
 from app.training.train_step import Stepper
 from app.training.trainer import Parts, Trainer
 from tests.harness.composed import composed

@@ -19,4 +19,5 @@ class FixedPlanner:
 
 def planner(**answers: Any) -> Any:
     """A planner with these answers, or functions that give them."""
-    return FixedPlanner(**{name: each if callable(each) else (lambda *_, each=each: each) for name, each in answers.items()})
+    given = {name: each if callable(each) else (lambda *_, each=each: each) for name, each in answers.items()}
+    return FixedPlanner(**given)

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from app.base.structure import BaseModel
 from app.batch import IGNORE
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.labels import class_weights
 from app.data.loader import Loader, StepSplit, eval_batches
@@ -22,7 +24,7 @@ from app.distributed.process_group import Runtime
 from app.errors import ConfigError, DataError
 from app.model.training_model import TrainingModel
 from app.oom_retry import split_batch
-from app.training.preparation import prepare_run
+from app.training.rows import read_rows
 from app.training.scores import counts_of, score, score_rows
 from tests.data.small import write_jsonl
 from tests.training.conftest import small_run, stepper_of
@@ -55,7 +57,7 @@ def run_of(problem: str, folder: Path, *more: str) -> RunConfig:
 
 
 def prepared(run: RunConfig) -> tuple[RunConfig, Data, Objective]:
-    found = prepare_run(run, lambda _note: None)
+    found = read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)
     return found.config, found.data, found.objective
 
 
@@ -203,7 +205,7 @@ def problems(folder: Path, rows: list[Any], *given: str) -> str:
         *(f"cache_dir={folder / 'cache'}", "recipe=lora", *given),
     )
     with pytest.raises((ConfigError, DataError)) as found:
-        prepare_run(run, lambda _note: None)
+        read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)
     return " ".join(found.value.problems)
 
 

@@ -15,7 +15,7 @@ from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.layers.attention import BACKENDS
 from app.training.choices import choose, choose_precision
-from app.training.preparation import plan_steps, within_positions
+from app.training.rows import plan_steps, within_positions
 from tests.training.conftest import small_run
 
 

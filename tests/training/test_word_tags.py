@@ -11,14 +11,16 @@ import pytest
 import torch
 from sklearn.metrics import f1_score
 
+from app.base.structure import BaseModel
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.data.collate import BinShape, Packed, collate_packed, collate_padded
 from app.data.loader import Loader, StepSplit
 from app.data.objectives import LabelledTokens
 from app.distributed.process_group import Runtime
 from app.errors import DataError
 from app.training.counts import are_entities
-from app.training.preparation import Prepared, prepare_run
+from app.training.rows import Rows, read_rows
 from app.training.scores import counts_of
 from tests.data.small import write_jsonl
 from tests.training.conftest import small_run, stepper_of
@@ -53,8 +55,8 @@ def run_of(folder: Path, *more: str, rows: list[dict[str, Any]] | None = None) -
     )
 
 
-def prepared(run: RunConfig) -> Prepared:
-    return prepare_run(run, lambda _note: None)
+def prepared(run: RunConfig) -> Rows:
+    return read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)
 
 
 @pytest.mark.parametrize("weights", ["null", "[1,2,3,4,5]"])

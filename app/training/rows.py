@@ -1,10 +1,10 @@
-"""The preparation of a run: its rows as tokens, with the tokenizer, the base and what is learnt of them.
+"""The rows of a run as tokens, and what they decide: formats, packing, the longest row, labels and the vocabulary.
 
 No weight is read, and nothing here depends on the machine.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,21 +20,24 @@ from app.config.rules import problems_of
 from app.config.schema import AdapterConfig, RunConfig, TaskConfig, TrainingConfig
 from app.config.tasks import Task, labelling_of, task_of
 from app.data.collate import Layout, Packed, Padded
+from app.data.data_report import Counts, stop_reasons, without_stops
 from app.data.detect_format import detect_formats
 from app.data.labels import KnownLabels, class_weights
 from app.data.loader import Loader, StepSplit
 from app.data.objectives import Objective, build_objective
-from app.data.prepare import Data, prepare, rows_beside, stop_if_wrong
+from app.data.prepare import Data, prepare, rows_beside, rows_to_score, stop_if_wrong
+from app.data.sources import Source
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, refuse
-from app.training.auto_settings import has_auto_bins, with_packing
+from app.training.auto_settings import has_auto_bins, suggested_bin, with_packing
 
 ROWS_MULTIPLE = 64  # of a resized vocabulary: matrix products of other sizes leave tensor cores idle
+TRAINED, SCORED = "trained", "scored"  # the splits that are read
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A run with its rows. `config` has formats, labels and the longest row settled."""
+class Rows:
+    """A run with its rows. `config` has settled what they decide."""
 
     config: RunConfig
     base: BaseModel
@@ -71,53 +74,81 @@ class StepPlan:
         return max(1, round(float(interval.removesuffix("epoch")) * self.steps_per_epoch))
 
 
-def prepare_run(
+def read_rows(
     run: RunConfig,
+    base: BaseModel,
     say: Callable[[str], None],
-    base: BaseModel | None = None,
     *,
-    read: Callable[..., Data] = prepare,
-    judge: Callable[..., None] = stop_if_wrong,
-    report: Callable[[Iterable[str]], None] = refuse,
-) -> Prepared:
-    """Settle formats, labels and the longest row, and read the rows with `read`.
+    splits: str = TRAINED,
+    problems: list[str] | None = None,
+) -> Rows:
+    """Read the rows of a run as tokens and settle what they decide.
 
-    `base` is another one than the config names. `judge` looks at the rows of a source, `report` refuses what is wrong
-    with all of them; a check collects instead.
+    `base` may be another one than the config names. `splits`: TRAINED, or SCORED for the rows to score, as `eval`.
+    `problems` collects, for a check, what would stop the run; without it that is refused.
     """
-    base = base or BaseModel(run.model, task_of(run.task))
-    dataset = within_positions(run.dataset, base, say)
-    run = with_packing(run, base, say)
-    _note_length_of_pairs(run, base, say)
+    report = refuse if problems is None else problems.extend
+    limited = within_positions(run.dataset, base, say)
+    packed = with_packing(run, base, say)
+    _note_length_of_pairs(packed, base, say)
     load = partial(load_tokenizer, run.model, shipped=base.task.tokenizer)
-    dataset, notes = detect_formats(
-        dataset, formats_for(run.task.kind), lambda: bool(load(needs_template=False).chat_template)
-    )
-    problems = problems_of(replace(run, dataset=dataset)) if notes else []
-    if problems:
-        raise ConfigError([*problems[:-1], f"{problems[-1]} ({'; '.join(notes)})"])
+    has_template = lambda: bool(load(needs_template=False).chat_template)  # noqa: E731  (may not be asked)
+    dataset, notes = detect_formats(limited, formats_for(run.task.kind), has_template)
+    if notes and (wrong := problems_of(replace(packed, dataset=dataset))):
+        raise ConfigError([*wrong[:-1], f"{wrong[-1]} ({'; '.join(notes)})"])
     tokenizer = load(needs_template=has_chats(dataset))
-    judge = partial(judge, longest_row=base.longest_row)
-    data = read(dataset, tokenizer, run.cache_dir, notes, judge, run.task.labels, labelling_of(run.task))
-    task = run.task
-    least = PROBLEMS[task.problem].least_labels if base.task.has_classes else 2
-    if base.task.has_classes and not task.labels:
-        report(_class_problems(dataset, data.classes, base.task, least))
-        task = replace(task, labels=list(data.classes) if len(data.classes) >= least else [])
-        base = replace(base, task=task_of(task))
-    elif not base.task.has_classes and len(data.classes) == 1 and read is prepare:
-        report(_class_problems(dataset, data.classes, base.task, least))
-    if task.class_weights is not None and task.labels:
-        weights, problems = _class_weights(task, data)
-        report(problems)
-        task = replace(task, class_weights=weights)
-    run = _with_new_rows(run, base, tokenizer, say)
-    if run.model.vocab_size != base.config.vocab_size:
-        base = replace(base, config=replace(base.config, vocab_size=run.model.vocab_size))
-    objective = build_objective(task, tokenizer, run.seed, bidirectional=base.is_bidirectional)
-    report(_unknown_ids(run, base, data.train, data.eval))
-    run = replace(run, dataset=dataset, task=task, adapter=_with_names_of_model(run.adapter, base))
-    return Prepared(run, base, tokenizer, data, objective)
+    data = _read(packed, dataset, tokenizer, base, notes, splits, problems)
+    trains = splits == TRAINED and problems is None
+    report(_class_problems(packed.task, dataset, data.classes, base.task, trains=trains))
+    task, wrong_weights = _task_of_rows(packed.task, base.task, data)
+    report(wrong_weights)
+    of_labels = base if task.labels == packed.task.labels else replace(base, task=task_of(task))
+    grown = _with_new_rows(packed, of_labels, tokenizer, say)
+    vocabulary = grown.model.vocab_size
+    known = of_labels
+    if vocabulary != base.config.vocab_size:
+        known = replace(of_labels, config=replace(base.config, vocab_size=vocabulary))
+    objective = build_objective(task, tokenizer, run.seed, bidirectional=known.is_bidirectional)
+    report(_unknown_ids(grown, known, data.train, data.eval))
+    settled = replace(grown, dataset=dataset, task=task, adapter=_with_names_of_model(grown.adapter, known))
+    return Rows(settled, known, tokenizer, data, objective)
+
+
+def _read(
+    run: RunConfig,
+    dataset: DatasetConfig,
+    tokenizer: Any,
+    base: BaseModel,
+    notes: list[str],
+    splits: str,
+    problems: list[str] | None,
+) -> Data:
+    labels = run.task.labels, labelling_of(run.task)
+    if splits == SCORED:
+        judge = partial(stop_if_wrong, longest_row=base.longest_row, trains=False)
+        return rows_to_score(dataset, tokenizer, run.cache_dir, notes, judge, *labels)
+    if problems is None:
+        judge = partial(stop_if_wrong, longest_row=base.longest_row)
+        return prepare(dataset, tokenizer, run.cache_dir, notes, judge, *labels)
+    policies = {name: getattr(run.dataset, name) for name in ("on_bad_row", "on_overflow", "on_unstable_template")}
+
+    def collect(section: DatasetConfig, source: Source, counts: Counts) -> None:
+        problems.extend(stop_reasons(replace(section, **policies), source, counts, base.longest_row))
+
+    if has_auto_bins(run):
+        bins = suggested_bin(replace(run, dataset=dataset))
+        notes = [*notes, f"batching.tokens=auto is found by a run; here bins have {bins:,} tokens"]
+    return prepare(without_stops(dataset), tokenizer, run.cache_dir, notes, collect, *labels)
+
+
+def _task_of_rows(task: TaskConfig, facts: Task, data: Data) -> tuple[TaskConfig, list[str]]:
+    """The task with the labels of the rows and their weights; what is wrong with the weights."""
+    if facts.has_classes and not task.labels and len(data.classes) >= PROBLEMS[task.problem].least_labels:
+        task = replace(task, labels=list(data.classes))
+    if task.class_weights is None or not task.labels:
+        return task, []
+    weights, problems = _class_weights(task, data)
+    return replace(task, class_weights=weights), problems
 
 
 def _with_names_of_model(adapter: AdapterConfig, base: BaseModel) -> AdapterConfig:
@@ -128,7 +159,7 @@ def _with_names_of_model(adapter: AdapterConfig, base: BaseModel) -> AdapterConf
     return replace(adapter, targets=short_names(adapter.targets, base.on_meta()))
 
 
-def rows_of_also(prepared: Prepared) -> tuple[TokenRows | None, list[str]]:
+def rows_of_also(prepared: Rows) -> tuple[TokenRows | None, list[str]]:
     """The rows of `eval.also`, in any format that the task learns from, and lines for people."""
     run, base = prepared.config, prepared.base
     if run.eval.also is None:
@@ -227,11 +258,16 @@ def with_planned_rows(run: RunConfig) -> RunConfig:
     return replace(run, adapter=replace(run.adapter, train_tokens=[*range(len(run.model.add_tokens))]))
 
 
-def _class_problems(dataset: DatasetConfig, classes: Sequence[str], task: Task, least: int) -> Iterator[str]:
+def _class_problems(
+    task: TaskConfig, dataset: DatasetConfig, classes: Sequence[str], facts: Task, *, trains: bool
+) -> Iterator[str]:
     """Labels of rows that nothing can be learnt of."""
+    least = PROBLEMS[task.problem].least_labels if facts.has_classes else 2
+    if (facts.has_classes and task.labels) or (not facts.has_classes and not (trains and len(classes) == 1)):
+        return
     if len(classes) < least:
         only = f"all have the label {classes[0]}" if classes else "none has a label"
-        yield f"dataset.path={paths_of(dataset)}: of its rows {only}, so {task.one_label}"
+        yield f"dataset.path={paths_of(dataset)}: of its rows {only}, so {facts.one_label}"
 
 
 def _unknown_ids(run: RunConfig, base: BaseModel, *splits: TokenRows | None) -> Iterator[str]:
