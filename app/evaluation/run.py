@@ -28,7 +28,7 @@ from app.training.choices import Choices, choose, sections_of
 from app.training.counts import Sums
 from app.training.eta import Eta
 from app.training.reference import comparing, read_reference
-from app.training.rows import SCORED, read_rows
+from app.training.rows import SCORED, layout_of, read_rows
 from app.training.scores import counts_of, score_rows
 from app.training.setup import check_on_batch
 
@@ -179,17 +179,17 @@ def prepare_evaluation(
     if run.preference.has_reference:
         objective = comparing(prepared.objective, read_reference(folder / "reference"), rows)
         prepared = replace(prepared, objective=objective)
-    choices = choose(prepared.config, base, {})
+    choices = choose(prepared.run, base, {})
     return Evaluation(
         folder=folder,
-        run=prepared.config,
+        run=prepared.run,
         hashes=hashes,
         base=base,
         choices=choices,
         runtime=start(run.launch, choices.precision, run.seed),
         rows=rows,
         row_lines=[*split_lines("scored", report.eval), *report.notes],
-        layout=prepared.layout(run.eval.rows),
+        layout=layout_of(prepared.run, run.eval.rows, prepared.objective, prepared.pad_id),
     )
 
 

@@ -27,7 +27,7 @@ from app.errors import CheckpointError, ConfigError, gist, refuse
 from app.files import checksummed_folder, require_intact
 from app.finished.save import adapter_tensors, saved_tensors
 from app.model.training_model import TrainingModel
-from app.training.resolve import ResolvedRun
+from app.training.plan import Plan
 
 
 def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, names: Names) -> list[str]:
@@ -107,30 +107,30 @@ def _load(folder: Path, run: RunConfig, targets: list[str], model: TrainingModel
                 own.copy_(values)
 
 
-def drawn_start(resolved: ResolvedRun, model: TrainingModel) -> dict[str, Tensor]:
+def drawn_start(plan: Plan, model: TrainingModel) -> dict[str, Tensor]:
     """Copies of the halves as they were drawn, by their names in files; call it before a checkpoint is loaded."""
-    if not changes_base(resolved.config.adapter):
+    if not changes_base(plan.run.adapter):
         return {}
     named = {name: each.detach() for name, each in saved_tensors(model).items() if ".lora_" in name}
     found = named.items() if model.sharding is None else whole_tensors(named)
     return {name.replace(".default.", "."): each.to("cpu", copy=True) for name, each in found if world().is_first}
 
 
-def keep_start(drawn: dict[str, Tensor], resolved: ResolvedRun, folder: Path) -> None:
+def keep_start(drawn: dict[str, Tensor], plan: Plan, folder: Path) -> None:
     """Write the start of a run that is new, or goes on in another folder; that of a continued one must be what was
     drawn again, or its base is another.
     """
     if not drawn:
         return
-    kept = resolved.kept_with_run(folder)
-    known = read_start(kept) if resolved.checkpoint else drawn
+    kept = plan.start.kept_with_run(folder)
+    known = read_start(kept) if plan.start.checkpoint else drawn
     if known.keys() != drawn.keys() or not all(torch.equal(known[name], each) for name, each in drawn.items()):
         raise CheckpointError(
-            f"adapter.init={resolved.config.adapter.init}: what is computed from the base here differs from {kept}, "
+            f"adapter.init={plan.run.adapter.init}: what is computed from the base here differs from {kept}, "
             "so the base would be another. Continue on the machine and with the packages of the first start, or begin "
             "again in another output_dir."
         )
-    if not (resolved.checkpoint and folder.is_dir()):
+    if not (plan.start.checkpoint and folder.is_dir()):
         with checksummed_folder(folder) as target:
             save_file(drawn, target / ADAPTER_WEIGHTS)
     drawn.clear()  # it would stay in memory through the run

@@ -1,7 +1,7 @@
 """`app.check data`: what a run would learn from, all rows, before it is started. No weights, and no row stops it."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from app.data.loader import Loader
 from app.data.prepare import Data
 from app.errors import AppError
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
-from app.training.rows import StepPlan, plan_steps, read_rows, rows_of_also
+from app.training.rows import StepPlan, loader_of, plan_steps, read_rows, rows_of_also
 from app.training.samples import preview
 
 
@@ -121,9 +121,9 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         prepared.data.report.notes += rows_of_also(prepared)[1]
     except AppError as refused:
         stops.extend(refused.problems)
-    auto = prepared.config
+    auto = prepared.run
     config = with_bins(auto, suggested_bin(auto)) if has_auto_bins(auto) else auto
-    loader = replace(prepared, config=config).loader_for(processes)
+    loader = loader_of(prepared, config, processes)
     batching, lengths = config.batching, prepared.data.train.lengths
     rows_per_step = batching.rows * batching.accumulation * processes  # in padded micro-batches
     return DataCheck(

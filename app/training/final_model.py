@@ -21,40 +21,40 @@ from app.tracking.model_card import CARD, Loading, model_card
 from app.tracking.recorder import samples_table
 from app.training.adapter_start import read_start
 from app.training.memory import Predicted
-from app.training.resolve import ResolvedRun
+from app.training.plan import Plan
 from app.training.scores import finite
 from app.training.summary import closing_message
 from app.training.trained_state import load_weights
 from app.training.trainer import Trainer
 
 
-def write_final(resolved: ResolvedRun, trainer: Trainer, predicted: Predicted | None) -> int:
+def write_final(plan: Plan, trainer: Trainer, predicted: Predicted | None) -> int:
     """Write final/ and the result of a complete run; returns the exit code."""
     result = result_of(trainer, predicted)
     progress, recorder = trainer.progress, trainer.parts.recorder
     metrics = progress.metrics
-    if resolved.config.checkpoint.final == "best" and 0 < progress.best_step < progress.step:
+    if plan.run.checkpoint.final == "best" and 0 < progress.best_step < progress.step:
         if _load_best(trainer):
             metrics = progress.best_metrics
         else:
-            result["objective"] = progress.metrics[resolved.config.eval.objective]  # that of final/, as otherwise
+            result["objective"] = progress.metrics[plan.run.eval.objective]  # that of final/, as otherwise
     result["final_metrics"] = finite(metrics)
     model = trainer.parts.stepper.model
     tensors = None if model.sharding is None else whole_tensors(saved_tensors(model))
-    if resolved.runtime.rank == 0:
+    if plan.runtime.rank == 0:
         with checksummed_folder(recorder.folder.final) as folder:
-            start = read_start(recorder.folder.start) if changes_base(resolved.config.adapter) else None
-            save_model(model, resolved.tokenizer, folder, tensors, resolved.base.names, start)
-            loading = loading_of(resolved.sections, resolved.base, folder, recorder.folder.base)
+            start = read_start(recorder.folder.start) if changes_base(plan.run.adapter) else None
+            save_model(model, plan.rows.tokenizer, folder, tensors, plan.rows.base.names, start)
+            loading = loading_of(plan.sections, plan.rows.base, folder, recorder.folder.base)
             manifest = read_manifest(recorder.folder.manifest)
-            card = model_card(asdict(resolved.config), manifest, result, loading)
+            card = model_card(asdict(plan.run), manifest, result, loading)
             (folder / CARD).write_text(card, encoding="utf-8")
         answers = samples_table(recorder.folder.samples)
         if answers:
             recorder.message(answers)
     else:
         deque(tensors or (), maxlen=0)  # takes part in the collectives of the first process
-    recorder.message(closing_message(resolved.config, recorder.folder, result, progress))
+    recorder.message(closing_message(plan.run, recorder.folder, result, progress))
     recorder.finish("finished", final=str(recorder.folder.final), **result)
     return 0
 

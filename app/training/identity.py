@@ -14,7 +14,7 @@ from app.config.validate import leaf_keys
 from app.files import sha256
 
 COMPARED = "compared"  # the value itself, as it came out
-SETTLED = "settled"  # what the value came to: `ResolvedRun.identity`
+SETTLED = "settled"  # what the value came to: `Plan.identity`
 FREE = "free"  # may differ: where, how fast and in how much memory the same numbers are made
 
 # of every key of a run, or of its section

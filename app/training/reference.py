@@ -27,7 +27,7 @@ from app.errors import CheckpointError, gist
 from app.files import checksummed_folder, require_intact, verify_checksums
 from app.model.training_model import TrainingModel
 from app.training.identity import start_hash
-from app.training.resolve import ResolvedRun
+from app.training.plan import Plan
 from app.training.scores import score_documents
 
 _FILE = "answers.safetensors"
@@ -36,20 +36,20 @@ _CODE_VERSION = 1  # of what decides the numbers
 Reference = Mapping[int, tuple[float, ...]]  # by the hash of a row: log-probabilities of its answers
 
 
-def with_reference(resolved: ResolvedRun, model: TrainingModel, folder: Path, fingerprint: str | None) -> ResolvedRun:
+def with_reference(plan: Plan, model: TrainingModel, folder: Path, fingerprint: str | None) -> Plan:
     """The run with the reference that its loss reads, if it reads one; that of a continued run is in `folder`."""
-    if not resolved.config.preference.has_reference:
-        return resolved
-    kept = resolved.kept_with_run(folder)
-    reference = read_reference(kept) if resolved.checkpoint else _made(resolved, model, fingerprint)
-    splits = (rows for rows in (resolved.data.train, resolved.data.eval) if rows is not None)
-    return resolved.with_objective(comparing(resolved.objective, reference, *splits))
+    if not plan.run.preference.has_reference:
+        return plan
+    kept = plan.start.kept_with_run(folder)
+    reference = read_reference(kept) if plan.start.checkpoint else _made(plan, model, fingerprint)
+    splits = (rows for rows in (plan.rows.data.train, plan.rows.data.eval) if rows is not None)
+    return plan.with_objective(comparing(plan.rows.objective, reference, *splits))
 
 
-def keep_reference(resolved: ResolvedRun, folder: Path) -> None:
+def keep_reference(plan: Plan, folder: Path) -> None:
     """Write the reference of a run that is new, or goes on in another folder, if it has one."""
-    objective = resolved.objective
-    if isinstance(objective, Compared) and objective.reference and not (resolved.checkpoint and folder.is_dir()):
+    objective = plan.rows.objective
+    if isinstance(objective, Compared) and objective.reference and not (plan.start.checkpoint and folder.is_dir()):
         _write(folder, objective.reference)
 
 
@@ -91,16 +91,16 @@ def _write(folder: Path, reference: Reference) -> None:
         save_file({"rows": np.array([*reference], np.uint64), "log_probabilities": values}, target / _FILE)
 
 
-def _made(resolved: ResolvedRun, model: TrainingModel, fingerprint: str | None) -> Reference:
+def _made(plan: Plan, model: TrainingModel, fingerprint: str | None) -> Reference:
     """Score the answers of both splits, or take the scores of another run of the same rows and base."""
-    kept = Path(resolved.config.cache_dir).expanduser() / "references" / _key(resolved, fingerprint)
+    kept = Path(plan.run.cache_dir).expanduser() / "references" / _key(plan, fingerprint)
     known = read_reference(kept) if world().is_first and not verify_checksums(kept, (_FILE,)) else {}
-    found: dict[int, tuple[float, ...]] = resolved.runtime.host_group.all_gather_object(known)[0]
+    found: dict[int, tuple[float, ...]] = plan.runtime.host_group.all_gather_object(known)[0]
     if not found:
-        assert isinstance(resolved.objective, Compared)
-        for rows in (resolved.data.train, resolved.data.eval):
-            for part in () if rows is None else compared_rows(resolved.objective, rows):
-                found |= _scored(resolved, model, part)
+        assert isinstance(plan.rows.objective, Compared)
+        for rows in (plan.rows.data.train, plan.rows.data.eval):
+            for part in () if rows is None else compared_rows(plan.rows.objective, rows):
+                found |= _scored(plan, model, part)
         _share(kept, found)
     return found
 
@@ -118,17 +118,17 @@ def _share(kept: Path, reference: Reference) -> None:
     shutil.rmtree(own, ignore_errors=True)
 
 
-def _scored(resolved: ResolvedRun, model: TrainingModel, rows: TokenRows) -> dict[int, tuple[float, ...]]:
-    runtime, layout = resolved.runtime, resolved.layout(resolved.config.eval.rows)
+def _scored(plan: Plan, model: TrainingModel, rows: TokenRows) -> dict[int, tuple[float, ...]]:
+    runtime, layout = plan.runtime, plan.layout(plan.run.eval.rows)
     rows = rows.select(np.unique(rows.content_hashes, return_index=True)[1])
     batches = eval_batches(rows, layout, runtime.processes, runtime.rank)
-    sums = score_documents(model, batches, runtime, len(rows), resolved.objective.documents_per_row)
+    sums = score_documents(model, batches, runtime, len(rows), plan.rows.objective.documents_per_row)
     return dict(zip(rows.content_hashes.tolist(), map(tuple, sums.tolist()), strict=True))
 
 
-def _key(resolved: ResolvedRun, fingerprint: str | None) -> str:
+def _key(plan: Plan, fingerprint: str | None) -> str:
     """A hash of what decides the numbers: rows, base, how it is stored and computed."""
-    run, data, choices = resolved.config, resolved.data, resolved.choices
+    run, data, choices = plan.run, plan.rows.data, plan.choices
     # what may not begin as the base: numbers that a method draws, or that are computed of the base
     own = (
         {}

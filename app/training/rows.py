@@ -30,6 +30,7 @@ from app.data.sources import Source
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, refuse
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_packing
+from app.training.scores import metrics_of
 
 ROWS_MULTIPLE = 64  # of a resized vocabulary: matrix products of other sizes leave tensor cores idle
 TRAINED, SCORED = "trained", "scored"  # the splits that are read
@@ -37,23 +38,25 @@ TRAINED, SCORED = "trained", "scored"  # the splits that are read
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A run with its rows. `config` has settled what they decide."""
+    """The rows of a run; `run` has settled what they decide."""
 
-    config: RunConfig
+    run: RunConfig
     base: BaseModel
     tokenizer: Any
     data: Data
     objective: Objective
+    also: TokenRows | None = None  # of `eval.also`, which a check and an evaluation do not read
 
-    def layout(self, rows: int) -> Layout:
-        """Bins, or `rows` padded rows."""
-        padding = self.tokenizer.pad_token_id  # any serves: padding is told by row lengths, never by its id
-        return layout_of(self.config, rows, self.objective, 0 if padding is None else int(padding))
+    @property
+    def pad_id(self) -> int:
+        """The id in padding. Any serves: padding is known by row lengths, never by its id."""
+        return 0 if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
 
-    def loader_for(self, processes: int, rank: int = 0) -> Loader:
-        """The rows to train on, in steps of all processes."""
-        split = StepSplit(self.config.batching.accumulation, processes, rank)
-        return Loader(self.data.train, self.layout(self.config.batching.rows), split, self.config.seed)
+
+def loader_of(rows: Rows, run: RunConfig, processes: int, rank: int = 0) -> Loader:
+    """The rows to train on, in steps of all processes; `run` has bins of known size."""
+    layout = layout_of(run, run.batching.rows, rows.objective, rows.pad_id)
+    return Loader(rows.data.train, layout, StepSplit(run.batching.accumulation, processes, rank), run.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,18 @@ def read_rows(
     objective = build_objective(task, tokenizer, run.seed, bidirectional=known.is_bidirectional)
     report(_unknown_ids(grown, known, data.train, data.eval))
     settled = replace(grown, dataset=dataset, task=task, adapter=_with_names_of_model(grown.adapter, known))
-    return Rows(settled, known, tokenizer, data, objective)
+    rows = Rows(settled, known, tokenizer, data, objective)
+    if not trains:
+        return rows
+    metrics = metrics_of(settled)
+    if settled.eval.objective not in metrics:
+        raise ConfigError(
+            f"eval.objective={settled.eval.objective}: this task has no such metric. Choose one of "
+            f"{', '.join(metrics)}."
+        )
+    also, lines = rows_of_also(rows)
+    data.report.notes += lines
+    return replace(rows, also=also)
 
 
 def _read(
@@ -159,17 +173,17 @@ def _with_names_of_model(adapter: AdapterConfig, base: BaseModel) -> AdapterConf
     return replace(adapter, targets=short_names(adapter.targets, base.on_meta()))
 
 
-def rows_of_also(prepared: Rows) -> tuple[TokenRows | None, list[str]]:
+def rows_of_also(rows: Rows) -> tuple[TokenRows | None, list[str]]:
     """The rows of `eval.also`, in any format that the task learns from, and lines for people."""
-    run, base = prepared.config, prepared.base
+    run, base = rows.run, rows.base
     if run.eval.also is None:
         return None, []
     judge = partial(stop_if_wrong, longest_row=base.longest_row, trains=False)
     labels = KnownLabels(labelling_of(run.task), tuple(run.task.labels))
-    given = (formats_for(run.task.kind), prepared.tokenizer, run.cache_dir, judge, labels)
-    rows, lines = rows_beside(run.eval.also, run.dataset, *given)
-    refuse(_unknown_ids(run, base, rows))
-    return rows, lines
+    given = (formats_for(run.task.kind), rows.tokenizer, run.cache_dir, judge, labels)
+    also, lines = rows_beside(run.eval.also, run.dataset, *given)
+    refuse(_unknown_ids(run, base, also))
+    return also, lines
 
 
 def _note_length_of_pairs(run: RunConfig, base: BaseModel, say: Callable[[str], None]) -> None:

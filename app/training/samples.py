@@ -19,7 +19,7 @@ from app.model.training_model import TrainingModel, evaluating
 from app.oom_retry import try_or_none
 from app.tracking.formatting import Sample
 from app.tracking.recorder import Recorder
-from app.training.resolve import ResolvedRun
+from app.training.plan import Plan
 
 PREVIEW_ROWS = 4
 MAX_STRETCHES = 200  # of a preview row
@@ -127,13 +127,13 @@ class HeldOutRows:
         return text
 
 
-def sampler(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder) -> Callable[[int], None]:
+def sampler(plan: Plan, model: TrainingModel, recorder: Recorder) -> Callable[[int], None]:
     """Return a function that records the answers at a step. Generation is greedy: it draws no random number."""
-    run, rows, takes_all = resolved.config, resolved.data.eval, model.sharding is not None
+    run, rows, takes_all = plan.run, plan.rows.data.eval, model.sharding is not None
     if rows is None or run.eval.samples == 0 or not (takes_all or world().is_first):
         return lambda _step: None
     chosen = np.linspace(0, len(rows) - 1, min(run.eval.samples, len(rows))).astype(int).tolist()
-    held_out = HeldOutRows(rows, chosen, resolved.objective, resolved.tokenizer, run.eval.sample_tokens)
+    held_out = HeldOutRows(rows, chosen, plan.rows.objective, plan.rows.tokenizer, run.eval.sample_tokens)
 
     def answers() -> list[Sample]:
         with evaluating(model), model.autocast(model.language_model.device):

@@ -1,14 +1,17 @@
-"""What a run builds before its first step: the model and its checks, the optimizer, progress of a checkpoint."""
+"""The beginning of a run: the model and its checks, the optimizer, and what a checkpoint restores."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from app.adapters.adapters import adapter_of, lr_factor
-from app.base.source import base_fingerprint
+from app.base.source import base_fingerprint, base_path, local_place, require_intact_base
 from app.batch import Batch
+from app.config.adapters import changes_base
 from app.config.schema import AdapterConfig, RunConfig
 from app.data.loader import Loader
 from app.distributed.environment import world
@@ -18,18 +21,22 @@ from app.distributed.process_group import Runtime
 from app.files import checksummed_folder
 from app.finished.save import save_base
 from app.layers import fp8_linear
-from app.layers.activation_checkpointing import recomputing
+from app.layers.activation_checkpointing import recompute_rest, recomputing
 from app.layers.comparison import Comparison, max_difference
-from app.model.build import choose_loss_head, random_base
+from app.model.build import build_training_model, choose_loss_head, random_base
 from app.model.checks import check_adapter, check_causal, check_head, check_packing
 from app.model.training_model import TrainingModel, evaluating
 from app.model.verification import verify_compiled
 from app.oom_retry import RetryOnRestart, few_rows, out_of_memory_error, try_or_none
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
+from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
-from app.training.adapter_start import load_start
+from app.training.adapter_start import drawn_start, load_start
+from app.training.auto_settings import RunPlanner
 from app.training.checkpoint import Checkpoints, Progress
-from app.training.resolve import ResolvedRun
+from app.training.memory import Forecast
+from app.training.plan import Plan, without_compiled_layers
+from app.training.reference import with_reference
 from app.training.samples import sampler
 from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
@@ -38,6 +45,104 @@ from app.training.trainer import Parts
 # relative differences of a reduced gradient: sums in another order, in fp32 and where arithmetic is rounded
 _EXACT_REDUCTION, _ROUNDED_REDUCTION = 1e-4, 2e-2
 _FEW_ROWS = 4  # of data: in checks that are repeated, and of a reduction, which any row shows
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A run before its next step. `plan` is another one where layers could not be compiled after all."""
+
+    plan: Plan
+    forecast: Forecast
+    stepper: Stepper
+    checks: list[Comparison]
+    checkpoints: Checkpoints
+    progress: Progress
+    fingerprint: str | None  # of the weights of the base
+    drawn: dict[str, Tensor]  # first numbers of an adapter that its base gave up
+
+
+def begin(
+    planned: Plan, forecast: Forecast, folder: RunFolder, planner: RunPlanner | None, say: Callable[[str], None]
+) -> Begun:
+    """Load the model, check it on a real micro-batch, build the optimizer, and restore what the run begins with."""
+    run, runtime = planned.run, planned.runtime
+    model = _build(planned, base_path(run.model, folder.base))
+    fingerprint = _shared_fingerprint(planned)
+    identity = planned.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
+    checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, planned.stored_choices())
+    with split_depth_noted(checkpoints):  # where memory does not suffice, the next start takes smaller parts
+        depth = checkpoints.noted_depth()
+        checks = check_on_loader(model, run.adapter, planned.loader, runtime.device, depth)
+    replanned = _without_failed_layers(planned, model, planner, say)
+    plan = replanned or planned
+    checkpoints.keep_choices(plan.stored_choices())
+    stepper = stepper_of(model, plan.run, runtime, plan.choices.precision)
+    runtime.seed(run.seed)  # again: building the model and checking it draw random numbers
+    drawn = drawn_start(plan, model)
+    progress = restore_progress(plan, checkpoints, stepper, fingerprint)
+    return Begun(
+        plan=with_reference(plan, model, folder.reference, fingerprint),
+        forecast=forecast if replanned is None else forecast_of(replanned, planner),
+        stepper=stepper,
+        checks=checks,
+        checkpoints=checkpoints,
+        progress=progress,
+        fingerprint=fingerprint,
+        drawn=drawn,
+    )
+
+
+def forecast_of(plan: Plan, planner: RunPlanner | None) -> Forecast:
+    """Predict the peak on rank 0: the micro-batches of all ranks have one shape."""
+    if planner is None or not world().is_first:
+        return Forecast(None, "")
+    return Forecast.made(planner.predict, plan.run, plan.choices, *plan.largest_micro_batch(), plan.runtime.device.type)
+
+
+def _build(plan: Plan, place: str) -> TrainingModel:
+    """Build the model; a new adapter may begin with rows of the run."""
+    run, runtime = plan.run, plan.runtime
+    if run.model.weights == "pretrained" and world().is_first:
+        require_intact_base(local_place(run.model.path))
+    rows = plan.loader.first_epoch if changes_base(run.adapter) or not plan.start.checkpoint else None
+    sharding = runtime.sharding(run.parallel)
+    return build_training_model(plan.sections, runtime.device, run.seed, place, sharding, rows)
+
+
+def _without_failed_layers(
+    planned: Plan, model: TrainingModel, planner: RunPlanner | None, say: Callable[[str], None]
+) -> Plan | None:
+    """Plan again where compiled layers of any process have failed their verification: all then give up on theirs, and
+    recompute more of them where `auto` needs that. None where the plan holds.
+    """
+    layers = model.compiled_layers
+    faults = [] if layers is None else planned.runtime.host_group.all_gather_object(layers.fault)
+    fault = next((each for each in faults if each is not None), None)
+    if layers is None or fault is None:
+        return None
+    layers.give_up(fault)
+    before = planned.run.training.recompute
+    replanned = without_compiled_layers(planned, str(layers.fault), planner, say)
+    count = replanned.run.training.recompute
+    if before is not True and count != before:
+        recompute_rest(model.network, int(before), None if count is True else int(count))
+    return replanned
+
+
+@contextmanager
+def split_depth_noted(checkpoints: Checkpoints) -> Iterator[None]:
+    """Write to disk that the next start must split deeper; ranks that see only a broken connection read it there."""
+    known = checkpoints.noted_depth()
+    try:
+        yield
+    except RetryOnRestart as fault:
+        checkpoints.note_depth(fault.depth)
+        raise
+    except RuntimeError as fault:
+        depth = checkpoints.noted_depth()
+        if depth <= known:
+            raise
+        raise RetryOnRestart("a micro-batch of another process", depth) from fault
 
 
 def check_on_loader(
@@ -143,55 +248,53 @@ def stepper_of(model: TrainingModel, run: RunConfig, runtime: Runtime, precision
     return Stepper(model, optimizer, runtime, run.training.clip, fp16=precision == "fp16", reduction=reduction)
 
 
-def restore_progress(
-    resolved: ResolvedRun, checkpoints: Checkpoints, stepper: Stepper, fingerprint: str | None
-) -> Progress:
+def restore_progress(plan: Plan, checkpoints: Checkpoints, stepper: Stepper, fingerprint: str | None) -> Progress:
     """Load the checkpoint, of a new run the adapter that it goes on from, and take the deepest split that any start of
     this run has needed. `fingerprint`: that of the base's weights.
     """
-    host_group, checkpoint = resolved.runtime.host_group, resolved.checkpoint
+    host_group, checkpoint = plan.runtime.host_group, plan.start.checkpoint
     progress = checkpoints.load(checkpoint, stepper, host_group) if checkpoint else Progress()
     if checkpoint is None:
-        for remark in load_start(resolved.config, stepper.model, fingerprint, resolved.base.names):
+        for remark in load_start(plan.run, stepper.model, fingerprint, plan.rows.base.names):
             stepper.model.add_remark(remark)
     progress.depth = stepper.split_depth = max(progress.depth, checkpoints.noted_depth())
     return progress
 
 
-def shared_fingerprint(resolved: ResolvedRun) -> str | None:
+def _shared_fingerprint(plan: Plan) -> str | None:
     """The hash of the base's weights, which the first process reads for all."""
-    own = base_fingerprint(resolved.config.model) if world().is_first else None
-    shared: str | None = resolved.runtime.host_group.all_gather_object(own)[0]
+    own = base_fingerprint(plan.run.model) if world().is_first else None
+    shared: str | None = plan.runtime.host_group.all_gather_object(own)[0]
     return shared
 
 
-def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder, fingerprint: str | None) -> None:
+def record_base(plan: Plan, model: TrainingModel, recorder: Recorder, fingerprint: str | None) -> None:
     """Note the hash of the base; a base of random weights, which no file has, is saved beside the run."""
     if not world().is_first:
         return
-    run, sections, is_there = resolved.config, resolved.sections, recorder.folder.base.is_dir()
+    run, sections, is_there = plan.run, plan.sections, recorder.folder.base.is_dir()
     recorder.add_facts(hashes={"base": fingerprint})
     needs_base = sections.model.weights == "random" and sections.adapter.kind != "none"
-    if needs_base and run.checkpoint.save_random_base and not (resolved.checkpoint and is_there):
+    if needs_base and run.checkpoint.save_random_base and not (plan.start.checkpoint and is_there):
         method = adapter_of(run.adapter)
         is_plain = sections.quantizer is None and model.sharding is None and method is not None and method.on_meta
-        drawn = None if is_plain else random_base(sections, resolved.runtime.device, run.seed)
+        drawn = None if is_plain else random_base(sections, plan.runtime.device, run.seed)
         with checksummed_folder(recorder.folder.base) as folder:
-            save_base(model, resolved.tokenizer, folder, drawn)
+            save_base(model, plan.rows.tokenizer, folder, drawn)
 
 
-def trainer_parts(resolved: ResolvedRun, stepper: Stepper, checkpoints: Checkpoints, recorder: Recorder) -> Parts:
+def trainer_parts(plan: Plan, stepper: Stepper, checkpoints: Checkpoints, recorder: Recorder) -> Parts:
     """All that the trainer works with."""
     return Parts(
-        config=resolved.config,
-        runtime=resolved.runtime,
-        plan=resolved.steps,
-        loader=resolved.loader,
-        eval_batches=resolved.eval_batches(resolved.data.eval),
-        also_batches=resolved.eval_batches(resolved.also),
+        config=plan.run,
+        runtime=plan.runtime,
+        plan=plan.steps,
+        loader=plan.loader,
+        eval_batches=plan.eval_batches(plan.rows.data.eval),
+        also_batches=plan.eval_batches(plan.rows.also),
         stepper=stepper,
-        learning_rate=resolved.learning_rate,
+        learning_rate=plan.learning_rate,
         checkpoints=checkpoints,
         recorder=recorder,
-        show_samples=sampler(resolved, stepper.model, recorder),
+        show_samples=sampler(plan, stepper.model, recorder),
     )

@@ -32,24 +32,24 @@ from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
 from app.training.auto_settings import BUDGET_CHOICE, offload_notes, size_notes
 from app.training.checkpoint import Progress
+from app.training.plan import Plan
 from app.training.rehearsal import Rehearsal
-from app.training.resolve import ResolvedRun
 from app.training.rows import Rows, read_rows
 from app.training.scores import ALSO, finite
 
 _MIN_SHOWN_DIFFERENCE = 0.0005  # of measured and planned memory; smaller ones would be shown as 0.0 %
 
 
-def run_table(resolved: ResolvedRun) -> list[tuple[str, str]]:
+def run_table(plan: Plan) -> list[tuple[str, str]]:
     """The rows that a run prints before it starts; the manifest and the report have the details."""
-    run, plan, counts = resolved.config, resolved.steps, resolved.counts
-    epochs = f"{plan.epoch(plan.steps):.3g} epochs" if plan.steps != plan.steps_per_epoch else "1 epoch"
-    quantizer = resolved.sections.quantizer
+    run, steps, counts = plan.run, plan.steps, plan.counts
+    epochs = f"{steps.epoch(steps.steps):.3g} epochs" if steps.steps != steps.steps_per_epoch else "1 epoch"
+    quantizer = plan.sections.quantizer
     base = "" if quantizer is None else f"{quantizer.kind}{' base' if quantizer.packs else ''}, "
-    machine = f"{base}{resolved.choices.precision} on {resolved.runtime.device.type}"
-    loader, processes = resolved.loader, resolved.runtime.processes
+    machine = f"{base}{plan.choices.precision} on {plan.runtime.device.type}"
+    loader, processes = plan.loader, plan.runtime.processes
     share = loader.units_per_step / loader.num_units  # of an epoch
-    samples, tokens = len(resolved.data.train) * share, resolved.data.report.train.tokens * share
+    samples, tokens = len(plan.rows.data.train) * share, plan.rows.data.report.train.tokens * share
     shared = f", shared by {processes} processes" if processes > 1 else ""
     step_size = f"each of about {many(max(1, round(samples)), 'sample')}, {tokens:,.0f} tokens{shared}"
     return [
@@ -57,37 +57,37 @@ def run_table(resolved: ResolvedRun) -> list[tuple[str, str]]:
             "model",
             f"{run.model.path}, {counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})",
         ),
-        ("data", "\n".join(resolved.data.report.lines())),
-        ("steps", f"{plan.steps:,} ({epochs}), {step_size}"),
+        ("data", "\n".join(plan.rows.data.report.lines())),
+        ("steps", f"{steps.steps:,} ({epochs}), {step_size}"),
         ("with", f"{run.optimizer.kind}, learning rate {run.optimizer.lr:g} ({run.schedule.kind}), {machine}"),
-        *(("note", note) for note in _notes(resolved)),
+        *(("note", note) for note in _notes(plan)),
     ]
 
 
-def _notes(resolved: ResolvedRun) -> Iterator[str]:
-    run, device = resolved.config, resolved.runtime.device.type
+def _notes(plan: Plan) -> Iterator[str]:
+    run, device = plan.run, plan.runtime.device.type
     if run.task.labels:
         drawn = f"drawn from seed={run.seed} where the model has none of its size"
         yield f"the classifier, of {len(run.task.labels)} labels, is {drawn}; it is trained as a whole in any recipe"
     if run.preference.kind in LABEL_PREFERENCES:
         weights = {f"preference.{name}": getattr(run.preference, name) for name in ("desirable", "undesirable")}
-        yield from balance_notes(weights, resolved.data.train.class_counts())
-    quantizer = resolved.sections.quantizer
+        yield from balance_notes(weights, plan.rows.data.train.class_counts())
+    quantizer = plan.sections.quantizer
     if quantizer is not None:
         yield from quantizer.notes(device)
-    if run.adapter.kind != "none" and not run.adapter.experts and stacks_of(resolved.base.on_meta()):
+    if run.adapter.kind != "none" and not run.adapter.experts and stacks_of(plan.rows.base.on_meta()):
         yield "experts and router stay frozen (adapter.experts=true trains the experts)"
     if run.adapter.kind != "none" and ALL_LINEAR in run.adapter.targets:
-        yield from _uncalled_layers(resolved.base.on_meta())
-    if resolved.uncompiled_because:
-        yield f"layers are not compiled: {'; '.join(resolved.uncompiled_because)} (compile=auto)"
+        yield from _uncalled_layers(plan.rows.base.on_meta())
+    if plan.uncompiled_because:
+        yield f"layers are not compiled: {'; '.join(plan.uncompiled_because)} (compile=auto)"
     yield from requirements.notes(run.optimizer, device)
     yield from offload_notes(run.training, device)
-    yield from machine_notes(run.parallel, resolved.runtime.processes)
+    yield from machine_notes(run.parallel, plan.runtime.processes)
     yield from memory_in_use.notes()
     if device == "cuda":
-        yield from size_notes(run, resolved.base)
-    if (run.training.profile_step or 0) > resolved.steps.steps:
+        yield from size_notes(run, plan.rows.base)
+    if (run.training.profile_step or 0) > plan.steps.steps:
         yield f"training.profile_step={run.training.profile_step} is after the last step, so none is profiled"
 
 
@@ -97,20 +97,20 @@ def _uncalled_layers(lm: Any) -> Iterator[str]:
         yield f"adapter.targets=[{ALL_LINEAR}] leaves out {listed(names, 3)}, which training does not call"
 
 
-def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
+def manifest_facts(plan: Plan) -> dict[str, Any]:
     """Choices, counts and hashes of a run."""
-    run, runtime, loader = resolved.config, resolved.runtime, resolved.loader
+    run, runtime, loader = plan.run, plan.runtime, plan.loader
     others, batching = memory_in_use.taken_by_others(), run.batching
     bin_tokens = batching.bin_tokens if batching.packing else None
-    why_padded, why_uncompiled = resolved.base.tier.reason, resolved.uncompiled_because
+    why_padded, why_uncompiled = plan.rows.base.tier.reason, plan.uncompiled_because
     return {
         "seed": run.seed,
         **({"varied_from": run.varied_from} if run.varied_from else {}),
         "choices": {
-            **asdict(resolved.choices),
+            **asdict(plan.choices),
             "recompute": run.training.recompute,
             "tokens": batching.tokens if batching.packing else None,
-            **({BUDGET_CHOICE: run.compile.memory_budget} if resolved.choices.compile == BLOCKS else {}),
+            **({BUDGET_CHOICE: run.compile.memory_budget} if plan.choices.compile == BLOCKS else {}),
             **({"uncompiled_because": list(why_uncompiled)} if why_uncompiled else {}),
             **({} if batching.packing or not why_padded else {"padded_because": why_padded}),
             "format": formats_of(run.dataset),
@@ -120,32 +120,32 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
             **({"parallel": run.parallel.kind} if runtime.processes > 1 else {}),
         },
         "counts": {
-            "steps": resolved.steps.steps,
-            "weights": resolved.counts.total,
-            "trained_weights": resolved.counts.trained,
+            "steps": plan.steps.steps,
+            "weights": plan.counts.total,
+            "trained_weights": plan.counts.trained,
             "units": loader.num_units,
             "units_per_step": loader.units_per_step,
             "unit_name": loader.unit_name,
-            "fill": _fill(resolved),
-            "least_units": bin_tokens and min_bins(resolved.data.train.lengths, bin_tokens),
-            "data": asdict(resolved.data.report),
+            "fill": _fill(plan),
+            "least_units": bin_tokens and min_bins(plan.rows.data.train.lengths, bin_tokens),
+            "data": asdict(plan.rows.data.report),
         },
         "hardware": _hardware(),
         "memory_taken": None if others is None else asdict(others),
         "clocks": memory_in_use.clocks(),
-        "hashes": _content_hashes(resolved)
-        | ({} if resolved.also is None else {"general": resolved.also.fingerprint}),  # of eval.also
+        "hashes": _content_hashes(plan.rows)
+        | ({} if plan.rows.also is None else {"general": plan.rows.also.fingerprint}),  # of eval.also
     }
 
 
-def _fill(resolved: ResolvedRun) -> float | None:
+def _fill(plan: Plan) -> float | None:
     """The share of positions that are tokens: of the bins, or of padded rows in the order of a run's epoch."""
-    batching, loader = resolved.config.batching, resolved.loader
+    batching, loader = plan.run.batching, plan.loader
     if batching.packing:
-        return resolved.data.report.train.tokens / (loader.num_units * batching.bin_tokens)
-    if resolved.objective.documents_per_row > 1:
+        return plan.rows.data.report.train.tokens / (loader.num_units * batching.bin_tokens)
+    if plan.rows.objective.documents_per_row > 1:
         return None  # lengths are of rows, and each document is padded
-    return padded_fill(resolved.data.train.lengths, batching.rows, loader.units_per_step)
+    return padded_fill(plan.rows.data.train.lengths, batching.rows, loader.units_per_step)
 
 
 def provenance(run: RunConfig) -> dict[str, Any]:

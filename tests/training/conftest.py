@@ -11,7 +11,7 @@ import torch
 from app.base.structure import BaseModel
 from app.base.tokenizer import load_tokenizer
 from app.config.schema import RunConfig
-from app.config.tasks import TASKS
+from app.config.tasks import TASKS, task_of
 from app.data.collate import Packed, Padded
 from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data, prepare
@@ -23,7 +23,10 @@ from app.tracking.recorder import Recorder
 from app.training import setup
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.choices import recomputed_layers
-from app.training.rows import StepPlan
+from app.training.machine import join
+from app.training.plan import Plan, make_plan
+from app.training.rows import StepPlan, read_rows
+from app.training.start import find_start
 from app.training.train_step import Stepper
 from app.training.trainer import Parts, Trainer
 from tests.harness.composed import composed
@@ -111,6 +114,13 @@ def packed_loader_of(data: Data) -> Callable[..., Loader]:
         return Loader(data.train, layout, StepSplit(micro_batches, processes, rank), seed=0)
 
     return build
+
+
+def plan_of(run: RunConfig, checkpoints: Path, planner: Any = None) -> Plan:
+    """The plan of a run on this machine, as training makes it."""
+    rows = read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _text: None)
+    start = find_start(checkpoints, run.resume)
+    return make_plan(rows, join(rows, start, lambda _text: None), start, planner, lambda _text: None)
 
 
 @pytest.fixture

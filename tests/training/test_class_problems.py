@@ -58,7 +58,7 @@ def run_of(problem: str, folder: Path, *more: str) -> RunConfig:
 
 def prepared(run: RunConfig) -> tuple[RunConfig, Data, Objective]:
     found = read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)
-    return found.config, found.data, found.objective
+    return found.run, found.data, found.objective
 
 
 def plain_loss(run: RunConfig, logits: Tensor, targets: Tensor) -> Tensor:

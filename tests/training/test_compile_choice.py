@@ -32,11 +32,11 @@ from app.training.compile_choice import (
     settle_compile,
     with_planned_compile,
 )
-from app.training.resolve import resolve_run, without_compiled_layers
+from app.training.plan import without_compiled_layers
 from app.training.summary import manifest_facts, run_table
 from tests.harness.runs import SMALL, Zygote
 from tests.model import small
-from tests.training.conftest import small_run
+from tests.training.conftest import plan_of, small_run
 from tests.training.planners import planner
 
 CHOICES, GPU = Choices("bf16", "varlen"), torch.device("cuda")
@@ -176,7 +176,7 @@ def test_compile_choice_noted_recorded_and_stored(
 ) -> None:
     """What a GPU decides, shown by a resolved run of a CPU."""
     monkeypatch.setattr(compile_choice, "choose_compile", lambda _facts: choice)
-    resolved = resolve_run(small_run("compile.memory_budget=0.5"), tmp_path / "checkpoints", lambda _text: None)
+    resolved = plan_of(small_run("compile.memory_budget=0.5"), tmp_path / "checkpoints")
     assert resolved.sections.compile.kind == choice.kind
     notes = [text for name, text in run_table(resolved) if name == "note" and "compiled" in text]
     told = f"layers are not compiled: {'; '.join(choice.reasons)} (compile=auto)"
@@ -187,7 +187,7 @@ def test_compile_choice_noted_recorded_and_stored(
     assert recorded.get("uncompiled_because", []) == list(choice.reasons)
     stored = resolved.stored_choices()
     assert (stored["compile"], stored["memory_budget"]) == (choice.kind, "0.5")
-    again = with_recorded_choices(resolved.config, recorded).compile
+    again = with_recorded_choices(resolved.run, recorded).compile
     assert (again.kind, again.memory_budget) == (choice.kind, 0.5)
 
 
@@ -209,17 +209,17 @@ def test_run_without_compiled_layers_is_planned_again(
     recompute: str, planner: Any, expected: bool | int, tmp_path: Path
 ) -> None:
     run = small_run("compile=blocks", "compile.backend=eager", f"training.recompute={recompute}")
-    resolved = resolve_run(run, tmp_path / "checkpoints", lambda _text: None, None)
+    resolved = plan_of(run, tmp_path / "checkpoints")
     if recompute == "auto":  # as planned for compiled layers
-        resolved = replace(resolved, config=with_recompute(resolved.config, 0, 0.6))
+        resolved = replace(resolved, run=with_recompute(resolved.run, 0, 0.6))
     again = without_compiled_layers(resolved, "layer 1, output", planner, lambda _text: None)
-    assert again.config.training.recompute == expected
-    assert (again.config.compile.kind, again.choices.compile, again.sections.compile.kind) == ("none",) * 3
+    assert again.run.training.recompute == expected
+    assert (again.run.compile.kind, again.choices.compile, again.sections.compile.kind) == ("none",) * 3
 
 
 def test_run_without_compiled_layers_that_does_not_fit_names_the_number(tmp_path: Path) -> None:
     run = small_run("compile=blocks", "compile.backend=eager", "training.recompute=0")
-    resolved = resolve_run(run, tmp_path / "checkpoints", lambda _text: None, None)
+    resolved = plan_of(run, tmp_path / "checkpoints")
     words = r"disabled: layer 1, output\. .*training\.recompute=0 does not fit\. Set training\.recompute=1, or auto"
     with pytest.raises(EnvironmentProblem, match=words):
         without_compiled_layers(resolved, "layer 1, output", PLANNER, lambda _text: None)

@@ -11,12 +11,11 @@ from app.base.tokenizer import load_tokenizer
 from app.data.objectives import NEXT_TOKEN
 from app.training.data_advice import advice
 from app.training.data_check import DataCheck, check_data
-from app.training.resolve import resolve_run
 from app.training.samples import preview
 from app.training.summary import run_table
 from tests.data.small import chat, write_chats, write_jsonl
 from tests.harness.composed import composed
-from tests.training.conftest import small_run
+from tests.training.conftest import plan_of, small_run
 
 Look = Callable[..., DataCheck]
 ALL_ROWS = ("dataset.max_rows=null", "dataset.eval_max_rows=null")
@@ -50,9 +49,9 @@ def test_data_check_counts_equal_those_of_a_run(
 ) -> None:
     words = (*batching, "training.epochs=2.5", f"cache_dir={tmp_path / 'cache'}", *ALL_ROWS)
     facts = look(*words, processes=processes).facts()
-    run = resolve_run(small_run(*words), tmp_path / "checkpoints", lambda _text: None)
+    run = plan_of(small_run(*words), tmp_path / "checkpoints")
     assert facts["units_per_step"] == run.loader.units_per_step * processes
-    train = run.data.report.train
+    train = run.rows.data.report.train
     assert (facts["rows"], facts["total_tokens"]) == (train.rows_read, train.tokens)
     assert facts["trained_tokens"] == train.trained_tokens
     if processes == 1:
@@ -73,7 +72,7 @@ def test_data_check_says_what_a_run_says(look: Look, tmp_path: Path) -> None:
     words = ("dataset=messages", f"dataset.path={path}", "dataset.max_length=32", "dataset.on_overflow=drop")
     found = look(*words)
     run = small_run(*words, *ALL_ROWS, f"cache_dir={tmp_path / 'cache'}")
-    resolved = resolve_run(run, tmp_path / "checkpoints", lambda _text: None)
+    resolved = plan_of(run, tmp_path / "checkpoints")
     [(_, said)] = [row for row in run_table(resolved) if row[0] == "data"]
     assert found.facts()["lines"] == said.split("\n")
     for part in (

@@ -156,7 +156,7 @@ def test_free_host_bytes_is_the_least_of_machine_and_limits(tmp_path: Path, monk
 
 def test_run_larger_than_the_machine_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.training.run.free_host_bytes", lambda: 1_000_000)
-    monkeypatch.setattr("app.training.run.build_training_model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("app.training.setup.build_training_model", lambda *_: pytest.fail("weights were loaded"))
     run = replace(small_run("checkpoint.every=0"), output_dir=str(tmp_path / "run"))
     message = r"needs 2(\.0)? MB at its peak \(backward\), and this machine has 1(\.0)? MB left"
     with RunFolder.claim(run.output_dir, None) as folder, pytest.raises(EnvironmentProblem, match=message):

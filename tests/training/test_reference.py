@@ -21,10 +21,9 @@ def test_references_of_other_vocabularies_are_others() -> None:
     def key(*words: str) -> str:
         run = compose_run(["recipe=dpo", "model=tiny", *words])
         data = SimpleNamespace(train=SimpleNamespace(fingerprint="rows"), eval=None)
-        resolved: Any = SimpleNamespace(
-            config=run, data=data, choices=SimpleNamespace(precision="fp32", attention="sdpa")
-        )
-        return _key(resolved, "weights")
+        choices = SimpleNamespace(precision="fp32", attention="sdpa")
+        plan: Any = SimpleNamespace(run=run, rows=SimpleNamespace(data=data), choices=choices)
+        return _key(plan, "weights")
 
     assert key("preference.beta=0.5") == key() != key("model.vocab_size=2048")
 

@@ -113,8 +113,9 @@ def test_answers_that_do_not_fit_into_memory_are_left_out(
     monkeypatch.setattr(samples, "generate", generate)
     run, notebook = small_run("recipe=lora"), Notebook()
     model = trainee_of(run).train()
-    resolved: Any = SimpleNamespace(config=run, data=data, objective=NEXT_TOKEN, tokenizer=tokenizer)
-    sampler(resolved, model, notebook)(3)
+    rows = SimpleNamespace(data=data, objective=NEXT_TOKEN, tokenizer=tokenizer)
+    plan: Any = SimpleNamespace(run=run, rows=rows)
+    sampler(plan, model, notebook)(3)
     (said,) = notebook.messages
     assert "step 3: out of memory" in said
     assert model.training

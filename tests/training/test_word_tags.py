@@ -64,7 +64,7 @@ def test_tags_are_learnt_as_a_plain_loop_of_transformers_learns_them(
     weights: str, tmp_path: Path, runtime: Runtime
 ) -> None:
     found = prepared(run_of(tmp_path, f"task.class_weights={weights}"))
-    run, names = found.config, found.config.task.labels
+    run, names = found.run, found.run.task.labels
     assert sorted(names) == sorted(TAGS)
     stepper = stepper_of(run, runtime)
     lm = copy.deepcopy(stepper.model.language_model).train()
@@ -192,5 +192,5 @@ def test_rows_too_long_are_cut_with_their_tags(tmp_path: Path) -> None:
 def test_columns_of_conll_are_found(tmp_path: Path) -> None:
     rows = [{"tokens": ["Anna", "ran"], "ner_tags": ["B-PER", "O"], "pos_tags": [3, 4], "id": str(i)} for i in range(9)]
     found = prepared(run_of(tmp_path, "dataset=auto", "dataset.eval_fraction=0", rows=rows))
-    assert found.config.dataset.columns.tags == "ner_tags"
-    assert found.config.task.labels == ["B-PER", "O"]
+    assert found.run.dataset.columns.tags == "ner_tags"
+    assert found.run.task.labels == ["B-PER", "O"]

@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from app.training import compile_choice
-from app.training.resolve import resolve_run
 from app.training.summary import run_table
-from tests.training.conftest import small_run
+from tests.training.conftest import plan_of, small_run
 
 RUN = ("recipe=lora", "precision=bf16", "attention=auto", "batching.packing=true", "model.architecture.hidden_size=64")
 
 
 def test_short_run_is_not_compiled_and_says_so(tmp_path: Path) -> None:
-    resolved = resolve_run(small_run(*RUN), tmp_path, lambda _text: None)
+    resolved = plan_of(small_run(*RUN), tmp_path)
     assert resolved.choices.compile == "none"
     (reason,) = resolved.uncompiled_because
     assert reason.startswith("too few steps to repay compiling")
@@ -22,7 +21,7 @@ def test_short_run_is_not_compiled_and_says_so(tmp_path: Path) -> None:
 
 def test_run_that_repays_it_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_choice, "REPAYING_FLOPS", 0.0)
-    resolved = resolve_run(small_run(*RUN), tmp_path, lambda _text: None)
+    resolved = plan_of(small_run(*RUN), tmp_path)
     assert (resolved.choices.compile, resolved.uncompiled_because) == ("blocks", ())
     assert resolved.sections.compile.kind == "blocks"
     assert resolved.choices.attention in {"flash", "varlen"}

@@ -1,0 +1,36 @@
+"""The machine of a run: its processes and device, and the precision and attention that they compute with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from app.distributed.environment import world
+from app.distributed.process_group import Runtime
+from app.distributed.process_group import start as start_processes
+from app.layers import quantization
+from app.training import memory_in_use
+from app.training.choices import Choices, choose
+from app.training.optimizer_in_backward import require_gradients_one_by_one
+from app.training.rows import Rows
+from app.training.start import Start
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The processes have met. `choices` has no compiled layers yet: what is compiled depends on the plan."""
+
+    runtime: Runtime
+    choices: Choices
+
+
+def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
+    """Choose for this machine what the run leaves open, and return when all processes have met."""
+    run = rows.run
+    rows.base.on_meta()  # a model that cannot be trained is refused before the machine is looked at
+    # memory of the GPU is read before this process allocates anything on it
+    for remark in (*(f"memory  {note}" for note in memory_in_use.notes()), *start.remarks):
+        say(remark)
+    choices = choose(run, rows.base, start.choices)
+    require_gradients_one_by_one(run.optimizer, world().size, choices.precision)
+    runtime = start_processes(run.launch, choices.precision, run.seed)
+    quantization.require_hardware(run.quantization, runtime.device)
+    return Machine(runtime, choices)

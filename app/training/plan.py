@@ -1,0 +1,192 @@
+"""The plan of a run: every `auto` settled, before any weight is loaded."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from app import __version__
+from app.base.structure import BaseModel
+from app.batch import Batch
+from app.config.compile_rules import BLOCKS, NONE, compile_refusals
+from app.config.schema import RunConfig
+from app.data.collate import Layout
+from app.data.loader import Loader, eval_batches
+from app.data.objectives import Objective
+from app.data.token_dataset import TokenRows
+from app.distributed.process_group import Runtime
+from app.errors import EnvironmentProblem, refuse
+from app.layers.compilable import attention_obstacles, machine_obstacles, model_obstacles
+from app.model.build import ModelCounts, ModelSections, count_weights
+from app.optim.lr_schedule import learning_rate
+from app.training.auto_settings import (
+    AUTO,
+    BINS_CHOICE,
+    BUDGET_CHOICE,
+    LAYERS_CHOICE,
+    PARALLEL_CHOICE,
+    AutoSettings,
+    RunPlanner,
+    with_recompute,
+)
+from app.training.choices import Choices, memory_budget, sections_of
+from app.training.compile_choice import CompileChoice, compile_facts, settle_compile, with_compile
+from app.training.identity import base_hash, compared_settings, start_hash
+from app.training.machine import Machine
+from app.training.rows import Rows, StepPlan, layout_of, loader_of, plan_steps
+from app.training.start import Start
+
+_PER_PROCESS_KEYS = {"output_dir", "cache_dir", "launch"}  # compared by themselves, or free to differ
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run with nothing left to choose. `run` has bins, parallelism and recomputed layers in numbers."""
+
+    run: RunConfig
+    rows: Rows
+    start: Start
+    machine: Machine
+    choices: Choices
+    loader: Loader
+    counts: ModelCounts
+    layers_are_auto: bool  # whether the number of recomputed layers was planned
+    uncompiled_because: tuple[str, ...] = ()  # reasons of compile=auto on a GPU
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.machine.runtime
+
+    @property
+    def sections(self) -> ModelSections:
+        return sections_of(self.run, self.choices)
+
+    @property
+    def steps(self) -> StepPlan:
+        return plan_steps(self.run.training, self.loader.steps_per_epoch)
+
+    def layout(self, rows: int) -> Layout:
+        """Bins, or `rows` padded rows."""
+        return layout_of(self.run, rows, self.rows.objective, self.rows.pad_id)
+
+    def eval_batches(self, rows: TokenRows | None) -> Callable[[], Iterator[Batch]] | None:
+        """Each call iterates over this process's share of the rows; None without rows."""
+        if rows is None:
+            return None
+        layout = self.layout(self.run.eval.rows)
+        return partial(eval_batches, rows, layout, self.runtime.processes, self.runtime.rank)
+
+    def with_objective(self, objective: Objective) -> "Plan":
+        """The same plan with another objective, in its loader too."""
+        rows = replace(self.rows, objective=objective)
+        return replace(self, rows=rows, loader=loader_of(rows, self.run, self.runtime.processes, self.runtime.rank))
+
+    def learning_rate(self, step: int) -> float:
+        """Steps count from 0."""
+        return learning_rate(self.run.schedule, self.run.optimizer.lr, step, total=self.steps.steps)
+
+    def largest_micro_batch(self) -> tuple[Batch, int]:
+        """The micro-batch that needs most memory, and how many a step has."""
+        return self.loader.largest(), self.run.batching.accumulation
+
+    def stored_choices(self) -> dict[str, str]:
+        """What `auto` came to, for the checkpoints: a continued run keeps it."""
+        batching = self.run.batching
+        bins = {BINS_CHOICE: str(batching.tokens)} if batching.packing else {}
+        run = self.run
+        planned = {
+            PARALLEL_CHOICE: run.parallel.kind,
+            LAYERS_CHOICE: str(run.training.recompute),
+            BUDGET_CHOICE: str(run.compile.memory_budget),
+        }
+        return {**asdict(self.choices), **bins, **planned}
+
+    def identity(self, trained_parameters: int, fingerprint: str | None) -> dict[str, Any]:
+        """What decides the numbers of the next step, by the key to type; a checkpoint with other values is refused.
+
+        `fingerprint`: that of the base's weights.
+        """
+        run, loader = self.run, self.loader
+        return {
+            **compared_settings(run, self.choices.precision),
+            "dataset (its tokens)": self.rows.data.train.fingerprint,
+            "batching": f"{loader.units_per_step} {loader.unit_name} a step, {loader.num_units} an epoch",
+            "model.path": run.model.path,
+            **base_hash(run.model, fingerprint),
+            **start_hash(run.adapter),
+            "trained parameters": trained_parameters,
+            "steps": self.steps.steps if run.schedule.kind != "constant" else "any",
+        }
+
+
+def make_plan(
+    rows: Rows, machine: Machine, start: Start, planner: RunPlanner | None, say: Callable[[str], None]
+) -> Plan:
+    """Settle what the checkpoint, the machine and the memory planner decide, in the order of what needs what."""
+    run, base, runtime = rows.run, rows.base, machine.runtime
+    counts = count_weights(sections_of(run, machine.choices), base)
+    auto = AutoSettings(planner, machine.choices, start.choices, runtime.host_group, say)
+    binned = auto.with_bins(auto.with_parallel(run))
+    loader = loader_of(rows, binned, runtime.processes, runtime.rank)
+    compiled = _compile_choice(binned, base, machine, start, loader)
+    settled = replace(auto, choices=replace(machine.choices, compile=compiled.kind))
+    return Plan(
+        run=settled.with_recompute(with_compile(binned, compiled.kind), loader.largest, counts.layers),
+        rows=rows,
+        start=start,
+        machine=machine,
+        choices=settled.choices,
+        loader=loader,
+        counts=counts,
+        layers_are_auto=run.training.recompute == AUTO,
+        uncompiled_because=compiled.reasons,
+    )
+
+
+def _compile_choice(run: RunConfig, base: BaseModel, machine: Machine, start: Start, loader: Loader) -> CompileChoice:
+    lm, device = base.on_meta(), machine.runtime.device
+    obstacles = [
+        *machine_obstacles(run.compile, device),
+        *attention_obstacles(machine.choices.attention, device, loader.largest),
+    ]
+    if run.compile.kind == BLOCKS:
+        refuse(compile_refusals([*model_obstacles(lm), *obstacles]))
+    steps = plan_steps(run.training, loader.steps_per_epoch).steps
+    facts = partial(compile_facts, run, lm, device.type, obstacles, steps)
+    return settle_compile(run, start.choices, machine.runtime.host_group, facts)
+
+
+def shared_facts(plan: Plan, output_dir: Path) -> dict[str, Any]:
+    """Return what processes compare before they train together, by the key to type."""
+    settings = {key: v for key, v in asdict(plan.run).items() if key not in _PER_PROCESS_KEYS}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return {
+        "the settings (as a hash)": digest[:12],
+        "dataset (its tokens)": plan.rows.data.train.fingerprint[:12],
+        "output_dir": str(output_dir),
+        "resume": plan.start.checkpoint.name if plan.start.checkpoint else "from the start",
+        "precision": plan.choices.precision,
+        "attention": plan.choices.attention,
+        "the code of app": __version__,
+    }
+
+
+def without_compiled_layers(plan: Plan, fault: str, planner: RunPlanner | None, log: Callable[[str], None]) -> Plan:
+    """Plan a run again whose layers are not compiled after all; they save more for their backward pass."""
+    run, layers = with_compile(plan.run, NONE), plan.counts.layers
+    choices = replace(plan.choices, compile=NONE)
+    auto = AutoSettings(planner, choices, {}, plan.runtime.host_group, log)
+    least = auto.least_recomputed(run, plan.loader.largest, layers)
+    count = layers if run.training.recompute is True else int(run.training.recompute)
+    if plan.layers_are_auto:
+        # layers that are recomputed already stay so
+        run = with_recompute(run, layers if least is None else max(least, count), memory_budget(run.compile))
+    elif least is not None and least > count:
+        raise EnvironmentProblem(
+            f"compiled layers disabled: {fault}. Uncompiled ones need more memory: training.recompute={count} does not "
+            f"fit. Set training.recompute={least}, or auto."
+        )
+    return replace(plan, run=run, choices=choices)

@@ -1,0 +1,27 @@
+"""Where a start of a run begins: at a checkpoint of its own or of another run, or at step 0."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.distributed.environment import world
+from app.training.checkpoint import choices_of, find_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """`checkpoint` is None for a new run, which has no `choices`: what `auto` resolved to when the run began."""
+
+    checkpoint: Path | None
+    choices: Mapping[str, str]
+    remarks: tuple[str, ...] = ()  # on damaged checkpoints
+
+    def kept_with_run(self, folder: Path) -> Path:
+        """Return the folder; that of the checkpoint's run, if the run continues elsewhere and has no copy yet."""
+        return folder if folder.is_dir() or not self.checkpoint else self.checkpoint.parents[1] / folder.name
+
+
+def find_start(checkpoints: Path, resume: str | None) -> Start:
+    """Find the checkpoint to resume from, if any."""
+    checkpoint, remarks = find_checkpoint(checkpoints, resume, tidy=world().is_first)
+    return Start(checkpoint, choices_of(checkpoint), tuple(remarks))
