@@ -165,14 +165,14 @@ def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
     import torch
 
     from app.base.base_weights import LoadOptions
-    from app.base.load_base import open_base
+    from app.base.load_base import open_weights
     from app.config.tasks import task_of
     from app.layers.quantization_error import quantization_errors
 
     run = config.run
     options = LoadOptions(torch.float32, torch.device("cpu"), "eager")
     console.say(f"model   {run.model.path}, its linear layers one by one")
-    facts = quantization_errors(open_base(run.model, task_of(run.task), options, run.seed).linear_weights())
+    facts = quantization_errors(open_weights(run.model, task_of(run.task), options, run.seed).linear_weights())
     facts |= {"model": run.model.path, "seconds": round(time.perf_counter() - begun, 2), "stops": []}
     return facts
 
@@ -193,11 +193,10 @@ def _verdict(run: RunConfig) -> tuple["ModelKinds", list[str]]:
     """A table of the run's model alone, and what refuses it."""
     import transformers
 
-    from app.base.structure import BaseModel
+    from app.base.structure import open_base
     from app.config.model_kinds import REFUSED, ModelKinds, Tier
-    from app.config.tasks import task_of
 
-    base = BaseModel(run.model, task_of(run.task))
+    base = open_base(run.model, run.task)
     tier, stops = base.tier, list[str]()
     try:
         base.on_meta()

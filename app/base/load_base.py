@@ -33,10 +33,10 @@ def load_base(
     config: ModelConfig, task: Task, options: LoadOptions, seed: int, quantizer: Quantizer | None = None
 ) -> Any:
     """A model of transformers with all of its weights; with `quantizer` the backbone in fewer bits."""
-    return open_base(config, task, options, seed, quantizer).whole()
+    return open_weights(config, task, options, seed, quantizer).whole()
 
 
-def open_base(
+def open_weights(
     config: ModelConfig, task: Task, options: LoadOptions, seed: int, quantizer: Quantizer | None = None
 ) -> Base:
     """A base whose structure is settled; its weights are filled in later."""

@@ -30,8 +30,8 @@ from app.base.text_part import TextPart, leave_out_towers, text_numbers, whole_c
 from app.config.did_you_mean import did_you_mean
 from app.config.model_kinds import OWN, Tier
 from app.config.problems import PROBLEMS
-from app.config.schema import ModelConfig
-from app.config.tasks import Task
+from app.config.schema import ModelConfig, TaskConfig
+from app.config.tasks import Task, task_of
 from app.errors import ConfigError, gist, refuse
 from app.layers.attention import own_attention
 from app.layers.experts import stacks_of
@@ -168,6 +168,11 @@ class BaseModel:
     def tier(self) -> Tier:
         """How it is trained, as far as its configuration tells."""
         return tier_of(self.config, self.task, self.numbers)
+
+
+def open_base(model: ModelConfig, task: TaskConfig) -> BaseModel:
+    """Describe the base of a run, for its task."""
+    return BaseModel(model, task_of(task))
 
 
 def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from app.base.source import base_fingerprint, require_intact_base
-from app.base.structure import BaseModel
+from app.base.structure import BaseModel, open_base
 from app.batch import Batch
 from app.config.dataset import has_held_out_rows, paths_of
 from app.config.finished_run import require_intact_final
 from app.config.schema import CompileConfig, RunConfig
-from app.config.tasks import task_of
 from app.data.collate import Layout
 from app.data.data_report import split_lines
 from app.data.loader import batch_with_most_rows, eval_batches
@@ -195,4 +194,4 @@ def prepare_evaluation(
 
 def _base_of(run: RunConfig, folder: Path, *, tuned: bool) -> BaseModel:
     require_intact_final(folder)
-    return BaseModel(weights_of(folder, run.model, tuned=tuned), task_of(run.task))
+    return open_base(weights_of(folder, run.model, tuned=tuned), run.task)

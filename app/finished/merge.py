@@ -15,7 +15,7 @@ from app.base.conversion import UNPACKED, FolderReader
 from app.base.converted_weights import ConvertedWeights
 from app.base.names import Names, without_backbone
 from app.base.safetensors_files import StoredTensor, is_resized, size_of, stored_tensors, widest_first, write_weights
-from app.base.structure import BaseModel
+from app.base.structure import BaseModel, open_base
 from app.config.schema import ModelConfig
 from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
@@ -150,7 +150,7 @@ def plan_merge(
     `final`: folder of the adapter, for modules that were trained as a whole. `text_alone`: leave out other towers.
     """
     task, folder = task_of(sections.task), _mergeable(Path(sections.model.path))
-    base = BaseModel(sections.model, task)
+    base = open_base(sections.model, sections.task)
     lm, tensors = base.on_meta(), stored_tensors(folder)
     if text_alone:
         _require_text_model(base)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.base.structure import BaseModel
+from app.base.structure import open_base
 from app.config.adapters import ADAPTER_KINDS, name_of
 from app.config.commands import AnswersConfig
 from app.config.hardware import HardwareConfig
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
-from app.config.tasks import task_of
 from app.distributed.process_group import default_device
 from app.layers.attention import own_attention
 from app.layers.quantization import quantization_after_training, require_hardware
@@ -111,7 +110,7 @@ def _notes(planned: Planned, machine: Machine, processes: int) -> Iterator[str]:
     if machine.device == "cpu":
         yield "the context is Python, torch and other libraries; what the allocator adds is not known on a CPU"
         return
-    yield from size_notes(planned.run, BaseModel(planned.run.model, task_of(planned.run.task)))
+    yield from size_notes(planned.run, open_base(planned.run.model, planned.run.task))
     if not machine.context_is_measured:
         yield f"the context of {machine.label} was not measured yet: {machine.context_bytes / 1e9:.1f} GB are assumed"
     if not has_expandable_segments():
@@ -148,7 +147,7 @@ def plan_answers(planned: Planned, answers: AnswersConfig, machine: Machine) -> 
     cache. Beams are rows, and several prompts need a mask, because they differ in length.
     """
     run = replace(planned.run, quantization=quantization_after_training(planned.run.quantization))
-    length = BaseModel(run.model, task_of(run.task)).longest_row(answers.length or run.dataset.max_length)
+    length = open_base(run.model, run.task).longest_row(answers.length or run.dataset.max_length)
     sections = sections_of(run, planned_choices(run, machine.device))
     meta_model, counter = MetaModel(sections, "eager"), StorageCounter(as_on_gpu=machine.device == "gpu")
     network: Any = meta_model.network(meta_model.depth).eval()

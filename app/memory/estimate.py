@@ -13,10 +13,9 @@ from functools import partial
 import torch
 
 from app.adapters.lora_inits import MAX_MOMENT_BYTES, OF_INPUTS
-from app.base.structure import BaseModel
+from app.base.structure import open_base
 from app.config.model_kinds import OWN
 from app.config.schema import RunConfig
-from app.config.tasks import task_of
 from app.distributed.fsdp import MeshSizes
 from app.layers.attention import register, register_kernel
 from app.memory import cuda_ops
@@ -193,7 +192,7 @@ def plan_memory(
 def planned_choices(run: RunConfig, device: str) -> Choices:
     """Precision and attention backend of a planned run; a GPU is assumed to support bf16 and to lack flash-attn."""
     precision, attention = run.precision.kind, run.attention.kind
-    if attention == OWN or BaseModel(run.model, task_of(run.task)).tier.name == OWN:
+    if attention == OWN or open_base(run.model, run.task).tier.name == OWN:
         return Choices("bf16" if (precision, device) == ("auto", "gpu") else choose_precision(run.precision), OWN)
     if device == "gpu":
         return Choices("bf16" if precision == "auto" else precision, "varlen" if attention == "auto" else attention)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from app.adapters.adapters import add_adapter
-from app.base.structure import BaseModel
+from app.base.structure import open_base
 from app.config.tasks import task_of
 from app.layers.activation_checkpointing import repeated_layers
 from app.layers.head import keep_head_in_fp32
@@ -20,7 +20,7 @@ class MetaModel:
     def __init__(self, sections: ModelSections, attention: str) -> None:
         """`attention`: name of an implementation registered in transformers."""
         self.sections = sections
-        self._lm = BaseModel(sections.model, task_of(sections.task)).on_meta(attention, sections.base_dtype)
+        self._lm = open_base(sections.model, sections.task).on_meta(attention, sections.base_dtype)
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
         keys = [cost_key(layer) for layer in layers]

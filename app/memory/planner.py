@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from app.base.source import folder_at_hand
-from app.base.structure import BaseModel
+from app.base.structure import open_base
 from app.batch import Batch
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
-from app.config.tasks import task_of
 from app.distributed.environment import world
 from app.distributed.fsdp import mesh_sizes_of
 from app.layers.partition import BUDGETS
@@ -73,7 +72,7 @@ class Planner:
 
     def at(self, run: RunConfig, *, exact: bool = False) -> Planned:
         """Plan the largest micro-batch that the settings allow and resolve `auto`; `exact` traces every layer."""
-        base = BaseModel(run.model, task_of(run.task))
+        base = open_base(run.model, run.task)
         run = with_packing(replace(run, dataset=within_positions(run.dataset, base, lambda _: None)), base)
         run = with_planned_compile(with_planned_rows(run), base.on_meta(), self.machine.device)
         if run.parallel.kind == AUTO and self.processes > 1:

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from app.base.structure import BaseModel
+from app.base.structure import open_base
 from app.batch import Batch
 from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
-from app.config.tasks import TASKS, task_of
+from app.config.tasks import TASKS
 from app.data.objectives import MOST_LABELS, LabelledTokens, NextToken
 from app.training.rows import layout_of
 
@@ -74,7 +74,7 @@ def worst_case(run: RunConfig) -> Shape:
     if run.batching.packing:
         full, rest = divmod(run.batching.bin_tokens, longest)
         lengths = [longest] * full + [rest] * bool(rest)
-    objective = _Unlabelled(BaseModel(run.model, task_of(run.task)).is_bidirectional, has_pairs(run.dataset))
+    objective = _Unlabelled(open_base(run.model, run.task).is_bidirectional, has_pairs(run.dataset))
     rows: Any = lengths  # which is all that the objective reads of them
     batch = layout_of(run, count, objective).batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0)
     labels = MOST_LABELS[run.task.kind](run.task, sum(lengths), len(lengths))

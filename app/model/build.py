@@ -14,8 +14,8 @@ from app.adapters.adapters import adapter_of, add_adapter, trained_copies
 from app.adapters.lora_inits import Rows
 from app.base.base_weights import Base, LoadOptions, SourceTensor, put_whole
 from app.base.conversion import require_packed_alike
-from app.base.load_base import open_base, quiet_transformers
-from app.base.structure import BaseModel
+from app.base.load_base import open_weights, quiet_transformers
+from app.base.structure import BaseModel, open_base
 from app.base.text_part import whole_class
 from app.batch import Batch
 from app.config.adapters import compile_obstacle
@@ -218,7 +218,7 @@ def _lost_by_packing(sections: ModelSections, device: torch.device, seed: int) -
     """Weights [out, in] of the base less what its quantiser makes of them, read once more, one at a time."""
     options, quantizer = LoadOptions(sections.base_dtype, device, "eager"), sections.quantizer
     assert quantizer is not None
-    for name, weight in open_base(sections.model, task_of(sections.task), options, seed).linear_weights():
+    for name, weight in open_weights(sections.model, task_of(sections.task), options, seed).linear_weights():
         whole = weight.to(device)
         yield name, whole - quantizer.rounded(whole.to(sections.base_dtype)).float()
 
@@ -279,7 +279,7 @@ def open_training_base(sections: ModelSections, device: torch.device, seed: int)
     compiled_on = None if sections.compile.kind == "none" else device
     options = LoadOptions(sections.base_dtype, device, register(sections.attention, compiled_on))
     task = task_of(sections.task)
-    base = open_base(sections.model, task, options, seed, sections.quantizer)
+    base = open_weights(sections.model, task, options, seed, sections.quantizer)
     if task.has_classes:
         keep_head_in_fp32(base.lm)
     return base
@@ -288,7 +288,7 @@ def open_training_base(sections: ModelSections, device: torch.device, seed: int)
 def random_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
     """A random base drawn once more and kept in memory of the host, as it is before it is quantised or sharded."""
     options = LoadOptions(DTYPES[sections.precision].base, device, "eager")
-    base = open_base(sections.model, task_of(sections.task), options, seed)
+    base = open_weights(sections.model, task_of(sections.task), options, seed)
 
     def put(module: nn.Module, name: str, tensor: SourceTensor) -> None:
         module._parameters[name] = nn.Parameter(tensor.whole().to("cpu"), requires_grad=False)
@@ -300,7 +300,7 @@ def random_base(sections: ModelSections, device: torch.device, seed: int) -> Any
 def count_weights(sections: ModelSections, base: BaseModel | None = None) -> ModelCounts:
     """Counts from a model without memory, that of `base` if one is given; finds adapter targets that match nothing."""
     task = task_of(sections.task)
-    base = base or BaseModel(sections.model, task)
+    base = base or open_base(sections.model, sections.task)
     lm, method = deepcopy(base.on_meta()), adapter_of(sections.adapter)
     is_part = whole_class(lm.config, task) is not None
     if is_part if method is None else not method.of_text_parts and (is_part or base.text_part is not None):

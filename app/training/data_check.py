@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.base.structure import BaseModel
+from app.base.structure import BaseModel, open_base
 from app.config.dataset import formats_of, sources_of
 from app.config.schema import RunConfig
-from app.config.tasks import task_of
 from app.data import length_statistics
 from app.data.chat_template import other_template
 from app.data.data_report import Counts
@@ -116,7 +115,7 @@ class DataCheck:
 def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
     """Prepare the data as a run in `processes` would, and collect what stops it instead of raising."""
     stops: list[str] = []
-    prepared = read_rows(run, BaseModel(run.model, task_of(run.task)), say, problems=stops)
+    prepared = read_rows(run, open_base(run.model, run.task), say, problems=stops)
     try:
         prepared.data.report.notes += rows_of_also(prepared)[1]
     except AppError as refused:

@@ -20,6 +20,7 @@ class Machine:
 
     runtime: Runtime
     choices: Choices
+    used_bytes: int | None  # of the GPU, before this process took any
 
 
 def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
@@ -29,8 +30,9 @@ def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
     # memory of the GPU is read before this process allocates anything on it
     for remark in (*(f"memory  {note}" for note in memory_in_use.notes()), *start.remarks):
         say(remark)
+    used_bytes = memory_in_use.device_used_bytes()
     choices = choose(run, rows.base, start.choices)
     require_gradients_one_by_one(run.optimizer, world().size, choices.precision)
     runtime = start_processes(run.launch, choices.precision, run.seed)
     quantization.require_hardware(run.quantization, runtime.device)
-    return Machine(runtime, choices)
+    return Machine(runtime, choices, used_bytes)

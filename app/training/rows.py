@@ -108,9 +108,8 @@ def read_rows(
     of_labels = base if task.labels == packed.task.labels else replace(base, task=task_of(task))
     grown = _with_new_rows(packed, of_labels, tokenizer, say)
     vocabulary = grown.model.vocab_size
-    known = of_labels
-    if vocabulary != base.config.vocab_size:
-        known = replace(of_labels, config=replace(base.config, vocab_size=vocabulary))
+    same_rows = vocabulary == base.config.vocab_size
+    known = of_labels if same_rows else replace(of_labels, config=replace(base.config, vocab_size=vocabulary))
     objective = build_objective(task, tokenizer, run.seed, bidirectional=known.is_bidirectional)
     report(_unknown_ids(grown, known, data.train, data.eval))
     settled = replace(grown, dataset=dataset, task=task, adapter=_with_names_of_model(grown.adapter, known))

@@ -1,16 +1,13 @@
 """A training run from its configuration to its finished folder: the assembly, read from top to bottom."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 
-import torch
-
-from app.base.structure import BaseModel
+from app.base.structure import open_base
 from app.config.schema import RunConfig
-from app.config.tasks import task_of
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
@@ -25,11 +22,10 @@ from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
 from app.training.adapter_start import keep_start
 from app.training.auto_settings import RunPlanner
-from app.training.checkpoint import Progress
 from app.training.final_model import record_stop, write_final
 from app.training.machine import join
 from app.training.memory import Forecast
-from app.training.memory_in_use import device_used_bytes, free_host_bytes
+from app.training.memory_in_use import free_host_bytes
 from app.training.plan import Plan, make_plan, shared_facts
 from app.training.reference import keep_reference
 from app.training.rehearsal import is_due, rehearse
@@ -39,7 +35,7 @@ from app.training.setup import Begun, begin, forecast_of, record_base, split_dep
 from app.training.start import find_start
 from app.training.storage_counter import kept_bytes
 from app.training.summary import manifest_facts, rehearsal_message, resumed_split_note, run_table
-from app.training.trainer import Parts, Trainer
+from app.training.trainer import Trainer
 
 
 @explain_out_of_memory()
@@ -50,9 +46,7 @@ def train_in(
 
     The one function that knows the whole order.
     """
-    in_use = {"start": device_used_bytes()}
-    base = BaseModel(run.model, task_of(run.task))  # of which only config.json is read by now
-    rows = read_rows(run, base, console.say)  # tokens; formats, labels, packing and the vocabulary are settled
+    rows = read_rows(run, open_base(run.model, run.task), console.say)  # tokens; formats, labels, packing, vocabulary
     start = find_start(folder.checkpoints, run.resume)
     machine = join(rows, start, console.say)  # processes, device, precision, attention
     planned = make_plan(rows, machine, start, planner, console.say)  # parallelism, bins, recomputed and compiled layers
@@ -61,17 +55,9 @@ def train_in(
     if run.dry_run:
         return _report_dry_run(folder, planned, console, forecast)
     _require_host_memory(forecast, machine.runtime)
-    in_use["context"] = _context_bytes(machine.runtime)
     begun = begin(planned, forecast, folder, planner, console.say)  # weights, adapter, checks, optimizer, checkpoint
-    with (
-        listening(answers_signal=world().is_first) as request,
-        _opened(folder, begun.plan, console, begun) as recorder,
-        split_depth_noted(begun.checkpoints),
-    ):
-        _record_begin(begun, folder, recorder, in_use)
-        parts = trainer_parts(begun.plan, begun.stepper, begun.checkpoints, recorder)
-        _prepare_first_step(begun.plan, parts, begun.progress)
-        trainer = Trainer(parts, begun.progress)
+    with listening(answers_signal=world().is_first) as request, _recording(begun, folder, console) as recorder:
+        trainer = _rehearsed(begun, recorder)
         is_complete = trainer.fit(request)
         code = _record_end(begun, trainer, is_complete=is_complete)
         machine.runtime.leave()
@@ -80,15 +66,20 @@ def train_in(
     return code
 
 
-def _record_begin(begun: Begun, folder: RunFolder, recorder: Recorder, in_use: Mapping[str, int | None]) -> None:
+@contextmanager
+def _recording(begun: Begun, folder: RunFolder, console: Console) -> Iterator[Recorder]:
+    """Open the record of a run and write down how it begins."""
     plan, progress, model = begun.plan, begun.progress, begun.stepper.model
-    notes = (("note", note) for note in (*model.remarks(), *resumed_split_note(progress.depth)))
-    recorder.message(align([*run_table(plan), *begun.forecast.rows(), *notes]))
-    recorder.add_facts(proofs=[asdict(check) for check in begun.checks], device_used_bytes=in_use)
-    keep_reference(plan, folder.reference)
-    keep_start(begun.drawn, plan, folder.start)
-    record_base(plan, model, recorder, begun.fingerprint)
-    recorder.begin(plan.steps.steps, progress.step)
+    with _opened(folder, plan, console, begun) as recorder, split_depth_noted(begun.checkpoints):
+        notes = (("note", note) for note in (*model.remarks(), *resumed_split_note(progress.depth)))
+        recorder.message(align([*run_table(plan), *begun.forecast.rows(), *notes]))
+        in_use = {"start": plan.machine.used_bytes, "context": begun.context_bytes}
+        recorder.add_facts(proofs=[asdict(check) for check in begun.checks], device_used_bytes=in_use)
+        keep_reference(plan, folder.reference)
+        keep_start(begun.drawn, plan, folder.start)
+        record_base(plan, model, recorder, begun.fingerprint)
+        recorder.begin(plan.steps.steps, progress.step)
+        yield recorder
 
 
 def _record_end(begun: Begun, trainer: Trainer, *, is_complete: bool) -> int:
@@ -97,12 +88,6 @@ def _record_end(begun: Begun, trainer: Trainer, *, is_complete: bool) -> int:
     trainer.parts.recorder.add_facts(memory=kept_bytes(stepper.model, stepper.optimizer), memory_plan=facts)
     predicted = begun.forecast.predicted
     return write_final(begun.plan, trainer, predicted) if is_complete else record_stop(trainer, predicted)
-
-
-def _context_bytes(runtime: Runtime) -> int | None:
-    """Create the context of a GPU and return the memory in use."""
-    torch.ones(1, device=runtime.device)
-    return device_used_bytes()
 
 
 def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
@@ -119,17 +104,20 @@ def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
         )
 
 
-def _prepare_first_step(plan: Plan, parts: Parts, progress: Progress) -> None:
-    """Rehearse where that is due; of layers that `auto` chose, more may be recomputed then."""
-    if is_due(plan.run.training, parts.runtime.device) and progress.step < plan.steps.steps:
+def _rehearsed(begun: Begun, recorder: Recorder) -> Trainer:
+    """The trainer, after a rehearsal where that is due; of layers that `auto` chose, more may be recomputed then."""
+    plan, progress, stepper = begun.plan, begun.progress, begun.stepper
+    parts = trainer_parts(plan, stepper, begun.checkpoints, recorder)
+    if is_due(plan.run.training, plan.runtime.device) and progress.step < plan.steps.steps:
         count = plan.run.training.recompute
         if plan.layers_are_auto and count is not True:
-            parts.stepper.recompute_rest = partial(recompute_rest, parts.stepper.model.network, int(count))
-        rehearsed = rehearse(parts.stepper, parts.runtime, *plan.largest_micro_batch(), parts.try_evaluation)
+            stepper.recompute_rest = partial(recompute_rest, stepper.model.network, int(count))
+        rehearsed = rehearse(stepper, plan.runtime, *plan.largest_micro_batch(), parts.try_evaluation)
         progress.depth = rehearsed.depth
-        parts.recorder.message(rehearsal_message(rehearsed))
-        parts.recorder.add_facts(rehearsal=asdict(rehearsed))
+        recorder.message(rehearsal_message(rehearsed))
+        recorder.add_facts(rehearsal=asdict(rehearsed))
     gc.freeze()  # no later collection walks through what is loaded by now
+    return Trainer(parts, progress)
 
 
 def _report_dry_run(folder: RunFolder, plan: Plan, console: Console, forecast: Forecast) -> int:

@@ -35,6 +35,7 @@ from app.training.adapter_start import drawn_start, load_start
 from app.training.auto_settings import RunPlanner
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.memory import Forecast
+from app.training.memory_in_use import device_used_bytes
 from app.training.plan import Plan, without_compiled_layers
 from app.training.reference import with_reference
 from app.training.samples import sampler
@@ -59,6 +60,7 @@ class Begun:
     progress: Progress
     fingerprint: str | None  # of the weights of the base
     drawn: dict[str, Tensor]  # first numbers of an adapter that its base gave up
+    context_bytes: int | None  # of the GPU in use with the context of this process
 
 
 def begin(
@@ -66,6 +68,7 @@ def begin(
 ) -> Begun:
     """Load the model, check it on a real micro-batch, build the optimizer, and restore what the run begins with."""
     run, runtime = planned.run, planned.runtime
+    context_bytes = _context_bytes(runtime)
     model = _build(planned, base_path(run.model, folder.base))
     fingerprint = _shared_fingerprint(planned)
     identity = planned.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
@@ -89,7 +92,14 @@ def begin(
         progress=progress,
         fingerprint=fingerprint,
         drawn=drawn,
+        context_bytes=context_bytes,
     )
+
+
+def _context_bytes(runtime: Runtime) -> int | None:
+    """Create the context of a GPU and return the memory in use."""
+    torch.ones(1, device=runtime.device)
+    return device_used_bytes()
 
 
 def forecast_of(plan: Plan, planner: RunPlanner | None) -> Forecast:

@@ -15,14 +15,13 @@ import torch
 
 from app.adapters.combination import Member, combine
 from app.base.source import base_path, require_intact_base
-from app.base.structure import BaseModel
+from app.base.structure import open_base
 from app.base.tokenizer import load_tokenizer
 from app.config.adapter_start import adapter_folder
 from app.config.adapters import ADAPTER_WEIGHTS, changes_base
 from app.config.dataset import has_chats
 from app.config.finished_run import require_intact_final
 from app.config.schema import CompileConfig, RunConfig
-from app.config.tasks import task_of
 from app.config.yaml_files import to_yaml
 from app.distributed.process_group import HostGroup
 from app.errors import CheckpointError, ConfigError
@@ -132,7 +131,7 @@ def _save_checkpoint(folder: Path, save: Path, run: RunConfig, target: Path) -> 
         tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     with checksummed_folder(target) as written:
         start = read_start(folder / "start") if changes_base(run.adapter) else None
-        save_model(network, tokenizer, written, None, BaseModel(model, task_of(run.task)).names, start)
+        save_model(network, tokenizer, written, None, open_base(model, run.task).names, start)
 
 
 def _linked(folder: Path, place: Path, run: RunConfig, result: Mapping[str, Any]) -> Path:

@@ -9,7 +9,7 @@ import torch
 
 from app.adapters.adapters import ALL_LINEAR
 from app.base.source import base_fingerprint, fetch_folder
-from app.base.structure import BaseModel
+from app.base.structure import open_base
 from app.base.tokenizer import tokenizer_hash
 from app.config.commands import python
 from app.config.compile_rules import BLOCKS
@@ -18,7 +18,7 @@ from app.config.metrics import TOLD
 from app.config.model_kinds import without_numbers
 from app.config.preferences import balance_notes
 from app.config.schema import RunConfig
-from app.config.tasks import TASKS, task_of
+from app.config.tasks import TASKS
 from app.data.length_statistics import padded_fill
 from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
@@ -150,7 +150,7 @@ def _fill(plan: Plan) -> float | None:
 
 def provenance(run: RunConfig) -> dict[str, Any]:
     """`hardware` and `hashes` as the manifest would have them if `run` started here now."""
-    prepared = read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)
+    prepared = read_rows(run, open_base(run.model, run.task), lambda _note: None)
     if run.model.weights == "pretrained":
         fetch_folder(run.model, run.model.path, with_weights=True)
     hashes = {**_content_hashes(prepared), "base": base_fingerprint(run.model)}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from app.base.base_weights import LoadOptions
-from app.base.load_base import load_base, open_base, read_weights
+from app.base.load_base import load_base, open_weights, read_weights
 from app.base.source import base_path
 from app.base.structure import BaseModel
 from app.base.tokenizer import load_tokenizer
@@ -298,7 +298,7 @@ def test_index_beside_the_whole_weights_is_ignored_with_a_remark(folder: Path) -
     for file in (folder / "shards").glob("model*"):
         file.rename(folder / file.name)
     config = model_config(path=str(folder))
-    base = open_base(config, CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), 0)
+    base = open_weights(config, CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), 0)
     assert base.whole().model.norm.weight.equal(answering(config).model.norm.weight)
     remark = f"{folder}/model.safetensors.index.json is ignored, because model.safetensors is there too"
     assert base.remarks == (f"model: {remark}",)

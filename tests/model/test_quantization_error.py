@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from app.base.base_weights import LoadOptions
-from app.base.load_base import open_base
+from app.base.load_base import open_weights
 from app.config.tasks import TASKS
 from app.layers.fp8_linear import quantize_reference
 from app.layers.nf4 import dequantized, linear_4bit
@@ -105,9 +105,9 @@ def test_errors_of_layers_make_that_of_the_model() -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_linear_weights_are_those_that_would_be_quantised(kind: str) -> None:
     options = LoadOptions(torch.float32, torch.device("cpu"), "eager")
-    base = open_base(model_config(kind), TASKS["causal"], options, seed=1)
+    base = open_weights(model_config(kind), TASKS["causal"], options, seed=1)
     found = dict(base.linear_weights())
-    lm = open_base(model_config(kind), TASKS["causal"], options, seed=1).whole()
+    lm = open_weights(model_config(kind), TASKS["causal"], options, seed=1).whole()
     assert len(found) == (14 if kind == "llama" else 8)
     for name, weight in found.items():
         own = lm.get_submodule(name).weight
