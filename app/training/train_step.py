@@ -98,13 +98,14 @@ class Stepper:
         loss_sum, router_sum = sums
 
         # Clip and update. With optimizer.in_backward that is done already, and only the norm is asked for.
-        norm, skipped = torch.zeros(2).unbind()
         if updates:
             self._begin("update")
             updated = try_or_none(self._reduction.apply, self._update)
             if updated is None:
                 raise out_of_memory_error("the step of the optimizer", self._kept())
             norm, skipped = updated
+        else:
+            norm, skipped = torch.zeros(2).unbind()
         return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), int(samples), weight, router_sum)
 
     def try_out(self, batches: Sequence[Batch]) -> None:
