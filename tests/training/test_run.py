@@ -3,9 +3,9 @@
 import ast
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,7 @@ MAX_STATEMENT_LINES = 30
 _SCOPES = (ast.FunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-def syntax_of(function: FunctionType) -> ast.FunctionDef:
+def syntax_of(function: Callable[..., Any]) -> ast.FunctionDef:
     (tree,) = ast.parse(inspect.getsource(inspect.unwrap(function))).body
     assert isinstance(tree, ast.FunctionDef)
     return tree
@@ -38,7 +38,7 @@ def bound_in(tree: ast.FunctionDef) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("function", [train_in, read_rows, make_plan])
-def test_functions_of_the_chain_bind_each_name_once(function: FunctionType) -> None:
+def test_functions_of_the_chain_bind_each_name_once(function: Callable[..., Any]) -> None:
     tree = syntax_of(function)
     arguments = [each.arg for each in (*tree.args.args, *tree.args.kwonlyargs)]
     assert [name for name, count in Counter([*arguments, *bound_in(tree)]).items() if count > 1] == []
