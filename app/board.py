@@ -33,7 +33,7 @@ def _problems(config: BoardConfig, _changes: Changes) -> Iterator[str]:
         yield f"folder={config.folder}: there is no such folder. Give the one in which the folders of runs are."
 
 
-BOARD = Command(schema=BoardConfig, rules=_problems, bare="folder")
+BOARD = Command(schema=BoardConfig, rules=_problems, bare="folder", example="python -m app.board runs/")
 
 
 def _command(arguments: Sequence[str]) -> int:

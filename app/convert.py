@@ -33,7 +33,7 @@ class ConvertConfig:
     to: str | None = None
 
 
-CONVERT = Command(schema=ConvertConfig, bare="file")
+CONVERT = Command(schema=ConvertConfig, bare="file", example="python -m app.convert config.yml to=mine.yaml")
 
 
 def convert(file: Path, to: Path | None, console: Console) -> int:

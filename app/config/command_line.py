@@ -58,7 +58,8 @@ class Command(Generic[Options]):
     allowed: Collection[str] = ()
     why_not: Mapping[str, str] = field(default_factory=dict)
     typed_as: Mapping[str, str] = field(default_factory=dict)  # the option, by the key that is typed for it
-    bare: str = ""  # the option of a word without `=`
+    bare: str = ""  # the option of a word without `=`, which must be typed
+    example: str = ""  # of a command line, where that is missing
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -95,6 +96,8 @@ class Command(Generic[Options]):
                     words.append(text)
             except ConfigError as problem:
                 problems += problem.problems
+        if self.bare and self.bare not in options:
+            problems.append(f"{self.bare} has no value. Give one: {self.example}")
         try:
             settings = values_of(check_overrides(words))
         except ConfigError as problem:

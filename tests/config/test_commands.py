@@ -1,9 +1,11 @@
 """Command lines of app.generate, app.report and app.check; supported platforms."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from app.board import BOARD
 from app.config.commands import (
     GENERATE,
     REPORT,
@@ -15,6 +17,7 @@ from app.config.commands import (
 )
 from app.config.hardware import all_hardware, hardware_names
 from app.config.load import compose_run, named_model
+from app.convert import CONVERT
 from app.errors import ConfigError, EnvironmentProblem
 
 
@@ -101,6 +104,15 @@ def test_generate_model_names_as_in_train(tmp_path: Path, monkeypatch: pytest.Mo
     for name, told in (("folder", "no path of its own"), ("tiny", "Give model=./tiny or model=asset:tiny.")):
         with pytest.raises(ConfigError, match=told):
             named_model(name)
+
+
+def test_option_without_key_missing_shows_example() -> None:
+    for command, example in (
+        (CONVERT, "python -m app.convert config.yml to=mine.yaml"),
+        (BOARD, "python -m app.board"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"{command.bare} has no value. Give one: {example}")):
+            command.parse([])
 
 
 # ---- app.report
