@@ -40,7 +40,7 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
 
 def _score_in(place: Path, config: EvaluateConfig, names: Sequence[str], folder: Path, console: Console) -> None:
     """Score the run in `place`, and write the scores to `folder`."""
-    from app.evaluation.compare import Comparison
+    from app.evaluation.compare import ModelComparison
     from app.evaluation.run import prepare_evaluation
     from app.training.scores import counts_of
 
@@ -54,7 +54,7 @@ def _score_in(place: Path, config: EvaluateConfig, names: Sequence[str], folder:
         if len(names) > 1:  # the second may take long
             console.say(f"{name:<8}loss {counts.metrics(sums[name].sum(axis=0))['eval_loss']:.4f}")
     if evaluation.runtime.rank == 0:
-        found = Comparison.of(sums, evaluation.rows.split_hashes, counts)
+        found = ModelComparison.of(sums, evaluation.rows.split_hashes, counts)
         console.say(found.table())
         facts = {"answers": found.answers, **evaluation.facts(), "weights": config.weights, **_origin(config)}
         is_beside_own = folder.resolve() == config.folder.resolve()

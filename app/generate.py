@@ -245,10 +245,10 @@ def _converse(config: GenerateConfig, generator: "TextGenerator") -> None:
         sys.stdout.write(printable(text))
         sys.stdout.flush()
 
-    Conversation(generator.stream, write, config.system).run(_typed_lines())
+    ChatSession(generator.stream, write, config.system).run(_typed_lines())
 
 
-class Conversation:
+class ChatSession:
     """A conversation at a terminal. `answer` takes all messages and a function that writes, and returns the answer."""
 
     def __init__(

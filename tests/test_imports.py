@@ -1,7 +1,9 @@
-"""Modules that commands load before they know that a model is needed: torch takes seconds to load."""
+"""Imports: modules that commands load before they know that a model is needed; class names, which exist once."""
 
+import ast
 import subprocess
 import sys
+from collections import Counter
 
 from tests.conftest import REPO
 
@@ -30,3 +32,13 @@ def test_modules_import_without_torch() -> None:
     code += "    assert 'torch' not in sys.modules, name"
     ended = subprocess.run([sys.executable, "-c", code, *names], cwd=REPO, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_public_class_names_are_unique() -> None:
+    names = Counter(
+        node.name
+        for file in (REPO / "app").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []

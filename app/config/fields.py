@@ -14,7 +14,7 @@ class Epochs(str):
     """A text like `0.25epoch`."""
 
 
-class Tokens(str):
+class TokenChoice(str):
     """The word `all` or `new`."""
 
 

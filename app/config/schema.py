@@ -10,7 +10,17 @@ from typing import Any
 from omegaconf import MISSING
 
 from app.config.dataset_schema import DatasetConfig
-from app.config.fields import RUNS_CODE, STARTS_PROCESSES, TYPE, TYPED_ONLY, Balanced, Epochs, Tokens, choice, number
+from app.config.fields import (
+    RUNS_CODE,
+    STARTS_PROCESSES,
+    TYPE,
+    TYPED_ONLY,
+    Balanced,
+    Epochs,
+    TokenChoice,
+    choice,
+    number,
+)
 from app.config.metrics import METRICS
 from app.config.preferences import PREFERENCE_KINDS
 from app.config.problems import PROBLEMS
@@ -121,7 +131,7 @@ class AdapterConfig:
     layers: list[int] = field(default_factory=list)  # numbers of the layers with adapters, from 0; empty: all
     train_whole: list[str] = field(default_factory=list)  # layers that are trained and saved as a whole: lm_head, say
     # tokens whose rows of the embedding and of an untied head are trained: their ids, or all
-    train_tokens: Any = field(default_factory=list, metadata={TYPE: list[int] | Tokens})
+    train_tokens: Any = field(default_factory=list, metadata={TYPE: list[int] | TokenChoice})
     lr_ratio: float = number(1.0, above=0)  # learning rate of B over that of A, which is optimizer.lr (LoRA+)
     start: str | None = None  # run, folder or hub id of the adapter that this one goes on from; null: a new one
     targets: list[str] = field(default_factory=list)  # all-linear, or names of layers; empty: PEFT's for the kind

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args
 from omegaconf import MISSING
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key, of_other_program
-from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE, TYPED_ONLY, Balanced, Epochs, Tokens
+from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE, TYPED_ONLY, Balanced, Epochs, TokenChoice
 from app.config.groups import choices_by_group
 from app.errors import refuse
 
@@ -233,7 +233,7 @@ _TYPES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]
     Balanced: ((str,), {"balanced": "balanced"}.__getitem__, ("balanced",)),
     # not numbers with a point or an exponent: `12e4567`, a revision, would silently become `inf`
     str: ((int, str), str, ("text (in quotes, where it looks like something else)",)),
-    Tokens: ((str,), {"all": "all", "new": "new"}.__getitem__, ("all", "new")),
+    TokenChoice: ((str,), {"all": "all", "new": "new"}.__getitem__, ("all", "new")),
     list[int]: ((list, tuple), lambda value: [_read(each, int) for each in value], ("a list like [3, 17]",)),
     list[str]: ((list, tuple), lambda value: [_read(each, str) for each in value], ("a list like [a, b]",)),
     list[float]: (

@@ -42,7 +42,7 @@ class ColumnSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class FormatCandidate:
     """A format, and the columns that it would read."""
 
     format: str
@@ -137,7 +137,9 @@ def _is_judged(found: Any) -> bool:
     return str(found).strip().lower() in LABELS
 
 
-def known_sets(rows: Sequence[Row], columns: Columns, formats: Iterable[str], least: float) -> Iterator[Candidate]:
+def known_sets(
+    rows: Sequence[Row], columns: Columns, formats: Iterable[str], least: float
+) -> Iterator[FormatCandidate]:
     """The sets that the columns of `rows` are as a whole."""
     names = {str(name) for row in rows for name in row}
     for each in COLUMN_SETS:
@@ -156,7 +158,7 @@ def known_sets(rows: Sequence[Row], columns: Columns, formats: Iterable[str], le
                 for row in rows
             )
             if fits >= least * len(rows):
-                yield Candidate(each.format, tuple(read.values()), fits, each.columns)
+                yield FormatCandidate(each.format, tuple(read.values()), fits, each.columns)
 
 
 def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:

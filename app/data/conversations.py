@@ -11,7 +11,7 @@ from typing import Any
 
 from app.config.dataset_schema import Columns
 from app.data.columns import optional, optional_text, value
-from app.data.types import Comparison, Conversation, Judged, Message, Row, RowProblem, kind_of
+from app.data.types import AnswerPair, Conversation, Judged, Message, Row, RowProblem, kind_of
 
 _ROLE_NAMES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -49,7 +49,7 @@ def chat_completion(row: Row, columns: Columns) -> Conversation:
     return replace(whole, completion_start=len(whole.messages) - len(completion))
 
 
-def preference(row: Row, columns: Columns) -> Comparison:
+def preference(row: Row, columns: Columns) -> AnswerPair:
     """Read two answers to one prompt: texts, messages or whole chats that begin alike."""
     sides = [_answered(row, name, columns) for name in (columns.chosen, columns.rejected)]
     chosen, rejected = (side.messages for side in sides)
@@ -61,7 +61,7 @@ def preference(row: Row, columns: Columns) -> Comparison:
         raise RowProblem("the two answers follow different conversations")
     for name, answer in zip((columns.chosen, columns.rejected), answers, strict=True):
         _require_answer(answer, name)
-    return Comparison(*(replace(side, completion_start=start) for side in sides))
+    return AnswerPair(*(replace(side, completion_start=start) for side in sides))
 
 
 def preference_label(row: Row, columns: Columns) -> Judged:

@@ -26,7 +26,7 @@ _MIN_CLASS_TOKENS = 8  # width of a class of over-long samples; a 32nd of their 
 
 
 @dataclass(slots=True)
-class Counts:
+class RowCounts:
     """Counts of one split. rows_read = rows_kept + bad_rows + rows_lost; over_long = dropped + truncated + split."""
 
     source: str = ""
@@ -84,7 +84,7 @@ class Counts:
     classes: dict[str, int] = field(default_factory=dict)  # of examples: samples by their label
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any]) -> "Counts":
+    def from_facts(cls, facts: Mapping[str, Any]) -> "RowCounts":
         """Return the counts that were stored as JSON."""
         places = {
             name: ColumnPlace(place["field"], tuple(place["paths"]), place["first"], Way(place["way"]))
@@ -132,11 +132,11 @@ class SourceShare:
 class DataReport:
     """Counts of both splits and of the data as a whole. Of a mix, `train` has the samples of an epoch."""
 
-    train: Counts
-    eval: Counts | None = None
+    train: RowCounts
+    eval: RowCounts | None = None
     shared: int = 0  # eval samples that are also trained on
     notes: list[str] = field(default_factory=list)
-    sources: dict[str, Counts] = field(default_factory=dict)  # of a mix
+    sources: dict[str, RowCounts] = field(default_factory=dict)  # of a mix
     shares: dict[str, SourceShare] = field(default_factory=dict)  # the same names
 
     def lines(self) -> list[str]:
@@ -164,7 +164,7 @@ def _mix_lines(report: DataReport) -> Iterator[str]:
     yield f"train: {many(c.samples, 'sample')}, {many(c.tokens, 'token')}, {c.trained_tokens:,} trained an epoch"
 
 
-def split_lines(split: str, c: Counts) -> Iterator[str]:
+def split_lines(split: str, c: RowCounts) -> Iterator[str]:
     """Size of a split, then its losses on the way and the effects of the chat template."""
     share = c.trained_tokens / max(c.tokens, 1)
     size = many(c.samples, "sample")
@@ -200,7 +200,7 @@ def count_name(counts: dict[str, int], name: str, number: int = 1) -> None:
     counts[shown] = counts.get(shown, 0) + number
 
 
-def _lost_lines(c: Counts) -> Iterator[str]:
+def _lost_lines(c: RowCounts) -> Iterator[str]:
     if c.files_left_out:
         yield f"{many(len(c.files_left_out), 'file')} of the folder not read: {_first(c.files_left_out)}"
     yield from c.reading_notes
@@ -226,7 +226,7 @@ def _lost_lines(c: Counts) -> Iterator[str]:
         yield f"{many(c.left_over, 'sample')} beyond the wanted number not used"
 
 
-def _template_lines(c: Counts) -> Iterator[str]:
+def _template_lines(c: RowCounts) -> Iterator[str]:
     if c.unstable:
         fates = [f"{many(c.joined, 'conversation')} joined into one sample each"] if c.joined else []
         if c.expanded_into:
@@ -252,7 +252,7 @@ def _template_lines(c: Counts) -> Iterator[str]:
         yield f"{ends}: the model will not learn to stop"
 
 
-def _join_lines(c: Counts) -> Iterator[str]:
+def _join_lines(c: RowCounts) -> Iterator[str]:
     """Tokens of `dataset.on_unstable_template=expand` and `join`, where they differ, and how to change to `join`."""
     if not c.join_saves:
         return
@@ -279,7 +279,7 @@ def _first(names: list[str]) -> str:
 
 
 def stop_reasons(
-    config: DatasetConfig, source: Source, counts: Counts, longest_row: LongestRow = int, *, trains: bool = True
+    config: DatasetConfig, source: Source, counts: RowCounts, longest_row: LongestRow = int, *, trains: bool = True
 ) -> Iterator[str]:
     """Every problem of one source that would stop a run.
 
@@ -313,19 +313,19 @@ def without_stops(config: DatasetConfig) -> DatasetConfig:
     return replace(config, on_bad_row="skip", on_overflow=policy, on_unstable_template=unstable)
 
 
-def _num_made(counts: Counts) -> int:
+def _num_made(counts: RowCounts) -> int:
     """Samples before any was dropped or put aside."""
     return counts.samples + counts.held_out + counts.left_over + counts.dropped
 
 
-def _is_too_long(config: DatasetConfig, counts: Counts) -> bool:
+def _is_too_long(config: DatasetConfig, counts: RowCounts) -> bool:
     """Whether over-long samples are an error: any if asked; under `auto` so many that it is more likely a mistake."""
     if config.on_overflow == "auto" and config.format != "text":
         return counts.dropped > MAX_DROPPED_SHARE * _num_made(counts)
     return config.on_overflow == "error" and counts.over_long > 0
 
 
-def _too_long(config: DatasetConfig, source: Source, counts: Counts, readable: int) -> str:
+def _too_long(config: DatasetConfig, source: Source, counts: RowCounts, readable: int) -> str:
     limit, number, made = config.max_length, counts.over_long, _num_made(counts)
     longest = f"the longest {counts.longest:,} tokens, the first {counts.first_over_long}"
     if counts.longest <= readable:
@@ -340,7 +340,7 @@ def _too_long(config: DatasetConfig, source: Source, counts: Counts, readable: i
     )
 
 
-def bad_row_problems(counts: Counts) -> list[str]:
+def bad_row_problems(counts: RowCounts) -> list[str]:
     """Each reason once, with its first row and the number of others; empty if no row is bad."""
     problems = []
     for reason, rows in list(counts.bad_by_reason.items())[:_MAX_SHOWN_PROBLEMS]:

@@ -9,7 +9,7 @@ from app.config.dataset import formats_for, key_of, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS
 from app.data.column_sets import (
-    Candidate,
+    FormatCandidate,
     answer_columns,
     is_unanswered,
     known_sets,
@@ -133,7 +133,7 @@ def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[R
     return rows
 
 
-def _fitting(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> list[Candidate]:
+def _fitting(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> list[FormatCandidate]:
     """The ways to read these rows. A column that has its usual name in one of them is not renamed for another."""
     found = [each for each in _candidates(rows, columns, formats) if each.fits >= _MIN_FITTING_SHARE * len(rows)]
     taken = {name for each in found if not each.renamed for name in each.columns}
@@ -146,22 +146,22 @@ def _with_numbers_as_text(rows: Sequence[Row], columns: Columns) -> list[Row]:
     return [{name: str(i) if name in names and is_number(i) else i for name, i in row.items()} for row in rows]
 
 
-def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> Iterator[Candidate]:
+def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> Iterator[FormatCandidate]:
     for fmt in formats:
         shape = ROW_FORMATS[fmt]
         names = tuple(getattr(columns, field) for field in shape.needs)
         there = dict(zip(shape.needs, names, strict=True))
         fits = sum(all(_fits(fmt, value(row, name), field) for field, name in there.items()) for row in rows)
-        yield Candidate(fmt, names, fits)
+        yield FormatCandidate(fmt, names, fits)
         if shape.any_column and fits < _MIN_FITTING_SHARE * len(rows):
             for name in (name for name in _names(rows) if name != names[0]):
                 fits = sum(_fits(fmt, row.get(name)) for row in rows)
-                yield Candidate(fmt, (name,), fits, {shape.needs[0]: name})
+                yield FormatCandidate(fmt, (name,), fits, {shape.needs[0]: name})
 
 
 def _with_prompt(
-    found: Candidate, rows: Sequence[Row], columns: Columns, has_template: Callable[[], bool]
-) -> Candidate:
+    found: FormatCandidate, rows: Sequence[Row], columns: Columns, has_template: Callable[[], bool]
+) -> FormatCandidate:
     """Return the way to read answers with their prompt, and through the chat template if the model has one."""
     if not ROW_FORMATS[found.format].learnt_by:
         return found
@@ -232,7 +232,7 @@ def _is_message(keys: Sequence[str], each: Any) -> bool:
     return keys[0] in given and not given.isdisjoint(keys[1:])
 
 
-def _note(found: Candidate, key: str, rows: Sequence[Row], columns: Columns, reason: str) -> str:
+def _note(found: FormatCandidate, key: str, rows: Sequence[Row], columns: Columns, reason: str) -> str:
     fields = ROW_FORMATS[found.format].may
     given = [name for field in fields if field != "reasoning" and (name := getattr(columns, field))]
     if "reasoning" in fields:
@@ -244,7 +244,7 @@ def _note(found: Candidate, key: str, rows: Sequence[Row], columns: Columns, rea
     return escaped(f"{key}.format=auto: taken as {words}, because {reason}{also}")
 
 
-def _answers_beside(config: DatasetConfig, key: str, rows: Sequence[Row], fitting: Sequence[Candidate]) -> str:
+def _answers_beside(config: DatasetConfig, key: str, rows: Sequence[Row], fitting: Sequence[FormatCandidate]) -> str:
     """Return the command that reads the answers to messages from another column; empty where they are answered."""
     if not fitting or fitting[0].format != "messages" or config.train_on == "all":
         return ""

@@ -16,7 +16,7 @@ from app.data.conversations import read_conversation
 from app.data.labels import as_text, tags_as_text
 from app.data.roles import INPUTS, has_role, names_of
 from app.data.types import (
-    Comparison,
+    AnswerPair,
     Content,
     Conversation,
     Document,
@@ -74,7 +74,7 @@ def _prompt_completion(row: Row, columns: Columns) -> Document:
     return Document(prompt + answer_text(row, columns.completion), completion_start=len(prompt))
 
 
-def _preference_text(row: Row, columns: Columns) -> Comparison:
+def _preference_text(row: Row, columns: Columns) -> AnswerPair:
     """Two texts that begin alike; without a prompt they part after the last line in which the assistant is to speak."""
     prompt = optional_text(row, columns.prompt)
     chosen, rejected = (text(row, name) for name in (columns.chosen, columns.rejected))
@@ -84,7 +84,7 @@ def _preference_text(row: Row, columns: Columns) -> Comparison:
             raise RowProblem("the two answers follow different conversations")
         prompt = "".join(starts)
     sides = ((columns.chosen, chosen), (columns.rejected, rejected))
-    return Comparison(*(_plain_answer(prompt, side, name) for name, side in sides))
+    return AnswerPair(*(_plain_answer(prompt, side, name) for name, side in sides))
 
 
 def _preference_label_text(row: Row, columns: Columns) -> Judged:
@@ -172,7 +172,7 @@ _END_TOKEN = re.compile(r"(?:(?:<\|(?:endoftext|im_end|eot_id|end_of_text|end)\|
 
 def without_end_tokens(content: Content) -> tuple[Content, int]:
     """Take end tokens that are written out off the answers, which get that of the tokenizer; also count them."""
-    if isinstance(content, Comparison):
+    if isinstance(content, AnswerPair):
         (chosen, first), (rejected, second) = map(_without_end_token, sides_of(content))
         return replace(content, chosen=chosen, rejected=rejected), first + second
     if isinstance(content, Judged):

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.collate import WIDTH_MULTIPLE
-from app.data.data_report import Counts
+from app.data.data_report import RowCounts
 from app.data.packing import min_bins, plan_bins
 
 _PERCENTS = (5, 25, 50, 75, 90, 95, 99)
@@ -43,7 +43,7 @@ def padded_fill(lengths: NDArray[np.int32], per_batch: int, per_step: int) -> fl
     return int(whole.sum()) / int((widths * (batches > 0).sum(axis=1)).sum())
 
 
-def percentiles(rows: NDArray[np.int32], counts: Counts) -> dict[str, int] | None:
+def percentiles(rows: NDArray[np.int32], counts: RowCounts) -> dict[str, int] | None:
     """Percentiles of all samples before any was dropped or cut off; None where there are none.
 
     Over-long samples count with the end of their class (8 tokens wide, or a 32nd of the length); the longest is
@@ -59,7 +59,7 @@ def percentiles(rows: NDArray[np.int32], counts: Counts) -> dict[str, int] | Non
     return {**found, "max": longest}
 
 
-def length_that_keeps(share: float, rows: NDArray[np.int32], counts: Counts) -> int | None:
+def length_that_keeps(share: float, rows: NDArray[np.int32], counts: RowCounts) -> int | None:
     """The smallest dataset.max_length that keeps this share of samples whole, as far as their classes tell."""
     lengths, samples = _before_policy(rows, counts)
     if not len(lengths) or counts.pieces:
@@ -68,7 +68,7 @@ def length_that_keeps(share: float, rows: NDArray[np.int32], counts: Counts) -> 
     return int(lengths[np.searchsorted(reached, reached[-1] * share - 1e-9)])
 
 
-def share_within(length: int, rows: NDArray[np.int32], counts: Counts) -> float:
+def share_within(length: int, rows: NDArray[np.int32], counts: RowCounts) -> float:
     """Share of all samples that are no longer than `length`."""
     lengths, samples = _before_policy(rows, counts)
     return float(samples[lengths <= length].sum() / samples.sum())
@@ -81,13 +81,13 @@ def histogram(rows: NDArray[np.int32]) -> dict[str, list[int]]:
     return {"edges": [1 + width * at for at in range(len(samples) + 1)], "samples": samples.tolist()}
 
 
-def over_long(counts: Counts) -> list[dict[str, int]]:
+def over_long(counts: RowCounts) -> list[dict[str, int]]:
     """Classes of over-long samples, from the shortest."""
     ends: Mapping[str, int] = counts.over_long_up_to
     return [{"up_to": int(end), "samples": ends[end]} for end in sorted(ends, key=int)]
 
 
-def _before_policy(rows: NDArray[np.int32], counts: Counts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _before_policy(rows: NDArray[np.int32], counts: RowCounts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Lengths, ascending, and how many samples have each, before the overflow policy."""
     samples = np.bincount(rows)
     if counts.pieces:

@@ -27,7 +27,7 @@ from app.data.chat_template import (
 from app.data.joined_turns import JoinedTurns, Turn, join_turns
 from app.data.tokenizer import Tokenizer
 from app.data.types import (
-    Comparison,
+    AnswerPair,
     Content,
     Conversation,
     Document,
@@ -85,7 +85,7 @@ class Renderer:
 
     def render(self, content: Content) -> RenderedRow:
         """The texts of a row with their loss masks; of a comparison both answers, the wanted one first."""
-        if isinstance(content, Comparison):
+        if isinstance(content, AnswerPair):
             return self._both(self.render(content.chosen), self.render(content.rejected))
         if isinstance(content, Judged):
             return _labelled(self.render(content.answer), str(content.wanted).lower())

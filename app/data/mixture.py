@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.data_report import MAX_PLACES, Counts, SourceShare
+from app.data.data_report import MAX_PLACES, RowCounts, SourceShare
 from app.data.token_dataset import TokenRows
 
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # makes the draw independent of the one that holds rows out
@@ -23,11 +23,11 @@ class Pool:
 
     rows: TokenRows
     source_of: NDArray[np.int64]  # of each row, the number of its source
-    counts: Mapping[str, Counts]  # by source
+    counts: Mapping[str, RowCounts]  # by source
     weights: Sequence[float]
 
     @classmethod
-    def from_sources(cls, sources: Mapping[str, tuple[TokenRows, Counts]], weights: Sequence[float]) -> "Pool":
+    def from_sources(cls, sources: Mapping[str, tuple[TokenRows, RowCounts]], weights: Sequence[float]) -> "Pool":
         parts = [rows for rows, _ in sources.values()]
         source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         rows = parts[0] if len(parts) == 1 else TokenRows.concat(parts)
@@ -70,7 +70,7 @@ class Pool:
             shares[name] = SourceShare(weight, len(self.rows_of(number)), len(rows), tokens, rows.num_trained)
         return self.rows.select(np.concatenate(drawn)), shares
 
-    def total(self) -> Counts:
+    def total(self) -> RowCounts:
         return total(list(self.counts.values()))
 
     def _per_source(self, chosen: NDArray[np.bool_]) -> list[int]:
@@ -87,7 +87,7 @@ def times(rows: TokenRows, chosen: NDArray[np.int64], weight: float) -> NDArray[
     return np.concatenate([np.repeat(chosen, whole), np.sort(chosen[order[:rest]])])
 
 
-def recount(counts: Counts, rows: TokenRows) -> None:
+def recount(counts: RowCounts, rows: TokenRows) -> None:
     """Count samples, tokens, weights and classes again after rows were removed."""
     counts.samples = len(rows)
     counts.tokens = int(rows.lengths.sum(dtype=np.int64))
@@ -97,14 +97,14 @@ def recount(counts: Counts, rows: TokenRows) -> None:
     counts.classes = rows.class_counts()
 
 
-def total(parts: Sequence[Counts]) -> Counts:
+def total(parts: Sequence[RowCounts]) -> RowCounts:
     """Counts of several sources together: sums, the longest sample, the first places."""
     if len(parts) == 1:
         return parts[0]
     merged: dict[str, Any] = {
-        each.name: _together(each.name, [getattr(c, each.name) for c in parts]) for each in fields(Counts)
+        each.name: _together(each.name, [getattr(c, each.name) for c in parts]) for each in fields(RowCounts)
     }
-    return Counts(**merged)
+    return RowCounts(**merged)
 
 
 def _together(name: str, values: Sequence[Any]) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from app.config.row_formats import ROW_FORMATS
-from app.data.data_report import Counts
+from app.data.data_report import RowCounts
 from app.data.labels import parts_of
 from app.data.tokenizer import Tokens
 
@@ -20,7 +20,7 @@ def policy_for(on_overflow: str, fmt: str) -> str:
     return on_overflow
 
 
-def fit(sample: Tokens, max_length: int, policy: str, counts: Counts) -> list[Tokens]:
+def fit(sample: Tokens, max_length: int, policy: str, counts: RowCounts) -> list[Tokens]:
     """Apply the policy to one sample, and count what is lost."""
     length = len(sample.ids) + sample.more
     counts.longest = max(counts.longest, length)
@@ -40,7 +40,7 @@ def fit(sample: Tokens, max_length: int, policy: str, counts: Counts) -> list[To
     return kept
 
 
-def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: Counts) -> list[Tokens]:
+def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: RowCounts) -> list[Tokens]:
     """Apply the policy to two answers that are never parted, by the longer one; give them as one row."""
     lengths = [len(side.ids) + side.more for side in sides]
     cut = [

@@ -12,7 +12,7 @@ from app.config.dataset import has_chats, has_pairs, paths_of, sources_of
 from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import ROW_FORMATS
 from app.data.chat_template import missing_markers, other_template
-from app.data.data_report import Counts, DataReport, LongestRow, split_lines, stop_reasons, without_stops
+from app.data.data_report import DataReport, LongestRow, RowCounts, split_lines, stop_reasons, without_stops
 from app.data.detect_format import detect_format
 from app.data.formats import fields_of
 from app.data.labels import LABELLINGS, KnownLabels
@@ -43,12 +43,12 @@ class Data:
     classes: tuple[str, ...] = ()  # all labels of examples, in the order of the model's
 
 
-RowsOfSource = tuple[TokenRows, Counts]
-Judge = Callable[[DatasetConfig, Source, Counts], None]  # raises if the rows of a source will not do
+RowsOfSource = tuple[TokenRows, RowCounts]
+Judge = Callable[[DatasetConfig, Source, RowCounts], None]  # raises if the rows of a source will not do
 
 
 def stop_if_wrong(
-    config: DatasetConfig, source: Source, counts: Counts, longest_row: LongestRow = int, *, trains: bool = True
+    config: DatasetConfig, source: Source, counts: RowCounts, longest_row: LongestRow = int, *, trains: bool = True
 ) -> None:
     """Raise DataError with all reasons why a run stops at a source."""
     problems = list(stop_reasons(config, source, counts, longest_row, trains=trains))
@@ -115,7 +115,7 @@ def rows_to_score(
                 "is nothing to score; set dataset.eval_fraction=0 to score all of them"
             )
         rows, counts = held.eval, held.report.eval
-    return Data(rows.select([]), rows, DataReport(Counts(), counts, notes=[*notes, *_notes(config, tokenizer)]))
+    return Data(rows.select([]), rows, DataReport(RowCounts(), counts, notes=[*notes, *_notes(config, tokenizer)]))
 
 
 def rows_beside(
@@ -182,7 +182,7 @@ def _rows(
     rows, facts = cached_rows(
         cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, lenient, tokenizer, writer))
     )
-    counts = Counts.from_facts(facts)
+    counts = RowCounts.from_facts(facts)
     counts.source = source.name  # the cached entry may name another path with the same content
     shape = ROW_FORMATS[config.format]
     column = str(getattr(config.columns, shape.needs[-1]))  # the last is that of labels or tags
@@ -193,7 +193,7 @@ def _rows(
     return _first(rows, max_rows, counts), counts
 
 
-def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts, column: str) -> TokenRows:
+def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column: str) -> TokenRows:
     """Drop rows with a label that is none of this task, or unknown, and count them as bad."""
     if not rows.labels:
         return rows
@@ -317,12 +317,12 @@ def _hold_out(pool: Pool, config: DatasetConfig, report: DataReport) -> Data:
             f"dataset.eval_fraction={config.eval_fraction} leaves none of {len(out):,} samples to train on;"
             " lower it, or name the held-out rows with dataset.eval_path=FILE"
         )
-    report.eval = Counts(source=report.train.source)
+    report.eval = RowCounts(source=report.train.source)
     held_out = _first(pool.rows.select(np.flatnonzero(out)), config.eval_max_rows, report.eval)
     return _with_epoch(pool.without_held_out(out), held_out, report)
 
 
-def _first(rows: TokenRows, limit: int | None, counts: Counts) -> TokenRows:
+def _first(rows: TokenRows, limit: int | None, counts: RowCounts) -> TokenRows:
     """Keep at most `limit` rows, and count again."""
     kept = rows if limit is None else rows.select(np.arange(min(limit, len(rows))))
     counts.left_over += len(rows) - len(kept)

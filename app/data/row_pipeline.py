@@ -13,7 +13,7 @@ from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import ROW_FORMATS
 from app.data.columns import JOIN, thought_column, unread, value, wanted_rows
 from app.data.conversations import tools_column
-from app.data.data_report import Counts, bad_row_problems, count_name
+from app.data.data_report import RowCounts, bad_row_problems, count_name
 from app.data.formats import WRITTEN_CHAT, empty_parts, fields_of, read_row, without_end_tokens
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.overflow import fit, fit_pair, policy_for
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 def write_rows(
     source: Source, max_rows: int | None, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter
-) -> Counts:
+) -> RowCounts:
     """Write the token rows of the first `max_rows` rows."""
-    counts = Counts(source=source.name, files_left_out=list(source.left_out))
+    counts = RowCounts(source=source.name, files_left_out=list(source.left_out))
     pipeline = _Pipeline(config, tokenizer, writer, counts)
     logged = time.monotonic()
     rows = wanted_rows(source.rows(), config, fields_of(config.format))
@@ -85,7 +85,7 @@ def _num_chars(row: Row | Broken) -> int:
 class _Pipeline:
     """One dataset's settings and one tokenizer; every row that enters is counted once."""
 
-    def __init__(self, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter, counts: Counts) -> None:
+    def __init__(self, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter, counts: RowCounts) -> None:
         self._config = config
         self._renderer = Renderer(tokenizer, config.train_on, config.on_unstable_template, config.thinking)
         self._encoder = Encoder(tokenizer, config.max_length)

@@ -83,7 +83,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class AnswerPair:
     """A wanted and an unwanted answer to the same prompt."""
 
     chosen: Conversation | Document
@@ -98,12 +98,12 @@ class Judged:
     wanted: bool
 
 
-Content = Conversation | Document | Example | Comparison | Judged
+Content = Conversation | Document | Example | AnswerPair | Judged
 
 
 def sides_of(content: Content) -> tuple[Conversation | Document | Example, ...]:
     """Both answers of a comparison, the wanted one first; else the content, or the answer, alone."""
-    if isinstance(content, Comparison):
+    if isinstance(content, AnswerPair):
         return content.chosen, content.rejected
     return (content.answer if isinstance(content, Judged) else content,)
 

@@ -26,7 +26,7 @@ from app.data.types import Content, Conversation, Document, RenderedText, Row, s
 
 if TYPE_CHECKING:
     from app.data.chat_template import TemplateNames
-    from app.data.data_report import Counts
+    from app.data.data_report import RowCounts
 
 _JUDGEMENTS = (0, 1, "0", "1", "0.0", "1.0")
 _PAIRS = {
@@ -222,7 +222,7 @@ def _first_text(found: Any) -> str:
     return first if isinstance(first, str) else next(first[key] for key in _TEXT_KEYS if key in first)
 
 
-def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterator[str]:
+def unread_problems(config: DatasetConfig, key: str, counts: "RowCounts") -> Iterator[str]:
     """Yield the reasons why a run stops at the columns that are not read of the source with this section."""
     fmt, missed, rows = config.format, counts.missed, counts.rows_kept + counts.rows_lost
     places = {

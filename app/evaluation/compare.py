@@ -24,7 +24,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class Interval:
     """A metric of these rows with its confidence interval; NaN where there is none."""
 
     value: float
@@ -38,11 +38,11 @@ class Estimate:
         return f"{value} [{self.low:{form}}, {self.high:{form}}]"
 
 
-Side = dict[str, Estimate]  # by metric
+Side = dict[str, Interval]  # by metric
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ModelComparison:
     """Metrics of each side; with two sides a third one has the differences, tuned minus base."""
 
     sides: dict[str, Side]
@@ -50,7 +50,7 @@ class Comparison:
     drawn_from: int
 
     @classmethod
-    def of(cls, sums: Mapping[str, Sums], clusters: NDArray[np.uint64], counts: Counts) -> "Comparison":
+    def of(cls, sums: Mapping[str, Sums], clusters: NDArray[np.uint64], counts: Counts) -> "ModelComparison":
         """Compare the sums of rows by `tuned`, `base` or both; both are resampled with the same rows."""
         number = len(np.unique(clusters))
         together = resampled(np.concatenate(list(sums.values()), axis=1), clusters)
@@ -97,7 +97,7 @@ def _estimates(values: Mapping[str, Values], draws: Mapping[str, Values], count:
             # all rows are alike: resampling shows no spread, although the next row may differ
             far = bound_of_none(count)
             low, high = max(0.0, value - far), min(1.0, value + far)
-        found[key] = Estimate(value, low, high)
+        found[key] = Interval(value, low, high)
     return found
 
 
@@ -111,7 +111,7 @@ def _differences(tuned: Side, base: Side, tuned_draws: Mapping[str, Values], bas
         low, high = (math.nan, math.nan) if math.isnan(ours.low + theirs.low) else interval(draws)
         if low == high and METRICS[key].is_share and {ours.value, theirs.value} <= {0.0, 1.0}:
             low, high = ours.low - theirs.high, ours.high - theirs.low
-        found[key] = Estimate(value, low, high)
+        found[key] = Interval(value, low, high)
     return found
 
 

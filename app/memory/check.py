@@ -19,7 +19,7 @@ from app.layers.attention import own_attention
 from app.layers.quantization import quantization_after_training, require_hardware
 from app.memory.estimate import planned_choices
 from app.memory.fake_tensors import FakeTensorFallbacks, materialise
-from app.memory.fit import Machine, check_fit, machine_of, time_bound
+from app.memory.fit import Hardware, check_fit, machine_of, time_bound
 from app.memory.meta_model import MetaModel
 from app.memory.planner import Planned, Planner, random_if_missing
 from app.memory.shape import Shape
@@ -104,7 +104,7 @@ def _describe_shape(shape: Shape) -> str:
     return f"{size}, {shape.label_rows:,} tokens trained; {batches} a step"
 
 
-def _notes(planned: Planned, machine: Machine, processes: int) -> Iterator[str]:
+def _notes(planned: Planned, machine: Hardware, processes: int) -> Iterator[str]:
     yield from _choice_notes(planned)
     yield from offload_notes(planned.run.training, machine.device)
     if machine.device == "cpu":
@@ -140,7 +140,7 @@ def _choice_notes(planned: Planned) -> Iterator[str]:
         yield f"batching.tokens=auto means {means} here"
 
 
-def plan_answers(planned: Planned, answers: AnswersConfig, machine: Machine) -> dict[str, Any]:
+def plan_answers(planned: Planned, answers: AnswersConfig, machine: Hardware) -> dict[str, Any]:
     """Facts about `app.generate` of the model that the run makes; `anatomy` adds up to the peak.
 
     All tokens are read at once, by transformers' own attention and cache: writing them one by one takes less beside the

@@ -29,7 +29,7 @@ _PRECISIONS_AT_BF16_RATE = ("bf16", "fp16", "auto")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Hardware:
     """Memory and rates of a GPU or CPU. Unknown rates are None. `context_bytes`: memory before the first tensor."""
 
     name: str
@@ -44,8 +44,8 @@ class Machine:
     workspace_bytes: int = 0  # of cuBLAS, in torch's allocator
 
 
-def machine_of(hardware: HardwareConfig | None) -> Machine:
-    """Machine of the `hardware` group; without one, the GPU of this host, or its processor."""
+def machine_of(hardware: HardwareConfig | None) -> Hardware:
+    """Return the facts of the `hardware` group; without one, of the GPU of this host, or of its CPU."""
     if hardware is not None:
         return _table_machine(hardware, round(hardware.memory_gib * _GIB))
     import torch
@@ -54,11 +54,11 @@ def machine_of(hardware: HardwareConfig | None) -> Machine:
         # of this process, which has loaded the same libraries as a run
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         context_bytes = resident_pages * os.sysconf("SC_PAGE_SIZE")
-        return Machine("cpu", "this machine", "cpu", host_bytes(), context_bytes, True)
+        return Hardware("cpu", "this machine", "cpu", host_bytes(), context_bytes, True)
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     known = hardware_named(name)
     machine = (
-        Machine(
+        Hardware(
             name, name, "gpu", memory, ASSUMED_CONTEXT_BYTES, False, workspace_bytes=workspace_bytes(local_capability())
         )
         if known is None
@@ -78,9 +78,9 @@ def hardware_named(name: str) -> HardwareConfig | None:
     return next((hardware for hardware in all_hardware() if name in hardware.names), None)
 
 
-def _table_machine(hardware: HardwareConfig, memory: int) -> Machine:
+def _table_machine(hardware: HardwareConfig, memory: int) -> Hardware:
     context = hardware.context_gib
-    return Machine(
+    return Hardware(
         name=hardware.name,
         label=hardware.label,
         device="gpu",
@@ -124,7 +124,7 @@ class Verdict:
         return self.kept_bytes + self.context_bytes + self.margin_bytes > self.memory_bytes
 
 
-def check_fit(plan: MemoryPlan, machine: Machine) -> Verdict:
+def check_fit(plan: MemoryPlan, machine: Hardware) -> Verdict:
     """Compare a plan with the memory of a machine."""
     return Verdict(
         peak_bytes=plan.peak_bytes,
@@ -136,14 +136,14 @@ def check_fit(plan: MemoryPlan, machine: Machine) -> Verdict:
     )
 
 
-def _allocator_share(machine: Machine) -> float:
+def _allocator_share(machine: Hardware) -> float:
     """A CPU has no caching allocator."""
     if machine.device == "cpu":
         return 0.0
     return _SHARE if has_expandable_segments() else _SHARE_WITHOUT_EXPANDABLE_SEGMENTS
 
 
-def time_bound(plan: MemoryPlan, shape: Shape, machine: Machine, precision: str) -> dict[str, float] | None:
+def time_bound(plan: MemoryPlan, shape: Shape, machine: Hardware, precision: str) -> dict[str, float] | None:
     """Time that no step can beat: its FLOPs at the peak rate of the machine; None if the rate is unknown."""
     if machine.flops_per_second is None or precision not in _PRECISIONS_AT_BF16_RATE or not plan.flops:
         return None
@@ -151,7 +151,7 @@ def time_bound(plan: MemoryPlan, shape: Shape, machine: Machine, precision: str)
     return {"step_seconds": seconds, "tokens_per_second": shape.tokens * shape.micro_batches / seconds}
 
 
-def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Machine) -> float:
+def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Hardware) -> float:
     """Relative time of a token: compute, dequantisation if the bandwidth is known, and copies to the host and back.
 
     Meaningful only in comparison with other settings on the same machine.
@@ -167,7 +167,7 @@ def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Ma
     return seconds / tokens
 
 
-def _compute_seconds(plan: MemoryPlan, machine: Machine) -> float:
+def _compute_seconds(plan: MemoryPlan, machine: Hardware) -> float:
     """Time of the FLOPs of a step; machines without a known rate count 1 FLOP per second."""
     rate = machine.flops_per_second or 1.0
     in_fp8 = plan.fp8_flops / (machine.fp8_flops_per_second or rate)

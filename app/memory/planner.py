@@ -14,7 +14,7 @@ from app.distributed.environment import world
 from app.distributed.fsdp import mesh_sizes_of
 from app.layers.partition import BUDGETS
 from app.memory.estimate import Estimate, MemoryPlan, plan_memory, planned_choices
-from app.memory.fit import Machine, Verdict, check_fit, machine_of, seconds_per_token
+from app.memory.fit import Hardware, Verdict, check_fit, machine_of, seconds_per_token
 from app.memory.shape import Shape, worst_case
 from app.training.auto_settings import (
     AUTO,
@@ -63,7 +63,7 @@ class Planner:
     """Plans runs of `processes` processes on one machine. `choices`: precision and attention, if already resolved."""
 
     def __init__(
-        self, machine: Machine, processes: int = 1, choices: Choices | None = None, local_processes: int | None = None
+        self, machine: Hardware, processes: int = 1, choices: Choices | None = None, local_processes: int | None = None
     ) -> None:
         self.machine = machine
         self.processes = processes
@@ -253,7 +253,7 @@ def _local_planner(choices: Choices) -> Planner:
     return Planner(machine, here.size, choices, here.local_size)
 
 
-def describe_bins(planned: Planned, micro_batches: int, machine: Machine) -> str:
+def describe_bins(planned: Planned, micro_batches: int, machine: Hardware) -> str:
     """Remark on the value of `batching.tokens=auto`, of a step in so many micro-batches."""
     needs = _needs(planned.verdict, machine)
     recomputed = f", {planned.recomputed} of {planned.layers} layers recomputed" if planned.chosen else ""
@@ -265,7 +265,7 @@ def describe_bins(planned: Planned, micro_batches: int, machine: Machine) -> str
     return f"{size}, which need{'' if micro_batches > 1 else 's'} {needs}{slow}"
 
 
-def _needs(verdict: Verdict, machine: Machine) -> str:
+def _needs(verdict: Verdict, machine: Hardware) -> str:
     return f"{verdict.needed_bytes / 1e9:.1f} of {verdict.memory_bytes / 1e9:.1f} GB of {machine.label}"
 
 

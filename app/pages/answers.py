@@ -21,7 +21,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswerTable:
     """Prompts, each with the expected and the given answers; `more` prompts are left out."""
 
     prompts: Sequence[tuple[str, Sequence[Answer]]]
@@ -29,7 +29,7 @@ class Answers:
     more: int
 
 
-def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> Answers | None:
+def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> AnswerTable | None:
     """Answers of the first and the last step in samples.jsonl; None without any."""
     steps = sorted({line["step"] for line in lines})
     answered = {_moment(step): _answers_at(lines, step) for step in (*steps[:1], *steps[-1:])}
@@ -39,7 +39,7 @@ def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> Answers | No
     return _shown(answered, list(list(answered.values())[-1]), f"As expected: {', '.join(counts)}.")
 
 
-def last_answers(runs: Sequence[tuple[str, SavedRun]]) -> Answers | None:
+def last_answers(runs: Sequence[tuple[str, SavedRun]]) -> AnswerTable | None:
     """Last answers of several runs to prompts that at least two of them share; None without any."""
     answered = {}
     for name, run in runs:
@@ -57,7 +57,9 @@ def _answers_at(lines: Sequence[Mapping[str, Any]], step: int) -> dict[_Prompt, 
     return {(each.prompt, each.expected): each for each in samples}
 
 
-def _shown(answered: Mapping[str, Mapping[_Prompt, Sample]], prompts: Sequence[_Prompt], summary: str = "") -> Answers:
+def _shown(
+    answered: Mapping[str, Mapping[_Prompt, Sample]], prompts: Sequence[_Prompt], summary: str = ""
+) -> AnswerTable:
     shown = []
     for prompt in prompts[:_MAX_PROMPTS]:
         given = [
@@ -66,7 +68,7 @@ def _shown(answered: Mapping[str, Mapping[_Prompt, Sample]], prompts: Sequence[_
             if prompt in samples
         ]
         shown.append((prompt[0], [Answer("expected", prompt[1]), *given]))
-    return Answers(shown, summary, len(prompts) - len(shown))
+    return AnswerTable(shown, summary, len(prompts) - len(shown))
 
 
 def _is_right(sample: Sample) -> bool:

@@ -25,7 +25,7 @@ _MAX_FOLDER_CHARACTERS = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SweepPlan:
     """A sweep whose trials, or the corners of whose search space, are valid."""
 
     proposer: Proposer
@@ -43,7 +43,7 @@ def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) ->
         return Runner(folder, plan.identity, plan.proposer, command, plan.notes).run()
 
 
-def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> Plan:
+def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> SweepPlan:
     """Plan the sweep of a command line."""
     preset, space, settings = _read(split_arguments(arguments, sweep=True)[0])
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
@@ -61,7 +61,7 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
         runs = _checked_runs(proposer.points, given, check_parts)
         notes += _left_out(dimensions, proposer)
     place = _one_folder(runs, given[-1]) if given else default_path(settings, preset)
-    return Plan(proposer, runs, place, identity_of(of_trials, preset), [*settings_notes(arguments), *notes])
+    return SweepPlan(proposer, runs, place, identity_of(of_trials, preset), [*settings_notes(arguments), *notes])
 
 
 def read_ladder(overrides: Sequence[str]) -> Ladder:

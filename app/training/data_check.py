@@ -12,7 +12,7 @@ from app.config.dataset import formats_of, sources_of
 from app.config.schema import RunConfig
 from app.data import length_statistics
 from app.data.chat_template import other_template
-from app.data.data_report import Counts
+from app.data.data_report import RowCounts
 from app.data.loader import Loader
 from app.data.prepare import Data
 from app.errors import AppError
@@ -147,7 +147,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
     )
 
 
-def _split(counts: Counts) -> dict[str, Any]:
+def _split(counts: RowCounts) -> dict[str, Any]:
     return {
         "source": counts.source,
         "rows": counts.rows_read,

@@ -20,7 +20,7 @@ from app.config.rules import problems_of
 from app.config.schema import AdapterConfig, RunConfig, TaskConfig, TrainingConfig
 from app.config.tasks import Task, labelling_of, task_of
 from app.data.collate import Layout, Packed, Padded
-from app.data.data_report import Counts, stop_reasons, without_stops
+from app.data.data_report import RowCounts, stop_reasons, without_stops
 from app.data.detect_format import detect_formats
 from app.data.labels import KnownLabels, class_weights
 from app.data.loader import Loader, StepSplit
@@ -145,7 +145,7 @@ def _read(
         return prepare(dataset, tokenizer, run.cache_dir, notes, judge, *labels)
     policies = {name: getattr(run.dataset, name) for name in ("on_bad_row", "on_overflow", "on_unstable_template")}
 
-    def collect(section: DatasetConfig, source: Source, counts: Counts) -> None:
+    def collect(section: DatasetConfig, source: Source, counts: RowCounts) -> None:
         problems.extend(stop_reasons(replace(section, **policies), source, counts, base.longest_row))
 
     if has_auto_bins(run):

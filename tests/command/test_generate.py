@@ -6,7 +6,7 @@ from pathlib import Path
 
 from app.data.types import Message
 from app.errors import PromptTooLong
-from app.generate import CHAT_HELP, Conversation
+from app.generate import CHAT_HELP, ChatSession
 from tests.harness.runs import FinishedRuns, Zygote
 
 
@@ -40,7 +40,7 @@ def test_generate_base_equals_run_without_adapter(zygote: Zygote, finished: Fini
     assert "this is an adapter without its base. Give run=DIR" in adapter.stderr
 
 
-def talk(*lines: str, system: str | None = None) -> tuple[list[list[Message]], str, Conversation]:
+def talk(*lines: str, system: str | None = None) -> tuple[list[list[Message]], str, ChatSession]:
     asked: list[list[Message]] = []
     shown: list[str] = []
 
@@ -54,7 +54,7 @@ def talk(*lines: str, system: str | None = None) -> tuple[list[list[Message]], s
         write(f"answer {len(asked)}")
         return f"answer {len(asked)}"
 
-    conversation = Conversation(answer, shown.append, system)
+    conversation = ChatSession(answer, shown.append, system)
     conversation.run(lines)
     return asked, "".join(shown), conversation
 

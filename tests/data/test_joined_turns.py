@@ -12,7 +12,7 @@ from app.assets import template_names, template_text
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.prepare import Data, prepare
 from app.data.tokenizer import Encoder
-from app.data.types import Comparison, Conversation, RowProblem
+from app.data.types import AnswerPair, Conversation, RowProblem
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, trained_texts, write_chats, write_jsonl
 from tests.data.template_shapes import ADD, CALL, SHAPES, conversation, shaped
@@ -222,7 +222,7 @@ def test_join_reasoning_in_earlier_turn_refused() -> None:
 
 def test_join_compared_answers_refused() -> None:
     made = templated("qwen3")
-    pair = Comparison(
+    pair = AnswerPair(
         *(Conversation([*chat("Hi"), *chat("", *said)[1:]], completion_start=1) for said in ("abc", "abe"))
     )
     for policy in ("expand", "join"):

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from app.data import length_statistics
 from app.data.collate import Padded
-from app.data.data_report import Counts
+from app.data.data_report import RowCounts
 from app.data.loader import Loader, StepSplit
 from tests.data.test_collate import rows_of
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
 
-def surveyed(lengths: Sequence[int], longest: int) -> tuple[Any, Counts]:
+def surveyed(lengths: Sequence[int], longest: int) -> tuple[Any, RowCounts]:
     """What a policy of dropping leaves of samples of these lengths."""
-    counts = Counts(longest=max(lengths))
+    counts = RowCounts(longest=max(lengths))
     for length in lengths:
         if length > longest:
             counts.too_long(length)
@@ -53,8 +53,8 @@ def test_length_that_keeps_share(lengths: list[int], longest: int, share: float)
 
 def test_length_statistics_of_no_rows() -> None:
     none = np.empty(0, np.int32)
-    assert length_statistics.percentiles(none, Counts()) is None
-    assert length_statistics.length_that_keeps(0.99, none, Counts()) is None
+    assert length_statistics.percentiles(none, RowCounts()) is None
+    assert length_statistics.length_that_keeps(0.99, none, RowCounts()) is None
     assert length_statistics.padded_fill(none, 2, 4) is None
     assert length_statistics.packed(none, 8) == length_statistics.Packing(0, 0, None)
 

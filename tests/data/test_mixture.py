@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.dataset_schema import DatasetConfig, MixSource
-from app.data.data_report import Counts
+from app.data.data_report import RowCounts
 from app.data.mixture import total
 from app.data.prepare import Data, prepare
 from app.data.token_dataset import TokenRows
@@ -170,7 +170,7 @@ def test_mix_report_lines(two: Path) -> None:
 
 @given(st.lists(st.integers(0, 9), min_size=3, max_size=3), st.lists(st.text(max_size=3), max_size=5))
 def test_counts_total_adds_up(numbers: list[int], reasons: list[str]) -> None:
-    parts = [Counts(source="x", rows_read=n, longest=n) for n in numbers]
+    parts = [RowCounts(source="x", rows_read=n, longest=n) for n in numbers]
     for reason in reasons:
         parts[len(reason) % 3].bad("place", reason)
     summed = total(parts)

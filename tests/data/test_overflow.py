@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.data_report import Counts, stop_reasons
+from app.data.data_report import RowCounts, stop_reasons
 from app.data.overflow import fit, policy_for
 from app.data.tokenizer import Tokens
 from tests.data.small import config
@@ -30,7 +30,7 @@ def test_overflow_auto_by_format() -> None:
 
 
 def test_overflow_truncate_without_trained_drops() -> None:
-    counts = Counts()
+    counts = RowCounts()
     assert fit(sample(9, first_trained=8), 8, "truncate", counts) == []
     assert (counts.over_long, counts.dropped, counts.truncated, counts.tokens_lost) == (1, 1, 0, 9)
     assert len(fit(sample(9, first_trained=7), 8, "truncate", counts)) == 1
@@ -38,7 +38,7 @@ def test_overflow_truncate_without_trained_drops() -> None:
 
 @given(length=st.integers(3, 200), max_length=st.integers(2, 60))
 def test_overflow_split_trains_each_token_once(length: int, max_length: int) -> None:
-    counts = Counts()
+    counts = RowCounts()
     pieces = fit(sample(length), max_length, "split", counts)
     assert all(2 <= len(piece.ids) <= max_length for piece in pieces)
     assert not any(piece.loss_mask[0] for piece in pieces)
@@ -54,7 +54,7 @@ def test_overflow_split_trains_each_token_once(length: int, max_length: int) -> 
     policy=st.sampled_from(["drop", "truncate"]),
 )
 def test_overflow_counts_add_up(lengths: list[int], first: int, max_length: int, policy: str) -> None:
-    counts = Counts()
+    counts = RowCounts()
     kept = [part for n in lengths for part in fit(sample(n, min(first, n - 1)), max_length, policy, counts)]
     assert len(lengths) == len(kept) + counts.dropped
     assert counts.over_long == counts.dropped + counts.truncated == sum(n > max_length for n in lengths)
@@ -64,7 +64,7 @@ def test_overflow_counts_add_up(lengths: list[int], first: int, max_length: int,
 
 
 SOURCE: Any = SimpleNamespace(key="dataset.path", name="a.jsonl")
-LONG = Counts(
+LONG = RowCounts(
     samples=94, rows_read=100, rows_kept=94, dropped=6, over_long=6, longest=1234, first_over_long="a.jsonl:7"
 )
 
@@ -80,7 +80,7 @@ LONG = Counts(
         ("error", "messages", replace(LONG, samples=99, dropped=1, over_long=1), True),
     ],
 )
-def test_too_long_samples_stop_a_run(policy: str, fmt: str, counts: Counts, stops: bool) -> None:
+def test_too_long_samples_stop_a_run(policy: str, fmt: str, counts: RowCounts, stops: bool) -> None:
     problems = list(stop_reasons(config("a.jsonl", fmt, on_overflow=policy), SOURCE, counts))
     assert bool(problems) == stops
 
@@ -104,7 +104,7 @@ def test_too_long_samples_name_the_limit_of_the_model(readable: int, remedy: str
 @given(st.lists(st.integers(1, 3_000_000), min_size=1, max_size=30))
 def test_over_long_counted_in_classes(lengths: list[int]) -> None:
     """In classes narrow enough to say which dataset.max_length would keep them, and few enough to be kept."""
-    counts = Counts()
+    counts = RowCounts()
     for length in lengths:
         counts.too_long(length)
     assert counts.over_long == sum(counts.over_long_up_to.values()) == len(lengths)

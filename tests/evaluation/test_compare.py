@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.evaluation.compare import Comparison, bound_of_none, interval, resampled
+from app.evaluation.compare import ModelComparison, bound_of_none, interval, resampled
 from app.training.counts import ANSWERS, EXACT, HITS, LABELS, LOSS, WEIGHT, Sums
 from app.training.scores import counts_of
 from tests.training.conftest import small_run
@@ -35,7 +35,7 @@ def sides(rows: int) -> NDArray[np.uint64]:
 
 def test_comparison_has_intervals_of_both_sides_and_the_difference() -> None:
     tuned, base = sums_of(400, 1.0, 0.6, 0.5), sums_of(400, 3.0, 0.1, 0.05)
-    found = Comparison.of({"tuned": tuned, "base": base}, sides(400), COUNTS).as_dict()
+    found = ModelComparison.of({"tuned": tuned, "base": base}, sides(400), COUNTS).as_dict()
     names = [f"{side}{key}" for side in ("", "tuned_", "base_", "difference_") for key in KEYS]
     assert sorted(found) == sorted([*names, *(f"{name}_interval" for name in names)])
     assert found["eval_loss"] == found["tuned_eval_loss"]
@@ -55,7 +55,7 @@ def test_difference_is_paired_by_rows() -> None:
     base = sums_of(300, 3.0, 0.3, 0.2)
     tuned = base.copy()
     tuned[:, LOSS] -= tuned[:, LABELS] * 0.1
-    found = Comparison.of({"tuned": tuned, "base": base}, sides(300), COUNTS).as_dict()
+    found = ModelComparison.of({"tuned": tuned, "base": base}, sides(300), COUNTS).as_dict()
     assert found["difference_eval_loss_interval"] == pytest.approx([-0.1, -0.1])
     low, high = found["base_eval_loss_interval"]
     assert high - low > 0.2
@@ -64,34 +64,34 @@ def test_difference_is_paired_by_rows() -> None:
 
 def test_share_of_zero_or_one_keeps_an_interval() -> None:
     nothing, everything = sums_of(40, 3.0, 0.0, 0.0), sums_of(40, 1.0, 1.0, 1.0)
-    found = Comparison.of({"tuned": everything, "base": nothing}, sides(40), COUNTS).as_dict()
+    found = ModelComparison.of({"tuned": everything, "base": nothing}, sides(40), COUNTS).as_dict()
     far = 1 - 0.025 ** (1 / 40)
     for key in ("token_accuracy", "exact_match"):
         assert found[f"base_{key}_interval"] == pytest.approx([0.0, far])
         assert found[f"tuned_{key}_interval"] == pytest.approx([1 - far, 1.0])
         assert found[f"difference_{key}_interval"] == pytest.approx([1 - 2 * far, 1.0])
-    same = Comparison.of({"tuned": nothing, "base": nothing}, sides(40), COUNTS).as_dict()
+    same = ModelComparison.of({"tuned": nothing, "base": nothing}, sides(40), COUNTS).as_dict()
     assert same["difference_exact_match_interval"] == pytest.approx([-far, far])
 
 
 def test_rows_without_answers_have_no_exact_match() -> None:
     sums = sums_of(50, 2.0, 0.4, 0.0)
     sums[:, [ANSWERS, EXACT]] = 0
-    found = Comparison.of({"tuned": sums, "base": sums}, sides(50), COUNTS)
+    found = ModelComparison.of({"tuned": sums, "base": sums}, sides(50), COUNTS)
     assert {value for key, value in found.as_dict().items() if "exact_match" in key} == {None}
     assert "exact" not in found.table()
     assert found.answers == 0
 
 
 def test_one_row_has_no_interval_and_infinite_values_are_json() -> None:
-    alone = Comparison.of({"tuned": sums_of(1, 2.0, 0.4, 0.5)}, sides(1), COUNTS)
+    alone = ModelComparison.of({"tuned": sums_of(1, 2.0, 0.4, 0.5)}, sides(1), COUNTS)
     assert {value for key, value in alone.as_dict().items() if key.endswith("_interval")} == {None}
     assert "one row alone says nothing of others: no intervals" in alone.table()
     assert "[" not in alone.table()
     for bad in (math.nan, math.inf, 1e6):
         ruined = sums_of(9, 2.0, 0.4, 0.5)
         ruined[3, LOSS] = bad
-        found = Comparison.of({"tuned": ruined, "base": ruined}, sides(9), COUNTS)
+        found = ModelComparison.of({"tuned": ruined, "base": ruined}, sides(9), COUNTS)
         assert json.dumps(found.as_dict(), allow_nan=False)
         assert found.as_dict()["perplexity"] is None
         assert found.table()
@@ -99,13 +99,13 @@ def test_one_row_has_no_interval_and_infinite_values_are_json() -> None:
 
 def test_table_has_base_tuned_and_difference() -> None:
     tuned, base = sums_of(400, 1.0, 0.6, 0.5), sums_of(400, 3.0, 0.1, 0.05)
-    lines = Comparison.of({"tuned": tuned, "base": base}, sides(400), COUNTS).table().splitlines()
+    lines = ModelComparison.of({"tuned": tuned, "base": base}, sides(400), COUNTS).table().splitlines()
     assert lines[0].split() == ["base", "tuned", "difference"]
     assert [line.split("   ")[0] for line in lines[1:5]] == ["loss", "perplexity", "token accuracy", "exact match"]
     assert lines[1].split()[-3].startswith("-")
     assert lines[4].split()[-3].startswith("+")
     assert lines[5] == "[95% intervals: 2,000 draws of 400 rows, the same ones for both]"
-    (alone, *_, how) = Comparison.of({"base": base}, sides(400), COUNTS).table().splitlines()
+    (alone, *_, how) = ModelComparison.of({"base": base}, sides(400), COUNTS).table().splitlines()
     assert alone.split() == ["base"]
     assert how == "[95% intervals: 2,000 draws of 400 rows]"
 

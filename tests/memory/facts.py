@@ -5,11 +5,11 @@ from typing import Any
 
 from app.config.hardware import HardwareConfig, all_hardware
 from app.memory.estimate import MemoryPlan
-from app.memory.fit import Machine
+from app.memory.fit import Hardware
 from app.memory.phases import MEMORY_KINDS
 
 MIB = 1 << 20
-GPU = Machine("some", "Some GPU", "gpu", 1000 * MIB, 50 * MIB, True, 1e12, 1e11)
+GPU = Hardware("some", "Some GPU", "gpu", 1000 * MIB, 50 * MIB, True, 1e12, 1e11)
 
 
 def plan(**parts: Any) -> MemoryPlan:
