@@ -122,12 +122,12 @@ class BaseModel:
 
     @property
     def names(self) -> Names:
-        """Names of its weights where other programs have them."""
+        """Names of the weights in the folder's model and in files."""
         return Names() if self.text_part is None else self.text_part.names
 
     @property
     def folder_model(self) -> Any:
-        """The folder's own model, on meta: that of the run, or the whole that it is the text part of."""
+        """The folder's own model on meta: the trained model, or the composite that contains it."""
         return self.on_meta() if self.text_part is None else self.text_part.whole
 
     @property
@@ -171,7 +171,7 @@ class BaseModel:
 
 
 def open_base(model: ModelConfig, task: TaskConfig) -> BaseModel:
-    """Describe the base of a run, for its task."""
+    """Return the base of a run for its task; only config.json is read."""
     return BaseModel(model, task_of(task))
 
 
@@ -220,7 +220,7 @@ def text_part_in(config: ModelConfig, task: Task, folder: Path, lm: Any) -> Text
 
 
 def names_in(config: ModelConfig, task: Task, folder: Path, lm: Any) -> Names:
-    """Names of the weights of `lm` in a local folder."""
+    """Return the names of the weights of `lm` in a local folder."""
     part = text_part_in(config, task, folder, lm)
     return Names() if part is None else part.names
 

@@ -1,4 +1,4 @@
-"""Options of a command, with the settings of a run that it takes."""
+"""Command-line options of a command, and the run settings that it accepts."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -31,7 +31,7 @@ _FREE_TEXT = ("prompt", "second", "system")  # may start with ~
 
 
 class Typed(NamedTuple):
-    """A command line: options by key and as plain data of the schema, settings of a run by key and as typed."""
+    """A parsed command line: options by key and as data of the schema, run settings by key and as typed."""
 
     options: dict[str, Any]
     data: dict[str, Any]
@@ -46,42 +46,42 @@ class Typed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Generic[Options]):
-    """The command line of a command.
+    """Parser of one command.
 
-    Its options are the keys of `schema` that are not of a run. Their value is all text after the first `=`, without
-    quotes. Every other word is a setting of a run, in Hydra's grammar, of a key or section in `allowed`; "" is the
-    whole run. Another one is refused for the reason that `why_not` gives for its section.
+    Options are the keys of `schema` that are not run settings; their value is the text after the first `=`, unquoted.
+    All other words are run settings in Hydra's grammar. They must be in `allowed` by key or section ("" is the whole
+    run); others are refused with the reason that `why_not` has for their section.
     """
 
     schema: type[Options]
     rules: Callable[[Options, Changes], Iterable[str]] = lambda _options, _changes: ()
     allowed: Collection[str] = ()
     why_not: Mapping[str, str] = field(default_factory=dict)
-    typed_as: Mapping[str, str] = field(default_factory=dict)  # the option, by the key that is typed for it
-    bare: str = ""  # the option of a word without `=`, which must be typed
-    example: str = ""  # of a command line, where that is missing
+    typed_as: Mapping[str, str] = field(default_factory=dict)  # options by key on the command line, where that differs
+    bare: str = ""  # required option that may be typed without its key
+    example: str = ""  # command line for the error if `bare` is missing
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The type of each option, by the key that is typed."""
+        """Type of each option, by its key on the command line."""
         typed = {option: key for key, option in self.typed_as.items()}
         of_runs = _OF_RUNS if self.allowed else {}
         return {typed.get(key, key): kind for key, kind in field_types(self.schema).items() if key not in of_runs}
 
     def parse(self, arguments: Sequence[str]) -> Options:
-        """Read options that need no run; one ConfigError has every problem."""
+        """Parse a command line without run settings; one ConfigError has all problems."""
         typed = self.read(arguments)
         return self.validated(typed.data, typed.changes)
 
     def validated(self, data: Mapping[str, Any], changes: Changes) -> Options:
-        """Validate plain data by the schema and the rules; `changes` are what was typed of it."""
+        """Validate data by the schema and the rules; `changes` are the typed values."""
         options = parse_section(self.schema, data)
         of_run = problems_of(options) if isinstance(options, RunConfig) else ()
         refuse([*of_run, *self.rules(options, changes)])
         return options
 
     def read(self, arguments: Sequence[str]) -> Typed:
-        """Split a command line into options and settings; one ConfigError has every unknown or unreadable word."""
+        """Split a command line into options and run settings; one ConfigError has all unknown or invalid words."""
         options, words, problems = dict[str, Any](), list[str](), list[str]()
         for text in arguments:
             try:
@@ -106,7 +106,7 @@ class Command(Generic[Options]):
         return Typed(options, self._nested(options), settings, words)
 
     def _nested(self, options: Changes) -> dict[str, Any]:
-        """Options as data of the schema: `{answers: {rows: 4}}` for `answers.rows`."""
+        """Nest options as the schema does: `{answers: {rows: 4}}` for `answers.rows`."""
         data: dict[str, Any] = {}
         for key, value in options.items():
             section, _, leaf = key.rpartition(".")
@@ -117,7 +117,7 @@ class Command(Generic[Options]):
         return data
 
     def _value(self, key: str, text: str) -> Any:
-        """The text of an option; a list in Hydra's grammar, whose brackets may be left out."""
+        """Return the text of an option, or a list parsed by Hydra's grammar, with or without brackets."""
         value, kind = text.partition("=")[2], self.options[key]
         if kind == list[str]:
             listed = value if value.startswith(("[", '"', "'")) else f"[{value}]"
@@ -132,7 +132,7 @@ class Command(Generic[Options]):
         return None if value == "null" and is_optional(kind) else value
 
     def _problems(self, text: str) -> Iterator[str]:
-        """The problem of a word that is neither an option nor an allowed setting."""
+        """Yield the problem of a word that is neither an option nor an allowed setting."""
         key, _, value = text.lstrip("+~").partition("=")
         if not self.allowed:
             yield f"{text!r} is not key=value. Keys: {', '.join(leaf_keys(self.schema))}."

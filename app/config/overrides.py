@@ -253,7 +253,7 @@ def _sweep_problem(key: str, value: str) -> str:
 
 
 def wrong_choice(group: str, choice: Any) -> Iterator[str]:
-    """The problem of a choice that its group has not."""
+    """Yield the problem of a choice that its group does not have."""
     names = choices_by_group().get(group)
     if names is None or isinstance(choice, dict) or choice in names or (choice is None and group in _OPTIONAL_GROUPS):
         return

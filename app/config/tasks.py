@@ -9,8 +9,8 @@
   log-probabilities (`over_documents`). Such a loss may read numbers beside each document (`LabelledTokens.values`) and
   ask for one mean over the step of all processes, such as a KL term (`of_step`), which `with_step_mean` of
   `app/training/scores.py` computes before the first backward pass.
-- `COUNTS` (`app/training/scores.py`): what is summed of each data row and divided; `METRICS` (`app/config/metrics.py`)
-  names and formats the results.
+- `COUNTS` (`app/training/scores.py`): the sums per data row that metrics are ratios of; `METRICS`
+  (`app/config/metrics.py`) names and formats the results.
 - `ANSWERS` (`app/training/samples.py`): answers to held-out prompts.
 
 `task=classification` looks up `task.problem` in tables of its own: `PROBLEMS`, `LABELLINGS`, `PROBLEM_LOSSES`,

@@ -67,7 +67,7 @@ class Merge:
         return str(self.names.of_file(file)) if self.text_alone else file
 
     def weight(self, name: str) -> tuple[Tensor, bool]:
-        """The weight of a name in the files as it is written, and whether it was rounded."""
+        """Return the weight with this name in the files as it is written, and whether it was rounded."""
         if name in self.converted.names:
             exact = self.converted.take(
                 name,
@@ -91,10 +91,10 @@ class Merge:
         return result.to("cpu").contiguous(), not torch.equal(result.to(exact.dtype), exact)
 
     def _trained(self, name: str | None, weight: Tensor) -> Tensor:
-        """The weight of a layer at the end of training, adapter included; that of no layer as it is.
+        """Return the weight of a layer after training, adapter included; other weights are returned unchanged.
 
-        A quantised one is dequantised in fp32, before a layer rounds it to the dtype of its arithmetic: the bytes do
-        not depend on the dtype they were made from.
+        A quantized weight is dequantized in fp32, before a layer rounds it to its compute dtype: the bytes do not
+        depend on the dtype that it was quantized from.
         """
         if name is None:
             return weight
@@ -184,7 +184,7 @@ def plan_merge(
 
 
 def _trained_name(names: Names, name: str) -> str:
-    """The name in the trained model of a layer that an adapter names as in the whole."""
+    """Return the name in the trained model of a layer in an adapter file."""
     return names.of_trained(name) or name
 
 
@@ -247,9 +247,7 @@ def _is_transposed(lm: Any, name: str) -> bool:
 def _with_whole(
     lm: Any, tensors: Mapping[str, StoredTensor], names: Names, whole: Mapping[str, StoredTensor], *, pooled: bool
 ) -> dict[str, StoredTensor]:
-    """The tensors of the base with those in place that were trained whole, which an adapter names as in the folder's
-    model. A tied one stands in the files once.
-    """
+    """Replace tensors of the base by those of modules that were trained in full; tied tensors are in the files once."""
     trained = {_trained_name(names, name): each for name, each in whole.items()}
     if not (pooled and trained):
         in_files = {names.files[name]: each for name, each in trained.items() if name in names.files}
@@ -284,7 +282,7 @@ def _require_stored(
     converted: Collection[str],
     path: str,
 ) -> None:
-    """Refuse a folder without the weights that are `changed`, under their names and in their shapes."""
+    """Refuse a folder that lacks `changed` weights, or has them in other shapes."""
     shapes = {name: each.shape for name, each in lm.state_dict().items()}
     missing = [
         name.removesuffix(".weight")

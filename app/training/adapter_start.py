@@ -31,11 +31,11 @@ from app.training.plan import Plan
 
 
 def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, names: Names) -> list[str]:
-    """Load the adapter that a new run starts from, if it has one; returns remarks. `fingerprint`: of the base."""
+    """Load the start adapter of a new run, if any, and return remarks. `fingerprint` is the hash of the base."""
     folder = start_folder(run.adapter)
     if folder is None:
         return []
-    run = replace(run, adapter=with_names(run.adapter, names.of_folder))  # which the file has
+    run = replace(run, adapter=with_names(run.adapter, names.of_folder))  # the names in the adapter file
     refuse(check_start(replace(run, resume=None)))
     file, remedy = folder / ADAPTER_WEIGHTS, "Restore the adapter from a copy."
     require_intact(folder, remedy, sealed=False)
@@ -126,9 +126,9 @@ def keep_start(drawn: dict[str, Tensor], plan: Plan, folder: Path) -> None:
     known = read_start(kept) if plan.start.checkpoint else drawn
     if known.keys() != drawn.keys() or not all(torch.equal(known[name], each) for name, each in drawn.items()):
         raise CheckpointError(
-            f"adapter.init={plan.run.adapter.init}: what is computed from the base here differs from {kept}, "
-            "so the base would be another. Continue on the machine and with the packages of the first start, or begin "
-            "again in another output_dir."
+            f"adapter.init={plan.run.adapter.init}: the initial adapter weights computed here differ from "
+            f"{kept}. Resume on the machine and with the packages of the first start, or start again in another "
+            "output_dir."
         )
     if not (plan.start.checkpoint and folder.is_dir()):
         with checksummed_folder(folder) as target:

@@ -32,13 +32,13 @@ Answer = TypeVar("Answer")
 
 
 class RunPlanner(Protocol):
-    """The memory planner, which the command passes in: it stands on the layers of training.
+    """Interface of the memory planner, which app.train passes in because `memory` imports `training`.
 
-    Answers to `auto` come with a remark. `largest`: the largest micro-batch, of `micro_batches` in a step.
+    Values for `auto` come with a remark. `largest` is the largest micro-batch, of `micro_batches` in a step.
     """
 
     def predict(self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, device: str) -> Predicted:
-        """Return the peak of a run on `cpu` or `cuda`; any exception means that there is none."""
+        """Return the estimated peak memory on `cpu` or `cuda`; raise if there is no estimate."""
 
     def recompute(
         self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int
@@ -46,7 +46,7 @@ class RunPlanner(Protocol):
         """Return the number of recomputed layers and the memory budget of compiled ones."""
 
     def bin_tokens(self, run: RunConfig, choices: Choices) -> tuple[int, str]:
-        """Return the size of bins."""
+        """Return the tokens of a bin."""
 
     def parallel(self, run: RunConfig, choices: Choices) -> tuple[str, str]:
         """Return ddp or fsdp."""

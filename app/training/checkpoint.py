@@ -125,7 +125,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
 
 
 def choices_of(save: Path | None) -> dict[str, str]:
-    """Return what `auto` came to when the run began: a resumed run keeps it."""
+    """Return the values of `auto` when the run first started: a resumed run keeps them."""
     if save is None:
         return {}
     if SAVE_NUMBER not in read_json(save / STATE):

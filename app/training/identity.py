@@ -103,7 +103,7 @@ def start_hash(adapter: AdapterConfig) -> dict[str, str]:
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Return what differs between a checkpoint and a run, of what both know: a hash may be of files that are gone."""
+    """Return the differences between a checkpoint and a run, in the keys that both have (a hash needs its files)."""
     keys = saved.keys() & own.keys()
     if _BASE in keys:
         keys -= {"model.path"}  # the same weights at another place

@@ -1,4 +1,4 @@
-"""The machine of a run: its processes and device, and the precision and attention that they compute with."""
+"""The machine of a run: processes, device, precision and attention backend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from app.training.start import Start
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The processes have met. `choices` has no compiled layers yet: what is compiled depends on the plan."""
+    """Processes, device, precision and attention of a run; compilation is decided by the plan."""
 
     runtime: Runtime
     choices: Choices
-    used_bytes: int | None  # of the GPU, before this process took any
+    used_bytes: int | None  # GPU memory in use before this process allocated any
 
 
 def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
-    """Choose for this machine what the run leaves open, and return when all processes have met."""
+    """Choose precision and attention for this machine, and connect all processes."""
     run = rows.run
-    rows.base.on_meta()  # a model that cannot be trained is refused before the machine is looked at
+    rows.base.on_meta()  # refuse a model that cannot be trained before examining the machine
     # memory of the GPU is read before this process allocates anything on it
     for remark in (*(f"memory  {note}" for note in memory_in_use.notes()), *start.remarks):
         say(remark)

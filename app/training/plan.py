@@ -1,4 +1,4 @@
-"""The plan of a run: every `auto` settled, before any weight is loaded."""
+"""The plan of a run: every `auto` resolved before any weight is loaded."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ _PER_PROCESS_KEYS = {"output_dir", "cache_dir", "launch"}  # compared by themsel
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run with nothing left to choose. `run` has bins, parallelism and recomputed layers in numbers."""
+    """A run with every `auto` resolved: `run` has the bin size, parallelism and number of recomputed layers."""
 
     run: RunConfig
     rows: Rows
@@ -125,7 +125,7 @@ class Plan:
 def make_plan(
     rows: Rows, machine: Machine, start: Start, planner: RunPlanner | None, say: Callable[[str], None]
 ) -> Plan:
-    """Settle what the checkpoint, the machine and the memory planner decide, in the order of what needs what."""
+    """Resolve every `auto` from the checkpoint, the machine and the memory planner, in the order of dependencies."""
     run, base, runtime = rows.run, rows.base, machine.runtime
     counts = count_weights(sections_of(run, machine.choices), base)
     auto = AutoSettings(planner, machine.choices, start.choices, runtime.host_group, say)
@@ -160,7 +160,7 @@ def _compile_choice(run: RunConfig, base: BaseModel, machine: Machine, start: St
 
 
 def shared_facts(plan: Plan, output_dir: Path) -> dict[str, Any]:
-    """Return what processes compare before they train together, by the key to type."""
+    """Return the facts that must be equal on all processes, by the key to type."""
     settings = {key: v for key, v in asdict(plan.run).items() if key not in _PER_PROCESS_KEYS}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return {
@@ -175,14 +175,14 @@ def shared_facts(plan: Plan, output_dir: Path) -> dict[str, Any]:
 
 
 def without_compiled_layers(plan: Plan, fault: str, planner: RunPlanner | None, log: Callable[[str], None]) -> Plan:
-    """Plan a run again whose layers are not compiled after all; they save more for their backward pass."""
+    """Plan a run again after compilation was disabled: uncompiled layers save more activations."""
     run, layers = with_compile(plan.run, NONE), plan.counts.layers
     choices = replace(plan.choices, compile=NONE)
     auto = AutoSettings(planner, choices, {}, plan.runtime.host_group, log)
     least = auto.least_recomputed(run, plan.loader.largest, layers)
     count = layers if run.training.recompute is True else int(run.training.recompute)
     if plan.layers_are_auto:
-        # layers that are recomputed already stay so
+        # the number of recomputed layers never decreases
         run = with_recompute(run, layers if least is None else max(least, count), memory_budget(run.compile))
     elif least is not None and least > count:
         raise EnvironmentProblem(

@@ -1,4 +1,4 @@
-"""The rows of a run as tokens, and what they decide: formats, packing, the longest row, labels and the vocabulary.
+"""The rows of a run as tokens, and the settings that depend on them: formats, packing, row length, labels, vocabulary.
 
 No weight is read, and nothing here depends on the machine.
 """
@@ -38,7 +38,7 @@ TRAINED, SCORED = "trained", "scored"  # the splits that are read
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a run; `run` has settled what they decide."""
+    """The rows of a run; in `run` the settings that depend on them are resolved."""
 
     run: RunConfig
     base: BaseModel
@@ -49,12 +49,12 @@ class Rows:
 
     @property
     def pad_id(self) -> int:
-        """The id in padding. Any serves: padding is known by row lengths, never by its id."""
+        """Id of padding tokens. Any id works, because padding is known by row lengths."""
         return 0 if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
 
 
 def loader_of(rows: Rows, run: RunConfig, processes: int, rank: int = 0) -> Loader:
-    """The rows to train on, in steps of all processes; `run` has bins of known size."""
+    """Return the loader of the training rows, in steps of all processes; `run` has a known bin size."""
     layout = layout_of(run, run.batching.rows, rows.objective, rows.pad_id)
     return Loader(rows.data.train, layout, StepSplit(run.batching.accumulation, processes, rank), run.seed)
 
@@ -85,10 +85,10 @@ def read_rows(
     splits: str = TRAINED,
     problems: list[str] | None = None,
 ) -> Rows:
-    """Read the rows of a run as tokens and settle what they decide.
+    """Read the rows of a run as tokens, and resolve the settings that depend on them.
 
-    `base` may be another one than the config names. `splits`: TRAINED, or SCORED for the rows to score, as `eval`.
-    `problems` collects, for a check, what would stop the run; without it that is refused.
+    `base` may differ from the model in the config. `splits` is TRAINED, or SCORED to read only the rows to score, as
+    `eval`. A check passes `problems`, which collects the errors that would stop the run; without it they are raised.
     """
     report = refuse if problems is None else problems.extend
     limited = within_positions(run.dataset, base, say)
@@ -155,7 +155,7 @@ def _read(
 
 
 def _task_of_rows(task: TaskConfig, facts: Task, data: Data) -> tuple[TaskConfig, list[str]]:
-    """The task with the labels of the rows and their weights; what is wrong with the weights."""
+    """Return the task with the labels and class weights of the rows, and the problems of the weights."""
     if facts.has_classes and not task.labels and len(data.classes) >= PROBLEMS[task.problem].least_labels:
         task = replace(task, labels=list(data.classes))
     if task.class_weights is None or not task.labels:

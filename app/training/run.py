@@ -31,7 +31,7 @@ from app.training.reference import keep_reference
 from app.training.rehearsal import is_due, rehearse
 from app.training.rows import read_rows
 from app.training.samples import preview
-from app.training.setup import Begun, begin, forecast_of, record_base, split_depth_noted, trainer_parts
+from app.training.setup import RunSetup, forecast_of, record_base, set_up, split_depth_noted, trainer_parts
 from app.training.start import find_start
 from app.training.storage_counter import kept_bytes
 from app.training.summary import manifest_facts, rehearsal_message, resumed_split_note, run_table
@@ -42,9 +42,9 @@ from app.training.trainer import Trainer
 def train_in(
     folder: RunFolder, run: RunConfig, console: Console, resume_hint: str, planner: RunPlanner | None = None
 ) -> int:
-    """Train, or report what would be trained, and return the exit code; `resume_hint` says how to resume a run.
+    """Train, or report a dry run, and return the exit code. `resume_hint` is printed after a stop.
 
-    The one function that knows the whole order.
+    This is the only function that knows the whole order.
     """
     rows = read_rows(run, open_base(run.model, run.task), console.say)  # tokens; formats, labels, packing, vocabulary
     start = find_start(folder.checkpoints, run.resume)
@@ -55,11 +55,11 @@ def train_in(
     if run.dry_run:
         return _report_dry_run(folder, planned, console, forecast)
     _require_host_memory(forecast, machine.runtime)
-    begun = begin(planned, forecast, folder, planner, console.say)  # weights, adapter, checks, optimizer, checkpoint
-    with listening(answers_signal=world().is_first) as request, _recording(begun, folder, console) as recorder:
-        trainer = _rehearsed(begun, recorder)
+    setup = set_up(planned, forecast, folder, planner, console.say)  # weights, adapter, checks, optimizer, checkpoint
+    with listening(answers_signal=world().is_first) as request, _recording(setup, folder, console) as recorder:
+        trainer = _rehearsed(setup, recorder)
         is_complete = trainer.fit(request)
-        code = _record_end(begun, trainer, is_complete=is_complete)
+        code = _record_end(setup, trainer, is_complete=is_complete)
         machine.runtime.leave()
     if resume_hint and not is_complete:
         recorder.message(resume_hint)  # the last line, ready to be copied
@@ -67,27 +67,27 @@ def train_in(
 
 
 @contextmanager
-def _recording(begun: Begun, folder: RunFolder, console: Console) -> Iterator[Recorder]:
-    """Open the record of a run and write down how it begins."""
-    plan, progress, model = begun.plan, begun.progress, begun.stepper.model
-    with _opened(folder, plan, console, begun) as recorder, split_depth_noted(begun.checkpoints):
+def _recording(setup: RunSetup, folder: RunFolder, console: Console) -> Iterator[Recorder]:
+    """Open the recorder of a run and record its setup."""
+    plan, progress, model = setup.plan, setup.progress, setup.stepper.model
+    with _opened(folder, plan, console, setup) as recorder, split_depth_noted(setup.checkpoints):
         notes = (("note", note) for note in (*model.remarks(), *resumed_split_note(progress.depth)))
-        recorder.message(align([*run_table(plan), *begun.forecast.rows(), *notes]))
-        in_use = {"start": plan.machine.used_bytes, "context": begun.context_bytes}
-        recorder.add_facts(proofs=[asdict(check) for check in begun.checks], device_used_bytes=in_use)
+        recorder.message(align([*run_table(plan), *setup.forecast.rows(), *notes]))
+        in_use = {"start": plan.machine.used_bytes, "context": setup.context_bytes}
+        recorder.add_facts(proofs=[asdict(check) for check in setup.checks], device_used_bytes=in_use)
         keep_reference(plan, folder.reference)
-        keep_start(begun.drawn, plan, folder.start)
-        record_base(plan, model, recorder, begun.fingerprint)
+        keep_start(setup.drawn, plan, folder.start)
+        record_base(plan, model, recorder, setup.fingerprint)
         recorder.begin(plan.steps.steps, progress.step)
         yield recorder
 
 
-def _record_end(begun: Begun, trainer: Trainer, *, is_complete: bool) -> int:
-    """Record the outcome, of a complete run with final/; returns the exit code."""
-    facts, stepper = begun.forecast.facts(), begun.stepper
+def _record_end(setup: RunSetup, trainer: Trainer, *, is_complete: bool) -> int:
+    """Record the outcome, write final/ if the run is complete, and return the exit code."""
+    facts, stepper = setup.forecast.facts(), setup.stepper
     trainer.parts.recorder.add_facts(memory=kept_bytes(stepper.model, stepper.optimizer), memory_plan=facts)
-    predicted = begun.forecast.predicted
-    return write_final(begun.plan, trainer, predicted) if is_complete else record_stop(trainer, predicted)
+    predicted = setup.forecast.predicted
+    return write_final(setup.plan, trainer, predicted) if is_complete else record_stop(trainer, predicted)
 
 
 def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
@@ -104,10 +104,10 @@ def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
         )
 
 
-def _rehearsed(begun: Begun, recorder: Recorder) -> Trainer:
-    """The trainer, after a rehearsal where that is due; of layers that `auto` chose, more may be recomputed then."""
-    plan, progress, stepper = begun.plan, begun.progress, begun.stepper
-    parts = trainer_parts(plan, stepper, begun.checkpoints, recorder)
+def _rehearsed(setup: RunSetup, recorder: Recorder) -> Trainer:
+    """Return the trainer, after a rehearsal if one is due; with `auto` it may recompute more layers."""
+    plan, progress, stepper = setup.plan, setup.progress, setup.stepper
+    parts = trainer_parts(plan, stepper, setup.checkpoints, recorder)
     if is_due(plan.run.training, plan.runtime.device) and progress.step < plan.steps.steps:
         count = plan.run.training.recompute
         if plan.layers_are_auto and count is not True:
@@ -131,7 +131,7 @@ def _report_dry_run(folder: RunFolder, plan: Plan, console: Console, forecast: F
 
 
 @contextmanager
-def _opened(folder: RunFolder, plan: Plan, console: Console, begun: Begun | None = None) -> Iterator[Recorder]:
+def _opened(folder: RunFolder, plan: Plan, console: Console, setup: RunSetup | None = None) -> Iterator[Recorder]:
     """The first process records for all and writes the report at the end; each other one has a log of its own."""
     here, run = world(), plan.run
     if not here.is_first:
@@ -139,10 +139,10 @@ def _opened(folder: RunFolder, plan: Plan, console: Console, begun: Begun | None
             yield recorder
         return
     step, resumed = None, plan.start.checkpoint
-    if begun is not None:
-        step = begun.progress.step if resumed else -1
+    if setup is not None:
+        step = setup.progress.step if resumed else -1
         if resumed and run.resume != "auto":
-            begun.checkpoints.note_resumed(resumed)  # before later lines are cut
+            setup.checkpoints.note_resumed(resumed)  # before later lines are cut
     recorder = Recorder.open(folder, run.tracker, asdict(run), manifest_facts(plan), console, step)
     try:
         with recorder:

@@ -1,4 +1,4 @@
-"""The beginning of a run: the model and its checks, the optimizer, and what a checkpoint restores."""
+"""Setup of a run before its next step: load and check the model, build the optimizer, restore the checkpoint."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -49,8 +49,8 @@ _FEW_ROWS = 4  # of data: in checks that are repeated, and of a reduction, which
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A run before its next step. `plan` is another one where layers could not be compiled after all."""
+class RunSetup:
+    """A run that is ready for its next step. `plan` differs from the first one if compiled layers were disabled."""
 
     plan: Plan
     forecast: Forecast
@@ -59,14 +59,14 @@ class Begun:
     checkpoints: Checkpoints
     progress: Progress
     fingerprint: str | None  # of the weights of the base
-    drawn: dict[str, Tensor]  # first numbers of an adapter that its base gave up
-    context_bytes: int | None  # of the GPU in use with the context of this process
+    drawn: dict[str, Tensor]  # initial adapter weights that were split off the base (PiSSA, OLoRA, CorDA)
+    context_bytes: int | None  # GPU memory in use after the context of this process was created
 
 
-def begin(
+def set_up(
     planned: Plan, forecast: Forecast, folder: RunFolder, planner: RunPlanner | None, say: Callable[[str], None]
-) -> Begun:
-    """Load the model, check it on a real micro-batch, build the optimizer, and restore what the run begins with."""
+) -> RunSetup:
+    """Load the model, check it on a real micro-batch, build the optimizer, restore a checkpoint or start adapter."""
     run, runtime = planned.run, planned.runtime
     context_bytes = _context_bytes(runtime)
     model = _build(planned, base_path(run.model, folder.base))
@@ -83,7 +83,7 @@ def begin(
     runtime.seed(run.seed)  # again: building the model and checking it draw random numbers
     drawn = drawn_start(plan, model)
     progress = restore_progress(plan, checkpoints, stepper, fingerprint)
-    return Begun(
+    return RunSetup(
         plan=with_reference(plan, model, folder.reference, fingerprint),
         forecast=forecast if replanned is None else forecast_of(replanned, planner),
         stepper=stepper,
@@ -103,14 +103,14 @@ def _context_bytes(runtime: Runtime) -> int | None:
 
 
 def forecast_of(plan: Plan, planner: RunPlanner | None) -> Forecast:
-    """Predict the peak on rank 0: the micro-batches of all ranks have one shape."""
+    """Estimate the peak memory on rank 0: the micro-batches of all ranks have the same shape."""
     if planner is None or not world().is_first:
         return Forecast(None, "")
     return Forecast.made(planner.predict, plan.run, plan.choices, *plan.largest_micro_batch(), plan.runtime.device.type)
 
 
 def _build(plan: Plan, place: str) -> TrainingModel:
-    """Build the model; a new adapter may begin with rows of the run."""
+    """Build the model; rows of the run may initialize a new adapter."""
     run, runtime = plan.run, plan.runtime
     if run.model.weights == "pretrained" and world().is_first:
         require_intact_base(local_place(run.model.path))
@@ -122,8 +122,9 @@ def _build(plan: Plan, place: str) -> TrainingModel:
 def _without_failed_layers(
     planned: Plan, model: TrainingModel, planner: RunPlanner | None, say: Callable[[str], None]
 ) -> Plan | None:
-    """Plan again where compiled layers of any process have failed their verification: all then give up on theirs, and
-    recompute more of them where `auto` needs that. None where the plan holds.
+    """Return a new plan if compiled layers of any process failed verification, else None.
+
+    All processes then disable compilation, and recompute more layers if `auto` requires it.
     """
     layers = model.compiled_layers
     faults = [] if layers is None else planned.runtime.host_group.all_gather_object(layers.fault)
@@ -141,7 +142,7 @@ def _without_failed_layers(
 
 @contextmanager
 def split_depth_noted(checkpoints: Checkpoints) -> Iterator[None]:
-    """Write to disk that the next start must split deeper; ranks that see only a broken connection read it there."""
+    """Record on disk that the next start must split deeper, for ranks that see only a broken connection."""
     known = checkpoints.noted_depth()
     try:
         yield

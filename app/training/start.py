@@ -1,4 +1,4 @@
-"""Where a start of a run begins: at a checkpoint of its own or of another run, or at step 0."""
+"""Where a run starts: from its own checkpoint, from a checkpoint of another run, or from step 0."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from app.training.checkpoint import choices_of, find_checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`checkpoint` is None for a new run, which has no `choices`: what `auto` resolved to when the run began."""
+    """Checkpoint to resume from, None for a new run, and `choices`: the values of `auto` when the run first started."""
 
     checkpoint: Path | None
     choices: Mapping[str, str]

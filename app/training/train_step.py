@@ -74,7 +74,7 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get(LR_FACTOR, 1.0)
 
-        # Of all processes: the loss is divided by the weight of all labels, and the deepest split of any is taken over.
+        # Counts over all processes: the loss is divided by the weight of all labels. All use the deepest split of any.
         mine = (
             sum(b.num_labels for b in batches),
             sum(b.num_tokens for b in batches),
@@ -87,7 +87,7 @@ class Stepper:
         self.split_depth = int(max(depths))
         batches = [*with_step_mean(self.model, batches, self._runtime, self.split_depth)]
 
-        # Forward and backward of all parts. If memory does not suffice, they are made again from the first one.
+        # Forward and backward of all parts, repeated from the first one with deeper splits after out-of-memory.
         self._reduction.begin()
         while (sums := try_or_none(self._backward, batches, weight)) is None:
             self._deepen(batches)
@@ -97,7 +97,7 @@ class Stepper:
         self._reduction.finish()
         loss_sum, router_sum = sums
 
-        # Clip and update. With optimizer.in_backward that is done already, and only the norm is asked for.
+        # Clip and update. With optimizer.in_backward weights are updated already, and this only returns the norm.
         if updates:
             self._begin("update")
             updated = try_or_none(self._reduction.apply, self._update)
@@ -132,9 +132,9 @@ class Stepper:
             parameter.grad = None
 
     def _backward(self, batches: Sequence[Batch], weight: float) -> tuple[Tensor, Tensor | None]:
-        """Run forward and backward of all parts; return the loss sum and that of routers.
+        """Run forward and backward of all parts, and return the loss sum and the router loss sum.
 
-        A function of its own, because `try_or_none` has to drop its frames, and what they hold, before a retry.
+        This is a separate function because `try_or_none` must drop its frames, and the tensors in them, before a retry.
         """
         parts = [part for batch in batches for part in split_batch(batch, self.split_depth)]
         total = torch.zeros((), device=self._runtime.device)
