@@ -14,7 +14,6 @@ NEAR = 4096
 CASES: dict[str, tuple[str, ...]] = {
     "full": ("recipe=full", "parallel=fsdp", "training.recompute=0"),
     "full recomputed, zero2": ("recipe=full", "parallel=zero2", "training.recompute=1"),
-    "full bf16, muon": ("recipe=full", "parallel=fsdp", "optimizer=muon", "precision=bf16"),
     "full offload": ("recipe=full", "parallel=fsdp", "parallel.offload=true"),
     "lora": ("recipe=lora", "parallel=fsdp", "training.recompute=0", "precision=bf16"),
     "lora recomputed, zero2": ("recipe=lora", "parallel=zero2", "training.recompute=true"),
