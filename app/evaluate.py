@@ -42,7 +42,7 @@ def _score_in(place: Path, config: EvaluateConfig, names: Sequence[str], folder:
     """Score the run in `place`, and write the scores to `folder`."""
     from app.evaluation.compare import ModelComparison
     from app.evaluation.run import prepare_evaluation
-    from app.training.scores import counts_of
+    from app.tasks.table import counts_of
 
     manifest = read_manifest(config.folder / "manifest.json")
     hashes, recorded = manifest.get("hashes", {}), manifest.get("choices", {}).get("precision")

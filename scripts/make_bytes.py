@@ -14,6 +14,7 @@ from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, materialise
 from app.memory.meta_model import MetaModel
 from app.model.build import assemble
 from app.optim.stochastic_rounding import ordinary
+from app.tasks.table import loss_of
 from app.training.choices import Choices, sections_of
 from app.training.setup import stepper_of
 from app.training.storage_counter import kept_bytes
@@ -50,7 +51,7 @@ def _row(settings: str) -> Iterator[str]:
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
         materialise(network, sections)
-        stepper = stepper_of(assemble(network, sections, None), run, one_process, "bf16")
+        stepper = stepper_of(assemble(network, sections, loss_of(run), None), run, one_process, "bf16")
         paged.attach(ordinary(stepper.optimizer))
         stepper.allocate_states()
         kept = kept_bytes(stepper.model, stepper.optimizer)

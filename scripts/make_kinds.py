@@ -34,7 +34,7 @@ from app.base.structure import BaseModel
 from app.base.supported_models import tier_of
 from app.batch import Batch
 from app.config.model_kinds import OWN, PACKED, PADDED, REFUSED, Tier, model_kinds, without_numbers
-from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, TaskConfig
+from app.config.schema import AdapterConfig, ModelConfig, PreferenceConfig, QuantizationConfig, TaskConfig
 from app.config.tasks import TASKS, Task, task_of
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import LabelledTokens, label_next_tokens
@@ -44,6 +44,7 @@ from app.layers.quantization import is_linear
 from app.model.build import ModelSections, build_training_model
 from app.model.checks import check_causal, check_head, check_packing
 from app.model.training_model import TrainingModel
+from app.tasks.table import IMPLEMENTATIONS
 from scripts.tiny_kinds import architecture, tables
 
 TABLE = ROOT / "model_kinds.json"
@@ -127,8 +128,9 @@ def _try(config: ModelConfig, task: Task, tier: str) -> _Failure | tuple[str, ..
         precision="fp32",
         recompute=False,
     )
+    loss = IMPLEMENTATIONS[task.name].loss(labels, PreferenceConfig(kind="none"))
     try:
-        model = build_training_model(sections, torch.device("cpu"), seed=0, base_path="base").train()
+        model = build_training_model(sections, loss, torch.device("cpu"), seed=0, base_path="base").train()
         _change_all(model)
         batch = _batch(task, base.is_bidirectional, packed=tier == PACKED)
         check_head(model, batch)

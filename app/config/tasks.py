@@ -1,22 +1,4 @@
-"""Tasks: what a model learns, as facts that need no torch.
-
-`task.kind` is looked up in six tables, of packages that do not know each other:
-
-- `TASKS` here: row formats, class of transformers, which tokens a token sees, words for messages.
-- `OBJECTIVES` (`app/data/objectives.py`): the documents and labels of a row, and the tokens that people see
-  highlighted; `MOST_LABELS` beside it: how many labels a memory plan counts.
-- `LOSSES` (`app/model/losses.py`): one sum of a batch, of cross-entropies or of any function of the documents'
-  log-probabilities (`over_documents`). Such a loss may read numbers beside each document (`LabelledTokens.values`) and
-  ask for one mean over the step of all processes, such as a KL term (`of_step`), which `with_step_mean` of
-  `app/training/scores.py` computes before the first backward pass.
-- `COUNTS` (`app/training/scores.py`): the sums per data row that metrics are ratios of; `METRICS`
-  (`app/config/metrics.py`) names and formats the results.
-- `ANSWERS` (`app/training/samples.py`): answers to held-out prompts.
-
-`task=classification` looks up `task.problem` in tables of its own: `PROBLEMS`, `LABELLINGS`, `PROBLEM_LOSSES`,
-`CLASS_COUNTS`. A loss that compares with the model before step 1 reads what `app/training/reference.py` has scored once
-and keeps with the run. A data row may have several documents: bins, splits and retries cut between rows.
-"""
+"""Facts of tasks that need no torch; `app/tasks` has their code."""
 
 from dataclasses import dataclass, replace
 from typing import Literal

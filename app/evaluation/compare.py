@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config.metrics import METRICS
+from app.tasks.interface import ANSWERS, Counts, Sums
 from app.tracking.formatting import align_columns
 from app.tracking.jsonl_metrics import finite_or_none
-from app.training.counts import ANSWERS, Counts, Sums
 
 RESAMPLES = 2_000
 CONFIDENCE_LEVEL = 0.95

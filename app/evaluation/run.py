@@ -22,13 +22,14 @@ from app.errors import CheckpointError
 from app.finished.load_run import load_training_model, reads_base, weights_of
 from app.model.build import ModelSections
 from app.model.training_model import TrainingModel
+from app.tasks.interface import Sums
+from app.tasks.table import counts_of, loss_of
 from app.tracking.formatting import format_duration
 from app.training.choices import Choices, choose, sections_of
-from app.training.counts import Sums
 from app.training.eta import Eta
 from app.training.reference import comparing, read_reference
 from app.training.rows import SCORED, layout_of, read_rows
-from app.training.scores import counts_of, score_rows
+from app.training.scores import score_rows
 from app.training.setup import check_on_batch
 
 SECONDS_BETWEEN_MESSAGES = 10.0
@@ -50,7 +51,9 @@ class FinishedRun:
         """Load the tuned model, or its base, in the dtypes and packing of training."""
         sections = self.sections(tuned=tuned)
         self.require_same_base(tuned=tuned)
-        return load_training_model(self.folder, sections, self.runtime.device, self.run.seed, tuned=tuned)
+        return load_training_model(
+            self.folder, sections, loss_of(self.run), self.runtime.device, self.run.seed, tuned=tuned
+        )
 
     def sections(self, *, tuned: bool) -> ModelSections:
         """Settings that decide how it is built; `model.path` is the local folder of the weights."""

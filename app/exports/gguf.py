@@ -20,8 +20,8 @@ from app.exports.gguf_model import OTHER_WAY, Described, Place, described
 from app.exports.gguf_vocabulary import Vocabulary, modelfile, vocabulary_of
 from app.exports.kinds import Export, MergedExport
 from app.exports.verify import Reference, Reloaded, Verification, run_fresh
-from app.finished.generate import end_ids
 from app.finished.load_run import load_tuned_tokenizer
+from app.model.decoding import end_ids
 from app.tracking.model_card import Loading
 
 LICENCES = ("LICENSE*", "NOTICE*", "USE_*")

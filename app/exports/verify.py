@@ -22,8 +22,8 @@ from app.config.problems import PROBLEMS
 from app.evaluation.run import Evaluation
 from app.exports import reload
 from app.layers.attention import own_attention
-from app.model.losses import PROBLEM_LOSSES
 from app.model.training_model import TrainingModel
+from app.tasks.classification import CLASS_PROBLEMS
 from app.tracking.jsonl_metrics import finite_or_none
 
 MAX_ROWS = 8
@@ -99,7 +99,7 @@ class Reference:
     def loss(self, logits: list[Tensor]) -> float:
         """Mean loss over all positions."""
         losses = [
-            PROBLEM_LOSSES[self.problem].of_answers(each.double(), targets, None).sum()
+            CLASS_PROBLEMS[self.problem].of_answers(each.double(), targets, None).sum()
             for each, targets in zip(logits, self.targets, strict=True)
         ]
         return float(sum(losses)) / sum(len(targets) for targets in self.targets)
@@ -108,7 +108,7 @@ class Reference:
         """The share of all choices that both make alike; None where numbers are learnt, which are no choices."""
         if not PROBLEMS[self.problem].named:
             return None
-        chosen = PROBLEM_LOSSES[self.problem].chosen
+        chosen = CLASS_PROBLEMS[self.problem].chosen
         return float((chosen(theirs) == chosen(ours)).double().mean())
 
 

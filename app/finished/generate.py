@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import torch
 
 from app.chat_rendering import ConversationRefused, render_chat
 from app.config.problems import PROBLEMS
-from app.errors import ConfigError, PromptTooLong, refuse
-from app.layers.attention import NAME, own_attention
+from app.errors import ConfigError, PromptTooLong
 from app.layers.head import takes_segments
-from app.model.losses import PROBLEM_LOSSES
+from app.model.decoding import end_ids, new_ids
+from app.tasks.classification import CLASS_PROBLEMS
 
 Message = dict[str, Any]
 
@@ -74,7 +73,7 @@ class TextGenerator:
     def _generated(self, prompts: Sequence[Sequence[int]], streamer: Any = None) -> list[list[int]]:
         width = max(map(len, prompts))
         max_new, ends = self._max_new(width), end_ids(self.lm, self.tokenizer)
-        answers = _new_ids(self.lm, prompts, ends, max_new, streamer=streamer, **self.sampling)
+        answers = new_ids(self.lm, prompts, ends, max_new, streamer=streamer, **self.sampling)
         if max_new < self.max_new and any(len(answer) == max_new for answer in answers):
             self.note(
                 f"an answer ends after {_tokens(max_new)}: the model reads {self.positions:,} at most, and the prompt "
@@ -134,58 +133,6 @@ class _Streamer:
         self._written = max(self._written, len(text))
 
 
-def end_ids(lm: Any, tokenizer: Any) -> list[int]:
-    """Token ids that end an answer, by the model and by the tokenizer."""
-    declared = [lm.generation_config.eos_token_id, lm.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
-    flat: list[Any] = [i for d in declared if d is not None for i in (d if isinstance(d, list) else [d])]
-    refuse(
-        f"generation_config.json: eos_token_id has {each!r}, which is not a token id. Fix or delete that file."
-        for each in flat
-        if not isinstance(each, int)
-    )
-    return sorted(set(flat))
-
-
-def generate(
-    lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new: int, *, together: bool = False, **sampling: Any
-) -> list[list[int]]:
-    """New ids for each prompt, up to an end id or `max_new`.
-
-    One prompt at a time, so that none is padded; or all `together`, where each pass of the model is dear.
-    """
-    own, mode = lm.config._attn_implementation, lm.training
-    if own in {NAME, "sdpa"}:  # ours knows no key-value cache
-        lm.set_attn_implementation(own_attention(lm))
-    lm.eval()
-    batches = [prompts] if together else [[prompt] for prompt in prompts]
-    try:
-        return [ids for each in batches for ids in _new_ids(lm, each, ends, max_new, **{"do_sample": False} | sampling)]
-    finally:
-        lm.train(mode)
-        if own in {NAME, "sdpa"}:
-            lm.set_attn_implementation(own)
-
-
-@torch.no_grad()
-def _new_ids(
-    lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new: int, **options: Any
-) -> list[list[int]]:
-    """New ids for each prompt, up to the first end id; padded on the left, so that they begin in one column."""
-    width, pad = max(map(len, prompts)), ends[0] if ends else 0
-    ids = torch.tensor([[pad] * (width - len(each)) + list(each) for each in prompts], device=lm.device)
-    mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts], device=lm.device)
-    out = lm.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=max_new,
-        eos_token_id=ends or None,
-        pad_token_id=pad,
-        use_cache=True,
-        **options,
-    )
-    return [list(takewhile(lambda token: token not in ends, row)) for row in out[:, width:].tolist()]
-
-
 @torch.no_grad()
 def tags_of_words(lm: Any, ids: Any, first: Any) -> list[str]:
     """The tag of each word of one text, from its tokens and the mask of the first token of each word."""
@@ -216,6 +163,6 @@ class Classifier:
         read = self.tokenizer(*texts, truncation=True, max_length=self.max_length, return_tensors="pt")
         wanted = ["input_ids", *(["token_type_ids"] if len(texts) > 1 and takes_segments(self.lm) else [])]
         given = {name: read[name].to(self.lm.device) for name in wanted if name in read}
-        values = PROBLEM_LOSSES[self.problem].values(self.lm(**given).logits[0].float()).tolist()
+        values = CLASS_PROBLEMS[self.problem].values(self.lm(**given).logits[0].float()).tolist()
         found = {self.lm.config.id2label[at]: value for at, value in enumerate(values)}
         return dict(sorted(found.items(), key=lambda each: -each[1])) if PROBLEMS[self.problem].named else found

@@ -35,6 +35,7 @@ from app.layers.experts import shown_to_peft, stack_layers, take_over
 from app.layers.layer_norm import set_norms
 from app.layers.quantization import quantization_after_training, quantizer_of
 from app.model.build import DTYPES, ModelSections, build_base
+from app.model.losses import Loss
 from app.model.training_model import TrainingModel
 
 
@@ -90,7 +91,7 @@ def reads_base(run: Path, *, tuned: bool) -> bool:
 
 
 def load_training_model(
-    run: Path, sections: ModelSections, device: torch.device, seed: int, *, tuned: bool
+    run: Path, sections: ModelSections, loss: Loss, device: torch.device, seed: int, *, tuned: bool
 ) -> TrainingModel:
     """A finished run, or its base, as training held it, to be scored; `sections.model` is that of `weights_of`."""
     final = run / "final"
@@ -102,7 +103,7 @@ def load_training_model(
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)
     return TrainingModel(
-        network.to(device), compute, sections.task, sections.preference, sections.attention, sections.quantizer
+        network.to(device), compute, task_of(sections.task), loss, sections.attention, sections.quantizer
     ).eval()
 
 

@@ -10,7 +10,8 @@ from app.batch import Batch
 from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
-from app.data.objectives import MOST_LABELS, LabelledTokens, NextToken
+from app.data.objectives import LabelledTokens, NextToken
+from app.tasks.table import IMPLEMENTATIONS
 from app.training.rows import layout_of
 
 
@@ -77,7 +78,7 @@ def worst_case(run: RunConfig) -> Shape:
     objective = _Unlabelled(open_base(run.model, run.task).is_bidirectional, has_pairs(run.dataset))
     rows: Any = lengths  # which is all that the objective reads of them
     batch = layout_of(run, count, objective).batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0)
-    labels = MOST_LABELS[run.task.kind](run.task, sum(lengths), len(lengths))
+    labels = IMPLEMENTATIONS[run.task.kind].most_labels(run.task, sum(lengths), len(lengths))
     return replace(Shape.of(batch, run.batching.accumulation), label_rows=labels)
 
 

@@ -1,6 +1,5 @@
 """Trace of one training step and one evaluation on fake tensors, with every storage and FLOP counted."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +26,9 @@ from app.memory.meta_model import MetaModel
 from app.memory.phases import BACKWARD_BETWEEN, BEGIN, EVALUATION, HOST, PERSISTENT_KINDS, SAVE, peaks, register_phases
 from app.memory.shape import Shape
 from app.model import losses
-from app.model.build import assemble
+from app.model.build import assemble, group_experts
 from app.optim.stochastic_rounding import ordinary
+from app.tasks.table import loss_of
 from app.training.setup import stepper_of
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper
@@ -85,10 +85,14 @@ def trace(
         materialise(network, sections)
         _wrap_layers(network, step_flops, compiled, on_gpu=settings.on_gpu)
         host = HostOffload("meta" if settings.on_gpu else "cpu") if sections.offload else None
-        training_model = assemble(network, sections, None, host, sharding)
-        over_documents = training_model.loss.of_rows is not None
-        if over_documents:  # any function of a number per document: its memory is nothing beside the head's two passes
-            training_model.loss = losses.over_documents(lambda sums, _batch: sums)
+        loss = loss_of(run)
+        over_documents = loss.of_rows is not None
+        if over_documents:  # any function of a number per document: its memory is nothing next to the head's two passes
+            loss = losses.over_documents(lambda sums, _batch: sums)
+        training_model = assemble(network, sections, loss, None, host)
+        if sharding is not None:
+            training_model.divide(sharding)
+        group_experts(training_model, sections, None)
         if settings.shape.keeps_gradients or (settings.shape.micro_batches > 1 and settings.passes == 1):
             training_model.register_forward_pre_hook(_set_gradients)
         kind = PLANNED_AS.get(run.optimizer.kind, run.optimizer.kind)
@@ -97,11 +101,13 @@ def trace(
         if settings.on_gpu:  # on a CPU, paged states are in the planned memory
             paged.attach(ordinary(stepper.optimizer))
         stepper.allocate_states()
-        blank = partial(training_model.problem.blank, outputs=training_model.language_model.config.num_labels)
-        batch = _batch(settings.shape, blank, over_documents=over_documents)
-        evaluated = (
-            None if settings.evaluated is None else _batch(settings.evaluated, blank, over_documents=over_documents)
-        )
+        blank = partial(loss.blank_targets, outputs=training_model.language_model.config.num_labels)
+
+        def batch_of(shape: Shape) -> Batch:
+            return _batch(shape, blank(shape.label_rows), over_documents=over_documents)
+
+        batch = batch_of(settings.shape)
+        evaluated = None if settings.evaluated is None else batch_of(settings.evaluated)
         counter = _counter(settings, stepper, [batch, *([evaluated] if evaluated else [])])
         register_phases(stepper, counter, step_flops, recomputed)
         if settings.on_gpu:
@@ -198,7 +204,7 @@ def _set_gradients(training_model: nn.Module, _args: Any) -> None:
             parameter.grad = torch.empty_like(parameter)
 
 
-def _batch(shape: Shape, blank: Callable[[int], torch.Tensor], *, over_documents: bool) -> Batch:
+def _batch(shape: Shape, targets: torch.Tensor, *, over_documents: bool) -> Batch:
     documents = None
     if shape.documents:
         bounds = torch.zeros(shape.places + 1, dtype=torch.int32)
@@ -207,7 +213,7 @@ def _batch(shape: Shape, blank: Callable[[int], torch.Tensor], *, over_documents
         ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
         positions=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
         label_rows=torch.zeros(shape.label_rows, dtype=torch.int64),
-        targets=blank(shape.label_rows),
+        targets=targets,
         lengths=shape.documents or (shape.width,) * shape.rows,
         num_labels=shape.label_rows,
         num_tokens=shape.tokens,

@@ -19,14 +19,7 @@ from app.base.structure import BaseModel, open_base
 from app.base.text_part import whole_class
 from app.batch import Batch
 from app.config.adapters import compile_obstacle
-from app.config.schema import (
-    AdapterConfig,
-    CompileConfig,
-    ModelConfig,
-    PreferenceConfig,
-    QuantizationConfig,
-    TaskConfig,
-)
+from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.layers.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
@@ -41,6 +34,7 @@ from app.layers.quantization import Quantizer, quantizer_of
 from app.layers.recurrent import missing_kernels, recurrent_mixers
 from app.layers.router_loss import RouterLoss, coefficient_of
 from app.model.loss_comparison import compare_loss_head
+from app.model.losses import Loss
 from app.model.training_model import TrainingModel, freeze
 
 
@@ -94,7 +88,6 @@ class ModelSections:
     freeze: tuple[str, ...] = ()  # parts of names of weights that are not trained
     neftune: float = 0.0
     compile: CompileConfig = field(default_factory=lambda: CompileConfig(kind="none"))
-    preference: PreferenceConfig = field(default_factory=lambda: PreferenceConfig(kind="none"))
 
     @property
     def quantizer(self) -> Quantizer | None:
@@ -115,6 +108,7 @@ class ModelSections:
 
 def build_training_model(
     sections: ModelSections,
+    loss: Loss,
     device: torch.device,
     seed: int,
     base_path: str,
@@ -136,6 +130,8 @@ def build_training_model(
         sections.quantizer.use_stored_shapes(network)
 
     def fill() -> None:
+        if not on_meta:
+            return
         put = put_whole if sharding is None else sharding.put
         base.fill(put, trained_copies(network))
         if method is not None:
@@ -146,11 +142,14 @@ def build_training_model(
     if sharding is not None and method is not None:
         method.require_divisible()
     host = HostOffload() if sections.offload else None
-    if on_meta:
-        training_model = assemble(network, sections, device, host, sharding, fill)
+    training_model = assemble(network if on_meta else network.to(device), sections, loss, device, host)
+    if not on_meta:
+        _begin_adapter(sections, device, seed, rows, training_model)
+    if sharding is None:
+        fill()
     else:
-        begin = partial(_begin_adapter, sections, device, seed, rows)
-        training_model = assemble(network.to(device), sections, device, host, sharding, begin=begin)
+        training_model.divide(sharding, fill)
+    group_experts(training_model, sections, device)
     whole = f"adapter.kind={sections.adapter.kind}: each process loads the whole base before it keeps its part"
     for remark in (*base.remarks, *([] if on_meta or sharding is None else [whole])):
         training_model.add_remark(remark)
@@ -160,14 +159,11 @@ def build_training_model(
 def assemble(
     network: nn.Module,
     sections: ModelSections,
+    loss: Loss,
     device: torch.device | None,
     host: HostOffload | None = None,
-    sharding: Any = None,
-    fill: Callable[[], None] = lambda: None,
-    begin: Callable[[TrainingModel], None] = lambda _model: None,
 ) -> TrainingModel:
-    """Give a network, its adapter included, compiled and recomputed layers and a loss; `begin`, divide and `fill`
-    it.
+    """Give a network, its adapter included, compiled and recomputed layers and a loss; shards and weights come later.
 
     `device`: None for a memory plan, on tensors without values: nothing is compiled, and what a run compares with the
     model's own before it uses it (grouped experts, a linear head) counts as equal.
@@ -178,12 +174,14 @@ def assemble(
     freeze(network, sections.freeze)
     compiled = None if device is None else compile_blocks(network, sections.compile, compile_obstacle(sections.adapter))
     recompute(network, sections.recompute, host)
+    task = task_of(sections.task)
     training_model = TrainingModel(
-        network, compute, sections.task, sections.preference, sections.attention, sections.quantizer, compiled
+        network, compute, task, loss, sections.attention, sections.quantizer, compiled
     ).train()
-    coefficient = coefficient_of(sections.task, sections.adapter, training_model.language_model)
+    lm = training_model.language_model
+    coefficient = coefficient_of(sections.task, sections.adapter, lm)
     if coefficient and not is_compiled:
-        training_model.router_loss = RouterLoss(training_model.language_model, coefficient)
+        training_model.use_router_loss(RouterLoss(lm, coefficient))
     if coefficient and sections.task.router_loss == "auto":
         given = "0, because layers are compiled" if is_compiled else f"{coefficient:g}, of config.json, at most 0.01"
         training_model.add_remark(f"task.router_loss=auto: {given}")
@@ -192,14 +190,8 @@ def assemble(
     missing = missing_kernels(recurrent_mixers(network))
     if missing and device is not None and device.type == "cuda":
         training_model.add_remark(f"recurrent layers: computed by plain torch, slow without {' and '.join(missing)}")
-    if device is None and not training_model.has_classes:
-        training_model.use_linear_head(linear_head(training_model.language_model))
-    begin(training_model)
-    if sharding is None:
-        fill()
-    else:
-        training_model.divide(sharding, fill)
-    training_model.grouped_experts = _grouped_experts(training_model, sections, device)
+    if device is None and not task.has_classes:
+        training_model.use_linear_head(linear_head(lm))
     return training_model
 
 
@@ -234,14 +226,12 @@ def _with_weights(training_model: TrainingModel, compare: Callable[[Any], list[C
         return training_model.within(lambda: compare(sharding.gathered))
 
 
-def _grouped_experts(
-    training_model: TrainingModel, sections: ModelSections, device: torch.device | None
-) -> list[Comparison]:
+def group_experts(training_model: TrainingModel, sections: ModelSections, device: torch.device | None) -> None:
     """Let experts that are packed or adapted compute by our function; it is compared before."""
     network, quantizer = training_model.network, sections.quantizer
     is_packed = quantizer is not None and bool(stack_layers(network))
     if not (is_packed or adapted_experts(network)):
-        return []
+        return
     autocast = nullcontext if device is None else partial(training_model.autocast, device)
     found = [] if device is None else _with_weights(training_model, partial(compare_experts, network, autocast))
     for each in found if is_packed else ():
@@ -253,7 +243,7 @@ def _grouped_experts(
     passed = [same for each in found for same in each.or_leave(lambda cause: training_model.add_remark(slow + cause))]
     if len(passed) == len(found):
         take_over(network)
-    return passed
+    training_model.use_grouped_experts(passed)
 
 
 def choose_loss_head(training_model: TrainingModel, batch: Batch) -> list[Comparison]:

@@ -13,8 +13,7 @@ from app.base.structure import first_position
 from app.batch import Batch, PackedSequences
 from app.config.did_you_mean import did_you_mean
 from app.config.model_kinds import OWN
-from app.config.schema import PreferenceConfig, TaskConfig
-from app.config.tasks import task_of
+from app.config.tasks import Task
 from app.errors import ConfigError
 from app.layers.activation_checkpointing import repeated_layers
 from app.layers.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
@@ -24,7 +23,7 @@ from app.layers.head import Head, head_parameters, own_head, pooled_head, takes_
 from app.layers.quantization import Quantizer
 from app.layers.recurrent import lay_aside
 from app.layers.router_loss import RouterLoss
-from app.model.losses import LOSSES, PROBLEM_LOSSES
+from app.model.losses import Loss
 
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -40,15 +39,15 @@ class TrainingModel(nn.Module):
     """A language model with its loss.
 
     `network` is the model, or PEFT's wrapper around it; `attention` the name of its backend. What follows from its
-    weights is set later, by `divide`, `use_linear_head` and `add_remark`.
+    weights is set later, by `divide`, the `use_` methods and `add_remark`.
     """
 
     def __init__(
         self,
         network: nn.Module,
         compute: torch.dtype | None,
-        task: TaskConfig,
-        preference: PreferenceConfig,
+        task: Task,
+        loss: Loss,
         attention: str = "sdpa",
         quantizer: Quantizer | None = None,
         compiled_layers: CompiledLayers | None = None,
@@ -61,11 +60,8 @@ class TrainingModel(nn.Module):
         self.compiled_layers = compiled_layers
         self.grouped_experts: list[Comparison] = []  # that passed, before our function was used
         self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded
-        self.pooled, self.has_classes = task_of(task).pooled, task_of(task).has_classes
-        self.problem_kind, self.problem = task.problem, PROBLEM_LOSSES[task.problem]
-        self._class_weights = task.class_weights if isinstance(task.class_weights, list) else None
-        self._weights_on_device: Tensor | None = None
-        self.loss = LOSSES[task.kind](task, preference)
+        self.pooled, self.has_classes = task.pooled, task.has_classes
+        self.loss = loss
         lm = self.language_model
         self.linear: LinearHead | None = None
         self.router_loss: RouterLoss | None = None  # of a mixture, where its coefficient is above 0
@@ -104,20 +100,12 @@ class TrainingModel(nn.Module):
         """The loss of each target, and the token or class that the model would have chosen."""
         with self.autocast(batch.ids.device):
             rows = self._labelled_rows(batch)
-            if not self.has_classes:
-                return self.token_scores(rows, batch.targets)
-            losses, logits = self.class_losses(rows, batch)
-            return losses, self.problem.chosen(logits)
+            return self.loss.scores(self, rows, batch)
 
-    def class_losses(self, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of each answer, and logits, which a batch without answers has for its filling."""
-        logits = self.head(rows).float()
-        if not batch.num_labels:
-            return logits.new_zeros(0), logits
-        weights = self._class_weights
-        if weights is not None and (self._weights_on_device is None or self._weights_on_device.device != logits.device):
-            self._weights_on_device = torch.tensor(weights, device=logits.device)  # once: the host waits for it
-        return self.problem.of_answers(logits, batch.targets, self._weights_on_device), logits
+    def class_logits(self, rows: Tensor) -> Tensor:
+        """Return fp32 logits of a head for classes, from hidden states."""
+        logits: Tensor = self.head(rows).float()
+        return logits
 
     def token_loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         """The sum of cross-entropies over all targets, each times its weight, from hidden states."""
@@ -196,6 +184,12 @@ class TrainingModel(nn.Module):
     def use_linear_head(self, head: LinearHead | None) -> None:
         self.linear = head
 
+    def use_router_loss(self, router_loss: RouterLoss) -> None:
+        self.router_loss = router_loss
+
+    def use_grouped_experts(self, passed: list[Comparison]) -> None:
+        self.grouped_experts = passed
+
     @gathers
     def within(self, work: Callable[[], Result]) -> Result:
         """Run `work`, which calls submodules directly: a forward hook of FSDP gathers what layers share."""
@@ -213,20 +207,12 @@ class TrainingModel(nn.Module):
 
     @gathers
     @torch.no_grad()
-    def predicted(self, ids: Tensor) -> Tensor:
-        """The likeliest token at each position of one document."""
+    def logits(self, ids: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Return the model's own logits for one document."""
         lm = self.language_model
-        logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False).logits
-        return logits[0].argmax(-1).cpu()
-
-    @gathers
-    @torch.no_grad()
-    def values(self, ids: Tensor, segments: Tensor | None) -> Tensor:
-        """The probability of each class, or the numbers, for one document."""
-        lm = self.language_model
-        given = {name: each[None].to(lm.device) for name, each in self.segment_arguments(segments).items()}
-        logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False, **given).logits
-        return self.problem.values(logits[0].float()).cpu()
+        arguments = {name: each[None].to(lm.device) for name, each in self.segment_arguments(segments).items()}
+        logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False, **arguments).logits
+        return logits[0]
 
 
 @contextlib.contextmanager

@@ -73,7 +73,6 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
             kind=choices.compile if run.compile.kind == AUTO else run.compile.kind,
             memory_budget=memory_budget(run.compile),
         ),
-        preference=run.preference,
     )
 
 

@@ -20,12 +20,13 @@ from safetensors.numpy import load_file, save_file
 
 from app.base.safetensors_files import require_finite
 from app.data.loader import eval_batches
-from app.data.objectives import Compared, Objective, compared_rows
+from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
 from app.errors import CheckpointError, gist
 from app.files import checksummed_folder, require_intact, verify_checksums
 from app.model.training_model import TrainingModel
+from app.tasks.preference import Compared, compared_rows
 from app.training.identity import start_hash
 from app.training.plan import Plan
 from app.training.scores import score_documents

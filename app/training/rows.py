@@ -24,13 +24,13 @@ from app.data.data_report import RowCounts, stop_reasons, without_stops
 from app.data.detect_format import detect_formats
 from app.data.labels import KnownLabels, class_weights
 from app.data.loader import Loader, StepSplit
-from app.data.objectives import Objective, build_objective
+from app.data.objectives import Objective
 from app.data.prepare import Data, prepare, rows_beside, rows_to_score, stop_if_wrong
 from app.data.sources import Source
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, refuse
+from app.tasks.table import build_objective, metrics_of
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_packing
-from app.training.scores import metrics_of
 
 ROWS_MULTIPLE = 64  # of a resized vocabulary: matrix products of other sizes leave tensor cores idle
 TRAINED, SCORED = "trained", "scored"  # the splits that are read

@@ -1,22 +1,20 @@
 """Rows shown to people: training rows with their loss mask, and held-out rows answered by the model so far."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
-from app.config.problems import PROBLEMS, text_of
 from app.data.data_report import SourceShare
 from app.data.length_statistics import histogram
-from app.data.objectives import Classification, Objective, WordTags
+from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
-from app.finished.generate import end_ids, generate
 from app.model.training_model import TrainingModel, evaluating
 from app.oom_retry import try_or_none
+from app.tasks.interface import HeldOutRows
+from app.tasks.table import IMPLEMENTATIONS
 from app.tracking.formatting import Sample
 from app.tracking.recorder import Recorder
 from app.training.plan import Plan
@@ -111,22 +109,6 @@ def _text(ids: list[int], start: int, end: int, tokenizer: Any) -> str:
     return both.removeprefix(before) if both.startswith(before) else alone
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutRows:
-    """Held-out rows, and what the model needs to answer them."""
-
-    rows: TokenRows
-    indices: list[int]
-    objective: Objective
-    tokenizer: Any
-    max_new_tokens: int
-
-    def text(self, ids: Any) -> str:
-        """Decode without special tokens."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
-
-
 def sampler(plan: Plan, model: TrainingModel, recorder: Recorder) -> Callable[[int], None]:
     """Return a function that records the answers at a step. Generation is greedy: it draws no random number."""
     run, rows, takes_all = plan.run, plan.rows.data.eval, model.sharding is not None
@@ -137,7 +119,7 @@ def sampler(plan: Plan, model: TrainingModel, recorder: Recorder) -> Callable[[i
 
     def answers() -> list[Sample]:
         with evaluating(model), model.autocast(model.language_model.device):
-            return ANSWERS[run.task.kind](held_out, model)
+            return IMPLEMENTATIONS[run.task.kind].answers(held_out, model)
 
     def show(step: int) -> None:
         if model.sharding is not None:
@@ -151,94 +133,3 @@ def sampler(plan: Plan, model: TrainingModel, recorder: Recorder) -> Callable[[i
             recorder.samples(step, found)
 
     return show
-
-
-def _answered(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
-    """Generate from the prompt of each row."""
-    pairs = [_split(held_out.rows, i) for i in held_out.indices]
-    lm = model.language_model
-    ends = end_ids(lm, held_out.tokenizer)
-    together = model.sharding is not None  # each pass gathers the whole model
-    answers = generate(lm, [prompt for prompt, _ in pairs], ends, held_out.max_new_tokens, together=together)
-    return [
-        Sample(prompt=held_out.text(prompt), expected=held_out.text(expected), answer=held_out.text(answer))
-        for (prompt, expected), answer in zip(pairs, answers, strict=True)
-    ]
-
-
-def _answered_as_wanted(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
-    """Generate from prompts whose answer in the rows is wanted."""
-    wanted = np.flatnonzero(held_out.rows.where_label(lambda label: label == "true"))
-    count = min(len(held_out.indices), len(wanted))
-    chosen = wanted[np.linspace(0, len(wanted) - 1, count).astype(int)].tolist() if count else []
-    return _answered(replace(held_out, indices=chosen), model) if chosen else []
-
-
-def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
-    """Split a row into the tokens before the first trained one, and that first trained stretch."""
-    ids, trained = rows.ids(i), rows.loss_mask(i)
-    start = int(np.argmax(trained))
-    untrained_after = np.flatnonzero(~trained[start:])
-    end = start + int(untrained_after[0]) if len(untrained_after) else len(ids)
-    return ids[:start].tolist(), ids[start:end].tolist()
-
-
-def _classified(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
-    """Predict the class of each row, with its probability, or its classes, or numbers."""
-    problem = PROBLEMS[model.problem_kind]
-    assert isinstance(held_out.objective, Classification)
-    samples = []
-    for i in held_out.indices:
-        (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
-        ids = torch.from_numpy(row.ids.astype(np.int64))
-        segments = None if row.second_start < 0 else (torch.arange(len(ids)) >= row.second_start).long()
-        found = dict(zip(held_out.objective.names, model.values(ids, segments).tolist(), strict=True))
-        answer = problem.answer(found)
-        samples.append(
-            Sample(
-                prompt=held_out.text(row.ids),
-                expected=held_out.objective.shown(held_out.rows, i)[1],
-                answer=text_of(answer),
-                likelihood=found.get(answer) if isinstance(answer, str) else None,
-            )
-        )
-    return samples
-
-
-def _tagged(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
-    """Predict the tag of each word of each row."""
-    assert isinstance(held_out.objective, WordTags)
-    names, samples = held_out.objective.names, []
-    for i in held_out.indices:
-        (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
-        found = model.predicted(torch.from_numpy(row.ids.astype(np.int64)))[row.at]
-        expected, answer = (" ".join(names[at] for at in each.tolist()) for each in (row.targets, found))
-        samples.append(Sample(prompt=held_out.text(row.ids), expected=expected, answer=answer))
-    return samples
-
-
-def _filled(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
-    """Predict the first masked tokens of each row."""
-    samples = []
-    for i in held_out.indices:
-        (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
-        few = slice(held_out.max_new_tokens)
-        found = model.predicted(torch.from_numpy(row.ids.astype(np.int64)))[row.at[few]]
-        samples.append(
-            Sample(
-                prompt=held_out.tokenizer.decode(row.ids),
-                expected=" ".join(held_out.text([t]) for t in row.targets[few]),
-                answer=" ".join(held_out.text([t]) for t in found.tolist()),
-            )
-        )
-    return samples
-
-
-ANSWERS: dict[str, Callable[[HeldOutRows, TrainingModel], list[Sample]]] = {
-    "causal": _answered,
-    "masked": _filled,
-    "classification": _classified,
-    "tokens": _tagged,
-    "preference": _answered,
-    "preference_label": _answered_as_wanted,
-}

@@ -1,9 +1,8 @@
 """Metrics of rows: sums over counts, the same for any batch size, packing, order or number of processes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -11,128 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.batch import Batch
-from app.config.dataset import trains_answers
 from app.config.metrics import LOGGED, METRICS
-from app.config.schema import PreferenceConfig, RunConfig
 from app.distributed.process_group import HostGroup, Runtime
 from app.model.losses import log_probabilities
-from app.model.preference import LABEL_PREFERENCES, PREFERENCES, Answers, is_wanted
 from app.model.training_model import TrainingModel, evaluating
 from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
-from app.training.counts import (
-    ANSWERS,
-    CLASS_COUNTS,
-    EXACT,
-    HITS,
-    LABELS,
-    LOSS,
-    NUM_BASIC,
-    WEIGHT,
-    Counts,
-    Sums,
-    count_tags,
-)
+from app.tasks.interface import NUM_BASIC, Counts, Sums
 
 ALSO = "also_"  # begins the names of metrics of `eval.also`
-_TIE = 1e-3  # a smaller margin is rounding: before step 1 the model is its own reference
 _NORMAL_95 = 1.96  # standard errors
-
-
-def _count_tokens(run: RunConfig) -> Counts:
-    # token accuracy: the share of labels that are the argmax
-    ratios = {"eval_loss": (LOSS, WEIGHT), "token_accuracy": (HITS, LABELS), "exact_match": (EXACT, ANSWERS)}
-    return Counts(ratios, _perplexity, answers=trains_answers(run.dataset))
-
-
-def _perplexity(sums: Sums) -> dict[str, NDArray[np.float64]]:
-    return {"perplexity": np.exp(sums[..., LOSS] / sums[..., WEIGHT])}
-
-
-def _count_pairs(run: RunConfig) -> Counts:
-    correct, decided, exact, margin, *sides = range(NUM_BASIC, NUM_BASIC + 10)
-    ratios = {
-        "eval_loss": (LOSS, WEIGHT),
-        "pair_accuracy": (correct, decided),
-        "exact_match": (exact, WEIGHT),
-        "reward_margin": (margin, WEIGHT),
-        **_ratios_of_side("chosen", (*sides[:3], WEIGHT)),
-        **_ratios_of_side("rejected", (*sides[3:], WEIGHT)),
-    }
-    return Counts(ratios, own=partial(_compared, run.preference), num_own=10)
-
-
-def _ratios_of_side(side: str, columns: Sequence[int]) -> dict[str, tuple[int, int]]:
-    reward, log_probability, tokens, answers = columns
-    return {f"{side}_reward": (reward, answers), f"{side}_log_probability": (log_probability, tokens)}
-
-
-def _compared(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
-    """Whether the wanted answer has the larger reward, whether it would be written, by how much its reward is larger,
-    and reward, log-probability and tokens of both.
-    """
-    sides = Answers.of(log_probabilities(losses, batch), batch).pairs()
-    rewards = [PREFERENCES[settings.kind].reward(side, settings) for side in sides]
-    margin = rewards[0] - rewards[1]
-    decided = margin.abs() > _TIE
-    basic = torch.stack([(margin > 0) & decided, decided, _would_be_written(batch, chosen)[0::2], margin], dim=1)
-    own = [[reward, side.log_probability, side.tokens] for reward, side in zip(rewards, sides, strict=True)]
-    return torch.cat([basic, *(torch.stack(each, dim=1) for each in own)], dim=1)
-
-
-def _would_be_written(batch: Batch, chosen: Tensor) -> Tensor:
-    """Whether greedy decoding writes each document's trained tokens."""
-    wrong = log_probabilities((chosen != batch.targets).double(), batch)  # minus their number
-    return (wrong == 0).double()
-
-
-def _count_labelled(run: RunConfig) -> Counts:
-    sides = [range(start, start + 4) for start in (NUM_BASIC, NUM_BASIC + 4)]
-    exact = NUM_BASIC + 8
-    ratios = {
-        "eval_loss": (LOSS, WEIGHT),
-        "exact_match": (exact, sides[0][-1]),
-        **_ratios_of_side("chosen", sides[0]),
-        **_ratios_of_side("rejected", sides[1]),
-    }
-    return Counts(ratios, _margin_of_means, own=partial(_judged, run.preference), num_own=9)
-
-
-def _margin_of_means(sums: Sums) -> dict[str, NDArray[np.float64]]:
-    wanted, _, _, many, unwanted, _, _, others = (sums[..., NUM_BASIC + at] for at in range(8))
-    return {"reward_margin": wanted / many - unwanted / others}
-
-
-def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
-    """Reward, log-probability, tokens and number of wanted answers, the same of unwanted ones, and whether a wanted one
-    would be written.
-    """
-    answers, wanted = Answers.of(log_probabilities(losses, batch), batch), is_wanted(batch)
-    reward = LABEL_PREFERENCES[settings.kind].reward(answers, settings)
-    each = torch.stack([reward, answers.log_probability, answers.tokens, torch.ones_like(reward)], dim=1)
-    exact = _would_be_written(batch, chosen) * wanted
-    return torch.cat([each * wanted[:, None], each * ~wanted[:, None], exact[:, None]], dim=1)
-
-
-COUNTS: dict[str, Callable[[RunConfig], Counts]] = {
-    "causal": _count_tokens,
-    "masked": _count_tokens,
-    "classification": lambda run: CLASS_COUNTS[run.task.problem](run),
-    "tokens": count_tags,
-    "preference": _count_pairs,
-    "preference_label": _count_labelled,
-}
-
-
-def counts_of(run: RunConfig) -> Counts:
-    """What is counted of the held-out rows of a run."""
-    return COUNTS[run.task.kind](run)
-
-
-def metrics_of(run: RunConfig) -> list[str]:
-    """Names of the metrics that a run has of held-out rows."""
-    counts = counts_of(run)
-    rows = np.zeros((1, NUM_BASIC + counts.num_own))
-    return list(counts.metrics(rows if counts.of_all is None else counts.of_all(rows)))
 
 
 def logged(metrics: Mapping[str, float]) -> dict[str, float]:

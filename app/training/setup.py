@@ -29,6 +29,7 @@ from app.model.training_model import TrainingModel, evaluating
 from app.model.verification import verify_compiled
 from app.oom_retry import RetryOnRestart, few_rows, out_of_memory_error, try_or_none
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
+from app.tasks.table import loss_of
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
 from app.training.adapter_start import drawn_start, load_start
@@ -116,7 +117,7 @@ def _build(plan: Plan, place: str) -> TrainingModel:
         require_intact_base(local_place(run.model.path))
     rows = plan.loader.first_epoch if changes_base(run.adapter) or not plan.start.checkpoint else None
     sharding = runtime.sharding(run.parallel)
-    return build_training_model(plan.sections, runtime.device, run.seed, place, sharding, rows)
+    return build_training_model(plan.sections, loss_of(run), runtime.device, run.seed, place, sharding, rows)
 
 
 def _without_failed_layers(

@@ -30,6 +30,7 @@ from app.finished.load_run import load_tuned_tokenizer, weights_of
 from app.finished.save import save_model
 from app.layers.quantization import quantization_after_training
 from app.model.build import build_training_model
+from app.tasks.table import loss_of
 from app.tracking.model_card import CARD
 from app.tracking.recorder import read_result
 from app.training.adapter_start import base_hash_of, read_start
@@ -122,7 +123,8 @@ def _save_checkpoint(folder: Path, save: Path, run: RunConfig, target: Path) -> 
     )
     if model.weights == "pretrained":
         require_intact_base(Path(model.path))
-    network = build_training_model(sections, torch.device("cpu"), run.seed, base_path(run.model, folder / "base"))
+    place = base_path(run.model, folder / "base")
+    network = build_training_model(sections, loss_of(run), torch.device("cpu"), run.seed, place)
     load_weights(save, network.trained(), HostGroup(0, 1))
     if final.is_dir():
         require_intact_final(folder)

@@ -24,9 +24,9 @@ from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
 from app.layers.experts import stacks_of
 from app.layers.recurrent import layers_read_past
-from app.model.preference import LABEL_PREFERENCES
 from app.optim import requirements
 from app.safe_text import listed, many
+from app.tasks.preference import LABEL_PREFERENCES
 from app.tracking.formatting import format_bytes, format_count
 from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use

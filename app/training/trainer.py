@@ -19,13 +19,14 @@ from app.errors import TrainingError
 from app.oom_retry import try_or_none
 from app.safe_text import listed
 from app.signals import START_ME_AGAIN, StopRequest
+from app.tasks.table import counts_of
 from app.tracking.recorder import Recorder
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
 from app.training.memory import Measured
 from app.training.memory_in_use import device_used_bytes
 from app.training.rows import StepPlan
-from app.training.scores import ALSO, counts_of, finite, logged, score
+from app.training.scores import ALSO, finite, logged, score
 from app.training.step_profile import profiled
 from app.training.summary import split_message
 from app.training.train_step import Stepper, StepResult

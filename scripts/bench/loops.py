@@ -32,6 +32,7 @@ from app.memory.shape import Shape
 from app.model.build import DTYPES, build_training_model, choose_loss_head
 from app.model.training_model import TrainingModel
 from app.model.verification import mean_errors, verify_compiled
+from app.tasks.table import loss_of
 from app.training.auto_settings import AUTO
 from app.training.choices import Choices, choose, sections_of
 from app.training.compile_choice import with_planned_compile
@@ -136,7 +137,7 @@ class Ours:
         if run.training.recompute == AUTO:
             run = planner.of_batch(run, self._shape).run
         self.recomputed, self._run = run.training.recompute, run
-        model = build_training_model(sections_of(run, prepared.choices), device, run.seed, BASE)
+        model = build_training_model(sections_of(run, prepared.choices), loss_of(run), device, run.seed, BASE)
         self._stepper = stepper_of(model, run, prepared.runtime, prepared.choices.precision)
         choose_loss_head(model, first.to(device))
         self.verified: dict[str, Any] | None = None

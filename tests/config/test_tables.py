@@ -17,18 +17,16 @@ from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.row_formats import ROW_FORMATS
 from app.config.tasks import TASKS
 from app.data.formats import READERS
-from app.data.objectives import MOST_LABELS, OBJECTIVES
 from app.data.overflow import POLICIES
 from app.exports.export import EXPORTS
 from app.layers.attention import BACKENDS
 from app.layers.quantization import QUANTIZATIONS
 from app.model.build import DTYPES
-from app.model.losses import LOSSES
-from app.model.preference import LABEL_PREFERENCES, PREFERENCES
 from app.optim.lr_schedule import SCHEDULES
 from app.optim.optimizers import OPTIMIZERS
+from app.tasks.preference import LABEL_PREFERENCES, PREFERENCES
+from app.tasks.table import IMPLEMENTATIONS
 from app.tracking.trackers import TRACKERS
-from app.training.samples import ANSWERS
 
 
 @pytest.mark.parametrize(
@@ -45,11 +43,8 @@ from app.training.samples import ANSWERS
         ("quantization", QUANTIZATION_KINDS),
         ("preference", ("none", *PREFERENCES, *LABEL_PREFERENCES)),
         ("preference", PREFERENCE_KINDS),
-        ("task", OBJECTIVES),
-        ("task", MOST_LABELS),
+        ("task", IMPLEMENTATIONS),
         ("task", TASKS),
-        ("task", LOSSES),
-        ("task", ANSWERS),
     ],
 )
 def test_tables_match_conf_files(group: str, table: Iterable[str]) -> None:

@@ -13,13 +13,13 @@ from tokenizers.processors import TemplateProcessing
 
 from app.config.schema import TaskConfig
 from app.data.collate import BinShape, collate_packed, collate_padded
-from app.data.objectives import build_objective
 from app.data.overflow import POLICIES
 from app.data.prepare import Data, prepare, rows_to_score
 from app.data.token_dataset import in_order
 from app.data.tokenizer import Encoder
 from app.data.types import RenderedText
 from app.errors import DataError
+from app.tasks.table import build_objective
 from tests.data.small import config, tokenizer, write_jsonl
 
 WORDS = st.lists(st.sampled_from(["rain", "cat", "the capital", "fifteen"]), min_size=1, max_size=12)

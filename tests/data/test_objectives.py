@@ -15,9 +15,10 @@ from app.assets import locate
 from app.config.schema import TaskConfig
 from app.data.collate import Layout, Packed, Padded
 from app.data.loader import Loader, StepSplit, eval_batches
-from app.data.objectives import MaskedTokens, build_objective
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError
+from app.tasks.masked import MaskedTokens
+from app.tasks.table import build_objective
 from tests.data.test_collate import Rows
 
 MASK, SPECIAL = 4, (0, 1, 2, 3, 4)

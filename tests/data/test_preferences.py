@@ -8,10 +8,10 @@ import pytest
 
 from app.config.dataset import formats_for
 from app.data.detect_format import detect_formats
-from app.data.objectives import Comparisons, LabelledAnswers
 from app.data.prepare import Data, prepare
 from app.data.token_dataset import MismatchedRows
 from app.errors import DataError
+from app.tasks.preference import Comparisons, LabelledAnswers
 from tests.data.small import chat, config, tokenizer, trained_texts, write_jsonl
 
 QUESTION = [{"role": "user", "content": "Hi"}]

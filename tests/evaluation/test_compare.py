@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from app.evaluation.compare import ModelComparison, bound_of_none, interval, resampled
-from app.training.counts import ANSWERS, EXACT, HITS, LABELS, LOSS, WEIGHT, Sums
-from app.training.scores import counts_of
+from app.tasks.interface import ANSWERS, EXACT, HITS, LABELS, LOSS, WEIGHT, Sums
+from app.tasks.table import counts_of
 from tests.training.conftest import small_run
 
 COUNTS = counts_of(small_run())

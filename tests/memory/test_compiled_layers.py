@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from app.config.schema import RunConfig
 from app.layers.activation_checkpointing import repeated_layers
 from app.layers.attention import register
 from app.memory.compiled_layers import LayerGraphs
@@ -20,6 +21,7 @@ from app.memory.fused_kernels import kernels_of
 from app.memory.meta_model import MetaModel
 from app.model.build import ModelSections, assemble, build_training_model
 from app.model.training_model import TrainingModel
+from app.tasks.table import loss_of
 from app.training.choices import Choices, memory_budget, sections_of
 from tests.memory.truth import PACKED, batch_of, small_run
 
@@ -67,14 +69,14 @@ def saved_bytes(model: TrainingModel) -> int:
     return sum(saved.values())
 
 
-def planned_bytes(sections: ModelSections) -> int:
+def planned_bytes(run: RunConfig, sections: ModelSections) -> int:
     """`saved_bytes` of the layers as a plan has them."""
     network = MetaModel(sections, register("sdpa", torch.device("cpu"))).network(2)
     with FakeTensorMode(allow_non_fake_inputs=True), FakeTensorFallbacks():  # type: ignore[no-untyped-call]
         materialise(network, sections)
         for layer in repeated_layers(network):
             layer.forward = LayerGraphs().compiled(memory_budget(sections.compile), layer, lambda forward: forward)
-        return saved_bytes(assemble(network, sections, None))
+        return saved_bytes(assemble(network, sections, loss_of(run), None))
 
 
 def check_saved_bytes(*words: str) -> None:
@@ -85,11 +87,11 @@ def check_saved_bytes(*words: str) -> None:
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._dynamo, "lookup_backend", lambda _name: backend)
-        model = build_training_model(sections, torch.device("cpu"), 0, "nowhere")
+        model = build_training_model(sections, loss_of(run), torch.device("cpu"), 0, "nowhere")
         saved = saved_bytes(model)
     assert model.compiled_layers is not None
     assert model.compiled_layers.graphs
-    assert planned_bytes(sections) == pytest.approx(saved, rel=0.01)
+    assert planned_bytes(run, sections) == pytest.approx(saved, rel=0.01)
 
 
 def test_saved_bytes_of_compiled_layers_equal_plan() -> None:

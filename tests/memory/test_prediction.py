@@ -9,6 +9,7 @@ from app.distributed.environment import World
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.planner import LocalPlanner
 from app.model.build import build_training_model, choose_loss_head
+from app.tasks.table import loss_of
 from app.training.choices import Choices, sections_of
 from app.training.memory import Forecast, Measured, Predicted
 from app.training.setup import stepper_of
@@ -21,7 +22,7 @@ PLANNER = LocalPlanner()
 
 
 def single_stepper(run: RunConfig) -> Stepper:
-    model = build_training_model(sections_of(run, CHOICES), torch.device("cpu"), run.seed, "nowhere")
+    model = build_training_model(sections_of(run, CHOICES), loss_of(run), torch.device("cpu"), run.seed, "nowhere")
     choose_loss_head(model, batch_of(PACKED))
     return stepper_of(model, run, SINGLE_PROCESS, CHOICES.precision)
 

@@ -9,6 +9,7 @@ from app.adapters import lora_inits
 from app.memory.estimate import plan_memory
 from app.memory.phases import BEGIN, EVALUATION
 from app.model.build import build_training_model
+from app.tasks.table import loss_of
 from app.training.choices import Choices, sections_of
 from app.training.storage_counter import StorageCounter, kept_tensors
 from tests.memory.truth import ANSWERS, EXPERTS, PACKED, PADDED, batch_of, counted_peak, counted_peaks, small_run
@@ -72,7 +73,11 @@ def test_plan_of_the_init_from_inputs_is_near_the_counted_bytes() -> None:
     """Beside base and adapter: moments of all layers, and one pass without gradients."""
     run = small_run("recipe=lora", "adapter.init=corda")
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
-    model, batch, counter = build_training_model(sections, CPU, 0, "nowhere"), batch_of(PACKED), StorageCounter()
+    model, batch, counter = (
+        build_training_model(sections, loss_of(run), CPU, 0, "nowhere"),
+        batch_of(PACKED),
+        StorageCounter(),
+    )
     for kind, tensors in kept_tensors(model, None).items():
         counter.hold(kind, tensors)
     counter.ignore(batch.tensors)

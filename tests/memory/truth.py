@@ -11,6 +11,7 @@ from app.config.tasks import TASKS
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.shape import Shape
 from app.model.build import build_training_model, choose_loss_head
+from app.tasks.table import loss_of
 from app.training.choices import Choices, sections_of
 from app.training.setup import stepper_of
 from app.training.storage_counter import StorageCounter, kept_tensors
@@ -103,7 +104,7 @@ def counted_peaks(run: RunConfig, shape: Shape, runtime: Runtime | None = None, 
     """
     runtime = runtime or Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
-    model = build_training_model(sections, torch.device("cpu"), run.seed, "nowhere")
+    model = build_training_model(sections, loss_of(run), torch.device("cpu"), run.seed, "nowhere")
     choose_loss_head(model, batch_of(shape))
     own = batch_of if model.loss.of_rows is None else lambda s: of_answers(batch_of(s), TASKS[run.task.kind].documents)
     sharding = runtime.sharding(run.parallel)

@@ -9,13 +9,21 @@ from torch import Tensor
 
 from app.base.structure import model_class
 from app.batch import IGNORE, Batch, PackedSequences
-from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
+from app.config.schema import (
+    AdapterConfig,
+    CompileConfig,
+    ModelConfig,
+    PreferenceConfig,
+    QuantizationConfig,
+    TaskConfig,
+)
 from app.config.tasks import TASKS, Task
 from app.layers.attention import register
 from app.layers.comparison import Comparison
 from app.model.build import ModelSections, build_training_model
 from app.model.training_model import TrainingModel
 from app.model.verification import verify_compiled
+from app.tasks.table import IMPLEMENTATIONS
 
 CAUSAL = TASKS["causal"]
 VOCABULARY = 64
@@ -308,6 +316,14 @@ def _is_encoder(model: ModelConfig) -> bool:
     return model.architecture.get("model_type") in ENCODERS
 
 
+def build_model(
+    parts: ModelSections, device: torch.device, seed: int, base_path: str, sharding: Any = None, rows: Any = None
+) -> TrainingModel:
+    """The model of `parts` with the loss of its task."""
+    loss = IMPLEMENTATIONS[parts.task.kind].loss(parts.task, PreferenceConfig(kind="none"))
+    return build_training_model(parts, loss, device, seed, base_path, sharding, rows)
+
+
 def training_model_of(
     kind: str = "llama", adapter: AdapterConfig | None = None, precision: str = "fp32", **given: Any
 ) -> TrainingModel:
@@ -315,7 +331,7 @@ def training_model_of(
     numbers_of = wide_numbers if given.get("quantization") else numbers
     model = given.pop("model", None) or model_config(kind, architecture=numbers_of(kind))
     parts = sections(model, adapter or full(), precision, **given)
-    training_model = build_training_model(parts, torch.device("cpu"), seed=0, base_path="base")
+    training_model = build_model(parts, torch.device("cpu"), seed=0, base_path="base")
     generator = torch.Generator().manual_seed(3)
     for name, parameter in training_model.network.named_parameters():
         if ".lora_B." in name:

@@ -8,13 +8,14 @@ from torch import nn
 from app.adapters.adapters import layers_to_adapt
 from app.errors import ConfigError, TrainingError
 from app.layers import recurrent
-from app.model.build import build_training_model, count_weights
+from app.model.build import count_weights
 from app.model.checks import check_adapter
 from app.model.training_model import TrainingModel
 from scripts.tiny_kinds import architecture
 from tests.model.small import (
     CAUSAL,
     batch_of,
+    build_model,
     built,
     documents_of,
     lora,
@@ -77,7 +78,7 @@ def test_all_linear_of_experts_is_attention(kind: str) -> None:
 
 def gemma3n(**given: Any) -> TrainingModel:
     config = model_config(architecture=architecture("gemma3n_text"))
-    return build_training_model(sections(config, lora(**given)), torch.device("cpu"), seed=0, base_path="base")
+    return build_model(sections(config, lora(**given)), torch.device("cpu"), seed=0, base_path="base")
 
 
 def test_all_linear_leaves_layers_that_training_does_not_call() -> None:
@@ -165,9 +166,8 @@ def test_adapter_drawn_from_seed_alone() -> None:
     first, again = (training_model_of("llama", lora()).trained() for _ in range(2))
     torch.manual_seed(99)
     third = training_model_of("llama", lora()).trained()
-    from app.model.build import build_training_model
 
-    other = build_training_model(sections(model_config(), lora()), torch.device("cpu"), 1, "base").trained()
+    other = build_model(sections(model_config(), lora()), torch.device("cpu"), 1, "base").trained()
     halves = [name for name in first if ".lora_A." in name]
     assert all(torch.equal(first[n], again[n]) and torch.equal(first[n], third[n]) for n in first)
     assert not any(torch.equal(first[n], other[n]) for n in halves)
@@ -189,9 +189,8 @@ def test_adapter_file_has_names_of_peft(tmp_path: Path) -> None:
 
 
 def test_first_gradient_reaches_b_alone() -> None:
-    from app.model.build import build_training_model
 
-    training_model = build_training_model(sections(model_config(), lora()), torch.device("cpu"), 0, "base")
+    training_model = build_model(sections(model_config(), lora()), torch.device("cpu"), 0, "base")
     training_model(BATCH)[0].backward()
     for name, p in training_model.trained().items():
         assert p.grad is not None

@@ -18,8 +18,19 @@ from app.base.load_base import load_base, quiet_transformers, read_weights
 from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem
 from app.layers.attention import register
-from app.model.build import build_training_model, count_weights
-from tests.model.small import CAUSAL, batch_of, built, documents_of, full, lora, model_config, sections, wide_numbers
+from app.model.build import count_weights
+from tests.model.small import (
+    CAUSAL,
+    batch_of,
+    build_model,
+    built,
+    documents_of,
+    full,
+    lora,
+    model_config,
+    sections,
+    wide_numbers,
+)
 from tests.model.test_quantization import NF4, packed_bytes, wide
 
 CPU = torch.device("cpu")
@@ -140,7 +151,7 @@ def test_fp8_folder_is_packed_to_nf4_as_it_is_read_and_told(tmp_path: Path) -> N
     found = []
     for each in (folder, tmp_path / "plain"):
         parts = sections(wide(path=str(each)), lora(), quantization=NF4)
-        found.append(build_training_model(parts, CPU, 0, "base"))
+        found.append(build_model(parts, CPU, 0, "base"))
     ours, plain = (packed_bytes(model.network) for model in found)
     assert all(ours[name].equal(plain[name]) for name in plain)
     (remark,) = set(found[0].remarks()) - set(found[1].remarks())
@@ -164,7 +175,7 @@ def test_weights_of_bitsandbytes_are_used_as_they_are(tmp_path: Path) -> None:
     for each in (folder, tmp_path / "plain"):
         parts = sections(wide(path=str(each)), lora(), quantization=NF4)
         count_weights(parts)
-        found.append(build_training_model(parts, CPU, 0, "base"))
+        found.append(build_model(parts, CPU, 0, "base"))
     used, packed = (packed_bytes(model.network) for model in found)
     assert used.keys() == packed.keys()
     assert all(used[name].equal(packed[name]) for name in packed)

@@ -14,10 +14,10 @@ from app.finished.load_run import load_tuned
 from app.layers import experts
 from app.layers.experts import expert_modules, stack_shapes
 from app.layers.quantization import quantizer_of
-from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     CAUSAL,
+    build_model,
     built,
     distance,
     documents_of,
@@ -92,7 +92,7 @@ def test_adapter_of_experts_drawn_as_peft_draws() -> None:
     from peft import LoraConfig, get_peft_model
 
     parts = sections(config_of("qwen3_moe"), lora(experts=True))
-    ours = build_training_model(parts, torch.device("cpu"), 0, "base").trained()
+    ours = build_model(parts, torch.device("cpu"), 0, "base").trained()
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     lm = training_model_of("qwen3_moe", model=parts.model).language_model

@@ -23,12 +23,13 @@ from app.layers.fp8_linear import (
     without_row_rounding,
 )
 from app.layers.quantization import Fp8, missing_hardware
-from app.model.build import build_training_model, random_base
+from app.model.build import random_base
 from app.model.training_model import TrainingModel
 from tests.harness.marks import requires_interpreter
 from tests.model.small import (
     CAUSAL,
     batch_of,
+    build_model,
     distance,
     documents_of,
     lora,
@@ -166,7 +167,7 @@ def test_fp8_without_row_rounding_equals_rounded_weights() -> None:
 def test_fp8_adapter_saved_for_ordinary_base(tmp_path: Path) -> None:
     model = model_config(architecture=wide_numbers("llama"))
     parts = sections(model, lora(), quantization=FP8)
-    training_model = three_steps(build_training_model(parts, CPU, 0, str(tmp_path / "base")))
+    training_model = three_steps(build_model(parts, CPU, 0, str(tmp_path / "base")))
     tokenizer = load_tokenizer(model, needs_template=True)
     base = random_base(parts, CPU, 0)
     assert base is not None
@@ -179,9 +180,7 @@ def test_fp8_adapter_saved_for_ordinary_base(tmp_path: Path) -> None:
         assert not fp8_layers(later)
         assert later(IDS).logits.equal(plain(IDS).logits)
         assert 1e-4 < distance(later(IDS).logits, trained) < 0.2
-    again = build_training_model(
-        sections(model_config(path=str(tmp_path / "base")), lora(), quantization=FP8), CPU, 0, "base"
-    )
+    again = build_model(sections(model_config(path=str(tmp_path / "base")), lora(), quantization=FP8), CPU, 0, "base")
     ours, theirs = fp8_layers(training_model.network), fp8_layers(again.network)
     assert ours.keys() == theirs.keys()
     for name, layer in ours.items():
@@ -192,7 +191,7 @@ def test_fp8_adapter_saved_for_ordinary_base(tmp_path: Path) -> None:
 def test_fp8_sizes_of_no_kernel_are_refused() -> None:
     narrow = model_config(architecture=wide_numbers("llama", intermediate_size=120))
     with pytest.raises(ConfigError, match=r"quantization.kind=fp8: .*120 outputs, not both multiples of 16"):
-        build_training_model(sections(narrow, lora(), quantization=FP8), CPU, 0, "base")
+        build_model(sections(narrow, lora(), quantization=FP8), CPU, 0, "base")
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])

@@ -9,8 +9,9 @@ from transformers import LlamaConfig
 
 from app.base.tokenizer import load_tokenizer
 from app.errors import ConfigError, PromptTooLong
-from app.finished.generate import TextGenerator, end_ids, generate
+from app.finished.generate import TextGenerator
 from app.layers.attention import NAME
+from app.model.decoding import end_ids, generate
 from tests.model.small import batch_of, built, documents_of, lora, model_config, training_model_of
 
 PROMPTS = ["Hi", "Name the opposite of new, and say why it is so.", "Who?", "Add one and two.", "Tell me more"]

@@ -23,12 +23,13 @@ from app.errors import ConfigError, EnvironmentProblem
 from app.finished.load_run import load_tuned
 from app.finished.save import save_model
 from app.layers.attention import NAME, register
-from app.model.build import build_training_model, count_weights
+from app.model.build import count_weights
 from tests.model.small import (
     CAUSAL,
     KINDS,
     VOCABULARY,
     batch_of,
+    build_model,
     built,
     documents_of,
     full,
@@ -219,7 +220,7 @@ def test_nothing_is_asked_of_the_hub_when_all_is_local(
     parts = sections(config, adapter)
     tokenizer = load_tokenizer(config, needs_template=True)
     count_weights(parts)
-    training_model = build_training_model(parts, CPU, 0, base_path(config, tmp_path / "base"))
+    training_model = build_model(parts, CPU, 0, base_path(config, tmp_path / "base"))
     training_model(batch_of(documents_of((5,))))[0].backward()
     save_model(training_model, tokenizer, tmp_path / "run" / "final")
     load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)
@@ -227,7 +228,7 @@ def test_nothing_is_asked_of_the_hub_when_all_is_local(
 
 
 def test_saving_an_adapter_asks_the_hub_nothing_about_its_base(tmp_path: Path, calls_out: list[str]) -> None:
-    training_model = build_training_model(sections(model_config(), lora()), CPU, 0, "org/name")
+    training_model = build_model(sections(model_config(), lora()), CPU, 0, "org/name")
     save_model(training_model, load_tokenizer(model_config(), needs_template=True), tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/name"
     assert calls_out == []
@@ -252,7 +253,7 @@ def test_weights_with_nan_are_refused_by_tensor_and_file(quantization: str, tmp_
     )
     words = r"cannot be loaded \(model\.layers\.1\.mlp\.up_proj\.weight in model\.safetensors has NaN"
     with pytest.raises(EnvironmentProblem, match=words):
-        build_training_model(parts, CPU, 0, "base")
+        build_model(parts, CPU, 0, "base")
 
 
 def answering(config: Any) -> Any:
@@ -287,7 +288,7 @@ def test_integers_are_refused_before_they_are_quantized(tmp_path: Path) -> None:
         model_config(path=str(tmp_path)), lora(), quantization=QuantizationConfig(kind="nf4", double_quant=True)
     )
     with pytest.raises(EnvironmentProblem, match=rf"{re.escape(name)} in .* has integers"):
-        build_training_model(parts, CPU, 0, "base")
+        build_model(parts, CPU, 0, "base")
 
 
 def test_index_beside_the_whole_weights_is_ignored_with_a_remark(folder: Path) -> None:
@@ -318,7 +319,7 @@ def test_transformers_says_nothing_while_a_model_is_built_and_run(
 
     transformers.logging.set_verbosity_warning()
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # or an earlier test has used them up
-    build_training_model(sections(model_config(path=str(folder)), lora()), CPU, 0, "base")
+    build_model(sections(model_config(path=str(folder)), lora()), CPU, 0, "base")
     for kind in ("llama", "gpt2"):  # GPT-2 would ask for a mask
         training_model_of(kind, lora())(batch_of(documents_of((5, 3))))
     assert capfd.readouterr() == ("", "")

@@ -12,10 +12,11 @@ from app.adapters import lora_inits
 from app.batch import Batch
 from app.config.schema import QuantizationConfig
 from app.layers.quantization import weight_of
-from app.model.build import build_base, build_training_model
+from app.model.build import build_base
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     batch_of,
+    build_model,
     distance,
     documents_of,
     lora,
@@ -34,7 +35,7 @@ def begun(init: str, kind: str, rows: list[Batch], **given: Any) -> TrainingMode
     """A model of `kind` as `init` begins it, in eval mode."""
     architecture = (wide_numbers if given else numbers)(kind)
     parts = sections(model_config(kind, architecture=architecture), lora(init=init), **given)
-    return build_training_model(parts, CPU, 0, "base", rows=lambda: rows).eval()
+    return build_model(parts, CPU, 0, "base", rows=lambda: rows).eval()
 
 
 def layers_of(model: TrainingModel) -> dict[str, Any]:

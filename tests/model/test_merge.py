@@ -17,9 +17,20 @@ from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.errors import CheckpointError, ConfigError
 from app.finished.merge import Merge, merged_config, plan_merge
 from app.finished.save import save_base, save_model
-from app.model.build import ModelSections, build_training_model, random_base
+from app.model.build import ModelSections, random_base
 from app.model.training_model import TrainingModel
-from tests.model.small import distance, documents_of, full, lora, model_config, numbers, sections, task_of, wide_numbers
+from tests.model.small import (
+    build_model,
+    distance,
+    documents_of,
+    full,
+    lora,
+    model_config,
+    numbers,
+    sections,
+    task_of,
+    wide_numbers,
+)
 from tests.model.test_conversion import mxfp4_folder
 
 CPU = torch.device("cpu")
@@ -37,7 +48,7 @@ class Tuned:
         architecture = (wide_numbers if nf4 else numbers)(kind)
         config = model_config(kind, architecture=architecture)
         parts = sections(config, adapter, precision, quantization=NF4 if nf4 else None)
-        self.training_model = build_training_model(parts, CPU, 0, base_path(config, self.base)).eval()
+        self.training_model = build_model(parts, CPU, 0, base_path(config, self.base)).eval()
         generator = torch.Generator().manual_seed(3)
         for parameter in self.training_model.trained().values():
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
@@ -164,7 +175,7 @@ def test_experts_stored_in_mxfp4_are_merged_unpacked(tmp_path: Path) -> None:
     folder, final, merged = mxfp4_folder(tmp_path / "base"), tmp_path / "final", tmp_path / "merged"
     model = ModelConfig(path=str(folder), weights="pretrained", architecture={})
     parts = sections(model, lora(experts=True), "fp32")
-    run = build_training_model(parts, CPU, 0, str(folder)).eval()
+    run = build_model(parts, CPU, 0, str(folder)).eval()
     for parameter in run.trained().values():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
     save_model(run, load_tokenizer(model_config(), needs_template=True), final)

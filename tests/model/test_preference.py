@@ -12,7 +12,7 @@ from app.batch import Batch
 from app.config.load import compose_run
 from app.config.preferences import balance_notes
 from app.config.schema import PreferenceConfig
-from app.model.preference import PREFERENCES, log_ratios, loss_of_labelled, loss_of_pairs
+from app.tasks.preference import PREFERENCES, log_ratios, loss_of_labelled, loss_of_pairs
 
 SUMS = [-3.0, -7.5, -40.0, -2.0]  # wanted, unwanted, wanted, unwanted
 TOKENS = [2, 5, 8, 1]

@@ -18,11 +18,12 @@ from app.layers.attention import register
 from app.layers.frozen_linear import Int8Linear
 from app.layers.nf4 import dequantized
 from app.layers.quantization import Bits4, quantizer_of
-from app.model.build import ModelSections, build_training_model, count_weights, random_base
+from app.model.build import ModelSections, count_weights, random_base
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     CAUSAL,
     batch_of,
+    build_model,
     built,
     distance,
     documents_of,
@@ -128,16 +129,16 @@ def packing(compute: torch.dtype) -> Any:
 @pytest.mark.parametrize(("kind", "precision"), [("llama", "bf16"), ("gpt2", "fp32")])
 def test_nf4_random_base_saved_and_read_same_bytes(kind: str, precision: str, tmp_path: Path) -> None:
     parts = parts_of(kind, precision)
-    training_model = build_training_model(parts, CPU, 0, "base")
+    training_model = build_model(parts, CPU, 0, "base")
     base = packed_bytes(training_model.network)
-    assert same(packed_bytes(build_training_model(parts, CPU, 0, "base").network), base)
-    assert not same(packed_bytes(build_training_model(parts, CPU, 1, "base").network), base)
+    assert same(packed_bytes(build_model(parts, CPU, 0, "base").network), base)
+    assert not same(packed_bytes(build_model(parts, CPU, 1, "base").network), base)
 
     tokenizer = load_tokenizer(wide(), needs_template=True)
     unpacked = random_base(parts, CPU, 0)
     save_base(training_model, tokenizer, tmp_path, unpacked)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    again = build_training_model(parts_of(precision=precision, model=wide(path=str(tmp_path))), CPU, 0, "base")
+    again = build_model(parts_of(precision=precision, model=wide(path=str(tmp_path))), CPU, 0, "base")
     assert same(packed_bytes(again.network), base)
     others = {name: p for name, p in training_model.network.named_parameters() if ".base_layer." not in name}
     assert same({name: p for name, p in again.network.named_parameters() if name in others}, others)
@@ -247,7 +248,7 @@ def test_nf4_evaluation_leaves_base_and_next_step(tmp_path: Path, monkeypatch: p
     # a CPU with avx512_bf16, on which bitsandbytes rearranges weights at the first evaluation
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
     built("llama", "eager", **wide_numbers("llama")).save_pretrained(str(tmp_path))
-    training_model = build_training_model(parts_of(model=wide(path=str(tmp_path))), CPU, 0, "base")
+    training_model = build_model(parts_of(model=wide(path=str(tmp_path))), CPU, 0, "base")
     adapted = {type(m).__module__ for m in training_model.network.modules() if type(m).__name__ == "Linear4bit"}
     assert adapted == {"bitsandbytes.nn.modules", "peft.tuners.lora.bnb"}, "PEFT was not told"
 
@@ -285,7 +286,7 @@ def test_nf4_rows_of_no_whole_blocks_are_refused() -> None:
     words = (
         r"quantization\.kind=nf4: .*layers\.0\.mlp\.down_proj has 96 inputs, not a multiple of 64.* Set recipe=lora or"
     )
-    for way in (lambda: count_weights(parts), lambda: build_training_model(parts, CPU, 0, "base")):
+    for way in (lambda: count_weights(parts), lambda: build_model(parts, CPU, 0, "base")):
         with pytest.raises(ConfigError, match=words):
             way()
 

@@ -14,15 +14,17 @@ from app.assets import ROOT
 from app.base.source import base_path
 from app.base.structure import model_class
 from app.base.tokenizer import load_tokenizer
-from app.config.schema import AdapterConfig, PreferenceConfig, TaskConfig
+from app.config.schema import AdapterConfig
+from app.config.tasks import TASKS
 from app.errors import CheckpointError, EnvironmentProblem
 from app.finished import save
 from app.finished.load_run import load_tuned, load_tuned_tokenizer
 from app.finished.save import needs_transformers_5, save_base, save_model, saved_tensors
-from app.model.build import build_training_model
+from app.model.losses import TOKEN_LOSS
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     CAUSAL,
+    build_model,
     built,
     distance,
     documents_of,
@@ -46,7 +48,7 @@ def folder_of(kind: str, place: Path) -> Path:
 
 
 def trained(config: Any, adapter: AdapterConfig, precision: str = "fp32", base: str = "base") -> TrainingModel:
-    return three_steps(build_training_model(sections(config, adapter, precision), CPU, 0, base))
+    return three_steps(build_model(sections(config, adapter, precision), CPU, 0, base))
 
 
 def logits(lm: Any) -> torch.Tensor:
@@ -84,7 +86,7 @@ def test_a_random_base_is_kept_as_it_was_before_the_adapter(kind: str, tmp_path:
     tokenizer = load_tokenizer(config, needs_template=True)
     save_base(training_model, tokenizer, place)
     save_model(training_model, tokenizer, tmp_path / "final")
-    base = build_training_model(sections(config, full()), CPU, 0, "").language_model
+    base = build_model(sections(config, full()), CPU, 0, "").language_model
     assert distance(logits(load_tuned(tmp_path, config, CAUSAL, adapter=False)), logits(base)) <= 1e-6
     tuned = logits(load_tuned(tmp_path, config, CAUSAL, adapter=True))
     assert distance(tuned, logits(training_model.language_model)) <= 1e-6
@@ -123,7 +125,7 @@ def test_saved_tensors_have_all_of_an_adapter(method: Any, tmp_path: Path) -> No
     """Magnitudes, which are trained beside the halves, and projections, which are buffers."""
     method.target_modules = {"q_proj", "o_proj"}
     network: Any = get_peft_model(built("llama"), method)
-    training_model = TrainingModel(network, None, TaskConfig(kind="causal"), PreferenceConfig(kind="none"))
+    training_model = TrainingModel(network, None, TASKS["causal"], TOKEN_LOSS)
     network.save_pretrained(str(tmp_path / "whole"))
     network.save_pretrained(str(tmp_path / "parts"), state_dict=saved_tensors(training_model))
     whole, parts = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "parts"))
@@ -167,7 +169,7 @@ def test_damaged_runs_are_told(tmp_path: Path) -> None:
 
 def adapter_with(place: Path, **model: Any) -> Path:
     """An adapter saved with the tokenizer of a config."""
-    training_model = build_training_model(sections(model_config(), lora()), CPU, 0, "org/name")
+    training_model = build_model(sections(model_config(), lora()), CPU, 0, "org/name")
     save_model(training_model, load_tokenizer(model_config(**model), needs_template=False), place)
     return place
 
@@ -228,7 +230,7 @@ def test_save_model_writes_rope_for_transformers_4(
 ) -> None:
     changes = {} if rope is None else {"rope_parameters": rope}
     config = model_config(kind, architecture=numbers(kind, **changes))
-    training_model = build_training_model(sections(config, full()), CPU, 0, "")
+    training_model = build_model(sections(config, full()), CPU, 0, "")
     save_model(training_model, load_tokenizer(model_config(), needs_template=False), tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert needs_transformers_5(tmp_path) == (expected is None)

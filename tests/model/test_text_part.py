@@ -23,9 +23,9 @@ from app.exports.reload import in_fp32
 from app.finished.load_run import load_tuned
 from app.finished.merge import merged_config, plan_merge
 from app.finished.save import save_model, write_config
-from app.model.build import build_training_model, count_weights
+from app.model.build import count_weights
 from app.training.adapter_start import load_start
-from tests.model.small import CAUSAL, documents_of, full, lora, model_config, sections, three_steps
+from tests.model.small import CAUSAL, build_model, documents_of, full, lora, model_config, sections, three_steps
 from tests.model.test_quantization import NF4
 from tests.model.wholes import WHOLES, saved_whole
 
@@ -58,7 +58,7 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
     """The adapter is loaded by plain PEFT, the merged model by plain transformers, and by us."""
     config, tokenizer = model_config(path=str(folder)), load_tokenizer(model_config(), needs_template=True)
     parts = sections(config, lora(targets=["all-linear"]))
-    model = build_training_model(parts, CPU, 0, str(folder))
+    model = build_model(parts, CPU, 0, str(folder))
     (remark,) = (each for each in model.remarks() if "text part" in each)
     assert type(whole_of(folder)).__name__ in remark
     assert relative(logits(model.language_model), logits(whole_of(folder))) < 1e-5
@@ -72,7 +72,7 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
     assert relative(logits(theirs), tuned) < 1e-5
     assert not [name for name, _ in theirs.named_parameters() if "vis" in name and "lora" in name]
 
-    gone_on = build_training_model(parts, CPU, 0, str(folder))
+    gone_on = build_model(parts, CPU, 0, str(folder))
     run = replace(compose_run(["recipe=lora"]), adapter=lora(targets=["all-linear"], start=str(final)))
     load_start(run, gone_on, None, base.names)
     assert torch.equal(logits(gone_on.eval().language_model), tuned)
@@ -106,7 +106,7 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
 def test_text_part_in_nf4_is_that_of_the_whole_in_nf4(folder: Path) -> None:
     config = model_config(path=str(folder))
     parts = sections(config, lora(), quantization=NF4)
-    model = build_training_model(parts, CPU, 0, str(folder))
+    model = build_model(parts, CPU, 0, str(folder))
     packed = transformers.BitsAndBytesConfig(**parts.bitsandbytes_arguments(BaseModel(config, CAUSAL)) or {})
     theirs = whole_of(folder, quantization_config=packed)
     in_fp32(theirs)  # or CPUs with bf16 would compute in that

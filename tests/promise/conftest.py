@@ -21,15 +21,12 @@ from app.config.row_formats import ROW_FORMATS
 from app.config.tasks import TASKS
 from app.data.formats import READERS
 from app.data.labels import LABELLINGS
-from app.data.objectives import MOST_LABELS, OBJECTIVES
 from app.exports.export import EXPORTS
 from app.layers.attention import BACKENDS, register
 from app.layers.quantization import QUANTIZATIONS
-from app.model.losses import LOSSES, PROBLEM_LOSSES
+from app.tasks.classification import CLASS_PROBLEMS
+from app.tasks.table import IMPLEMENTATIONS
 from app.train import train
-from app.training.counts import CLASS_COUNTS
-from app.training.samples import ANSWERS
-from app.training.scores import COUNTS
 from app.training.trainer import Trainer
 from tests.harness.runs import SMALL
 
@@ -47,17 +44,9 @@ TABLES: dict[str, dict[str, Any]] = {
     "problem": {
         "app.config.problems.PROBLEMS": PROBLEMS,
         "app.data.labels.LABELLINGS": LABELLINGS,
-        "app.model.losses.PROBLEM_LOSSES": PROBLEM_LOSSES,
-        "app.training.counts.CLASS_COUNTS": CLASS_COUNTS,
+        "app.tasks.classification.CLASS_PROBLEMS": CLASS_PROBLEMS,
     },
-    "task": {
-        "app.config.tasks.TASKS": TASKS,
-        "app.data.objectives.MOST_LABELS": MOST_LABELS,
-        "app.data.objectives.OBJECTIVES": OBJECTIVES,
-        "app.model.losses.LOSSES": LOSSES,
-        "app.training.samples.ANSWERS": ANSWERS,
-        "app.training.scores.COUNTS": COUNTS,
-    },
+    "task": {"app.config.tasks.TASKS": TASKS, "app.tasks.table.IMPLEMENTATIONS": IMPLEMENTATIONS},
 }
 
 

@@ -1,7 +1,7 @@
 """A task over pairs of answers of a test, its row format and its metric: one entry in each table of their kinds."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,9 +23,8 @@ from app.data.token_dataset import TokenRows
 from app.data.types import Document, Row
 from app.model.losses import log_probabilities, over_documents
 from app.model.training_model import TrainingModel
+from app.tasks.interface import LOSS, WEIGHT, Counts, HeldOutRows, Implementation
 from app.tracking.formatting import Sample
-from app.training.counts import LOSS, WEIGHT, Counts
-from app.training.samples import HeldOutRows
 from app.training.trainer import Trainer
 from tests.harness.runs import result, same_ending
 from tests.promise.conftest import Toys
@@ -78,16 +77,17 @@ def compared(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     return [Sample(prompt=each, expected="first", answer="either") for each in texts]
 
 
-ENTRIES = {
+ENTRIES: dict[str, Any] = {
     "TASKS": Task(
         **{name: getattr(TASKS["causal"], name) for name in Task.__slots__}
         | {"name": "ranking", "formats": ("ranked",), "other_rows": "task=ranking compares two answers."}
     ),
-    "OBJECTIVES": lambda *_: Ranked(),
-    "MOST_LABELS": lambda _config, tokens, _documents: tokens,
-    "LOSSES": lambda *_: over_documents(ranking),
-    "COUNTS": lambda _run: Counts(RATIOS, own=count_ranked, num_own=2),
-    "ANSWERS": compared,
+    "IMPLEMENTATIONS": Implementation(
+        objective=lambda *_: Ranked(),
+        loss=lambda *_: over_documents(ranking),
+        counts=lambda _run: Counts(RATIOS, own=count_ranked, num_own=2),
+        answers=compared,
+    ),
 }
 
 
@@ -148,6 +148,7 @@ def test_task_over_pairs_trains_by_its_formula_and_resumes(packing: str, ranking
 
 def test_task_whose_objective_does_not_say_that_its_loss_is_over_documents_is_named(ranking_toys: Toys) -> None:
     silent = type("Silent", (Ranked,), {"over_documents": False})
-    ranking_toys.add("task", "ranking", ENTRIES | {"OBJECTIVES": lambda *_: silent()})
+    implementation = replace(ENTRIES["IMPLEMENTATIONS"], objective=lambda *_: silent())
+    ranking_toys.add("task", "ranking", ENTRIES | {"IMPLEMENTATIONS": implementation})
     with pytest.raises(AssertionError, match=r"^over_documents: the task's objective must have it"):
         train(ranking_toys, "silent")

@@ -19,6 +19,7 @@ from app.distributed.process_group import Runtime, start
 from app.layers.attention.requirements import Needs, needs_of
 from app.model.build import DTYPES, ModelSections, build_training_model
 from app.model.training_model import TrainingModel
+from app.tasks.table import loss_of
 from app.tracking.recorder import Recorder
 from app.training import setup
 from app.training.checkpoint import Checkpoints, Progress
@@ -81,7 +82,6 @@ def sections_of(run: RunConfig, attention: str = "sdpa") -> ModelSections:
         precision=run.precision.kind,
         recompute=recomputed_layers(run.training),
         trained=run.precision.trained,
-        preference=run.preference,
     )
 
 
@@ -91,7 +91,9 @@ def needs_for(run: RunConfig) -> Needs:
 
 
 def trainee_of(run: RunConfig) -> TrainingModel:
-    return build_training_model(sections_of(run, run.attention.kind), torch.device("cpu"), run.seed, "nowhere")
+    return build_training_model(
+        sections_of(run, run.attention.kind), loss_of(run), torch.device("cpu"), run.seed, "nowhere"
+    )
 
 
 def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:

@@ -17,9 +17,8 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.errors import CheckpointError
 from app.finished.save import save_model
-from app.model.build import build_training_model
 from app.training.adapter_start import load_start
-from tests.model.small import CAUSAL, built, model_config, sections
+from tests.model.small import CAUSAL, build_model, built, model_config, sections
 
 IDS = torch.arange(3, 20)[None]
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -65,7 +64,7 @@ def test_adapter_of_plain_peft_is_loaded_and_saved_for_it(case: str, base: Path,
     config, run = model_config(path=str(base)), run_from(tmp_path / "first")
     run.adapter.targets = short_names(run.adapter.targets, BaseModel(config, CAUSAL).on_meta())
     assert sorted(run.adapter.targets) == targets
-    model = build_training_model(sections(config, run.adapter), torch.device("cpu"), 0, str(base))
+    model = build_model(sections(config, run.adapter), torch.device("cpu"), 0, str(base))
     load_start(run, model, None, Names())
     torch.testing.assert_close(logits(model.language_model), expected)
     save_model(model, load_tokenizer(model_config(), needs_template=True), tmp_path / "final")

@@ -21,6 +21,7 @@ from app.model.build import build_training_model
 from app.model.checks import check_packing
 from app.model.training_model import TrainingModel
 from app.oom_retry import few_rows
+from app.tasks.table import loss_of
 from app.training.setup import check_on_loader
 from app.training.storage_counter import StorageCounter
 from tests.harness.scarcity import Scarce, scarce
@@ -161,7 +162,7 @@ def test_checks_out_of_memory_compile_no_layers(packed_loader_of: Callable[..., 
     run, blocks = small_run("recipe=lora"), CompileConfig(kind="blocks", backend="eager")
     loader = packed_loader_of(256, 1)
     parts = replace(sections_of(run), compile=blocks)
-    model = build_training_model(parts, torch.device("cpu"), run.seed, "nowhere")
+    model = build_training_model(parts, loss_of(run), torch.device("cpu"), run.seed, "nowhere")
     checked_within(few_rows(loader.with_most_rows(), 4).num_tokens, "forward", model, loader)
     (remark,) = model.remarks()
     assert "the checks before the first step ran out of memory" in remark

@@ -24,8 +24,9 @@ from app.distributed.process_group import Runtime
 from app.errors import ConfigError, DataError
 from app.model.training_model import TrainingModel
 from app.oom_retry import split_batch
+from app.tasks.table import counts_of
 from app.training.rows import read_rows
-from app.training.scores import counts_of, score, score_rows
+from app.training.scores import score, score_rows
 from tests.data.small import write_jsonl
 from tests.training.conftest import small_run, stepper_of
 

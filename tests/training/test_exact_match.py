@@ -9,10 +9,11 @@ from app.data.collate import Layout, Packed, Padded
 from app.data.loader import eval_batches
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
-from app.finished.generate import generate
+from app.model.decoding import generate
 from app.model.training_model import TrainingModel
-from app.training.counts import ANSWERS, EXACT, LABELS, Sums
-from app.training.scores import counts_of, score_rows
+from app.tasks.interface import ANSWERS, EXACT, LABELS, Sums
+from app.tasks.table import counts_of
+from app.training.scores import score_rows
 from tests.model.small import VOCABULARY, training_model_of
 from tests.training.conftest import small_run
 from tests.training.rows import Row, stretches, token_rows

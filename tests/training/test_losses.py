@@ -14,16 +14,19 @@ from torch import Tensor
 from app.batch import Batch
 from app.config.schema import PreferenceConfig, TaskConfig
 from app.data.collate import Layout, Packed, Padded
-from app.data.objectives import LabelledAnswers, LabelledTokens, label_next_tokens
+from app.data.objectives import LabelledTokens, label_next_tokens
 from app.data.token_dataset import MismatchedRows, TokenRows
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
 from app.layers.chunked_loss import linear_head
-from app.model.losses import LOSSES, over_documents
+from app.model.losses import over_documents
 from app.model.training_model import TrainingModel
 from app.oom_retry import split_batch
-from app.training.counts import LABELS, LOSS, WEIGHT
-from app.training.scores import counts_of, score, score_rows
+from app.tasks.classification import CLASS_PROBLEMS, class_loss
+from app.tasks.interface import LABELS, LOSS, WEIGHT
+from app.tasks.preference import LABELED_ANSWERS, LabelledAnswers
+from app.tasks.table import counts_of
+from app.training.scores import score, score_rows
 from app.training.train_step import Stepper
 from tests.harness.scarcity import scarce
 from tests.model.small import distance, documents_of, gradients, lora, outcome, training_model_of
@@ -122,12 +125,15 @@ def step(
     return result.mean(runtime.host_group.totals([float(result.loss_sum)])[0]), stepper
 
 
-def test_weighted_classes_are_summed_in_fp32_under_autocast() -> None:
+def test_weighted_classes_are_summed_in_fp32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     losses, weights = torch.linspace(0.0, 20.0, 9000), torch.linspace(0.5, 3.7, 9000)
     batch: Any = SimpleNamespace(num_labels=9000, weights=SimpleNamespace(per_target=weights))
-    model: Any = SimpleNamespace(class_losses=lambda states, _batch: (states, states))
+    answers: Any = replace(CLASS_PROBLEMS["single"], of_answers=lambda logits, *_: logits)
+    monkeypatch.setitem(CLASS_PROBLEMS, "single", answers)
+    head: Any = SimpleNamespace(class_logits=lambda states: states)
+    batch.targets = None
     with torch.autocast("cpu", torch.float16):
-        found = LOSSES["classification"](TaskConfig(), PreferenceConfig()).of_states(model, losses, batch)
+        found = class_loss(TaskConfig(), PreferenceConfig()).of_states(head, losses, batch)
     assert float(found) == pytest.approx(float((losses.double() * weights).sum()), rel=1e-6)
 
 
@@ -212,7 +218,7 @@ def kto_objective() -> LabelledAnswers:
 def kto_model(adapter: Any = None) -> TrainingModel:
     model = model_of(adapter)
     own = PreferenceConfig(kind="kto", beta=BETA, desirable=0.7, undesirable=1.3)
-    model.loss = LOSSES["preference_label"](TaskConfig(kind="preference_label"), own)
+    model.loss = LABELED_ANSWERS.loss(TaskConfig(kind="preference_label"), own)
     return model
 
 

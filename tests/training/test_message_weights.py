@@ -18,9 +18,10 @@ from app.data.prepare import Data, prepare
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
-from app.training.counts import LABELS, LOSS, WEIGHT
+from app.tasks.interface import LABELS, LOSS, WEIGHT
+from app.tasks.table import counts_of
 from app.training.samples import preview
-from app.training.scores import counts_of, score, score_rows
+from app.training.scores import score, score_rows
 from tests.training.conftest import small_run, stepper_of
 from tests.training.test_train_step import gradients, relative
 

@@ -17,7 +17,8 @@ from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.errors import EnvironmentProblem
 from app.oom_retry import RetryOnRestart, explain_out_of_memory, few_rows, halve, split_batch, try_or_none
-from app.training.scores import counts_of, score
+from app.tasks.table import counts_of
+from app.training.scores import score
 from app.training.train_step import Stepper
 from tests.harness.scarcity import scarce
 from tests.training.conftest import small_run, stepper_of, trainee_of

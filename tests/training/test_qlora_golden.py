@@ -19,6 +19,7 @@ from app.distributed.process_group import start
 from app.layers.attention import register, select
 from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
+from app.tasks.table import loss_of
 from app.training.setup import stepper_of
 from tests.training.conftest import needs_for, sections_of, small_run
 
@@ -46,7 +47,7 @@ def begin_alike(model: TrainingModel) -> None:
 def losses(run: RunConfig, data: Data) -> list[float]:
     runtime = start(run.launch, run.precision.kind, run.seed)
     attention = select(run.attention, runtime.device, lambda: needs_for(run))
-    model = build_training_model(sections_of(run, attention), runtime.device, run.seed, "nowhere")
+    model = build_training_model(sections_of(run, attention), loss_of(run), runtime.device, run.seed, "nowhere")
     begin_alike(model)
     stepper = stepper_of(model, run, runtime, run.precision.kind)
     loader = Loader(data.train, Packed(TOKENS, pad_id=0, max_length=TOKENS), StepSplit(1), seed=0)

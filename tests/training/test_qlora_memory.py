@@ -9,6 +9,7 @@ from app.config.schema import RunConfig
 from app.distributed.process_group import start
 from app.layers.attention import select
 from app.model.build import build_training_model, choose_loss_head
+from app.tasks.table import loss_of
 from app.training.setup import stepper_of
 from app.training.train_step import Stepper
 from tests.model.small import documents_of, packed
@@ -32,7 +33,7 @@ def two_steps(run: RunConfig) -> Stepper:
     """Of a micro-batch as large as the recipe's, every token trained."""
     runtime = start(run.launch, run.precision.kind, run.seed)
     attention = select(run.attention, runtime.device, lambda: needs_for(run))
-    model = build_training_model(sections_of(run, attention), runtime.device, run.seed, "nowhere")
+    model = build_training_model(sections_of(run, attention), loss_of(run), runtime.device, run.seed, "nowhere")
     if runtime.device.type == "cuda":
         assert torch.cuda.max_memory_allocated() < 9e9, "the unpacked base was there as a whole"
     half = run.batching.bin_tokens // 2

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from app.config.schema import TaskConfig
-from app.data.objectives import NEXT_TOKEN, MaskedTokens, build_objective
+from app.data.objectives import NEXT_TOKEN
 from app.data.prepare import Data
 from app.data.token_dataset import TokenRows
+from app.tasks.masked import MaskedTokens
+from app.tasks.table import build_objective
 from app.training import samples
 from app.training.samples import preview, sampler
 from tests.training.conftest import Notebook, small_run, trainee_of

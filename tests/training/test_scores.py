@@ -12,7 +12,8 @@ from app.data.collate import Layout, Packed, Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
-from app.training.scores import counts_of, logged, score
+from app.tasks.table import counts_of
+from app.training.scores import logged, score
 from tests.training.conftest import small_run, stepper_of
 
 

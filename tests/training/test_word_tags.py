@@ -19,9 +19,9 @@ from app.data.loader import Loader, StepSplit
 from app.data.objectives import LabelledTokens
 from app.distributed.process_group import Runtime
 from app.errors import DataError
-from app.training.counts import are_entities
+from app.tasks.table import counts_of
+from app.tasks.tagging import are_entities
 from app.training.rows import Rows, read_rows
-from app.training.scores import counts_of
 from tests.data.small import write_jsonl
 from tests.training.conftest import small_run, stepper_of
 

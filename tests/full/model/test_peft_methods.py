@@ -17,11 +17,10 @@ from app.config.peft_methods import METHODS, REFUSED
 from app.config.schema import AdapterConfig, QuantizationConfig, RunConfig
 from app.errors import AppError
 from app.finished.save import saved_tensors
-from app.model.build import build_training_model
 from app.train import train
 from tests.full.model.test_adapter_methods import in_peft, logits, merged, models, run, weights
 from tests.harness.runs import SMALL, metrics, result
-from tests.model.small import batch_of, distance, documents_of, model_config, sections, wide_numbers
+from tests.model.small import batch_of, build_model, distance, documents_of, model_config, sections, wide_numbers
 
 __all__ = ("models",)
 
@@ -113,7 +112,7 @@ def test_method_in_bf16_on_packed_base_where_it_can_gets_gradients(method: str) 
     adapter = AdapterConfig(kind="peft", method=method, fields=FIELDS.get(method, {}))
     base = QuantizationConfig(kind="nf4" if METHODS[method].quantized else "none")
     parts = sections(model_config(architecture=wide_numbers("llama")), adapter, "bf16", quantization=base)
-    model = build_training_model(parts, torch.device("cpu"), 0, "base")
+    model = build_model(parts, torch.device("cpu"), 0, "base")
     model(batch_of(documents_of((9, 4))))[0].backward()
     assert any(each.grad is not None and each.grad.any() for each in model.trained().values())
     assert {each.dtype for each in model.trained().values()} == {torch.float32}

@@ -12,6 +12,7 @@ from app.distributed.fsdp import whole_tensors
 from app.distributed.process_group import Runtime
 from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
+from app.tasks.table import loss_of
 from tests.harness.peak import Peak
 from tests.harness.processes import ProcessesByCount
 from tests.model import small
@@ -34,7 +35,7 @@ def built(runtime: Runtime, words: tuple[str, ...], *, sharded: bool) -> Trainin
             path = text.removeprefix(FILES).strip() or run.model.path
             run = replace(run, model=replace(run.model, path=path, weights="pretrained"))
     sharding = runtime.sharding(run.parallel) if sharded else None
-    return build_training_model(sections_of(run), runtime.device, run.seed, "base", sharding)
+    return build_training_model(sections_of(run), loss_of(run), runtime.device, run.seed, "base", sharding)
 
 
 def state_of(model: TrainingModel) -> dict[str, Tensor]:

@@ -8,9 +8,8 @@ import torch
 import transformers
 
 from app.base.text_part import whole_class
-from app.model.build import build_training_model
 from app.model.checks import check_packing
-from tests.model.small import CAUSAL, documents_of, lora, model_config, packed, sections
+from tests.model.small import CAUSAL, build_model, documents_of, lora, model_config, packed, sections
 from tests.model.wholes import saved_whole
 
 # by names of numbers, the largest that a tiny model has
@@ -69,9 +68,7 @@ def test_text_part_is_trained_packed_and_equals_whole(kind: str, tmp_path: Path)
     whole = saved_whole(_numbers(kind), tmp_path)
     with torch.no_grad():
         expected = whole(input_ids=IDS).logits
-    model = build_training_model(
-        sections(model_config(path=str(tmp_path)), lora()), torch.device("cpu"), 0, str(tmp_path)
-    )
+    model = build_model(sections(model_config(path=str(tmp_path)), lora()), torch.device("cpu"), 0, str(tmp_path))
     with torch.no_grad():
         found = model.eval().language_model(input_ids=IDS).logits
     assert float((found - expected).norm() / expected.norm()) < 1e-5

@@ -14,11 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from app.base.tokenizer import load_tokenizer
 from app.data.collate import Packed
 from app.data.loader import eval_batches
-from app.data.objectives import Compared, build_objective, compared_rows
 from app.data.prepare import prepare
 from app.data.token_dataset import MismatchedRows, TokenRows
 from app.distributed.process_group import Runtime, start
 from app.model.training_model import TrainingModel
+from app.tasks.preference import Compared, compared_rows
+from app.tasks.table import build_objective
 from app.training.reference import comparing
 from app.training.scores import score_documents
 from app.training.train_step import Stepper

@@ -15,13 +15,13 @@ from app.distributed.process_group import Runtime, start
 from app.layers.attention import BACKENDS, select
 from app.layers.attention.requirements import Rules
 from app.layers.attention.sdpa import plain, sdpa
-from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
 from tests.harness.marks import requires_flash_4, requires_flash_attention
 from tests.model import small
+from tests.model.small import build_model
 from tests.model.stand_ins import NEEDS
 from tests.optim.small import section
 
@@ -129,7 +129,7 @@ def test_auto_backend_is_first_that_gpu_has() -> None:
 
 def training_model_with(backend: str, kind: str, adapter: Any, precision: str = "bf16") -> TrainingModel:
     parts = small.sections(small.model_config(kind), adapter, precision)
-    return build_training_model(replace(parts, attention=backend), gpu(), seed=0, base_path="base")
+    return build_model(replace(parts, attention=backend), gpu(), seed=0, base_path="base")
 
 
 def packed_batch(step: int) -> Batch:

@@ -11,12 +11,12 @@ from app.batch import Batch, PackedSequences
 from app.config.schema import CompileConfig, LaunchConfig, QuantizationConfig
 from app.distributed.process_group import start
 from app.layers.attention import register
-from app.model.build import build_training_model
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
 from tests.harness.marks import requires_flash_attention
 from tests.model import small
+from tests.model.small import build_model
 from tests.optim.small import section
 
 pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]
@@ -48,7 +48,7 @@ def losses(
     runtime = start(LaunchConfig(num_processes=1, threads=1), "bf16", seed=0)
     model = small.model_config("llama", architecture=small.wide_numbers("llama"))
     parts = small.sections(model, small.lora(), "bf16", compile=compiled, quantization=base)
-    training_model = build_training_model(replace(parts, attention=backend), runtime.device, seed=0, base_path="base")
+    training_model = build_model(replace(parts, attention=backend), runtime.device, seed=0, base_path="base")
     if training_model.compiled_layers is not None:
         proof = small.verified(training_model, packed(0).to(runtime.device))
         assert proof is not None, training_model.compiled_layers.fault

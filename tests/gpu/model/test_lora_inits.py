@@ -6,9 +6,18 @@ import pytest
 import torch
 
 from app.config.schema import QuantizationConfig
-from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
-from tests.model.small import built, distance, documents_of, lora, model_config, packed, sections, wide_numbers
+from tests.model.small import (
+    build_model,
+    built,
+    distance,
+    documents_of,
+    lora,
+    model_config,
+    packed,
+    sections,
+    wide_numbers,
+)
 from tests.model.test_lora_inits import layers_of, require_best_update, update_of
 
 NUMBERS = wide_numbers("llama")
@@ -19,7 +28,7 @@ def begun_on(device: str, folder: Path, init: str, bits: str) -> TrainingModel:
     rows = [packed(documents_of((30, 60, 20)))]
     base = QuantizationConfig(kind=bits, double_quant=True)
     parts = sections(model_config(path=str(folder), architecture=NUMBERS), lora(init=init), quantization=base)
-    return build_training_model(parts, torch.device(device), 0, str(folder), rows=lambda: rows)
+    return build_model(parts, torch.device(device), 0, str(folder), rows=lambda: rows)
 
 
 @pytest.mark.parametrize(("init", "bits"), [("eva", "nf4"), ("corda", "none")])

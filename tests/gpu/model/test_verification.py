@@ -10,11 +10,11 @@ import torch
 from app.config.schema import AdapterConfig, CompileConfig, LaunchConfig, QuantizationConfig
 from app.distributed.process_group import start
 from app.layers.attention import register
-from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
 from tests.gpu.model.test_compile import packed
 from tests.model import small
 from tests.model.faults import FAULTS
+from tests.model.small import build_model
 from tests.model.test_verification import plant
 
 pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]
@@ -38,7 +38,7 @@ def model_of(
         compile=CompileConfig(kind="blocks", **compiled),
         quantization=QuantizationConfig(kind=base, double_quant=base == "nf4"),
     )
-    return build_training_model(replace(parts, attention="varlen"), runtime.device, seed=0, base_path="base")
+    return build_model(replace(parts, attention="varlen"), runtime.device, seed=0, base_path="base")
 
 
 GIVEN: dict[str, dict[str, Any]] = {

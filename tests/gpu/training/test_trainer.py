@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from app.model.build import build_training_model
+from app.tasks.table import loss_of
 from app.training.setup import stepper_of
 from tests.gpu import waiting_is_an_error
 from tests.training.conftest import MakeLoop, sections_of, small_run
@@ -20,7 +21,7 @@ def test_whole_steps_do_not_wait_for_the_device(words: tuple[str, ...], make_loo
     run = small_run(*words, *QUIET)
     loop, _ = make_loop(run, 20)
     device = loop.parts.runtime.device
-    model = build_training_model(sections_of(run), device, run.seed, "nowhere")
+    model = build_training_model(sections_of(run), loss_of(run), device, run.seed, "nowhere")
     loop.parts = replace(loop.parts, stepper=stepper_of(model, run, loop.parts.runtime, run.precision.kind))
     for _ in range(3):
         loop.take_step()

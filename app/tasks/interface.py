@@ -1,0 +1,75 @@
+"""What a task provides: labels of rows, loss, sums that metrics are made of, and answers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from app.batch import Batch
+from app.config.metrics import METRICS
+from app.config.schema import PreferenceConfig, RunConfig, TaskConfig
+from app.data.objectives import Objective
+from app.data.token_dataset import TokenRows
+from app.data.tokenizer import Tokenizer
+from app.model.losses import Loss
+from app.model.training_model import TrainingModel
+from app.tracking.formatting import Sample
+
+Sums = NDArray[np.float64]  # [..., NUM_BASIC and the task's own columns] of each row, or a sum of rows
+Metrics = Mapping[str, NDArray[np.float64]]
+LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # all but losses and weights are counts
+NUM_BASIC = 6
+
+
+def _no_columns(batch: Batch, losses: Tensor, _chosen: Tensor) -> Tensor:
+    return losses.new_zeros(len(batch.documents_of_rows), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What is summed of each row of a task, and the metrics that come of the sums."""
+
+    ratios: Mapping[str, tuple[int, int]]  # metrics that are one column over another, with their margins
+    others: Callable[[Sums], Metrics] = lambda _: {}
+    answers: bool = False  # whether exact match of whole answers is counted
+    own: Callable[[Batch, Tensor, Tensor], Tensor] = _no_columns  # [rows, num_own], from losses and choices of labels
+    num_own: int = 0  # columns after the first six
+    of_all: Callable[[Sums], Sums] | None = None  # adds columns that need all rows together, such as ranks
+
+    def metrics(self, sums: Sums) -> dict[str, NDArray[np.float64]]:
+        """Metrics from sums. NaN where there is nothing to divide by: rows without answers have no exact match."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            ratios = {name: sums[..., top] / sums[..., below] for name, (top, below) in self.ratios.items()}
+            found = {**ratios, **self.others(sums)}
+        return {name: found[name] for name in sorted(found, key=[*METRICS].index)}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutRows:
+    """Rows of the eval set with what the model needs to answer them."""
+
+    rows: TokenRows
+    indices: list[int]
+    objective: Objective
+    tokenizer: Any
+    max_new_tokens: int
+
+    def text(self, ids: Any) -> str:
+        """Decode without special tokens."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Code of a task; `app.config.tasks.Task` has its facts."""
+
+    objective: Callable[[TaskConfig, Tokenizer, int, bool], Objective]  # seed, and whether attention is bidirectional
+    loss: Callable[[TaskConfig, PreferenceConfig], Loss]
+    counts: Callable[[RunConfig], Counts]
+    answers: Callable[[HeldOutRows, TrainingModel], list[Sample]]
+    # upper bound of the labels, given numbers of tokens and documents; a loss mask is known only from the data
+    most_labels: Callable[[TaskConfig, int, int], int] = lambda _config, tokens, _documents: tokens

@@ -1,0 +1,106 @@
+"""A tag for each word of a text, such as named entities.
+
+F1 of entities follows seqeval and CoNLL. An entity is an uninterrupted run of words of one type. It begins at B or S,
+after E or S, or where the type changes, so a run may begin with I. One is right if its type and both of its ends are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from app.batch import Batch
+from app.config.schema import RunConfig
+from app.data.labels import parts_of
+from app.data.token_dataset import TokenRows
+from app.model.training_model import TrainingModel
+from app.tasks.classification import Classification, class_loss, macro_f1, objective_of_labels, occurrences
+from app.tasks.interface import HITS, LABELS, LOSS, WEIGHT, Counts, HeldOutRows, Implementation, Metrics, Sums
+from app.tracking.formatting import Sample
+
+_OUTSIDE = "O"
+_LETTERS, _STARTS, _ENDS = "BIES", "BS", "ES"  # first ones of tags in entities, of those that begin and end one
+_ENTITIES = 3  # true, predicted, both
+
+
+@dataclass(frozen=True, slots=True)
+class WordTags(Classification):
+    """The state of the first token of each word predicts its tag."""
+
+    marked: ClassVar[str] = "the first token of each word, whose tag is to be predicted"
+
+    def at(self, rows: TokenRows, i: int) -> NDArray[np.int64]:
+        return np.flatnonzero(rows.loss_mask(i))
+
+    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
+        return rows.loss_mask(i).astype(np.float32), " ".join(parts_of(rows.class_of(i)))
+
+
+def _counts(run: RunConfig) -> Counts:
+    """Counts of tags; the F1 of entities only where tags are names of entities (B-, I-)."""
+    names = run.task.labels
+    ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(names)
+    entities = are_entities(names)
+    own = partial(_of_rows, classes, names if entities else [])
+    return Counts(ratios, _f1 if entities else macro_f1, own=own, num_own=3 * classes + _ENTITIES * entities)
+
+
+def are_entities(names: Sequence[str]) -> bool:
+    """Whether the tags are O and names like B-PER."""
+    return any(name != _OUTSIDE for name in names) and all(
+        name == _OUTSIDE or (name[:1] in _LETTERS and name[1:2] in ("", "-")) for name in names
+    )
+
+
+def _f1(sums: Sums) -> Metrics:
+    true, found, both = np.split(sums[..., -_ENTITIES:], _ENTITIES, axis=-1)
+    return {**macro_f1(sums[..., :-_ENTITIES]), "entity_f1": (2 * both / (true + found))[..., 0]}
+
+
+def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+    """How often each tag is true, predicted or both in each row, and so of entities."""
+    starts = torch.tensor(batch.starts, device=batch.label_rows.device)
+    row = torch.searchsorted(starts, batch.label_rows[: batch.num_labels], right=True) - 1  # a document is a row
+    found = [occurrences(classes, batch, losses, chosen)]
+    if entities:
+        true, predicted = (_entities(entities, each[: batch.num_labels], row) for each in (batch.targets, chosen))
+        same = (true >= 0) & (true == predicted)
+        found.append(torch.stack([true >= 0, predicted >= 0, same], dim=1))
+    of_labels = torch.cat(found, dim=1).float()
+    return of_labels.new_zeros(len(batch.lengths), of_labels.shape[1]).index_add_(0, row, of_labels)
+
+
+def _entities(names: Sequence[str], tags: Tensor, row: Tensor) -> Tensor:
+    """At the first word of each entity a number of its type and end, -1 at the others."""
+    kinds = list(dict.fromkeys(name[2:] for name in names))  # PER of B-PER
+    facts = [(name[0] in _STARTS, name[0] in _ENDS, name != _OUTSIDE, kinds.index(name[2:])) for name in names]
+    starts, ends, inside, kind = torch.tensor(facts, device=tags.device)[tags].unbind(1)
+    at = torch.arange(len(tags), device=tags.device)
+    apart = (row.roll(1) != row) | (at == 0) | (inside.roll(1) == 0) | (kind.roll(1) != kind) | (ends.roll(1) == 1)
+    begins = (inside == 1) & ((starts == 1) | apart)
+    goes_on = (inside == 1) & ~begins
+    is_last = ~goes_on.roll(-1) | (at == len(tags) - 1)
+    last = torch.where(is_last, at, len(tags)).flip(0).cummin(0).values.flip(0)
+    return torch.where(begins, last * len(kinds) + kind, -1)
+
+
+def _answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
+    """Predict the tag of each word of each row."""
+    assert isinstance(held_out.objective, WordTags)
+    names, samples = held_out.objective.names, []
+    for i in held_out.indices:
+        (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
+        found = model.logits(torch.from_numpy(row.ids.astype(np.int64))).argmax(-1).cpu()[row.at]
+        expected, answer = (" ".join(names[at] for at in each.tolist()) for each in (row.targets, found))
+        samples.append(Sample(prompt=held_out.text(row.ids), expected=expected, answer=answer))
+    return samples
+
+
+TAGGING = Implementation(
+    objective=partial(objective_of_labels, WordTags), loss=class_loss, counts=_counts, answers=_answer
+)
