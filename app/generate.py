@@ -117,7 +117,7 @@ def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     """Print or write the words with their tags; those that are cut off have none."""
     refuse(class_problems(config, str(folder), pair=False, task=run.task.kind))
     from app.data.prompts import read_words, tokens_of_words
-    from app.finished.generate import tags_of_words
+    from app.tasks.tagging import tags_of_words
 
     columns = run.dataset.columns
     rows = [str(config.prompt).split()] if config.prompts is None else read_words(config.prompts, columns.tokens)

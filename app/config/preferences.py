@@ -1,4 +1,4 @@
-"""Losses over answers, as facts that the schema, rules and messages share; `app/model/preference.py` computes them."""
+"""Facts of preference losses for schema, rules and messages; `app/tasks/preference.py` computes the losses."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,22 +6,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PreferenceKind:
-    """The task that reads the rows of a loss, and whether rewards are relative to the model before step 1."""
+    """Task, reference model and recipe of a preference loss."""
 
     task: str = "preference"
-    has_reference: bool = True
+    has_reference: bool = True  # whether rewards are relative to the model before step 1
+    has_recipe: bool = False  # whether a file of conf/recipe has its name
 
 
 PREFERENCE_KINDS: Mapping[str, PreferenceKind] = {
     "none": PreferenceKind(task="", has_reference=False),
-    "dpo": PreferenceKind(),
+    "dpo": PreferenceKind(has_recipe=True),
     "robust": PreferenceKind(),
     "ipo": PreferenceKind(),
-    "orpo": PreferenceKind(has_reference=False),
-    "simpo": PreferenceKind(has_reference=False),
-    "kto": PreferenceKind(task="preference_label"),
+    "orpo": PreferenceKind(has_reference=False, has_recipe=True),
+    "simpo": PreferenceKind(has_reference=False, has_recipe=True),
+    "kto": PreferenceKind(task="preference_label", has_recipe=True),
 }
 _MOST_WEIGHT_OF_WANTED = 4 / 3  # of all wanted answers together over that of the unwanted ones: Eq. 8 of KTO's paper
+
+
+def recipes_of(task: str) -> tuple[str, ...]:
+    """Return the recipes of a task's preference losses."""
+    return tuple(f"recipe={name}" for name, kind in PREFERENCE_KINDS.items() if kind.task == task and kind.has_recipe)
 
 
 def balance_notes(weights: Mapping[str, float], rows: Mapping[str, int]) -> Iterator[str]:

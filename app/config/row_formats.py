@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from app.config.preferences import recipes_of
+
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
@@ -32,7 +34,7 @@ _OF_CHATS = (*_OF_ANSWERS, "reasoning")
 _MESSAGE = ("role", "content", "tool_calls", "function_call")
 _PAIR = ("auto", "completion")
 _COMPLETION = ("auto", "completion", "assistant", "last", "all")
-_BY_PAIRS, _BY_LABELS = ("recipe=dpo", "recipe=orpo", "recipe=simpo"), ("recipe=kto",)
+_BY_PAIRS, _BY_LABELS = recipes_of("preference"), recipes_of("preference_label")
 
 ROW_FORMATS: Mapping[str, RowFormat] = {
     "messages": RowFormat(("messages",), _OF_CHATS, message=_MESSAGE, any_column=True),

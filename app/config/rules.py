@@ -8,7 +8,7 @@ from app.config.compile_rules import BLOCKS, compiled_layers_suit_the_run
 from app.config.data_rules import DATA_RULES
 from app.config.dataset import has_held_out_rows
 from app.config.model_kinds import OWN
-from app.config.preferences import PREFERENCE_KINDS
+from app.config.preferences import PREFERENCE_KINDS, recipes_of
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
@@ -74,8 +74,8 @@ def _answers_have_their_loss(run: RunConfig) -> Iterator[str]:
         return
     yield (
         f"preference={kind} with task={task}: pairs of answers (task=preference) and single ones with a label "
-        "(task=preference_label) have losses of their own. Choose recipe=dpo, orpo or simpo for pairs, recipe=kto for "
-        "labels, or preference=none with another task."
+        f"(task=preference_label) have losses of their own. Choose {' or '.join(recipes_of('preference'))} for pairs, "
+        f"{' or '.join(recipes_of('preference_label'))} for labels, or preference=none with another task."
     )
 
 

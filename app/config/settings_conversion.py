@@ -9,7 +9,7 @@ from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.overrides import split_arguments
 from app.config.peft_methods import METHODS
-from app.config.preferences import PREFERENCE_KINDS
+from app.config.preferences import PREFERENCE_KINDS, recipes_of
 from app.config.schema import RunConfig
 from app.config.setting_table import OF_ADAPTERS, PROGRAMS, UNSET, Conversion
 from app.config.settings_file import WARMUPS, as_override, flat
@@ -66,10 +66,11 @@ def _infer_preference(found: Conversion) -> None:
     recipes = found.facts.get("implies", {})
     name = found.has(*recipes)
     if name and not {"recipe", "task.loss"} & {*found.words}:
+        losses = recipes_of("preference") + recipes_of("preference_label")
         found.words["recipe"] = recipes[name]
         found.changed.append(
             f"{name}: {format_value(found.settings[name])}: the file has a preference loss and does not name it; "
-            f"converted as recipe={recipes[name]}. Type recipe=dpo, orpo, simpo or kto after from= to change it"
+            f"converted as recipe={recipes[name]}. Type {' or '.join(losses)} after from= to change it"
         )
 
 

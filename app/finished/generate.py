@@ -133,14 +133,6 @@ class _Streamer:
         self._written = max(self._written, len(text))
 
 
-@torch.no_grad()
-def tags_of_words(lm: Any, ids: Any, first: Any) -> list[str]:
-    """The tag of each word of one text, from its tokens and the mask of the first token of each word."""
-    logits = lm(input_ids=torch.as_tensor(ids, dtype=torch.int64, device=lm.device)[None]).logits[0]
-    found = logits[torch.as_tensor(first, device=lm.device)].argmax(-1).tolist()
-    return [lm.config.id2label[at] for at in found]
-
-
 @dataclass(frozen=True, slots=True)
 class Classifier:
     """A classification model with its tokenizer; longer texts are cut to `max_length` tokens."""

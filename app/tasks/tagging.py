@@ -7,7 +7,7 @@ after E or S, or where the type changes, so a run may begin with I. One is right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -99,6 +99,14 @@ def _answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
         expected, answer = (" ".join(names[at] for at in each.tolist()) for each in (row.targets, found))
         samples.append(Sample(prompt=held_out.text(row.ids), expected=expected, answer=answer))
     return samples
+
+
+@torch.no_grad()
+def tags_of_words(lm: Any, ids: Any, first: Any) -> list[str]:
+    """Return the tag of each word of one text, from its tokens and the mask of the first token of each word."""
+    logits = lm(input_ids=torch.as_tensor(ids, dtype=torch.int64, device=lm.device)[None]).logits[0]
+    tags = logits[torch.as_tensor(first, device=lm.device)].argmax(-1).tolist()
+    return [lm.config.id2label[at] for at in tags]
 
 
 TAGGING = Implementation(
