@@ -12,9 +12,9 @@ from app.config.schema import TaskConfig
 from app.data.objectives import NEXT_TOKEN
 from app.data.prepare import Data
 from app.data.token_dataset import TokenRows
+from app.tasks import causal
 from app.tasks.masked import MaskedTokens
 from app.tasks.table import build_objective
-from app.training import samples
 from app.training.samples import preview, sampler
 from tests.training.conftest import Notebook, small_run, trainee_of
 from tests.training.rows import token_rows
@@ -112,7 +112,7 @@ def test_answers_that_do_not_fit_into_memory_are_left_out(
     def generate(*_: Any, **_named: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(samples, "generate", generate)
+    monkeypatch.setattr(causal, "generate", generate)
     run, notebook = small_run("recipe=lora"), Notebook()
     model = trainee_of(run).train()
     rows = SimpleNamespace(data=data, objective=NEXT_TOKEN, tokenizer=tokenizer)
