@@ -5,7 +5,7 @@ units of a micro-batch; processes and micro-batches only divide them. Everything
 cursor of a checkpoint is one integer, and resuming costs nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -26,15 +26,36 @@ class StepSplit:
     rank: int = 0
 
 
+Order = tuple[Units, NDArray[np.int64]]  # the units of an epoch, and the order of their numbers
+
+
+def _random(rows: TokenRows, layout: Layout, seed: int, epoch: int) -> Order:
+    """Shuffle rows; after the first epoch those of a bin have new neighbors in each."""
+    random = np.random.default_rng([seed, epoch])
+    shuffle = np.random.default_rng([seed, epoch, 1]) if epoch else None
+    units = layout.units(rows, random.permutation(len(rows)), shuffle)
+    return units, random.permutation(len(units))
+
+
+def _sequential(rows: TokenRows, layout: Layout, _seed: int, _epoch: int) -> Order:
+    """Keep the order of the files: a curriculum. A bin has the place of its first row."""
+    units = layout.units(rows, np.arange(len(rows)))
+    return units, np.argsort(np.minimum.reduceat(units.order, units.starts), kind="stable")
+
+
+ORDERS: dict[str, Callable[[TokenRows, Layout, int, int], Order]] = {"random": _random, "sequential": _sequential}
+
+
 class Loader:
     """The training rows in the order of each epoch."""
 
-    def __init__(self, rows: TokenRows, layout: Layout, split: StepSplit, seed: int) -> None:
+    def __init__(self, rows: TokenRows, layout: Layout, split: StepSplit, seed: int, order: str = "random") -> None:
         self._rows = rows
         self._layout = layout
         self._split = split
         self._seed = seed
-        self._epoch: tuple[int, Units, NDArray[np.int64]] | None = None
+        self._order = ORDERS[order]
+        self._epoch: tuple[int, Order] | None = None
         self.unit_name = layout.unit_name
         self.units_per_step = layout.units_per_batch * split.micro_batches * split.processes
         self.num_units = len(self._order_of(0)[0])  # of every epoch: it follows from the lengths alone
@@ -91,14 +112,10 @@ class Loader:
         numbers = order[at * self.units_per_step : (at + 1) * self.units_per_step]
         return units, [units[int(i)] for i in numbers]
 
-    def _order_of(self, epoch: int) -> tuple[Units, NDArray[np.int64]]:
-        """The units of an epoch and their order; after the first epoch rows have new neighbours in each."""
+    def _order_of(self, epoch: int) -> Order:
         if self._epoch is None or self._epoch[0] != epoch:
-            random = np.random.default_rng([self._seed, epoch])
-            shuffle = np.random.default_rng([self._seed, epoch, 1]) if epoch else None
-            units = self._layout.units(self._rows, random.permutation(len(self._rows)), shuffle)
-            self._epoch = epoch, units, random.permutation(len(units))
-        return self._epoch[1:]
+            self._epoch = epoch, self._order(self._rows, self._layout, self._seed, epoch)
+        return self._epoch[1]
 
 
 def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int = 0) -> Iterator[Batch]:

@@ -42,6 +42,7 @@ ROLES = {
     "task": COMPARED,
     "preference": COMPARED,
     "batching": SETTLED,  # by the rows or bins of a step
+    "batching.order": COMPARED,
     "adapter": COMPARED,
     "adapter.start": SETTLED,  # by the hash of its weights
     "quantization": COMPARED,

@@ -56,7 +56,8 @@ class Rows:
 def loader_of(rows: Rows, run: RunConfig, processes: int, rank: int = 0) -> Loader:
     """Return the loader of the training rows, in steps of all processes; `run` has a known bin size."""
     layout = layout_of(run, run.batching.rows, rows.objective, rows.pad_id)
-    return Loader(rows.data.train, layout, StepSplit(run.batching.accumulation, processes, rank), run.seed)
+    split = StepSplit(run.batching.accumulation, processes, rank)
+    return Loader(rows.data.train, layout, split, run.seed, run.batching.order)
 
 
 @dataclass(frozen=True, slots=True)

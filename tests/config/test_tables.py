@@ -15,8 +15,10 @@ from app.config.model_kinds import OWN
 from app.config.preferences import PREFERENCE_KINDS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.row_formats import ROW_FORMATS
+from app.config.schema import BatchingConfig
 from app.config.tasks import TASKS
 from app.data.formats import READERS
+from app.data.loader import ORDERS
 from app.data.overflow import POLICIES
 from app.exports.export import EXPORTS
 from app.layers.attention import BACKENDS
@@ -61,6 +63,11 @@ def test_tables_match_dataset_choices() -> None:
     assert set(choices_of("format")) == {"auto", *READERS} == {"auto", *ROW_FORMATS}
     assert set(choices_of("on_overflow")) == {"auto", "error", *POLICIES}
     assert set(choices_of("train_on")) == {part for each in ROW_FORMATS.values() for part in each.train_on}
+
+
+def test_table_matches_orders_of_rows() -> None:
+    order: Any = BatchingConfig.__dataclass_fields__["order"]
+    assert set(order.metadata[CHOICES]) == set(ORDERS)
 
 
 def test_table_matches_kinds_of_export() -> None:

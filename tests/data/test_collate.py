@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.batch import Batch, PackedSequences
 from app.data.collate import Packed, Padded
-from app.data.loader import Loader, StepSplit, eval_batches
+from app.data.loader import ORDERS, Loader, StepSplit, eval_batches
 from app.data.token_dataset import TokenRows
 
 
@@ -132,3 +132,18 @@ def test_loader_resumes_from_step_number(lengths: list[int], step: int) -> None:
         through.batches(each)
     pairs = zip(through.batches(step), made().batches(step), strict=True)
     assert all(a.lengths == b.lengths and torch.equal(a.ids, b.ids) for a, b in pairs)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_sequential_order_keeps_rows_of_the_file_in_every_epoch(packed: bool) -> None:
+    rows = rows_of([3, 9, 20, 4, 8, 20, 5, 6])
+    layout = Packed(24, pad_id=0, max_length=20) if packed else Padded(1, pad_id=0)
+    units, order = ORDERS["sequential"](rows, layout, 0, 0)
+    bins = [units[int(i)].tolist() for i in order]
+    assert [min(each) for each in bins] == sorted(min(each) for each in bins)
+    assert sorted(i for each in bins for i in each) == [*range(len(rows))]
+    loader = Loader(rows, layout, StepSplit(1), seed=0, order="sequential")
+    steps = loader.steps_per_epoch
+    epochs = [[loader.batches(epoch * steps + step)[0].ids.tolist() for step in range(steps)] for epoch in (0, 3)]
+    expected = [layout.batch(rows, [np.array(each)], units.max_documents, 0).ids.tolist() for each in bins]
+    assert epochs == [expected, expected]
