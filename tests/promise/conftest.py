@@ -15,6 +15,7 @@ from app.config.adapters import ADAPTER_KINDS
 from app.config.export_settings import EXPORT_KINDS
 from app.config.load import compose_run
 from app.config.metrics import METRICS
+from app.config.preferences import PREFERENCE_KINDS
 from app.config.problems import PROBLEMS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.row_formats import ROW_FORMATS
@@ -25,6 +26,7 @@ from app.exports.export import EXPORTS
 from app.layers.attention import BACKENDS, register
 from app.layers.quantization import QUANTIZATIONS
 from app.tasks.classification import CLASS_PROBLEMS
+from app.tasks.preference import PREFERENCES
 from app.tasks.table import IMPLEMENTATIONS
 from app.train import train
 from app.training.trainer import Trainer
@@ -41,6 +43,10 @@ TABLES: dict[str, dict[str, Any]] = {
     },
     "row format": {"app.config.row_formats.ROW_FORMATS": ROW_FORMATS, "app.data.formats.READERS": READERS},
     "metric": {"app.config.metrics.METRICS": METRICS},
+    "preference loss": {
+        "app.config.preferences.PREFERENCE_KINDS": PREFERENCE_KINDS,
+        "app.tasks.preference.PREFERENCES": PREFERENCES,
+    },
     "problem": {
         "app.config.problems.PROBLEMS": PROBLEMS,
         "app.data.labels.LABELLINGS": LABELLINGS,

@@ -15,6 +15,7 @@ EXAMPLES = {
     "attention": "sdpa",
     "export": "merged",
     "metric": "perplexity",
+    "preference loss": "ipo",
     "problem": "multi",
     "quantization": "fp8",
     "row format": "sharegpt",

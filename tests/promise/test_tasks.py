@@ -15,6 +15,7 @@ from app.batch import Batch
 from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.fields import CHOICES
 from app.config.metrics import Metric
+from app.config.preferences import PreferenceKind
 from app.config.row_formats import ROW_FORMATS, RowFormat
 from app.config.tasks import TASKS, Task
 from app.data.columns import text
@@ -24,6 +25,7 @@ from app.data.types import Document, Row
 from app.model.losses import log_probabilities, over_documents
 from app.model.training_model import TrainingModel
 from app.tasks.interface import LOSS, WEIGHT, Counts, HeldOutRows, Implementation
+from app.tasks.preference import Preference
 from app.tracking.formatting import Sample
 from app.training.trainer import Trainer
 from tests.harness.runs import result, same_ending
@@ -152,3 +154,16 @@ def test_task_whose_objective_does_not_say_that_its_loss_is_over_documents_is_na
     ranking_toys.add("task", "ranking", ENTRIES | {"IMPLEMENTATIONS": implementation})
     with pytest.raises(AssertionError, match=r"^over_documents: the task's objective must have it"):
         train(ranking_toys, "silent")
+
+
+def test_preference_loss_trains_from_its_entries_alone(toys: Toys) -> None:
+    """A hinge on the margin, which is 0 before step 1, where the model is its own reference."""
+    hinge = Preference(
+        reward=lambda answers, settings: settings.beta * answers.ratio,
+        of_margin=lambda margin, _settings: (1 - margin).clamp(min=0),
+    )
+    toys.add("preference loss", "hinge", {"PREFERENCE_KINDS": PreferenceKind(), "PREFERENCES": hinge})
+    toys.choice("preference", "hinge", "kind: hinge\nbeta: 0.1\n")
+    found = result(toys.train("run", "recipe=dpo", "preference=hinge", "optimizer.lr=1e-2", "batching.tokens=128"))
+    assert found["start_metrics"]["eval_loss"] == pytest.approx(1.0, abs=1e-6)
+    assert found["eval_loss"] < 0.9
