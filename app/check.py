@@ -45,14 +45,14 @@ def check(config: CheckConfig, console: Console) -> int:
     _check_parts(config)
     if config.folder is not None and world().is_first:
         _make(config.folder)
-    from app.pages.check_report import show_check
-    from app.pages.check_summary import SECTIONS
+    from app.pages.check_page import SECTIONS
+    from app.pages.page import show
 
     found: dict[str, Any] = {}
     for name in config.checks:
         found[name] = _CHECKS[name](config, console)
         if world().is_first:
-            show_check(SECTIONS[name](found[name]))
+            show(SECTIONS[name](found[name]))
     if not world().is_first:
         return 0
     if config.folder is not None:
@@ -80,7 +80,7 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
     from app.memory.check import check_memory
-    from app.pages.check_summary import out_of_memory_problem
+    from app.pages.check_page import out_of_memory_problem
 
     processes = _planned_processes(config)
     given = config.run, config.overrides, config.options.hardware
@@ -93,7 +93,8 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
 def _ladder(arguments: Sequence[str]) -> int:
     """Show and write the planned memory of each rung of `sweep=`, beside the figures of its source."""
     begun = time.perf_counter()
-    from app.pages.ladder_table import as_text, planned_tables
+    from app.pages.comparison_page import planned_tables
+    from app.pages.page import as_text
     from app.sweeps.sweep import read_ladder
     from app.sweeps.trials import value_of
 
@@ -123,7 +124,7 @@ def _ladder(arguments: Sequence[str]) -> int:
     facts: dict[str, Any] = {"sweep": ladder.name, "label": label, "source": ladder.source, "rungs": rungs}
     facts |= {"seconds": seconds, "stops": stops}
     console = open_console()
-    console.say(as_text(planned_tables(facts)))
+    console.say(as_text(*planned_tables(facts)))
     for folder in given:
         _make(folder)
         _write(folder, {"ladder": facts}, console)
@@ -237,10 +238,11 @@ def _make(folder: Path) -> None:
 
 
 def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
-    from app.pages.check_report import check_page
+    from app.pages.check_page import check_page
+    from app.pages.page import as_html
 
     write_json(folder / "check.json", found)
-    write_text(folder / "check.html", check_page(found))
+    write_text(folder / "check.html", as_html(check_page(found)))
     console.say(f"written {folder / 'check.json'} and check.html")
 
 

@@ -8,6 +8,7 @@ python -m app.report runs=runs/a,runs/b to=a-b.html   curves over each other, an
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.config.commands import REPORT, ReportConfig, run_command
 from app.config.help import command_help
@@ -15,6 +16,9 @@ from app.errors import CheckpointError, refuse
 from app.files import write_text
 from app.pages.read_run import is_run, read_sweep
 from app.tracking.console import Console, open_console
+
+if TYPE_CHECKING:
+    from app.pages.page import Page
 
 # pages are imported inside functions, so that a mistake in the command line is reported without loading YAML and jinja2
 
@@ -24,10 +28,10 @@ _SWEEP = "sweep.json"
 def report(config: ReportConfig, console: Console) -> None:
     """Write the page."""
     refuse([*_folder_problems(config), *_target_problems(config)])
-    from app.pages.render import PAGE_FAULTS
+    from app.pages.page import PAGE_FAULTS, as_html
 
     try:
-        page = _page(config)
+        page = as_html(_page(config))
     except PAGE_FAULTS as fault:
         given = " ".join(name for name, _ in config.given)
         raise CheckpointError(
@@ -38,7 +42,7 @@ def report(config: ReportConfig, console: Console) -> None:
     console.say(f"report  {config.target}")
 
 
-def _page(config: ReportConfig) -> str:
+def _page(config: ReportConfig) -> "Page":
     folders = [folder for _, folder in config.given]
     if config.run is not None:
         from app.pages.run_page import run_page
@@ -48,7 +52,7 @@ def _page(config: ReportConfig) -> str:
         from app.pages.comparison_page import comparison_page
 
         return comparison_page(folders)
-    from app.pages.sweep_page import sweep_page
+    from app.pages.comparison_page import sweep_page
 
     content = read_sweep(folders[0])
     assert content is not None, "checked before"
@@ -84,7 +88,7 @@ def _target_problems(config: ReportConfig) -> Iterator[str]:
 
 def _is_report(file: Path) -> bool:
     """Whether this command made the file, and may replace it."""
-    from app.pages.render import GENERATOR
+    from app.pages.page import GENERATOR
 
     with file.open("rb") as content:
         return f'content="{GENERATOR}"'.encode() in content.read(1024)

@@ -19,7 +19,8 @@ import yaml
 from app.config.did_you_mean import PROGRAMS, other_programs
 from app.config.overrides import key_of
 from app.files import read_json, write_json, write_text
-from app.pages.ladder_table import as_markdown, measured_tables, planned_tables
+from app.pages.comparison_page import measured_tables, planned_tables
+from app.pages.page import Page, as_markdown
 from app.sweeps.preset import read_preset
 from app.tracking.formatting import NO_VALUE
 from scripts.bench.machine import cpu_name
@@ -126,7 +127,7 @@ def ladders_page() -> str:
         ladder = table(name, kind)
         tables = measured_tables(ladder) if kind == _MEASURED else planned_tables(ladder)
         about = [f"    {ladder['command']}", f"{ladder['machine']}."] if kind == _MEASURED else []
-        texts = as_markdown("", tables).rstrip().split("\n\n")[1:]
+        texts = [text.removeprefix("## ") for text in as_markdown(Page("", tables)).rstrip().split("\n\n")[1:]]
         texts = [text if text.startswith("|") else textwrap.fill(text, _MAX_LINE_CHARACTERS) for text in texts]
         parts += [f"## {name}, {kind}", *about, *texts]
     return "\n\n".join(parts) + "\n"

@@ -18,9 +18,9 @@ from app.exports.kinds import AdapterExport, Export, MergedExport, QuantizedExpo
 from app.exports.verify import Verification, reference_of, verify
 from app.files import files_in, sha256
 from app.layers.quantization import missing_hardware, quantization_after_training
+from app.pages.model_card import CARD, model_card
 from app.safe_text import redact
 from app.tracking.formatting import format_bytes
-from app.tracking.model_card import CARD, model_card
 from app.tracking.recorder import read_result
 from app.training.final_model import loading_of
 

@@ -22,7 +22,7 @@ from app.exports.kinds import Export, MergedExport
 from app.exports.verify import Reference, Reloaded, Verification, run_fresh
 from app.finished.load_run import load_tuned_tokenizer
 from app.model.decoding import end_ids
-from app.tracking.model_card import Loading
+from app.pages.model_card import Loading
 
 LICENCES = ("LICENSE*", "NOTICE*", "USE_*")
 NOT_READ = "llama.cpp did not read it: pip install xllamacpp for that"

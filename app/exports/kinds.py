@@ -29,7 +29,7 @@ from app.finished.save import add_transformers_4_keys, write_config
 from app.layers import nf4
 from app.layers.quantization import backbone_linear_layers, weight_of
 from app.model.build import DTYPES, ModelSections
-from app.tracking.model_card import CARD, Loading
+from app.pages.model_card import CARD, Loading
 from app.tracking.vllm import in_vllm
 
 _ADAPTER = "adapter_config.json"

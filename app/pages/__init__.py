@@ -1,1 +1,1 @@
-"""HTML pages about runs, sweeps, comparisons and checks, made from output folders alone."""
+"""Pages about runs, sweeps, comparisons and checks, and the model card, made from output folders alone."""

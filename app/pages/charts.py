@@ -1,4 +1,4 @@
-"""Geometry of SVG charts for the templates: lines over steps, dots over swept values, bars of sample lengths.
+"""Charts of pages: lines over steps, dots over swept values, bars of sample lengths; and their geometry in SVG.
 
 Positions are percentages, so that a chart fits any width while its text keeps its size. Only lines need coordinates:
 they lie in a view box of 1000 x 1000 that is stretched.
@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from app.tracking.formatting import format_number
 
@@ -81,7 +81,7 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
+class Plot:
     """Geometry of a chart. `lines` are classes with the points of each piece; `legend` has names and colours."""
 
     quantity: Quantity
@@ -94,6 +94,78 @@ class Chart:
     remarks: Sequence[str] = ()
 
 
+class Chart(Protocol):
+    """A figure in SVG, and a line of text in its place for terminals and Markdown."""
+
+    def plot(self) -> Plot: ...
+
+    def words(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """Lines over steps. Charts of the same lines share one legend, which is not theirs."""
+
+    quantity: Quantity
+    series: Sequence[Series]
+    has_legend: bool = True
+
+    def plot(self) -> Plot:
+        shown = [each for each in self.series if each.points]
+        across = axis_of((x for each in shown for x, _ in each.points), "{:,.0f}".format, steps=True)
+        up = _vertical_axis(self.quantity, [y for each in shown for _, y in each.points if y is not None])
+        measured = [each for each in shown if each.kind != "mean"]
+        return Plot(
+            self.quantity,
+            "step",
+            across,
+            up,
+            lines=[
+                (f"c{each.colour % COLOURS} {each.kind}".strip(), _pieces(thinned(each.points), across, up))
+                for each in shown
+            ],
+            dots=[dot for each in measured for dot in _line_dots(each, across, up, self.quantity.formatter)],
+            legend=[(each.name, each.colour % COLOURS) for each in shown if each.kind != "raw"]
+            if self.has_legend and len(shown) > 1
+            else (),
+            remarks=list(_remarks(measured)),
+        )
+
+    def words(self) -> str:
+        """The first and the last number of each line."""
+        texts = []
+        for each in self.series:
+            known = [f"{self.quantity.formatter(y)} at step {x:,.0f}" for x, y in each.points if y is not None]
+            texts += [f"{each.name} {', '.join(dict.fromkeys((known[0], known[-1])))}"] if known else []
+        return f"{self.quantity.title}: {'; '.join(texts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DotChart:
+    """A dot at each x and y, with its text; the `best` are marked."""
+
+    quantity: Quantity
+    x_name: str
+    dots: Sequence[tuple[float, float, str]]
+    best: Callable[..., float] = min
+
+    def plot(self) -> Plot:
+        values = sorted({x for x, _, _ in self.dots})
+        across = axis_of(values, may_log=True, min_log_ratio=_MIN_SWEPT_LOG_RATIO)
+        if across.log and len(values) <= _MAX_SWEPT_TICKS:
+            across = replace(across, ticks=_labelled(values, format_number))
+        up = _vertical_axis(self.quantity, [y for _, y, _ in self.dots])
+        marked = self.best(y for _, y, _ in self.dots)
+        drawn = [
+            Dot(percent(across.share(x)), percent(1 - up.share(y)), text, 2 if y == marked else 0, y == marked)
+            for x, y, text in self.dots
+        ]
+        return Plot(self.quantity, across.named(self.x_name), across, up, dots=drawn)
+
+    def words(self) -> str:
+        return f"{self.quantity.title}: {'; '.join(', '.join(text.splitlines()) for _, _, text in self.dots)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """A bar as a `share` of the longest possible one; `beyond` is drawn in another colour."""
@@ -102,48 +174,6 @@ class Bar:
     share: float
     text: str
     beyond: bool = False
-
-
-def line_chart(quantity: Quantity, series: Sequence[Series], *, legend: bool = True) -> Chart | None:
-    """A chart over steps; None if nothing was logged. Charts of the same lines share one legend."""
-    shown = [each for each in series if each.points]
-    if not shown:
-        return None
-    across = axis_of((x for each in shown for x, _ in each.points), "{:,.0f}".format, steps=True)
-    up = _vertical_axis(quantity, [y for each in shown for _, y in each.points if y is not None])
-    measured = [each for each in shown if each.kind != "mean"]
-    return Chart(
-        quantity,
-        "step",
-        across,
-        up,
-        lines=[
-            (f"c{each.colour % COLOURS} {each.kind}".strip(), _pieces(thinned(each.points), across, up))
-            for each in shown
-        ],
-        dots=[dot for each in measured for dot in _line_dots(each, across, up, quantity.formatter)],
-        legend=[(each.name, each.colour % COLOURS) for each in shown if each.kind != "raw"]
-        if legend and len(shown) > 1
-        else (),
-        remarks=list(_remarks(measured)),
-    )
-
-
-def dot_chart(
-    quantity: Quantity, x_name: str, dots: Sequence[tuple[float, float, str]], best: Callable[..., float] = min
-) -> Chart:
-    """A chart with a dot at each x and y, with its tooltip; the best are marked."""
-    values = sorted({x for x, _, _ in dots})
-    across = axis_of(values, may_log=True, min_log_ratio=_MIN_SWEPT_LOG_RATIO)
-    if across.log and len(values) <= _MAX_SWEPT_TICKS:
-        across = replace(across, ticks=_labelled(values, format_number))
-    up = _vertical_axis(quantity, [y for _, y, _ in dots])
-    marked = best(y for _, y, _ in dots)
-    drawn = [
-        Dot(percent(across.share(x)), percent(1 - up.share(y)), text, 2 if y == marked else 0, y == marked)
-        for x, y, text in dots
-    ]
-    return Chart(quantity, across.named(x_name), across, up, dots=drawn)
 
 
 def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = None) -> list[Bar]:

@@ -1,18 +1,20 @@
-"""HTML page that compares runs: results, curves, settings and provenance that differ, answers."""
+"""Pages that compare runs: several runs, the trials of a sweep, the rungs of a ladder (measured or planned)."""
 
 import os
-from collections.abc import Iterator, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from app.config.metrics import LOGGED, METRICS, TOLD
+from app.config.metrics import LOGGED, METRICS, TOLD, cost_of
 from app.config.settings_file import flat
 from app.config.validate import format_value
-from app.pages.answers import last_answers
-from app.pages.curves import curves_of_several
-from app.pages.read_run import SavedRun, read_run, section_of
-from app.pages.render import render
-from app.pages.run_page import method, status_badge
+from app.pages.charts import DotChart, Quantity
+from app.pages.page import Block, Charts, Code, Inline, Page, Paragraph, Section, Span, Table
+from app.pages.read_run import SavedRun, is_run, read_run, section_of
+from app.pages.run_page import PARTS, curves_of_several, last_answers, method, status_badge
 from app.tracking.compare_runs import compare_content, compare_lines, compare_programs
 from app.tracking.formatting import (
     NO_VALUE,
@@ -37,27 +39,40 @@ _RESULTS = (
     ("samples a second", "samples_per_second", format_count, max),
     ("peak memory", "peak_memory_bytes", format_bytes, min),
 )
+_MAX_CURVES = 6  # of the best trials
+# a sweep has the first status that any trial has
+_STATUSES = ("running", "stopped", "pending", "finished", "dry_run", "failed", "refused")
+_UNFINISHED = ("pending", "running", "stopped")
+_REPORT = "report.html"
+Trial = Mapping[str, Any]
+Rungs = Sequence[Mapping[str, Any]]  # of sweep.json
+RungColumns = Mapping[str, tuple[str, Callable[[Any], str]]]  # key of a rung: head and format
 
 
-def comparison_page(folders: Sequence[Path]) -> str:
+def comparison_page(folders: Sequence[Path]) -> Page:
     """Compare the runs of several folders."""
     runs = [read_run(folder) for folder in folders]
     names = distinct_names(folders)
     named = list(zip(names, runs, strict=True))
-    return render(
-        "comparison",
+    results: list[Sequence[Inline]] = [
+        ["what", *(Span(method(run), "small") for run in runs)],
+        ["status", *(_badge(run.status) for run in runs)],
+        *_results(runs),
+        ["time", *(format_or(run.seconds(), format_duration, NO_VALUE) for run in runs)],
+    ]
+    settings, answers = _settings(runs), last_answers(named)
+    equal = Paragraph("None: every key has the same value.")
+    return Page(
         title=f"{len(runs)} runs: {', '.join(names)}",
-        names=names,
+        heading=f"{len(runs)} runs beside each other",
         notes=[("warn", f"{name}: {remark}") for name, run in named for remark in run.remarks],
-        methods=[method(run) for run in runs],
-        badges=[status_badge(run.status) for run in runs],
-        results=list(_results(runs)),
-        times=[format_or(run.seconds(), format_duration, NO_VALUE) for run in runs],
-        charts=curves_of_several(named),
-        legend=[(name, at) for at, name in enumerate(names)],
-        settings=_settings(runs),
-        origins=[_origin(name, run, runs[0]) for name, run in named[1:]],
-        answers=last_answers(named),
+        sections=[
+            Section("Results", [Table(["", *names], results)]),
+            Section("Curves, by step", _curves(named)),
+            Section("Settings that differ", [Table(["", *names], settings) if settings else equal]),
+            Section("Lines, program and data", [block for each in named[1:] for block in _origin(*each, *named[0])]),
+            Section("Last answers on held-out rows", [answers] if answers else []),
+        ],
     )
 
 
@@ -68,8 +83,19 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return [str(path.relative_to(common)) for path in paths]
 
 
-def _results(runs: Sequence[SavedRun]) -> Iterator[tuple[str, list[tuple[str | None, bool]]]]:
-    """Rows of results; each cell has its text, and whether it is the best. Equal rows are shown once.
+def _badge(status: str) -> Span:
+    text, tone = status_badge(status)
+    return Span(text, f"badge {tone}")
+
+
+def _curves(runs: Sequence[tuple[str, SavedRun]]) -> list[Charts]:
+    """Charts of the runs with their legend; none if nothing was logged."""
+    charts = curves_of_several(runs)
+    return [Charts(charts, [(name, at) for at, (name, _) in enumerate(runs)])] if charts else []
+
+
+def _results(runs: Sequence[SavedRun]) -> Iterator[Sequence[Inline]]:
+    """Rows of results, each with the best one marked. Equal rows are shown once.
 
     Scores of different held-out rows have no best one.
     """
@@ -83,10 +109,11 @@ def _results(runs: Sequence[SavedRun]) -> Iterator[tuple[str, list[tuple[str | N
         rows = {section_of(run.manifest, "hashes").get("eval") for run in runs if run.result.get(key) is not None}
         unlike = len(rows) > 1 and key in _OF_HELD_OUT_ROWS
         best = better(there) if better and len(set(there)) > 1 and not unlike else None
-        yield (
-            f"{name} (different rows)" if unlike else name,
-            [(format_or(each, formatter, NO_VALUE), each is not None and each == best) for each in known],
-        )
+        cells = [
+            Span(format_or(each, formatter) or NO_VALUE, "best" if each is not None and each == best else "")
+            for each in known
+        ]
+        yield [f"{name} (different rows)" if unlike else name, *cells]
 
 
 def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
@@ -100,12 +127,211 @@ def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
     ]
 
 
-def _origin(name: str, run: SavedRun, first: SavedRun) -> dict[str, Any]:
+def _origin(name: str, run: SavedRun, first_name: str, first: SavedRun) -> Iterator[Block]:
     """Differences between a run and the first."""
     then, now = first.manifest, run.manifest
-    differences = [*compare_programs(then, now), *compare_content(then, now)]
-    return {
-        "name": name,
-        "lines": compare_lines(first.lines, run.lines).summary(),
-        "rows": [(each.name, each.then, each.now) for each in differences],
-    }
+    rows = [(each.name, each.then, each.now) for each in (*compare_programs(then, now), *compare_content(then, now))]
+    yield Paragraph(f"{name} against {first_name}", "heading")
+    yield Paragraph(compare_lines(first.lines, run.lines).summary(), "lines")
+    equal = Paragraph("Versions, commit, hardware, rows, tokenizer and base are the same.")
+    yield Table(["", first_name, name], rows) if rows else equal
+
+
+def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> Page:
+    """The page for sweep.json in a folder. Links to the pages of trials are relative to `target`."""
+    trials, name, ladder = content["trials"], folder.resolve().name, content.get("ladder")
+    ranked = trials if ladder else sorted(trials, key=_rank)  # rungs are compared in their order
+    keys = [] if ladder else list(dict.fromkeys(key for trial in trials for key in trial["values"]))
+    statuses = {trial["status"] for trial in trials}
+    places = ((_name(trial), _folder(folder, trial)) for trial in ranked)
+    runs = [(name, read_run(place)) for name, place in places if is_run(place) and not place.is_symlink()]
+    runs = runs[:_MAX_CURVES]
+    objective = _objective([run for _, run in runs])
+    charts = [chart for key in keys if (chart := _chart(key, trials, objective))]
+    leaderboard = [] if ladder else [_leaderboard(ranked, keys, objective, folder, target)]
+    again = Code(shlex.join(content["command"]), intro="The same command goes on with what is left:")
+    failed = [
+        block
+        for trial in trials
+        if trial["status"] == "failed"
+        for block in (Paragraph(_name(trial), "heading"), Code(trial["error"], ""))
+    ]
+    return Page(
+        title=f"sweep {name}",
+        heading=name,
+        badges=[status_badge(next((each for each in _STATUSES if each in statuses), "pending"))],
+        about=[Paragraph(str(folder), "soft small")],
+        notes=list(_notes(trials)),
+        tiles=list(_tiles(ranked, objective))[1 if ladder else 0 :],  # no rung is the best
+        sections=[
+            Section("Best trial", _best(content, folder, objective)),
+            *(measured_tables(ladder) if ladder else ()),
+            Section("Leaderboard", leaderboard),
+            Section("What the values did", [Charts(charts)] if charts else []),
+            Section(f"Curves of the {'first rungs' if ladder else 'best trials'}, by step", _curves(runs)),
+            Section("Failed", failed),
+            Section("Run it again", [again]),
+        ],
+    )
+
+
+def _rank(trial: Trial) -> tuple[bool, float, int]:
+    objective = trial["objective"]
+    cost = 0.0 if objective is None else cost_of(objective, trial.get("objective_is"))
+    return objective is None, cost, trial["number"]
+
+
+def _name(trial: Trial) -> str:
+    values = " ".join(f"{key}={value}" for key, value in trial["values"].items())
+    return f"{trial['number']}: {values}" if values else Path(trial["folder"]).name
+
+
+def _folder(folder: Path, trial: Trial) -> Path:
+    """The folder of a trial, inside that of the sweep, which may have been moved."""
+    return folder / Path(trial["folder"]).name
+
+
+def _notes(trials: Sequence[Trial]) -> Iterator[tuple[str, str]]:
+    counts = Counter(trial["status"] for trial in trials)
+    if counts["failed"]:
+        yield "bad", f"{counts['failed']} of {len(trials)} trials failed; their errors stand below."
+    left = sum(counts[each] for each in _UNFINISHED)
+    if left:
+        yield "busy", f"{left} of {len(trials)} trials are not done: the ranking may change."
+
+
+def _objective(runs: Sequence[SavedRun]) -> str:
+    """What the trials are ranked by."""
+    known = [run.result for run in runs if run.result.get("objective") is not None]
+    if not known:
+        return "objective"
+    name = known[0].get("objective_is", "eval_loss")
+    if name is None or known[0].get("eval_loss") is None:
+        return "training loss"
+    return "held-out loss" if name == "eval_loss" else METRICS[name].label
+
+
+def _tiles(ranked: Sequence[Trial], objective: str) -> Iterator[tuple[str, str | None]]:
+    known = [trial["objective"] for trial in ranked if trial["objective"] is not None]
+    done = sum(trial["status"] == "finished" for trial in ranked)
+    yield f"best {objective} ({_better(ranked)} is better)", format_number(known[0]) if known else None
+    yield f"finished of {len(ranked)} trials", str(done)
+    yield "time of all trials", format_duration(sum(trial["seconds"] for trial in ranked))
+
+
+def _better(trials: Sequence[Trial]) -> str:
+    name = next((each.get("objective_is") for each in trials if each["objective"] is not None), None)
+    return "lower" if name is None else METRICS[name].better
+
+
+def _best(content: Mapping[str, Any], folder: Path, objective: str) -> list[Code]:
+    best = content["best"]
+    if best is None:
+        return []
+    where = f"{objective} {format_number(best['objective'])}, in {_folder(folder, best)}"
+    return [Code(f"python -m app.train {best['line']}", intro=f"Trial {best['number']} with {where}:")]
+
+
+def _chart(key: str, trials: Sequence[Trial], objective: str) -> DotChart | None:
+    """The objective by the numbers of a swept key; None for texts, which the ranking shows."""
+    known = [trial for trial in trials if trial["objective"] is not None and key in trial["values"]]
+    found = [(trial["values"][key], trial) for trial in known]
+    if not all(type(value) in (int, float) for value, _ in found) or len({value for value, _ in found}) < 2:
+        return None
+    dots = [
+        (
+            value,
+            trial["objective"],
+            f"trial {trial['number']}: {value}\n{objective} {format_number(trial['objective'])}",
+        )
+        for value, trial in found
+    ]
+    better = _better(known)
+    quantity = Quantity(f"{objective.capitalize()} by {key}", f"{better} is better", may_log=True)
+    return DotChart(quantity, key, dots, min if better == "lower" else max)
+
+
+def _leaderboard(ranked: Sequence[Trial], keys: Sequence[str], objective: str, folder: Path, target: Path) -> Table:
+    numbers = ("steps", "tokens/s", "samples/s", "time")
+    rows = [_row(rank, trial, keys, folder, target) for rank, trial in enumerate(ranked, 1)]
+    at = 3 + len(keys)
+    return Table(["rank", "trial", objective, *keys, *numbers, "status"], rows, (2, *range(at, at + len(numbers))))
+
+
+def _row(rank: int, trial: Trial, keys: Sequence[str], folder: Path, target: Path) -> list[Inline]:
+    page = _folder(folder, trial) / _REPORT
+    has_page = target.parent.resolve() == folder.resolve() and page.is_file()
+    return [
+        NO_VALUE if trial["objective"] is None else str(rank),
+        Span(str(trial["number"]), link=f"./{quote(page.parent.name)}/{_REPORT}" if has_page else None),
+        format_or(trial["objective"], format_number, NO_VALUE),
+        *(Span(str(trial["values"].get(key, "")), "code") for key in keys),
+        format_integer(trial["steps"]) or NO_VALUE,
+        format_or(trial["tokens_per_second"], format_count, NO_VALUE),
+        format_or(trial.get("samples_per_second"), format_count, NO_VALUE),
+        format_or(trial["seconds"] or None, format_duration, NO_VALUE),
+        _badge(trial["status"]),
+    ]
+
+
+def _megabytes(size: float) -> str:
+    return format_bytes(size) if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+_RUNG: RungColumns = {"name": ("rung", str), "batch": ("batch", str)}
+_MEASURED: RungColumns = {
+    **_RUNG,
+    "steps": ("steps", format_count),
+    "padding": ("padding", "{:.1%}".format),
+    "seconds": ("seconds", "{:,.1f}".format),
+    "samples_per_second": ("samples/s", "{:,.2f}".format),
+    "ratio": ("x first", "{:.2f}".format),
+    "tokens_per_second": ("tokens/s", format_count),
+    "memory_predicted_bytes": ("planned", _megabytes),
+    "memory_measured_bytes": ("measured", _megabytes),
+    "device_used_bytes": ("device", _megabytes),
+    "train_loss_last": ("loss", "{:.6f}".format),
+    "accuracy": ("accuracy", "{:.2%}".format),
+    "as_first": ("as the first", str),
+    "status": ("status", str),
+}
+
+
+def measured_tables(ladder: Mapping[str, Any]) -> list[Section]:
+    """The tables for `ladder` of sweep.json."""
+    return [_table("Measured here", _MEASURED, ladder["rungs"]), *_claimed_tables(ladder["source"], ladder["rungs"])]
+
+
+def planned_tables(facts: Mapping[str, Any]) -> list[Section]:
+    """The tables for `ladder` of check.json: parts, each where it is largest, the peak, and the source's figures."""
+    columns = {key: (PARTS.get(key, key), _megabytes) for key in (*PARTS, "tensors", "needs")}
+    planned = _table(
+        f"Planned on {facts['label']}: each part at its largest, tensors at the peak",
+        {**_RUNG, **columns},
+        facts["rungs"],
+    )
+    return [planned, *_claimed_tables(facts["source"], facts["rungs"])]
+
+
+def _claimed_tables(source: str, rungs: Rungs) -> list[Section]:
+    """The figures that the source claims, of other hardware; nothing where it has none."""
+    claimed = [{"name": rung["name"], **rung["claimed"]} for rung in rungs]
+    columns = {key: (key, lambda figure: f"{figure}") for rung in claimed for key in rung}
+    title = f"Claimed by the source: {source}"
+    return [_table(title, {**columns, "name": _RUNG["name"]}, claimed)] if len(columns) > 1 else []
+
+
+def _table(title: str, columns: RungColumns, rungs: Rungs) -> Section:
+    """A row for each rung; a column that no rung has a value for is left out."""
+    shown = {key: each for key, each in columns.items() if any(rung.get(key) is not None for rung in rungs)}
+    rows = [
+        [NO_VALUE if rung.get(key) is None else text(rung[key]) for key, (_, text) in shown.items()] for rung in rungs
+    ]
+    notes = [f"{rung['name']}: {' '.join(rung['error'].split())}" for rung in rungs if rung.get("error")]
+    notes += [f"{rung['name']}: split after out-of-memory, so it has no ratio" for rung in rungs if rung.get("splits")]
+    first: Mapping[str, float] = next((rung["clocks"] for rung in rungs if "clocks" in rung), {})
+    for rung in rungs:
+        if (own := rung.get("clocks", first)) != first:
+            limits = ", ".join(f"{name} {first.get(name)} -> {own.get(name)}" for name in {**first, **own})
+            notes.append(f"{rung['name']}: the limits of the GPU are not those of the first rung: {limits}")
+    return Section(title, [Table([head for head, _ in shown.values()], rows, notes=notes)])

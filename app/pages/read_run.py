@@ -15,7 +15,7 @@ import yaml
 from app.config.yaml_files import read_yaml
 from app.files import is_own_file, read_json, read_object
 from app.safe_text import redact
-from app.tracking.formatting import finite_number, format_integer
+from app.tracking.formatting import finite_number
 from app.tracking.jsonl_metrics import read_lines
 from app.tracking.output_dir import RunFolder, lock_owner
 from app.tracking.recorder import read_result
@@ -71,14 +71,6 @@ class SavedRun:
         """Logged values of a metric by step."""
         found = [(float(line["step"]), finite_number(line[key])) for line in self.lines if key in line]
         return sorted(found, key=lambda point: point[0])
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """A training row. `pieces` are texts, whether they are trained, and their weight as text."""
-
-    place: str
-    pieces: list[tuple[str, bool, str]]
 
 
 def section_of(values: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
@@ -139,21 +131,6 @@ def _mapping(path: Path, remarks: list[str]) -> dict[str, Any]:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return list(read_lines(path)) if is_own_file(path) else []
-
-
-def training_samples(preview: Mapping[str, Any]) -> list[TrainingSample]:
-    """The rows of preview.json."""
-    return [
-        TrainingSample(
-            f"{row['place']}, {format_integer(row['tokens'])} tokens, "
-            f"{format_integer(row['trained_tokens'])} of them marked",
-            [
-                (each["text"], each["trained"], f"(weight {each['weight']:g})" if "weight" in each else "")
-                for each in row["pieces"]
-            ],
-        )
-        for row in preview.get("rows", ())
-    ]
 
 
 def read_sweep(folder: Path) -> dict[str, Any] | None:

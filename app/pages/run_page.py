@@ -1,20 +1,36 @@
-"""HTML page of a run: status, curves, scores, answers, data, memory, checks and provenance."""
+"""Page of a run: answers, curves, scores, data, memory, checks and provenance; curves and answers of several runs."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from app.config.adapters import ADAPTER_KINDS, name_of
 from app.config.metrics import METRICS
 from app.config.quantizations import QUANTIZATION_KINDS
-from app.pages.answers import answers_before_and_after
-from app.pages.charts import Bar, length_bars
-from app.pages.check_summary import PARTS
-from app.pages.curves import curves
-from app.pages.read_run import RUNNING, UNFINISHED, SavedRun, read_run, section_of, training_samples
-from app.pages.render import render
+from app.pages.charts import Bar, LineChart, Point, Quantity, Series, length_bars
+from app.pages.page import (
+    Answer,
+    AnswerTable,
+    Badge,
+    Bars,
+    Block,
+    Charts,
+    Code,
+    Facts,
+    Fold,
+    Page,
+    Paragraph,
+    Section,
+    Span,
+    Table,
+    TrainingSamples,
+)
+from app.pages.read_run import RUNNING, UNFINISHED, SavedRun, read_run, section_of
 from app.tracking.formatting import (
+    Sample,
     format_bytes,
     format_count,
     format_duration,
@@ -23,7 +39,24 @@ from app.tracking.formatting import (
     format_or,
 )
 
-Rows = list[tuple[str, str | None]]
+# names of parts of the planned memory
+PARTS = {
+    "frozen_weights": "frozen weights",
+    "quantization_constants": "scales of 4-bit weights",
+    "trained_weights": "trained weights",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer states",
+    "gathered_weights": "gathered weights",
+    "saved_activations": "saved activations",
+    "temporary": "temporary",
+    "loss_head": "loss head",
+    "workspaces": "cuBLAS workspaces",
+    "lost_bytes": "allocator",
+    "context_bytes": "context",
+    "margin_bytes": "margin",
+    "all_else": "all else",
+    "cache": "key-value cache",
+}
 _STATUSES = {
     "finished": ("finished", "good"),
     "failed": ("failed", "bad"),
@@ -59,44 +92,60 @@ _MODULE = "app.train"
 _MAX_LABELS = 50
 _MIN_DIFFERENCE = 0.005  # of measured and planned memory, as a fraction
 
+_MEAN_REACH = 20  # a mean is over a tenth of the line: a twentieth before a point and one after it
+_MEAN_POINTS = 150
+_LOSS = Quantity("Loss", "", may_log=True, tall=True)
+_SCORES = {
+    each.name: Quantity(
+        each.label[0].upper() + each.label[1:],
+        each.meaning,
+        formatter="{:.0%}".format if each.is_share else "{:.3g}".format,
+        from_zero=each.is_share,
+        tall=True,
+    )
+    for each in METRICS.values()
+    if each.logged and each.name != "eval_loss"
+}
+_OTHERS = {
+    "lr": Quantity("Learning rate", "", from_zero=True),
+    "grad_norm": Quantity("Gradient norm", "before clipping", may_log=True, from_zero=True),
+    "tokens_per_second": Quantity("Speed", "tokens a second", formatter=format_count, from_zero=True),
+    "peak_memory_bytes": Quantity("Peak memory", "", formatter=format_bytes, from_zero=True),
+}
+_MAX_PROMPTS = 24
+_Prompt = tuple[str, str]  # prompt and expected answer
 
-def run_page(folder: Path) -> str:
+
+def run_page(folder: Path) -> Page:
     """The page of the run in a folder."""
     run = read_run(folder)
-    badge = status_badge(run.status)
-    return render(
-        "run",
+    badge, charts, answers = status_badge(run.status), curves(run), answers_before_and_after(run.samples)
+    return Page(
         title=f"{run.name}: {badge[0]}",
-        run=run,
-        badge=badge,
-        method=method(run),
-        begun=_begun(run),
+        heading=run.name,
+        badges=[badge],
+        about=[Paragraph(method(run)), Paragraph(_begun(run), "soft small")],
         notes=list(_notes(run)),
         tiles=list(_tiles(run)),
-        charts=curves(run),
-        answers=answers_before_and_after(run.samples),
-        scores=[table for scores in run.scores if (table := _scores(scores))],
-        data=_data(run),
-        marked=run.preview.get("marked"),
-        samples=training_samples(run.preview),
-        memory=_memory(run),
-        # name, difference, tolerance, and whether it passed
-        checks=[
-            (each["what"], format_number(each["difference"]), format_number(each["allowed"]), passed)
-            for each in run.manifest.get("proofs", ())
-            for passed in (each["difference"] <= each["allowed"],)
+        sections=[
+            Section("Answers on held-out rows", [answers] if answers else []),
+            Section("Curves, by step", [Charts(charts) if charts else Paragraph("Nothing has been logged.", "soft")]),
+            Section("Scores of app.evaluate", [block for scores in run.scores for block in _scores(scores)]),
+            Section("Data", list(_data(run))),
+            Section("Memory", list(_memory(run))),
+            _checks(run),
+            Section("Run it again", list(_commands(run))),
+            Section("Environment", list(_environment(run))),
+            Section(
+                "Configuration",
+                [Fold("run.yaml, every key", [Code(run.settings_text, "yaml")])] * bool(run.settings_text),
+            ),
         ],
-        again=_commands(run),
-        environment=_environment(run),
-        starts=[
-            (each["time"], each["host"], (section_of(each, "git").get("commit") or "")[:12]) for each in run.starts
-        ],
-        packages=list(section_of(run.manifest, "packages").items()),
     )
 
 
-def status_badge(status: str) -> tuple[str, str]:
-    """Text and colour class of a status."""
+def status_badge(status: str) -> Badge:
+    """The badge of a status."""
     return _STATUSES.get(status, (status, "warn"))
 
 
@@ -186,7 +235,7 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     yield f"peak memory of the {run.memory_owner}", format_or(result.get("peak_memory_bytes"), format_bytes)
 
 
-def _scores(scores: Mapping[str, Any]) -> dict[str, Any] | None:
+def _scores(scores: Mapping[str, Any]) -> Iterator[Block]:
     """Scores of a file of app.evaluate, of one model or of base and tuned model."""
     sides = [side for side in ("base_", "tuned_") if f"{side}eval_loss" in scores] or [""]
     rows = [
@@ -195,28 +244,61 @@ def _scores(scores: Mapping[str, Any]) -> dict[str, Any] | None:
         if key in scores
     ]
     heads = [side.rstrip("_") or scores.get("weights", "value") for side in sides]
-    of = f"{format_integer(scores.get('rows'))} rows of {scores.get('dataset')}"
-    return {"head": ["", *heads], "rows": rows, "of": of} if rows else None
+    if rows:
+        yield Table(["", *heads], rows, numbers=(1, 2))
+        yield Paragraph(f"{format_integer(scores.get('rows'))} rows of {scores.get('dataset')}", "remark")
 
 
-def _data(run: SavedRun) -> dict[str, Any]:
+def _data(run: SavedRun) -> Iterator[Block]:
     counted = section_of(run.manifest, "counts", "data")
     sides = [section_of(counted, "train"), section_of(counted, "eval")]
-    classes = [section_of(side, "classes") for side in sides]
-    labels = list(dict.fromkeys(name for side in classes for name in side))
-    names = ("train", "held out")
-    return {
-        "sources": [(name, side["source"]) for name, side in zip(names, sides, strict=True) if side],
-        "counts": [
-            ("labels" if labels and key == "trained_tokens" else label, *(_count(key, side) for side in sides))
-            for key, label in _COUNTS.items()
-            if any(side.get(key) for side in sides)
-        ],
-        "labels": [(name, *(format_integer(side.get(name, 0)) for side in classes)) for name in labels[:_MAX_LABELS]],
-        "more_labels": max(0, len(labels) - _MAX_LABELS),
-        "remarks": [*_packing(run), *counted.get("notes", ())],
-        "lengths": length_bars(run.preview["lengths"]) if run.preview else [],
-    }
+    labels = list(dict.fromkeys(name for side in sides for name in section_of(side, "classes")))
+    counts = [
+        ("labels" if labels and key == "trained_tokens" else label, *(_count(key, side) for side in sides))
+        for key, label in _COUNTS.items()
+        if any(side.get(key) for side in sides)
+    ]
+    samples = training_samples(run.preview, "Training samples,")
+    lengths = length_bars(run.preview["lengths"]) if run.preview else []
+    if not (counts or samples):
+        return
+    left: list[Block] = [
+        Paragraph((f"{name}: ", Span(side["source"], "code")), "small")
+        for name, side in zip(("train", "held out"), sides, strict=True)
+        if side
+    ]
+    left += [_of_both("", counts)] if counts else []
+    if labels:
+        shown = labels[:_MAX_LABELS]
+        classes = [section_of(side, "classes") for side in sides]
+        left.append(
+            _of_both("label", [(each, *(format_integer(side.get(each, 0)) for side in classes)) for each in shown])
+        )
+    more = len(labels) - _MAX_LABELS
+    remarks = [*([f"{more} more labels."] if more > 0 else []), *_packing(run), *counted.get("notes", ())]
+    left += [Paragraph(text, "remark") for text in remarks]
+    yield from [Bars(lengths, "Samples by their length in tokens", beside=left)] if lengths else left
+    yield from [samples] if samples else []
+
+
+def _of_both(name: str, rows: Sequence[tuple[str | None, ...]]) -> Table:
+    return Table([name, "train", "held out"], rows, numbers=(1, 2))
+
+
+def training_samples(preview: Mapping[str, Any], title: str = "") -> TrainingSamples | None:
+    """The rows of preview.json; None without any."""
+    rows = [
+        (
+            f"{row['place']}, {format_integer(row['tokens'])} tokens, "
+            f"{format_integer(row['trained_tokens'])} of them marked",
+            [
+                (each["text"], each["trained"], f"(weight {each['weight']:g})" if "weight" in each else "")
+                for each in row["pieces"]
+            ],
+        )
+        for row in preview.get("rows", ())
+    ]
+    return TrainingSamples(rows, str(preview.get("marked", "")), title) if rows else None
 
 
 def _count(key: str, split: Mapping[str, Any]) -> str:
@@ -238,24 +320,24 @@ def _packing(run: SavedRun) -> Iterator[str]:
     yield f"{-(-counts['units'] // each):,} steps an epoch, each of {each:,} {unit}{full}."
 
 
-def _memory(run: SavedRun) -> dict[str, Any] | None:
+def _memory(run: SavedRun) -> Iterator[Block]:
     """The planned memory of the tensors by part, and how the measured one differs."""
     plan, counts = section_of(run.manifest, "memory_plan"), section_of(run.manifest, "counts")
     if not plan:
-        return None
+        return
     trained = f"{counts['trained_weights']:,} ({counts['trained_weights'] / counts['weights']:.1%})"
+    facts = [
+        ("planned before the run", format_bytes(plan["bytes"])),
+        ("at its highest in", plan["where"].replace("backward", "backward pass")),
+        ("measured", format_or(run.result.get("memory_measured_bytes"), lambda size: _off(size, plan["bytes"]))),
+        ("weights", format_integer(counts["weights"])),
+        ("trained weights", trained),
+    ]
     parts = {name: size for name, size in plan["anatomy"].items() if format_bytes(size) != format_bytes(0)}
-    return {
-        "facts": [
-            ("planned before the run", format_bytes(plan["bytes"])),
-            ("at its highest in", plan["where"].replace("backward", "backward pass")),
-            ("measured", format_or(run.result.get("memory_measured_bytes"), lambda size: _off(size, plan["bytes"]))),
-            ("weights", format_integer(counts["weights"])),
-            ("trained weights", trained),
-        ],
-        "parts": [Bar(PARTS.get(name, name), size / plan["bytes"], format_bytes(size)) for name, size in parts.items()],
-        "remark": _PROCESS_MEMORY if run.memory_owner == "process" else "",
-    }
+    bars = [Bar(PARTS.get(name, name), size / plan["bytes"], format_bytes(size)) for name, size in parts.items()]
+    yield Bars(bars, "Parts of the planned memory", beside=[Facts(facts)])
+    if run.memory_owner == "process":
+        yield Paragraph(_PROCESS_MEMORY, "remark")
 
 
 def _off(measured: float, planned: float) -> str:
@@ -263,6 +345,19 @@ def _off(measured: float, planned: float) -> str:
     if abs(difference) < _MIN_DIFFERENCE:
         return "as planned"
     return f"{format_bytes(measured)}, {abs(difference):.1%} {'more' if difference > 0 else 'less'} than planned"
+
+
+def _checks(run: SavedRun) -> Section:
+    """The comparisons before the first step, folded where all of them passed."""
+    rows, are_passed = [], True
+    for each in run.manifest.get("proofs", ()):
+        is_passed = each["difference"] <= each["allowed"]
+        badge = Span("passed", "badge good") if is_passed else Span("failed", "badge bad")
+        rows.append((badge, each["what"], *(format_number(each[key]) for key in ("difference", "allowed"))))
+        are_passed &= is_passed
+    table = Table(["", "what was compared", "difference", "allowed"], rows, numbers=(2, 3))
+    fold = Fold(f"{len(rows)} comparisons before the first step", [table], is_open=not are_passed)
+    return Section("Checks passed" if are_passed else "Checks failed", [fold] if rows else [])
 
 
 def _typed(run: SavedRun) -> list[str]:
@@ -273,15 +368,25 @@ def _typed(run: SavedRun) -> list[str]:
     return [] if several and len(typed) == 3 else typed  # our launcher hands the settings over in a file
 
 
-def _commands(run: SavedRun) -> Iterator[tuple[str, str]]:
+def _commands(run: SavedRun) -> Iterator[Code]:
     """Commands that reproduce the run, and the one that was typed."""
     again = shlex.join(["python", "-m", "app.reproduce", f"run={run.folder}"])
-    yield "The same run from its own files, compared line by line:", again
+    yield Code(again, intro="The same run from its own files, compared line by line:")
     if typed := _typed(run):
-        yield f"As it was typed in {run.starts[0]['folder']}:", shlex.join(typed)
+        yield Code(shlex.join(typed), intro=f"As it was typed in {run.starts[0]['folder']}:")
 
 
-def _environment(run: SavedRun) -> Iterator[tuple[str, str | None]]:
+def _environment(run: SavedRun) -> Iterator[Block]:
+    packages = section_of(run.manifest, "packages")
+    starts = [(each["time"], each["host"], (section_of(each, "git").get("commit") or "")[:12]) for each in run.starts]
+    yield Facts(list(_environment_facts(run)))
+    if packages:
+        yield Fold("Packages", [Facts(list(packages.items()))])
+    if len(starts) > 1:
+        yield Fold("Starts", [Table(["time", "host", "commit"], starts)])
+
+
+def _environment_facts(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     manifest = run.manifest
     hardware, choices = section_of(manifest, "hardware"), section_of(manifest, "choices")
     program = section_of(manifest, "program")
@@ -297,3 +402,104 @@ def _environment(run: SavedRun) -> Iterator[tuple[str, str | None]]:
         yield key, None if manifest.get(key) is None else str(manifest[key])
     for key, value in section_of(manifest, "hashes").items():
         yield f"hash of {_HASHES.get(key, key)}", value
+
+
+def curves(run: SavedRun) -> list[LineChart]:
+    """Charts of a run; none if nothing was logged."""
+    losses = [*_training_loss("train", run), Series("held out", run.points("eval_loss"), 1)]
+    losses += [Series("general", points, 2)] if (points := run.points("also_eval_loss")) else []
+    memory = replace(_OTHERS["peak_memory_bytes"], title=f"Peak memory of the {run.memory_owner}")
+    kinds = {**_SCORES, **_OTHERS, "peak_memory_bytes": memory}
+    lines = {key: Series(key.replace("_", " "), run.points(key), int(key in _SCORES)) for key in kinds}
+    return _logged([LineChart(_LOSS, losses), *(LineChart(kinds[key], [line]) for key, line in lines.items())])
+
+
+def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
+    """Charts of several named runs, each in its own colour."""
+    losses = {
+        "eval_loss": replace(_LOSS, title="Loss on held-out rows"),
+        "loss": replace(_LOSS, title="Training loss", axis="smoothed"),
+    }
+
+    def series(key: str, name: str, run: SavedRun, colour: int) -> Series:
+        if key == "loss":
+            return _training_loss(name, run, colour)[-1]  # raw lines of several runs would hide each other
+        return Series(name, run.points(key), colour)
+
+    return _logged(
+        LineChart(kind, [series(key, name, run, at) for at, (name, run) in enumerate(runs)], has_legend=False)
+        for key, kind in {**losses, **_SCORES, **_OTHERS}.items()
+    )
+
+
+def _training_loss(name: str, run: SavedRun, colour: int = 0) -> list[Series]:
+    """The line as it was logged, and its means where it is long enough to have any."""
+    points = run.points("loss")
+    means = smoothed(points)
+    if not means:
+        return [Series(name, points, colour)]
+    return [Series(name, points, colour, "raw"), Series(f"{name}, smoothed", means, colour, "mean")]
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Means over a tenth of the line around some of its points; empty for a short line."""
+    reach = len(points) // _MEAN_REACH
+    found = []
+    for at in range(0, len(points) if reach else 0, max(1, len(points) // _MEAN_POINTS)):
+        known = [y for _, y in points[max(0, at - reach) : at + reach + 1] if y is not None]
+        found.append((points[at][0], fmean(known) if known else None))
+    return found
+
+
+def _logged(charts: Iterable[LineChart]) -> list[LineChart]:
+    return [chart for chart in charts if any(line.points for line in chart.series)]
+
+
+def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> AnswerTable | None:
+    """Answers of the first and the last step in samples.jsonl; None without any."""
+    steps = sorted({line["step"] for line in lines})
+    answered = {_moment(step): _answers_at(lines, step) for step in (*steps[:1], *steps[-1:])}
+    if not answered:
+        return None
+    counts = (f"{sum(map(_is_right, given.values()))} of {len(given)} {moment}" for moment, given in answered.items())
+    return _shown(answered, list(list(answered.values())[-1]), f"As expected: {', '.join(counts)}.")
+
+
+def last_answers(runs: Sequence[tuple[str, SavedRun]]) -> AnswerTable | None:
+    """Last answers of several runs to prompts that at least two of them share; None without any."""
+    answered = {}
+    for name, run in runs:
+        if run.samples:
+            step = max(line["step"] for line in run.samples)
+            answered[f"{name}, {_moment(step)}"] = _answers_at(run.samples, step)
+    prompts = dict.fromkeys(prompt for given in answered.values() for prompt in given)
+    shared = [prompt for prompt in prompts if sum(prompt in given for given in answered.values()) > 1]
+    return _shown(answered, shared) if shared else None
+
+
+def _answers_at(lines: Sequence[Mapping[str, Any]], step: int) -> dict[_Prompt, Sample]:
+    names = Sample.__dataclass_fields__
+    samples = [Sample(**{key: line[key] for key in names if key in line}) for line in lines if line["step"] == step]
+    return {(each.prompt, each.expected): each for each in samples}
+
+
+def _shown(
+    answered: Mapping[str, Mapping[_Prompt, Sample]], prompts: Sequence[_Prompt], summary: str = ""
+) -> AnswerTable:
+    shown = []
+    for prompt in prompts[:_MAX_PROMPTS]:
+        given = [
+            Answer(label, samples[prompt].answer_text, _is_right(samples[prompt]))
+            for label, samples in answered.items()
+            if prompt in samples
+        ]
+        shown.append((prompt[0], [Answer("expected", prompt[1]), *given]))
+    return AnswerTable(shown, summary, len(prompts) - len(shown))
+
+
+def _is_right(sample: Sample) -> bool:
+    return sample.answer.strip() == sample.expected.strip()
+
+
+def _moment(step: int) -> str:
+    return "before training" if step == 0 else f"after step {step:,}"

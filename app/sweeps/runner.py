@@ -11,9 +11,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from app.config.finished_run import read_manifest
 from app.files import write_text
-from app.pages.ladder_table import as_markdown, as_text, measured_tables
-from app.pages.render import write_page
-from app.pages.sweep_page import sweep_page
+from app.pages.comparison_page import measured_tables, sweep_page
+from app.pages.page import Page, as_markdown, as_text, write_page
 from app.safe_text import redact_text
 from app.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
 from app.sweeps.ladder import Ladder
@@ -192,8 +191,8 @@ class Runner:
         winner = None if self._ladder else best(self._all())
         if self._ladder:
             tables = measured_tables(self._ladder.compared(self._all()))
-            write_text(self._folder.path / "ladder.md", as_markdown(self._folder.path.name, tables))
-            self._say(f"\n{as_text(tables)}\n")
+            write_text(self._folder.path / "ladder.md", as_markdown(Page(self._folder.path.name, tables)))
+            self._say(f"\n{as_text(*tables)}\n")
         else:
             self._say(f"\n{leaderboard(self._all())}")
         if winner:

@@ -24,9 +24,9 @@ class Sample:
         return self.answer if self.likelihood is None else f"{self.answer} ({self.likelihood:.0%})"
 
 
-def align(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
+def align(rows: Sequence[tuple[str, str]], width: int = 0, gap: int = 2) -> str:
     """Names and values in two columns, the first at least `width`; further lines of a value are indented below it."""
-    width = max(width, *(len(name) + 2 for name, _ in rows), 2)
+    width = max(width, *(len(name) + gap for name, _ in rows if name), 0)
     return "\n".join(f"{name:<{width}}{value}".replace("\n", "\n" + " " * width) for name, value in rows)
 
 

@@ -17,13 +17,14 @@ from app.finished.save import needs_transformers_5, save_model, saved_tensors
 from app.layers.experts import moved_experts
 from app.layers.quantization import quantization_after_training
 from app.model.build import DTYPES, ModelSections
-from app.tracking.model_card import CARD, Loading, model_card
+from app.pages.model_card import CARD, Loading, model_card
+from app.pages.page import Facts, Section, as_text
 from app.tracking.recorder import samples_table
 from app.training.adapter_start import read_start
 from app.training.memory import Predicted
 from app.training.plan import Plan
 from app.training.scores import finite
-from app.training.summary import closing_message
+from app.training.summary import closing_facts
 from app.training.trained_state import load_weights
 from app.training.trainer import Trainer
 
@@ -54,7 +55,8 @@ def write_final(plan: Plan, trainer: Trainer, predicted: Predicted | None) -> in
             recorder.message(answers)
     else:
         deque(tensors or (), maxlen=0)  # takes part in the collectives of the first process
-    recorder.message(closing_message(plan.run, recorder.folder, result, progress))
+    closing = Facts(list(closing_facts(plan.run, recorder.folder, result, progress)))
+    recorder.message(as_text(Section("", [closing])))
     recorder.finish("finished", final=str(recorder.folder.final), **result)
     return 0
 

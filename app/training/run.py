@@ -13,7 +13,7 @@ from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
 from app.layers.activation_checkpointing import recompute_rest
 from app.oom_retry import explain_out_of_memory
-from app.pages.render import write_page
+from app.pages.page import write_page
 from app.pages.run_page import run_page
 from app.signals import listening
 from app.tracking.console import Console

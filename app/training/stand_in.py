@@ -30,8 +30,8 @@ from app.finished.load_run import load_tuned_tokenizer, weights_of
 from app.finished.save import save_model
 from app.layers.quantization import quantization_after_training
 from app.model.build import build_training_model
+from app.pages.model_card import CARD
 from app.tasks.table import loss_of
-from app.tracking.model_card import CARD
 from app.tracking.recorder import read_result
 from app.training.adapter_start import base_hash_of, read_start
 from app.training.checkpoint import choices_of, damage_of, progress_of

@@ -217,34 +217,34 @@ def rehearsal_message(rehearsal: Rehearsal) -> str:
     )
 
 
-def closing_message(run: RunConfig, folder: RunFolder, result: Mapping[str, Any], progress: Progress) -> str:
+def closing_facts(
+    run: RunConfig, folder: RunFolder, result: Mapping[str, Any], progress: Progress
+) -> Iterator[tuple[str, str]]:
     """The last lines of a complete run: what it reached, and the command to try it."""
     metrics, start = progress.metrics, progress.start_metrics
     what = "model" if run.adapter.kind == "none" else "adapter"
     reached = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     reached += "".join(_shares(finite(metrics), start)) + _general_loss(metrics, start)
+    yield from _memory_facts(result)
+    loss = f"loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{reached}"
+    yield "done", f"{many(progress.step, 'step')}, {loss}{'' if 'seconds' in result else '; nothing was left to do'}"
     if "seconds" in result:
         samples = format_count(result["samples_per_second"])
-        speed = f"{result['tokens_per_second']:,.0f} tokens/s, {samples} samples/s, {result['seconds']:,.1f} s"
-        reached += f"\nspeed   {speed}"
-    else:
-        reached += "; nothing was left to do"
+        yield "speed", f"{result['tokens_per_second']:,.0f} tokens/s, {samples} samples/s, {result['seconds']:,.1f} s"
     experts = result.get("experts", {})
     if experts.get("untrained"):
-        reached += (
-            f"\nnote    no token reached {experts['untrained']} of {experts['total']} experts: they are as they were"
-        )
+        yield "note", f"no token reached {experts['untrained']} of {experts['total']} experts: they are as they were"
     if what == "adapter" and run.model.vocab_size is not None:
-        reached += (
-            "\nnote    other programs load the adapter on the base after "
-            f"base.resize_token_embeddings({run.model.vocab_size}), as final/README.md shows; or export kind=merged"
+        yield (
+            "note",
+            "other programs load the adapter on the base after "
+            f"base.resize_token_embeddings({run.model.vocab_size}), as final/README.md shows; or export kind=merged",
         )
     wanted = "chosen_log_probability"
     if wanted in start and metrics.get(wanted, start[wanted]) < start[wanted]:  # this start may hold out no rows
         fall = f"{start[wanted]:.3f} -> {metrics[wanted]:.3f} a token"
-        reached += (
-            f"\nnote    wanted answers became less likely, {fall}: look at the answers; preference.sft=1 holds them up"
-        )
+        yield "note", f"wanted answers became less likely, {fall}: look at the answers; preference.sft=1 holds them up"
+    yield what, str(folder.final)
     task = TASKS[run.task.kind]
     if task.writes_text or task.has_classes:
         command, then = "app.generate", ' prompt="..."'
@@ -252,12 +252,7 @@ def closing_message(run: RunConfig, folder: RunFolder, result: Mapping[str, Any]
         command, then = "app.evaluate", "" if has_held_out_rows(run.dataset) else " dataset.path=..."
     try_it = [python(), "-m", command, f"run={folder.path}"]
     try_it += ["model.trust_remote_code=true"] if run.model.trust_remote_code else []
-    return (
-        f"{_memory_line(result)}"
-        f"done    {many(progress.step, 'step')}, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{reached}\n"
-        f"{what:<7} {folder.final}\n"
-        f"try it  {shlex.join(try_it)}{then}"
-    )
+    yield "try it", f"{shlex.join(try_it)}{then}"
 
 
 def _shares(metrics: Mapping[str, float], start: Mapping[str, float]) -> Iterator[str]:
@@ -276,16 +271,17 @@ def _general_loss(metrics: Mapping[str, float], start: Mapping[str, float]) -> s
     return f", general loss {metrics[key]:.4f}" + (f" (was {start[key]:.4f})" if key in start else "")
 
 
-def _memory_line(result: Mapping[str, float | None]) -> str:
+def _memory_facts(result: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
     planned, measured, peak = (
         result[f"{name}_bytes"] for name in ("memory_predicted", "memory_measured", "peak_memory")
     )
     if planned is None or measured is None or peak is None:
-        return ""
+        return
     difference = measured / planned - 1
     off = "" if abs(difference) < _MIN_SHOWN_DIFFERENCE else f" ({difference:+.1%})"
     tensors = f"{format_bytes(planned)} planned for tensors, {format_bytes(measured)} measured"
     if default_device().type == "cpu":  # on a GPU, tensors are measured in all steps and are the peak
-        return f"memory  {tensors} in one step{off}; {format_bytes(peak)} for the whole process\n"
-    in_use = result.get("device_used_bytes")
-    return f"memory  {tensors}{off}{'' if in_use is None else f'; {format_bytes(in_use)} in use on the GPU'}\n"
+        yield "memory", f"{tensors} in one step{off}; {format_bytes(peak)} for the whole process"
+    else:
+        in_use = result.get("device_used_bytes")
+        yield "memory", f"{tensors}{off}{'' if in_use is None else f'; {format_bytes(in_use)} in use on the GPU'}"

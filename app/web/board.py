@@ -20,12 +20,11 @@ from starlette.routing import Route
 from app.config.commands import CHECKS
 from app.errors import AppError, CheckpointError, ConfigError
 from app.files import read_json
-from app.pages.check_report import check_page
-from app.pages.comparison_page import comparison_page
+from app.pages.check_page import check_page
+from app.pages.comparison_page import comparison_page, sweep_page
+from app.pages.page import PAGE_FAULTS, Page, as_html, environment
 from app.pages.read_run import is_run
-from app.pages.render import PAGE_FAULTS, environment
 from app.pages.run_page import run_page
-from app.pages.sweep_page import sweep_page
 from app.web.chat import Chat
 from app.web.runs import Runs, command, shown
 
@@ -152,9 +151,9 @@ def _back(request: Request) -> Response:
     return RedirectResponse(f"/run/{quote(request.path_params['name'])}", 303)
 
 
-def _report(make: Callable[[], str]) -> str:
+def _report(make: Callable[[], Page]) -> str:
     try:
-        return make()
+        return as_html(make())
     except PAGE_FAULTS as fault:
         raise CheckpointError(f"One of its files is not as runs write it ({type(fault).__name__}: {fault}).") from fault
 
@@ -171,4 +170,4 @@ async def _checked(words: list[str]) -> tuple[str, str]:
             with suppress(ProcessLookupError):
                 process.kill()  # the board ends
         file = Path(folder) / "check.json"
-        return (check_page(read_json(file)), "") if file.is_file() else ("", printed.decode(errors="replace"))
+        return (as_html(check_page(read_json(file))), "") if file.is_file() else ("", printed.decode(errors="replace"))

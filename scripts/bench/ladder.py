@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from app.pages.ladder_table import as_markdown, measured_tables
+from app.pages.comparison_page import measured_tables
+from app.pages.page import Page, as_markdown
 
 _STOPPING_SECONDS = 25.0  # for a rung to save and end
 _STOPPED = 75
@@ -38,7 +39,7 @@ def main() -> None:
     ladder = content.get("ladder", {"source": "", "rungs": []})
     with options.out.open("a", encoding="utf-8") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in _lines(options, ladder))
-    (folder / "ladder.md").write_text(as_markdown(options.name, measured_tables(ladder)))
+    (folder / "ladder.md").write_text(as_markdown(Page(options.name, measured_tables(ladder))))
     statuses = [rung["status"] for rung in ladder["rungs"]]
     print(f"{options.name}: {statuses.count('finished')} of {len(statuses)} rungs finished")
     sys.exit(0 if code == _STOPPED else code)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.data.small import chat, write_chats, write_jsonl
 from tests.harness.runs import SMALL, Zygote
-from tests.pages.reading import read
 
 KEYS = (
     *("rows", "bad_rows", "overlong_rows", "overlong_tokens", "duplicate_rows", "total_tokens", "trained_tokens"),
@@ -37,8 +36,7 @@ def test_check_data_equals_the_facts_of_a_run(zygote: Zygote, tmp_path: Path) ->
     assert [key for key in KEYS if key not in facts] == []
     assert facts["preview"]["rows"][0]["place"] == "train.jsonl:1"
     assert f"{facts['bins']:,} bins of" in " ".join(said.split())
-    page = read((tmp_path / "run" / "check.html").read_text())
-    assert page.all("span", "badge")[0].text == "nothing stops a run"
+    assert '<span class="badge good">nothing stops a run</span>' in (tmp_path / "run" / "check.html").read_text()
     entries = sorted((tmp_path / "cache" / "tokens").iterdir())
 
     zygote.finish(tmp_path, *words, "dry_run=true")
@@ -123,8 +121,7 @@ def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -
     )
     assert "fits" in said
     assert "key-value cache   1.1 GB" in said
-    page = read((tmp_path / "look" / "check.html").read_text())
-    assert [each.text for each in page.all("span", "badge")] == ["nothing stops a run", "fits H100"]
+    assert '<span class="badge good">fits H100</span>' in (tmp_path / "look" / "check.html").read_text()
 
 
 WRONG = {
@@ -150,8 +147,7 @@ def test_check_quantization_compares_formats(zygote: Zygote, tmp_path: Path) -> 
     assert len(facts["layers"]) == 14
     shown = f"NF4, for 64 weights (4.50 bits) {errors['NF4, for 64 weights']:.2%}"
     assert shown in " ".join(said.split())
-    page = read((tmp_path / "look" / "check.html").read_text())
-    assert len(page.all("rect", "bar")) == len(errors)
+    assert (tmp_path / "look" / "check.html").read_text().count('<rect class="bar"') == len(errors)
 
 
 def test_check_cluster_processes_find_each_other(zygote: Zygote, tmp_path: Path) -> None:
@@ -168,8 +164,7 @@ def test_check_cluster_processes_find_each_other(zygote: Zygote, tmp_path: Path)
     rows = facts["collectives"]
     assert {row["name"] for row in rows} == {*("all-reduce", "broadcast", "reduce-scatter", "all-gather", "reduce")}
     assert all(row["algorithm_bytes_per_second"] == row["bytes"] / row["seconds"] for row in rows)
-    page = read((tmp_path / "look" / "check.html").read_text())
-    assert page.one("h1").text == "2 processes on 1 machine, gloo"
+    assert "<h1>2 processes on 1 machine, gloo</h1>" in (tmp_path / "look" / "check.html").read_text()
 
 
 def test_check_memory_of_a_ladder(zygote: Zygote, tmp_path: Path) -> None:
@@ -183,9 +178,9 @@ def test_check_memory_of_a_ladder(zygote: Zygote, tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "look" / "check.json").read_text())["ladder"]
     assert (facts["sweep"], facts["label"], facts["stops"]) == ("packing", "RTX 3080 Ti", [])
     assert [rung["tensors"] > rung["frozen_weights"] > 0 for rung in facts["rungs"]] == [True, True]
-    page = read((tmp_path / "look" / "check.html").read_text())
-    assert page.one("h1").text == "packing"
-    assert "Planned on RTX 3080 Ti: each part at its largest, tensors at the peak" in page.text
+    page = (tmp_path / "look" / "check.html").read_text()
+    assert "<h1>packing</h1>" in page
+    assert "<h2>Planned on RTX 3080 Ti: each part at its largest, tensors at the peak</h2>" in page
 
 
 def test_check_memory_of_a_ladder_goes_on_where_the_planner_fails(zygote: Zygote, tmp_path: Path) -> None:

@@ -1,46 +1,43 @@
 """Pages as the program writes them: at the end of runs and sweeps, and when they are asked for."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from app.config.commands import REPORT
 from app.errors import CheckpointError
-from app.pages.render import write_page
+from app.pages.page import Page, Table, TrainingSamples, as_text, write_page
+from app.pages.run_page import run_page
 from app.report import report
 from app.tracking.console import Console
 from tests.conftest import RunApp
 from tests.harness.runs import SMALL, FinishedRuns, Zygote, metrics
-from tests.pages.reading import Element, chart, drawn, read, section
+from tests.pages.values import all_of, lines, section
 
 RANDOM = (*SMALL, "model.weights=random", "training.max_steps=4")
 
 
-def page_of(file: Path) -> Element:
-    return read(file.read_text())
-
-
 def test_run_writes_its_report(finished: FinishedRuns) -> None:
     run = finished()
-    page = page_of(run / "report.html")
-    assert page.one("div", "top").one("span").text == "finished"
-    lines = metrics(run)
-    figure = chart(page, "Loss")
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert [y for _, y in drawn(figure, "c0")[0]] == pytest.approx(losses, rel=1e-4)
-    evals = [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
-    assert drawn(figure, "c1")[0][-1] == pytest.approx(evals[-1], rel=1e-3)
-    checks = section(page, "Checks passed")
-    proofs = json.loads((run / "manifest.json").read_text())["proofs"]
+    page, logged, manifest = run_page(run), metrics(run), json.loads((run / "manifest.json").read_text())
+    assert page.badges == [("finished", "good")]
+    assert [y for _, y in lines(page, "Loss")["train"]] == [line["loss"] for line in logged if "loss" in line]
+    evals = [(line["step"], line["eval_loss"]) for line in logged if "eval_loss" in line]
+    assert lines(page, "Loss")["held out"] == evals
+    proofs = manifest["proofs"]
     assert len(proofs) == 4, "head, its faster way, packing twice"
-    assert [each.text for each in checks.all("span", "badge")] == ["passed"] * len(proofs)
+    (checks,) = all_of(Table, section(page, "Checks passed"))
+    assert [str(badge) for badge, *_ in checks.cells] == ["passed"] * len(proofs)
     assert all(0 <= proof["difference"] <= proof["allowed"] for proof in proofs)
-    counts = json.loads((run / "manifest.json").read_text())["counts"]
-    assert f"{counts['fill']:.1%} full." in section(page, "Data").text
-    trained = [mark.text for mark in section(page, "Data").all("mark")[1:]]
+    data = section(page, "Data")
+    assert f"{manifest['counts']['fill']:.1%} full." in as_text(data)
+    (samples,) = all_of(TrainingSamples, data)
+    trained = [text for _, pieces in samples.samples for text, is_trained, _ in pieces if is_trained]
     assert len(trained) >= 4
     assert all(text.endswith("<|end|>") for text in trained)
+    assert f"<title>{page.title}</title>" in (run / "report.html").read_text()
     assert "report" in (run / "log.txt").read_text().splitlines()[-1]
 
 
@@ -51,7 +48,11 @@ def test_report_is_rebuilt_without_torch(finished: FinishedRuns, run_app: RunApp
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "app.pages.run_page" in imported
     assert not {"torch", "numpy", "transformers"} & imported
-    assert section(page_of(tmp_path / "page.html"), "Data").text == section(page_of(run / "report.html"), "Data").text
+    first, rebuilt = (
+        re.sub(r"Made on .* by|<b>\d+:\d\d:\d\d</b>", "", file.read_text())
+        for file in (run / "report.html", tmp_path / "page.html")
+    )
+    assert rebuilt == first
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,11 @@ def test_report_errors_are_reported(
 
 
 def test_report_bug_does_not_fail_the_run(tmp_path: Path) -> None:
-    def broken() -> str:
+    def broken() -> Page:
         raise ZeroDivisionError("of ours")
 
     told = write_page(tmp_path / "report.html", broken)
     assert told == "report  could not be made (ZeroDivisionError: of ours); nothing else is missing"
-    told = write_page(tmp_path / "absent" / "report.html", lambda: "page")
+    told = write_page(tmp_path / "absent" / "report.html", lambda: Page("page", []))
     assert told.startswith("report  could not be made (EnvironmentProblem: ")
     assert list(tmp_path.iterdir()) == []

@@ -7,49 +7,61 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.pages.charts import Point, Quantity, Series, axis_of, length_bars, line_chart, thinned
-from app.pages.render import environment
-from tests.pages.reading import Element, drawn, read
+from app.pages.charts import DotChart, LineChart, Plot, Point, Quantity, Series, axis_of, length_bars, thinned
 
-CHART = '{% import "macros.html.j2" as page %}{{ page.chart(chart) }}'
 NUMBERS = st.just(0.0) | st.floats(1e-30, 1e30) | st.floats(-1e30, -1e-30)
 
 
-def made(*series: Series, may_log: bool = False) -> Element:
-    chart = line_chart(Quantity("A title", "loss", may_log=may_log), series)
-    assert chart is not None
-    return read(environment().from_string(CHART).render(chart=chart)).one("figure")
+def plot(*series: Series, may_log: bool = False) -> Plot:
+    return LineChart(Quantity("A title", "loss", may_log=may_log), series).plot()
+
+
+def drawn(plot: Plot, paint: str = "c0") -> list[list[tuple[float, float]]]:
+    """The lines of a color as numbers, taken back from their places in the picture."""
+    pieces = [piece.split() for paints, pieces in plot.lines if paint in paints.split() for piece in pieces]
+    return [[_value(plot, *map(float, place.split(","))) for place in piece] for piece in pieces]
+
+
+def _value(plot: Plot, x: float, y: float) -> tuple[float, float]:
+    (left, right), (low, high) = ((axis.low, axis.high) for axis in (plot.across, plot.up))
+    share = (1000 - y) / 1000
+    value = low * (high / low) ** share if plot.up.log else low + (high - low) * share
+    return left + (right - left) * x / 1000, value
 
 
 @pytest.mark.parametrize("may_log", [False, True])
 def test_line_chart_through_points(may_log: bool) -> None:
     points: list[Point] = [(1, 8.5), (2, 4.0), (5, 0.25), (9, 0.3)]
-    figure = made(Series("loss", points), may_log=may_log)
-    (line,) = drawn(figure)
+    found = plot(Series("loss", points), may_log=may_log)
+    (line,) = drawn(found)
     assert [x for x, _ in line] == pytest.approx([x for x, _ in points], abs=1e-2)
     assert [y for _, y in line] == pytest.approx([y for _, y in points], rel=1e-4)
-    assert ("data-log" in figure.all("svg")[0].attributes) == may_log
-    assert [each.text for each in figure.all("title")][:2] == ["step 1: loss 8.5", "step 2: loss 4"]
-    assert [each.text for each in figure.all("text", "name")] == ["loss, log scale" if may_log else "loss", "step"]
+    assert [each.text for each in found.dots][:2] == ["step 1: loss 8.5", "step 2: loss 4"]
+    assert (found.up.named(found.quantity.axis), found.x_name) == ("loss, log scale" if may_log else "loss", "step")
 
 
 def test_line_chart_missing_numbers_interrupt_line() -> None:
-    figure = made(Series("loss", [(1, 3.0), (2, 2.0), (3, None), (4, 1.0), (5, 0.5)]))
-    assert [[round(x) for x, _ in line] for line in drawn(figure)] == [[1, 2], [4, 5]]
-    assert "1 of 5 lines have no number for loss" in figure.text
-    assert drawn(made(Series("loss", [(1, None), (2, None)]))) == []
-    assert line_chart(Quantity("A title", "loss"), [Series("loss", [])]) is None
+    found = plot(Series("loss", [(1, 3.0), (2, 2.0), (3, None), (4, 1.0), (5, 0.5)]))
+    assert [[round(x) for x, _ in line] for line in drawn(found)] == [[1, 2], [4, 5]]
+    assert found.remarks == ["1 of 5 lines have no number for loss."]
+    assert drawn(plot(Series("loss", [(1, None), (2, None)]))) == []
 
 
 def test_line_chart_one_point_is_dot() -> None:
-    (dot,) = made(Series("loss", [(7, 3.0)])).all("circle", "dot")
-    assert (dot.attributes["cx"], dot.attributes["cy"]) == ("50%", "50%")
+    (dot,) = plot(Series("loss", [(7, 3.0)])).dots
+    assert (dot.x, dot.y) == ("50%", "50%")
 
 
 def test_line_chart_several_lines_legend() -> None:
-    figure = made(Series("a", [(1, 1.0), (2, 2.0)], 0), Series("b", [(2, 3.0), (3, 4.0)], 1))
-    assert drawn(figure, "c1") == [[pytest.approx((2, 3.0), abs=1e-2), pytest.approx((3, 4.0), abs=1e-2)]]
-    assert [key.text for key in figure.all("span", "key")] == ["a", "b"]
+    lines = (Series("a", [(1, 1.0), (2, 2.0)], 0), Series("b", [(2, 3.0), (3, 4.0)], 1), Series("c", []))
+    assert drawn(plot(*lines), "c1") == [[pytest.approx((2, 3.0), abs=1e-2), pytest.approx((3, 4.0), abs=1e-2)]]
+    assert plot(*lines).legend == [("a", 0), ("b", 1)]
+
+
+def test_chart_words_have_ends_of_lines_and_each_dot() -> None:
+    lines = [Series("a", [(1, 4.0), (2, None), (3, 2.5)]), Series("b", [(2, 3.0)]), Series("c", [(2, None)])]
+    assert LineChart(Quantity("Loss", ""), lines).words() == "Loss: a 4 at step 1, 2.5 at step 3; b 3 at step 2"
+    assert DotChart(Quantity("Best", ""), "lr", [(1, 2, "a\nb"), (2, 1, "c")]).words() == "Best: a, b; c"
 
 
 def test_line_chart_thinning_keeps_extremes() -> None:
@@ -60,7 +72,8 @@ def test_line_chart_thinning_keeps_extremes() -> None:
     assert len(kept) <= 300
     assert kept == sorted(kept)
     assert {points[0], points[-1], points[31_234], points[17_005]} <= set(kept) <= set(points)
-    assert "50,000 lines, drawn by the first, lowest, highest and last" in made(Series("loss", points)).text
+    (remark,) = plot(Series("loss", points)).remarks
+    assert "50,000 lines, drawn by the first, lowest, highest and last" in remark
     assert len(thinned([(float(x), None) for x in range(900)])) == 75, "gaps stay"
 
 

@@ -1,28 +1,14 @@
-"""Findings of app.check: page and terminal show the same, and hostile data is harmless."""
+"""Findings of app.check as a page."""
 
-import io
-import json
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from app.pages.check_report import check_page, show_check
-from app.pages.check_summary import (
-    Section,
-    cluster_sections,
-    data_sections,
-    memory_sections,
-    out_of_memory_problem,
-    quantization_sections,
-)
+from app.pages.check_page import SECTIONS, check_page, out_of_memory_problem
+from app.pages.page import Bars, Code, Facts, Table, TrainingSamples, as_text
 from tests.pages.facts import CLUSTER, DATA, MEMORY, TOO_LARGE
-from tests.pages.reading import Element, notes, read, section
-from tests.pages.test_render import HOSTILE
+from tests.pages.values import all_of, section, titles
 
-ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-Shown = Callable[..., str]
 DATA_TEXTS = (
     "/data/chat.jsonl, messages",
     "train: 1,200 rows -> 1,185 samples, 40,000 tokens, 10,000 trained (25%)",
@@ -59,31 +45,6 @@ CLUSTER_TEXTS = (
     "the clock of process 1 (gpu2) is +2.5 s off",
     "21.2 s",
 )
-
-
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
-    def show(sections: list[Section], columns: int = 100, **environment: str) -> str:
-        for name in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLORTERM", "TTY_COMPATIBLE"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns), **environment}.items():
-            monkeypatch.setenv(name, value)
-        stream = Screen()
-        show_check(sections, stream)
-        return stream.getvalue()
-
-    return show
-
-
-def words(text: str) -> str:
-    return " ".join(ESCAPE.sub("", text).replace("█", "").split())
-
-
 QUANTIZATION = {
     "model": "asset:tiny",
     "weights": 1000,
@@ -99,98 +60,83 @@ QUANTIZATION_TEXTS = (
     "1,000 weights in 7 linear layers, 1.0 s",
     "layers.6.up_proj: the largest is 11.0 standard deviations, 0.20% are beyond 6",
 )
+CHECKS = {
+    "data": (DATA, DATA_TEXTS, "chat.jsonl"),
+    "memory": (MEMORY, MEMORY_TEXTS, "some/model-8B: LoRA of rank 32, adamw"),
+    "cluster": (CLUSTER, CLUSTER_TEXTS, "2 processes on 2 machines, nccl"),
+    "quantization": (QUANTIZATION, QUANTIZATION_TEXTS, "asset:tiny"),
+}
 
 
-@pytest.mark.parametrize("columns", [120, 70])
-@pytest.mark.parametrize("check", ["data", "memory", "cluster", "quantization"])
-def test_show_check_complete_at_any_width(shown: Shown, check: str, columns: int) -> None:
-    sections, texts = {
-        "data": (data_sections(DATA), DATA_TEXTS),
-        "memory": (memory_sections(MEMORY), MEMORY_TEXTS),
-        "cluster": (cluster_sections(CLUSTER), CLUSTER_TEXTS),
-        "quantization": (quantization_sections(QUANTIZATION), QUANTIZATION_TEXTS),
-    }[check]
-    text = shown(sections, columns)
-    for each in texts:
-        assert each in words(text), each
-    assert max(len(ESCAPE.sub("", line).rstrip()) for line in text.splitlines()) <= columns
+@pytest.mark.parametrize("check", CHECKS)
+def test_check_page_complete(check: str) -> None:
+    facts, texts, name = CHECKS[check]
+    page = check_page({check: facts})
+    text = " ".join(as_text(*page.sections).replace("#", "").split())
+    assert [each for each in texts if each not in text] == []
+    assert (page.heading, page.title) == (name, f"Check: {name}")
 
 
-def test_check_page_complete() -> None:
-    page = read(check_page({"data": DATA, "memory": MEMORY, "cluster": CLUSTER, "quantization": QUANTIZATION}))
-    text = " ".join(page.one("main").text.replace("\n", " ").split())
-    for each in (
-        *DATA_TEXTS,
-        *MEMORY_TEXTS,
-        *CLUSTER_TEXTS,
-        *QUANTIZATION_TEXTS,
-        "dataset.max_length=128",
-        "training.recompute=true",
-    ):
-        assert each.removeprefix("frozen weights ").removeprefix("allocator ") in text, each
-    assert page.one("h1").text == "chat.jsonl"
-    assert [each.text for each in page.all("span", "badge")] == ["nothing stops a run", "fits RTX 4090"]
-    assert [mark.text for mark in page.all("mark")] == ["marked: to be predicted", "Hello"]
+def test_check_page_of_several_checks() -> None:
+    page = check_page({"data": DATA, "memory": MEMORY})
+    assert page.badges == [("nothing stops a run", "good"), ("fits RTX 4090", "good")]
+    assert page.heading == "chat.jsonl"
+    assert titles(page)[0] == "Data"
+    assert titles(page)[-1] == "What brings it down, the cheapest first"
+    (samples,) = all_of(TrainingSamples, *page.sections)
+    assert samples.marked == "to be predicted"
+    assert [text for _, pieces in samples.samples for text, trained, _ in pieces if trained] == ["Hello"]
 
 
-def test_show_check_trained_tokens_marked(shown: Shown) -> None:
-    text = shown(data_sections(DATA))
-    assert re.findall(r"\x1b\[30;42m(Hello)\x1b\[0m", text) == ["Hello"]
-    assert "[[" not in text
-    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        plain = shown(data_sections(DATA), **environment)
-        assert "Hi [[Hello]]" in ESCAPE.sub("", plain)
-        assert not re.search(r"\x1b\[[0-9;]*(3|4)[0-9]", plain)
+def test_check_page_names_no_fact_as_its_section() -> None:
+    """The page has the title, and a terminal, which has none, the label of the section."""
+    for part in check_page({check: facts for check, (facts, _, _) in CHECKS.items()}).sections:
+        names = [name for block in all_of(Facts, part) for name, _ in block.facts]
+        assert part.title.lower() not in names
+        assert bool(part.label) == (not names or not names[0])
 
 
-def test_check_bars_proportional(shown: Shown) -> None:
-    lines = ESCAPE.sub("", shown(data_sections(DATA))).splitlines()
-    assert {line.split()[0]: line.count("█") for line in lines if "█" in line} == {"1-32": 32, "33-64": 22, ">64": 1}
-    lines = ESCAPE.sub("", shown(memory_sections(MEMORY))).splitlines()
-    lengths = {line.strip().split("  ")[0]: line.count("█") for line in lines if "█" in line}
-    assert (len(lengths), lengths["frozen weights"]) == (10, round(32 * 15 / 25.233)), "no part of 0 bytes"
-    page = read(check_page({"memory": MEMORY}))
-    assert page.all("rect", "bar")[0].attributes["width"] == "59.45%"
-    assert len(page.all("rect", "beyond")) == 3
+def test_check_bars_proportional() -> None:
+    lengths, parts = (all_of(Bars, *SECTIONS[check](CHECKS[check][0]))[0].bars for check in ("data", "memory"))
+    assert [(bar.label, bar.share) for bar in lengths] == [("1-32", 1.0), ("33-64", 485 / 700), (">64", 12 / 700)]
+    shares = {bar.label: bar.share for bar in parts}
+    assert (len(shares), shares["frozen weights"]) == (10, 15 / 25.233), "no part of 0 bytes"
+    assert [bar.label for bar in parts if bar.beyond] == ["allocator", "context", "margin"]
 
 
-def test_show_check_in_a_pipe_has_plain_lines() -> None:
-    stream = io.StringIO()
-    show_check([*data_sections(DATA), *memory_sections(MEMORY)], stream)
-    text = stream.getvalue()
-    assert "\x1b" not in text
-    assert [line for line in text.splitlines() if line != line.rstrip()] == []
-    for each in (*DATA_TEXTS, *MEMORY_TEXTS):
-        assert each in words(text), each
-
-
-def test_check_message_weights_shown(shown: Shown) -> None:
+def test_check_message_weights_shown() -> None:
     pieces = [{"text": "Hi ", "trained": False}, {"text": "Hello", "trained": True, "weight": 0.3}]
     rows = [{"place": "a:1", "tokens": 9, "trained_tokens": 4, "pieces": pieces}]
     facts = {**DATA, "preview": {"marked": "x", "rows": rows}}
-    text = words(shown(data_sections(facts), NO_COLOR="1"))
-    assert "Hi [[Hello]](weight 0.3)" in text
-    assert "Hello(weight 0.3)" in section(read(check_page({"data": facts})), "First samples").text
+    assert "Hi [[Hello]](weight 0.3)" in as_text(section(check_page({"data": facts}), "First samples"))
 
 
-def test_check_of_an_empty_dataset(shown: Shown) -> None:
+def test_check_of_an_empty_dataset() -> None:
     nothing = dict.fromkeys(("fill", "padded_fill", "trained_share", "length_percentiles", "eval"))
     empty = {**DATA, **nothing, "samples": 0, "bins": 0, "epochs": 0.0, "advice": [], "sources": [],
              "lengths": {"edges": [1, 2], "samples": [0]}, "preview": {"marked": "", "rows": []}}  # fmt: skip
-    text = words(shown(data_sections(empty)))
-    for each in ("packing nothing to pack", "advice none"):
-        assert each in text
-    assert "nothing to pack" in read(check_page({"data": empty})).text
+    page = check_page({"data": empty})
+    assert "packing nothing to pack" in as_text(section(page, "Data"))
+    assert as_text(section(page, "Advice")).split() == ["Advice", "none"]
+    assert titles(page) == ["Data", "Advice"]
 
 
 def test_check_page_problems_first() -> None:
-    page = read(check_page({"data": {**DATA, "stops": ["chat.jsonl:7: no role"]}, "memory": TOO_LARGE}))
-    assert [each.text for each in page.all("span", "badge")] == ["a run would stop", "does not fit RTX 4090"]
-    assert notes(page) == ["chat.jsonl:7: no role", "it needs 30.1 GB"]
+    page = check_page({"data": {**DATA, "stops": ["chat.jsonl:7: no role"]}, "memory": TOO_LARGE})
+    assert page.badges == [("a run would stop", "bad"), ("does not fit RTX 4090", "bad")]
+    assert page.notes == [("bad", "chat.jsonl:7: no role"), ("bad", "it needs 30.1 GB")]
     together = {"override": "a=1 b=2", "needed_bytes": 9e9}
-    shown = section(read(check_page({"memory": {**TOO_LARGE, "together": together}})), "What brings")
-    assert [each.text for each in shown.all("pre")] == ["training.recompute=true", "recipe=qlora", "a=1 b=2"]
-    assert "together: 9.0 GB, which fits" in shown.text
+    knobs = all_of(Code, section(check_page({"memory": {**TOO_LARGE, "together": together}}), "What brings"))
+    assert [each.text for each in knobs] == ["training.recompute=true", "recipe=qlora", "a=1 b=2"]
+    assert knobs[-1].why == "together: 9.0 GB, which fits"
+
+
+def test_check_page_of_a_ladder_has_its_tables() -> None:
+    rungs = [{"name": "one", "claimed": {"seconds": 8.0}, "frozen_weights": 5e6, "needs": 2e9}]
+    facts: dict[str, Any] = {"sweep": "mine", "label": "RTX 4090", "source": "a paper", "rungs": rungs, "stops": []}
+    page = check_page({"ladder": facts})
+    assert page.heading == "mine"
+    assert [table.cells for table in all_of(Table, *page.sections)] == [[["one", "5.0 MB", "2.0 GB"]], [["one", "8.0"]]]
 
 
 def test_out_of_memory_problem_parts_and_remedy() -> None:
@@ -203,19 +149,3 @@ def test_out_of_memory_problem_parts_and_remedy() -> None:
     assert out_of_memory_problem({**none, "together": together}).endswith("Set a=1 b=2.")
     assert out_of_memory_problem({**TOO_LARGE, "together": together}).endswith("Set a=1 b=2."), "it costs less"
     assert out_of_memory_problem(none).endswith("choose a smaller model or more memory.")
-
-
-@pytest.mark.parametrize("facts", [DATA, MEMORY], ids=["data", "memory"])
-def test_check_hostile_text_escaped(shown: Shown, facts: dict[str, Any]) -> None:
-    words = ("chat.jsonl", "the chat template writes a date", "no role", "Hi ", "keeps 99.2% of the samples whole",
-             "some/model-8B: LoRA of rank 32, adamw", "more arithmetic", "recipe=qlora", "RTX 4090")  # fmt: skip
-    text = json.dumps(facts)
-    for each in words:
-        text = text.replace(json.dumps(each), json.dumps(HOSTILE))
-    spoilt = json.loads(text)
-    page: Element = read(check_page({"data" if facts is DATA else "memory": spoilt}))
-    assert page.all("script") == page.all("img") == []
-    assert page.text.count("onerror") >= 4
-    screen = shown(data_sections(spoilt) if facts is DATA else memory_sections(spoilt), TERM="dumb")
-    assert "\x1b" not in screen
-    assert "onerror" in screen

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from app.pages.comparison_page import comparison_page
+from app.pages.page import AnswerTable, Charts, Page, Table
 from tests.pages.folders import MANIFEST, SETTINGS, lines_of, made_run, result_of, sample
-from tests.pages.reading import Element, chart, drawn, read, section
+from tests.pages.values import all_of, lines, section, texts
 
 
-def rows_in(part: Element) -> dict[str, list[str]]:
-    found = [[cell.text for cell in line.children] for line in part.all("tr")[1:]]
-    return {name: values for name, *values in found}
+def cells(page: Page, title: str) -> dict[str, list[str]]:
+    (table,) = all_of(Table, section(page, title))
+    return {str(name): [str(cell) for cell in row] for name, *row in table.cells}
 
 
 def test_comparison_page_content(tmp_path: Path) -> None:
@@ -26,24 +27,22 @@ def test_comparison_page_content(tmp_path: Path) -> None:
         manifest=newer,
         samples=[sample(0, "2+2?", "4", "x"), sample(2, "2+2?", "4", "5")],
     )
-    page = read(comparison_page([first, second]))
-    results = rows_in(section(page, "Results"))
+    page = comparison_page([first, second])
+    results = cells(page, "Results")
     assert results["last training loss"] == ["3", "2 ✓"]
     assert "objective" not in results, "it is the training loss"
     assert results["peak memory"] == ["548 MB", "548 MB"]
-    curves = chart(page, "Training loss")
-    assert [y for _, y in drawn(curves, "c1")[0]] == pytest.approx([4.0, 2.0], rel=1e-4)
-    assert [key.text for key in page.one("div", "legend").all("span")] == ["a", "b"]
-    assert rows_in(section(page, "Settings that differ")) == {
-        "optimizer.lr": ["0.001", "0.01"],
-        "schedule.kind": ["cosine", "-"],
-    }
-    origin = section(page, "Lines, program and data")
-    assert "2 lines up to step 2\nfirst: loss of step 2, 3 then and 2 now" in origin.text
-    assert rows_in(origin)["torch"] == ["2.13.0", "2.14.0"]
-    assert rows_in(origin)["rows to train on"] == ["aa" * 6, "dd" * 6]
-    answers = section(page, "Last answers")
-    assert [each.text for each in answers.all("div", "text")] == ["2+2?", "4", "4", "5"]
+    assert lines(page, "Training loss")["b"] == [(1.0, 4.0), (2.0, 2.0)]
+    (charts,) = all_of(Charts, section(page, "Curves"))
+    assert charts.legend == [("a", 0), ("b", 1)]
+    assert cells(page, "Settings that differ") == {"optimizer.lr": ["0.001", "0.01"], "schedule.kind": ["cosine", "-"]}
+    assert "2 lines up to step 2\nfirst: loss of step 2, 3 then and 2 now" in texts(page)
+    origin = cells(page, "Lines, program and data")
+    assert origin["torch"] == ["2.13.0", "2.14.0"]
+    assert origin["rows to train on"] == ["aa" * 6, "dd" * 6]
+    (answers,) = all_of(AnswerTable, section(page, "Last answers"))
+    ((prompt, given),) = answers.prompts
+    assert (prompt, [each.text for each in given]) == ("2+2?", ["4", "4", "5"])
 
 
 @pytest.mark.parametrize(
@@ -54,16 +53,17 @@ def test_comparison_page_best_score_of_the_same_rows_only(rows: str, name: str, 
     lines = lines_of([4.0, 3.0])
     first = made_run(tmp_path / "a", lines, result=result_of(lines, exact_match=0.5))
     second = made_run(tmp_path / "b", lines, result=result_of(lines, exact_match=0.9), manifest=other)
-    results = rows_in(section(read(comparison_page([first, second])), "Results"))
+    results = cells(comparison_page([first, second]), "Results")
     assert results[name] == ["50.00%", told]
 
 
 def test_comparison_page_equal_runs(tmp_path: Path) -> None:
     runs = [made_run(tmp_path / name / "run", lines_of([4.0, 3.0])) for name in ("a", "b")]
-    page = read(comparison_page(runs))
-    assert "every key has the same value" in page.text
-    assert "2 lines up to step 2, to the last bit" in page.text
-    assert page.one("head").one("title").text == "2 runs: a/run, b/run"
+    page = comparison_page(runs)
+    assert "every key has the same value" in texts(page)
+    assert "2 lines up to step 2, to the last bit" in texts(page)
+    assert "Versions, commit, hardware, rows, tokenizer and base are the same." in texts(page)
+    assert page.title == "2 runs: a/run, b/run"
 
 
 def test_comparison_page_incomplete_runs(tmp_path: Path) -> None:
@@ -71,6 +71,6 @@ def test_comparison_page_incomplete_runs(tmp_path: Path) -> None:
     whole = made_run(tmp_path / "whole", lines_of([1.0]))
     (broken / "manifest.json").unlink()
     for pair in ([broken, broken], [whole, broken]):
-        page = read(comparison_page(pair))
-        assert "no line of both is of the same step" in page.text
-        assert "unfinished" in page.text
+        page = comparison_page(pair)
+        assert "no line of both is of the same step" in texts(page)
+        assert "unfinished" in cells(page, "Results")["status"]

@@ -3,13 +3,13 @@
 import shlex
 from pathlib import Path
 
-import pytest
-
+from app.pages.charts import DotChart
+from app.pages.comparison_page import sweep_page
+from app.pages.page import Charts, Code, Page, Span, Table, as_html
 from app.pages.read_run import read_sweep
-from app.pages.sweep_page import sweep_page
 from app.sweeps.trials import Outcome, best, ranked
 from tests.pages.folders import lines_of, made_run, made_sweep, trial
-from tests.pages.reading import Element, chart, drawn, read, section, tiles
+from tests.pages.values import all_of, chart, lines, section, titles
 
 GRID = [
     trial(1, ["optimizer.lr=1e-3", "adapter.r=4"], 3.5),
@@ -20,15 +20,23 @@ GRID = [
 ]
 
 
-def page_of(folder: Path, target: Path | None = None) -> Element:
+def page_of(folder: Path, target: Path | None = None) -> Page:
     content = read_sweep(folder)
     assert content is not None
-    return read(sweep_page(folder, content, target or folder / "report.html"))
+    return sweep_page(folder, content, target or folder / "report.html")
 
 
-def rows(page: Element) -> list[list[str]]:
-    lines = section(page, "Leaderboard").one("tbody").all("tr")
-    return [[cell.text for cell in line.all("td")] for line in lines]
+def leaderboard(page: Page) -> Table:
+    (table,) = all_of(Table, section(page, "Leaderboard"))
+    return table
+
+
+def rows(page: Page) -> list[list[str]]:
+    return [list(map(str, row)) for row in leaderboard(page).cells]
+
+
+def links(page: Page) -> list[str]:
+    return [cell.link for row in leaderboard(page).cells for cell in row if isinstance(cell, Span) and cell.link]
 
 
 def test_sweep_page_ranking(tmp_path: Path) -> None:
@@ -39,40 +47,32 @@ def test_sweep_page_ranking(tmp_path: Path) -> None:
     assert rows(page)[-1] == ["-", "3", "-", "0.1", "4", "9", "5.0k", "299", "0:01:01", "failed"]
     winner = best(outcomes)
     assert winner is not None
-    command = section(page, "Best").one("pre", "command").text
-    assert shlex.split(command)[:3] == ["python", "-m", "app.train"]
-    assert shlex.split(command)[3:] == winner["overrides"]
-    assert section(page, "Run it again").one("pre").text == "python -m app.train -m optimizer.lr=1e-3,1e-4"
-    assert "error: it blew up" in section(page, "Failed").text
-    notes = [each.text for each in page.all("div", "note")]
-    assert notes[0].startswith("1 of 5 trials failed")
-    assert notes[1].startswith("1 of 5 trials are not done")
-    assert page.one("div", "top").one("span").text == "stopped"
+    (command,), (again,) = (all_of(Code, section(page, title)) for title in ("Best", "Run it again"))
+    assert shlex.split(command.text)[:3] == ["python", "-m", "app.train"]
+    assert shlex.split(command.text)[3:] == winner["overrides"]
+    assert again.text == "python -m app.train -m optimizer.lr=1e-3,1e-4"
+    assert [each.text for each in all_of(Code, section(page, "Failed"))] == ["error: it blew up"]
+    (_, failed), (_, left) = page.notes
+    assert failed.startswith("1 of 5 trials failed")
+    assert left.startswith("1 of 5 trials are not done")
+    assert page.badges == [("stopped", "warn")]
 
 
 def test_sweep_page_chart_per_key(tmp_path: Path) -> None:
     page = page_of(made_sweep(tmp_path / "sweep", GRID))
     for key, left_to_right in (("optimizer.lr", [1, 2, 5, 4]), ("adapter.r", [1, 5, 2, 4])):
-        figure = chart(page, f"Objective by {key}")
-        dots = figure.all("circle", "dot")
-        assert len(dots) == 4
-        told = {int(dot.one("title").text.split()[1].rstrip(":")): dot for dot in dots}
-        places = {number: float(str(dot.attributes["cx"])[:-1]) for number, dot in told.items()}
+        dots = chart(page, DotChart, f"Objective by {key}").plot().dots
+        told = {int(dot.text.split()[1].rstrip(":")): dot for dot in dots}
+        places = {number: float(dot.x[:-1]) for number, dot in told.items()}
         assert sorted(places, key=lambda number: (places[number], number)) == left_to_right
-        assert {number for number, dot in told.items() if "best" in str(dot.attributes["class"])} == {2, 5}
-        assert told[1].one("title").text == f"trial 1: {GRID[0]['values'][key]}\nobjective 3.5"
-    lr = chart(page, "Objective by optimizer.lr")
-    (low, high), ticks = (
-        map(float, str(lr.all("svg")[0].attributes["data-x"]).split()),
-        [each.text for each in lr.all("text")],
-    )
-    assert low < 1e-3 < 1e-1 < high
-    assert {"0.001", "0.01", "0.1"} <= set(ticks)
-    ranks = chart(page, "Objective by adapter.r")
-    assert [each.text for each in ranks.all("text")][-3:] == ["4", "16", "adapter.r, log scale"]
-    assert list(tiles(page)) == ["best objective (lower is better)", "finished of 5 trials", "time of all trials"]
-    headings = [each.text for each in page.all("h2")]
-    assert headings.index("Leaderboard") < headings.index("What the values did")
+        assert {number for number, dot in told.items() if dot.best} == {2, 5}
+        assert told[1].text == f"trial 1: {GRID[0]['values'][key]}\nobjective 3.5"
+    lr, ranks = (chart(page, DotChart, f"Objective by {key}").plot() for key in ("optimizer.lr", "adapter.r"))
+    assert lr.across.low < 1e-3 < 1e-1 < lr.across.high
+    assert [text for _, text in lr.across.ticks] == ["0.001", "0.01", "0.1"]
+    assert ([text for _, text in ranks.across.ticks], ranks.x_name) == (["4", "16"], "adapter.r, log scale")
+    assert list(dict(page.tiles)) == ["best objective (lower is better)", "finished of 5 trials", "time of all trials"]
+    assert titles(page) == ["Best trial", "Leaderboard", "What the values did", "Failed", "Run it again"]
 
 
 def test_sweep_page_curves_of_best_trials(tmp_path: Path) -> None:
@@ -81,16 +81,14 @@ def test_sweep_page_curves_of_best_trials(tmp_path: Path) -> None:
     (folder / "2-trial" / "report.html").touch()
     made_run(folder / "1-trial", lines_of([4.5, 3.5]))
     page = page_of(folder)
-    assert "best training loss (lower is better)" in tiles(page), "no rows were held out"
-    assert [link.attributes["href"] for link in page.all("a")] == ["./2-trial/report.html"]
-    curves = chart(section(page, "Curves"), "Training loss")
-    assert [y for _, y in drawn(curves, "c0")[0]] == pytest.approx([4.0, 3.25], rel=1e-4)
-    assert [y for _, y in drawn(curves, "c1")[0]] == pytest.approx([4.5, 3.5], rel=1e-4)
-    assert [key.text for key in section(page, "Curves").one("div", "legend").all("span")] == [
-        "2: optimizer.lr=0.001 adapter.r=16",
-        "1: optimizer.lr=0.001 adapter.r=4",
-    ]
-    assert page_of(folder, tmp_path / "elsewhere.html").all("a") == [], "it would lead nowhere"
+    assert "best training loss (lower is better)" in dict(page.tiles), "no rows were held out"
+    assert links(page) == ["./2-trial/report.html"]
+    assert 'href="./2-trial/report.html"' in as_html(page)
+    names = ["2: optimizer.lr=0.001 adapter.r=16", "1: optimizer.lr=0.001 adapter.r=4"]
+    assert lines(page, "Training loss") == {names[0]: [(1.0, 4.0), (2.0, 3.25)], names[1]: [(1.0, 4.5), (2.0, 3.5)]}
+    (curves,) = all_of(Charts, section(page, "Curves of the best"))
+    assert curves.legend == [(names[0], 0), (names[1], 1)]
+    assert links(page_of(folder, tmp_path / "elsewhere.html")) == [], "it would lead nowhere"
 
 
 def test_read_sweep_unreadable_is_none(tmp_path: Path) -> None:
@@ -101,24 +99,23 @@ def test_read_sweep_unreadable_is_none(tmp_path: Path) -> None:
 
 def test_sweep_page_without_objective(tmp_path: Path) -> None:
     page = page_of(made_sweep(tmp_path / "sweep", [trial(1, ["seed=1"], None), trial(2, [], None)]))
-    assert page.one("div", "top").one("span").text == "failed"
-    assert "What the values did" not in page.text
-    assert "Best trial" not in page.text
+    assert page.badges == [("failed", "bad")]
+    assert titles(page) == ["Leaderboard", "Failed", "Run it again"]
 
 
 def test_sweep_page_lists_have_no_chart(tmp_path: Path) -> None:
     trials = [trial(n, [f"adapter.targets=[{name}]"], 3.0 + n) for n, name in enumerate(("q_proj", "v_proj"), 1)]
     page = page_of(made_sweep(tmp_path / "sweep", trials))
     assert len(rows(page)) == 2
-    assert page.all("circle", "dot") == []
+    assert all_of(Charts, *page.sections) == []
 
 
 def test_sweep_page_trial_that_is_a_link_not_followed(tmp_path: Path) -> None:
     folder, private = made_sweep(tmp_path / "sweep", GRID), tmp_path / "private"
     made_run(private, lines_of([3.0, 2.0]))
-    place, without = folder / Path(GRID[0]["folder"]).name, len(page_of(folder).all("figure"))
+    place = folder / Path(GRID[0]["folder"]).name
     place.symlink_to(private)
-    assert len(page_of(folder).all("figure")) == without
+    assert "Curves of the best trials, by step" not in titles(page_of(folder))
     place.unlink()
     private.rename(place)
-    assert len(page_of(folder).all("figure")) > without
+    assert "Curves of the best trials, by step" in titles(page_of(folder))

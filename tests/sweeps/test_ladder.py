@@ -11,7 +11,8 @@ from app.config.dataset import has_held_out_rows
 from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.pages.ladder_table import as_markdown, measured_tables
+from app.pages.comparison_page import measured_tables
+from app.pages.page import Table
 from app.sweeps.ladder import LADDER, Ladder, batch_text
 from app.sweeps.preset import Preset, Rung, SweepConfig, read_preset
 from app.sweeps.sweep import plan_sweep, read_ladder
@@ -152,11 +153,13 @@ def test_ladder_second_rung_compared_with_the_first(
     first, second = compared["rungs"]
     assert (first["ratio"], first["as_first"], first["tokens_per_second"]) == (1.0, None, 100.0)
     assert (second["as_first"], second["ratio"]) == expected
-    measured, claimed = measured_tables(compared)
+    measured, claimed = (block for part in measured_tables(compared) for block in part.blocks)
+    assert isinstance(measured, Table)
+    assert isinstance(claimed, Table)
     assert ("split after out-of-memory" in "".join(measured.notes)) == ("depth" in facts)
     assert ("max_sm_mhz 1665 -> 1665, power_limit_watts 350.0 -> 300.0" in "".join(measured.notes)) == (
         "watts" in facts
     )
     assert "samples/s" not in measured.head, "no rung has it"
-    assert claimed.rows == [["one", "8.0", "-"], ["two", "12.0", "1234"]]
-    assert "| two | 12.0 | 1234 |" in as_markdown("mine", [claimed])
+    assert claimed.cells == [["one", "8.0", "-"], ["two", "12.0", "1234"]]
+    assert "| two | 12.0 | 1234 |" in claimed.markdown()

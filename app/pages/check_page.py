@@ -1,114 +1,106 @@
-"""Findings of app.check as sections of labelled texts, bars and advice, for its page and its terminal output."""
+"""Findings of app.check as sections of a page, which a terminal shows too."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from app.pages.charts import Bar, length_bars
-from app.pages.read_run import TrainingSample, training_samples
+from app.pages.comparison_page import planned_tables
+from app.pages.page import Bars, Code, Facts, Page, Paragraph, Section
+from app.pages.run_page import PARTS, training_samples
 from app.safe_text import many
 from app.tracking.formatting import format_bytes, format_count
 
-Facts = Mapping[str, Any]
-Rows = Sequence[tuple[str, str]]  # label and text; an empty label continues the row before
-
-PARTS = {
-    "frozen_weights": "frozen weights",
-    "quantization_constants": "scales of 4-bit weights",
-    "trained_weights": "trained weights",
-    "gradients": "gradients",
-    "optimizer_states": "optimizer states",
-    "gathered_weights": "gathered weights",
-    "saved_activations": "saved activations",
-    "temporary": "temporary",
-    "loss_head": "loss head",
-    "workspaces": "cuBLAS workspaces",
-    "lost_bytes": "allocator",
-    "context_bytes": "context",
-    "margin_bytes": "margin",
-    "all_else": "all else",
-    "cache": "key-value cache",
-}
+_NAMED_BY = {"data": "source", "memory": "subject", "quantization": "model", "ladder": "sweep"}  # key of the facts
 _BEYOND_TENSORS = ("lost_bytes", "context_bytes", "margin_bytes")
 _MAX_REASONS = 5
 _MAX_LAYERS = 5
+Found = Mapping[str, Any]  # of a check, in check.json
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A section of the page, and of the terminal without its title."""
+def check_page(found: Mapping[str, Found]) -> Page:
+    """The page for check.json, which has a section for each check."""
+    memory, models = found.get("memory"), found.get("models")
+    stops = [problem for facts in found.values() for problem in facts["stops"]]
+    badges = [("a run would stop", "bad") if stops else ("nothing stops a run", "good")]
+    if memory:
+        fits = ("fits", "good") if memory["fits"] else ("does not fit", "bad")
+        badges.append((f"{fits[0]} {memory['label']}", fits[1]))
+    name = next((found[key][of] for key, of in _NAMED_BY.items() if key in found), "")
+    if not name:
+        name = f"models of transformers {models['transformers']}" if models else counted_processes(found["cluster"])
+    if "data" in found:  # the folders stand below
+        name = " + ".join(PurePath(each).name for each in name.split(" + "))
+    return Page(
+        title=f"Check: {name}",
+        heading=name,
+        badges=badges,
+        about=[Paragraph("before any training", "soft small")],
+        notes=[("bad", problem) for problem in stops],
+        sections=[section for key, make in SECTIONS.items() if key in found for section in make(found[key])],
+    )
 
-    title: str
-    rows: Rows = ()
-    bars: Sequence[Bar] = ()
-    samples: Sequence[TrainingSample] = ()
-    advice: Rows = ()  # override and reason
-    label: str = "advice"
-    marked: str = ""  # meaning of the marked parts of samples
-    counts: bool = False  # bars are counts, not bytes
 
-
-def data_sections(facts: Facts) -> list[Section]:
+def data_sections(facts: Found) -> list[Section]:
     """Sections for `data` of check.json."""
     percentiles, preview = facts["length_percentiles"], facts["preview"]
-    advice = [(str(each["set"]), str(each["why"])) for each in facts["advice"]]
-    sections = [Section("Data", list(_data_rows(facts)))]
+    samples = training_samples(preview)
+    advice = [Code(str(each["set"]), why=str(each["why"])) for each in facts["advice"]]
+    sections = [Section("Data", [Facts(list(_data_rows(facts)))], label="data")]
     if percentiles is not None:
         text = "  ".join(f"{name} {length:,}" for name, length in percentiles.items())
         dropped = (f">{facts['max_length']:,}", facts["dropped"]) if facts["dropped"] else None
-        bars = length_bars(facts["lengths"], dropped)
-        sections.append(Section("Tokens of a sample, before any was cut", [("lengths", text)], bars, counts=True))
+        bars = Bars(length_bars(facts["lengths"], dropped), counts=True)
+        sections.append(Section("Tokens of a sample, before any was cut", [Facts([("lengths", text)]), bars]))
     return [
         *sections,
-        Section("First samples", samples=training_samples(preview), marked=str(preview["marked"])),
-        Section("Advice", () if advice else [("advice", "none")], advice=advice),
+        Section("First samples", [samples] if samples else [], label="samples"),
+        Section("Advice", advice or [Facts([("", "none")])], label="advice"),
     ]
 
 
-def memory_sections(facts: Facts) -> list[Section]:
+def memory_sections(facts: Found) -> list[Section]:
     """Sections for `memory` of check.json."""
     knobs = []
     for each in facts["knobs"]:
         share, enough = each["slower_by"], " (enough)" if each["fits"] else ""
         cost = f"{abs(share):.0%} {'slower' if share > 0 else 'faster'}" if abs(share) >= 0.005 else "as fast"
         saves = f"saves {format_bytes(each['saves_bytes'])}{enough}, {cost}"
-        knobs.append((str(each["override"]), f"{saves}: {each['why']}"))
+        knobs.append(Code(str(each["override"]), why=f"{saves}: {each['why']}"))
     if facts["together"]:
         needed = format_bytes(facts["together"]["needed_bytes"])
-        knobs.append((str(facts["together"]["override"]), f"together: {needed}, which fits"))
+        knobs.append(Code(str(facts["together"]["override"]), why=f"together: {needed}, which fits"))
     most = max(facts["memory_bytes"], facts["needed_bytes"])
     bars = [
         Bar(PARTS.get(name, name), size / most, format_bytes(size), name in _BEYOND_TENSORS)
         for name, size in _parts(facts)
     ]
-    peak = [("peak", f"{format_bytes(facts['peak_bytes'])}, {facts['peak_where']}")]
+    peak = Facts([("peak", f"{format_bytes(facts['peak_bytes'])}, {facts['peak_where']}")])
     sections = [
-        Section("What is planned", [("memory", facts["subject"]), ("worst", facts["worst_case"])]),
-        Section("Memory at the peak", peak, bars),
-        Section("Verdict", list(_verdict(facts))),
+        Section("What is planned", [Facts([("memory", facts["subject"]), ("worst", facts["worst_case"])])]),
+        Section("Memory at the peak", [peak, Bars(bars)]),
+        Section("Verdict", [Facts(list(_verdict(facts)))]),
     ]
     if answers := facts.get("answers"):
         size = f"{answers['rows']} of {answers['length']:,} tokens, {many(answers['beams'], 'beam')}"
         needs = f"{_needed({**facts, **answers})}, {'fits' if answers['fits'] else 'does not fit'}"
         most = max(most, answers["needed_bytes"])
         parts = [Bar(PARTS.get(name, name), n / most, format_bytes(n)) for name, n in answers["anatomy"].items()]
-        sections.append(Section("Memory of answers", [("answers", size), ("", needs)], parts))
-    if knobs:
-        sections.append(Section("What brings it down, the cheapest first", advice=knobs, label="knobs"))
-    return sections
+        sections.append(Section("Memory of answers", [Facts([("answers", size), ("", needs)]), Bars(parts)]))
+    return [*sections, Section("What brings it down, the cheapest first", knobs, label="knobs")]
 
 
-def _parts(facts: Facts) -> list[tuple[str, int]]:
+def _parts(facts: Found) -> list[tuple[str, int]]:
     """Parts of the needed memory by their names in PARTS, without those that round to 0."""
     parts = [*facts["anatomy"].items(), *((name, facts[name]) for name in _BEYOND_TENSORS)]
     return [(name, size) for name, size in parts if format_bytes(size) != format_bytes(0)]
 
 
-def cluster_sections(facts: Facts) -> list[Section]:
+def cluster_sections(facts: Found) -> list[Section]:
     """Sections for `cluster` of check.json."""
     first = facts["ranks"][0]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    members = [("processes", counted_processes(facts)), ("versions", versions)]
+    members = [("", counted_processes(facts)), ("versions", versions)]
     members += [(f"process {each['rank']}", _member(each)) for each in facts["ranks"]]
     rates, before = [], ""
     for row in facts["collectives"]:
@@ -118,13 +110,13 @@ def cluster_sections(facts: Facts) -> list[Section]:
         before = row["name"]
     notes = [("note", text) for text in facts["notes"]]
     return [
-        Section("Processes", members),
-        Section("Collectives", rates or [("timed", "nothing, because of what would stop a run")]),
-        Section("Notes", [*notes, ("took", f"{facts['seconds']:.1f} s")]),
+        Section("Processes", [Facts(members)], label="processes"),
+        Section("Collectives", [Facts(rates or [("timed", "nothing, because of what would stop a run")])]),
+        Section("Notes", [Facts([*notes, ("took", f"{facts['seconds']:.1f} s")])]),
     ]
 
 
-def quantization_sections(facts: Facts) -> list[Section]:
+def quantization_sections(facts: Found) -> list[Section]:
     """Sections for `quantization` of check.json."""
     worst = max(each["error"] for each in facts["formats"]) or 1.0
     bars = [
@@ -142,10 +134,13 @@ def quantization_sections(facts: Facts) -> list[Section]:
     ]
     of = f"{facts['weights']:,} weights in {len(facts['layers'])} linear layers, {facts['seconds']:.1f} s"
     title = "Error of the weights, by format"
-    return [Section(title, [("weights", of)], bars), Section("Layers with the largest outliers", outliers)]
+    return [
+        Section(title, [Facts([("weights", of)]), Bars(bars)]),
+        Section("Layers with the largest outliers", [Facts(outliers)]),
+    ]
 
 
-def models_sections(facts: Facts) -> list[Section]:
+def models_sections(facts: Found) -> list[Section]:
     """Sections for `models` of check.json: counts by task, then each kind that is not packed."""
     words = {
         "packed": "packed",
@@ -164,16 +159,17 @@ def models_sections(facts: Facts) -> list[Section]:
         for each in others
     ]
     of = f"Kinds of transformers {facts['transformers']}"
-    return [Section(of, counts), Section("Not packed, and why" if len(rows) != 1 else "This model", rows)]
+    title = "Not packed, and why" if len(rows) != 1 else "This model"
+    return [Section(of, [Facts(counts)]), Section(title, [Facts(rows)])]
 
 
-def counted_processes(facts: Facts) -> str:
+def counted_processes(facts: Found) -> str:
     """Processes, machines and backend of a cluster check."""
     machines = many(facts["machines"], "machine")
     return f"{facts['processes']} processes on {machines}, {facts['backend']}"
 
 
-def _member(each: Facts) -> str:
+def _member(each: Found) -> str:
     parts = [each["host"], f"{each['device']['name']}, {many(each['device']['cores'], 'core')}"]
     if "matmul_flops" in each:
         parts.append(f"{each['matmul_flops'] / 1e12:.3g} TFLOP/s")
@@ -181,14 +177,14 @@ def _member(each: Facts) -> str:
     return "; ".join(parts)
 
 
-def out_of_memory_problem(facts: Facts) -> str:
+def out_of_memory_problem(facts: Found) -> str:
     """Problem of a run that does not fit: the needed memory by part, and the cheapest remedy."""
     parts = ", ".join(f"{PARTS.get(name, name)} {format_bytes(size)}" for name, size in _parts(facts))
     return f"it needs {_needed(facts)}: {parts}; the peak is in: {facts['peak_where']}. {_way_in(facts)}"
 
 
-def _data_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    yield "data", f"{facts['source']}, {facts['format']}"
+def _data_rows(facts: Found) -> Iterator[tuple[str, str]]:
+    yield "", f"{facts['source']}, {facts['format']}"
     for at, line in enumerate(facts["lines"]):  # those of a run
         yield "" if at else "rows", line
     yield from _bad_rows("bad", facts["bad"])
@@ -197,7 +193,7 @@ def _data_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "steps", _steps(facts)
 
 
-def _bad_rows(label: str, reasons: Sequence[Facts]) -> Iterator[tuple[str, str]]:
+def _bad_rows(label: str, reasons: Sequence[Found]) -> Iterator[tuple[str, str]]:
     """Each reason with its first place and the number of others."""
     for at, each in enumerate(reasons[:_MAX_REASONS]):
         others = f" and {many(each['rows'] - 1, 'more row')}" if each["rows"] > 1 else ""
@@ -206,7 +202,7 @@ def _bad_rows(label: str, reasons: Sequence[Facts]) -> Iterator[tuple[str, str]]
         yield "", f"and {len(reasons) - _MAX_REASONS} more reasons"
 
 
-def _packing(facts: Facts) -> str:
+def _packing(facts: Found) -> str:
     if facts["fill"] is None:
         return "nothing to pack"
     least = f"at least {facts['lower_bound_bins']:,} needed"
@@ -215,7 +211,7 @@ def _packing(facts: Facts) -> str:
     return f"{bins}; padded rows would be {padded}" if facts["packing"] else f"off: padded rows, {padded}; on: {bins}"
 
 
-def _steps(facts: Facts) -> str:
+def _steps(facts: Found) -> str:
     size = many(facts["units_per_step"], facts["unit_name"].removesuffix("s"))
     shared = f", shared by {facts['processes']} processes" if facts["processes"] > 1 else ""
     tokens = f"about {facts['tokens_per_step']:,.0f} tokens, {facts['trained_tokens_per_step']:,.0f} trained"
@@ -223,7 +219,7 @@ def _steps(facts: Facts) -> str:
     return f"{facts['steps']:,} ({epochs}) of {size}, {tokens}{shared}"
 
 
-def _verdict(facts: Facts) -> Iterator[tuple[str, str]]:
+def _verdict(facts: Found) -> Iterator[tuple[str, str]]:
     yield "needs", f"{_needed(facts)}, {'fits' if facts['fits'] else 'does not fit'}"
     for text in facts["notes"]:
         yield "", text
@@ -239,11 +235,11 @@ def _verdict(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "took", f"{facts['seconds']:.1f} s, {traced} traced{'' if facts['exact'] else ', the others like them'}"
 
 
-def _needed(facts: Facts) -> str:
+def _needed(facts: Found) -> str:
     return f"{format_bytes(facts['needed_bytes'])} of the {format_bytes(facts['memory_bytes'])} of {facts['label']}"
 
 
-def _way_in(facts: Facts) -> str:
+def _way_in(facts: Found) -> str:
     if facts["together"]:  # which costs less than what is enough alone
         return f"Set {facts['together']['override']}."
     for knob in facts["knobs"]:
@@ -258,4 +254,5 @@ SECTIONS = {
     "cluster": cluster_sections,
     "quantization": quantization_sections,
     "models": models_sections,
+    "ladder": planned_tables,
 }

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from app.config.adapters import name_of
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.tasks import TASKS
+from app.pages.page import Block, Code, Facts, Inline, Page, Paragraph, Section, Span, Table, as_markdown
 from app.safe_text import safe_text
 from app.tracking.formatting import format_bytes
 from app.tracking.vllm import options_of_vllm, problems_in_vllm
@@ -86,32 +87,38 @@ class Loading:
 
 
 def model_card(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapping[str, Any], loading: Loading) -> str:
-    """The card of a run, from its settings and files; secrets are masked and Markdown in values is escaped."""
-    model, licence = run["model"], run["model"].get("licence_page")
+    """The card of a run as Markdown with metadata in front, from its settings and files; secrets are masked."""
+    return safe_text(f"{_front(run, loading)}\n\n{as_markdown(card_page(run, manifest, result, loading))}")
+
+
+def card_page(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapping[str, Any], loading: Loading) -> Page:
+    """The card without its metadata."""
+    model = run["model"]
     subject = f"{name_of(run['adapter'])} adapter" if loading.is_adapter else "Model"
-    base = _cell("random weights" if model["weights"] == "random" else _base_name(model))
-    parts = [
-        _front(run, loading),
-        f"# {subject}, tuned from {base}",
-        f"Task: {run['task']['kind']}. Base: {base}.",
-        "## Loading it",
-        f"```\n{loading.commands}\n```" if loading.commands else f"```python\n{loading.code(model)}\n```",
-        *_serving(run, loading),
-        "## Recipe",
-        _table(("setting", "value"), _settings(run)),
-        f"The command:\n\n```\n{_command(manifest)}\n```",
-        "## Data",
-        _table(("", "train", "held out"), _data(manifest)),
-        "## Metrics",
-        _table(("metric", "value", "95 % interval", "before training"), _metrics(result)),
-        "From eval\\_loss on: of the held-out rows, by this model." if result.get("final_metrics") else "",
-        "## Licence",
-        f"That of the base holds for what was made of it{f': {_link(licence)}' if licence else ''}. So may that of the "
-        "data.",
-        "## Made with",
-        _table(("", ""), _origin(manifest, result)),
-    ]
-    return safe_text("\n\n".join(part for part in parts if part)) + "\n"
+    base = "random weights" if model["weights"] == "random" else _base_name(model)
+    code = Code(loading.commands) if loading.commands else Code(loading.code(model), "python")
+    settings = Table(("setting", "value"), list(_settings(run)))
+    metrics = Table(("metric", "value", "95 % interval", "before training"), list(_metrics(result)))
+    of_held_out = Paragraph("From eval_loss on: of the held-out rows, by this model.")
+    return Page(
+        heading=f"{subject}, tuned from {base}",
+        about=[Paragraph(f"Task: {run['task']['kind']}. Base: {base}.")],
+        sections=[
+            Section("Loading it", [code, *_serving(run, loading)]),
+            Section("Recipe", [settings, Code(_command(manifest), intro="The command:")]),
+            Section("Data", [Table(("", "train", "held out"), list(_data(manifest)))]),
+            Section("Metrics", [metrics, *([of_held_out] if result.get("final_metrics") else [])]),
+            Section("Licence", [Paragraph(_licence(model.get("licence_page")))]),
+            Section("Made with", [Facts(list(_origin(manifest, result)))]),
+        ],
+    )
+
+
+def _licence(address: str | None) -> list[Inline]:
+    """A sentence, with a link if the address can be one."""
+    is_link = address and address.startswith(("https://", "http://")) and not set(address) & set("<> \n\t")
+    where: list[Inline] = [": ", Span(address, link=address if is_link else None)] if address else []
+    return ["That of the base holds for what was made of it", *where, ". So may that of the data."]
 
 
 def _front(run: Mapping[str, Any], loading: Loading) -> str:
@@ -141,75 +148,78 @@ def _base_name(model: Mapping[str, Any]) -> str:
     return path if _is_hub_id(model) else PurePath(path).name
 
 
-def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
+def _serving(run: Mapping[str, Any], loading: Loading) -> Iterator[Block]:
     refused = problems_in_vllm(loading.adapter or {"peft_type": "LORA"}, loading.rows)
+    export = ("export the run with ", Span("kind=merged", "code"), ".")
     if loading.made_of:
-        yield loading.made_of
+        yield Paragraph(loading.made_of)
     if loading.quantized:
-        yield loading.quantized
+        yield Paragraph(loading.quantized)
     elif loading.bitsandbytes is not None:
-        yield (
+        learned = (
             "The adapter has learnt to make up for the rounding of its base to "
             f"{QUANTIZATION_KINDS[loading.quantization].rounds_to}: on a base that is not quantised so, its answers "
-            "are others. For programs that load such a base, export the run with `kind=merged`."
+            "are others. For programs that load such a base, "
         )
+        yield Paragraph((learned, *export))
     elif loading.auto_class == "AutoModelForCausalLM" and loading.adapter is not None and refused:
-        yield f"vLLM {' and '.join(refused)}. For programs like it, export the run with `kind=merged`."
+        yield Paragraph((f"vLLM {' and '.join(refused)}. For programs like it, ", *export))
     elif loading.auto_class == "AutoModelForCausalLM":
         base = loading.base_place or (_base_name(run["model"]) if _is_hub_id(run["model"]) else "BASE_FOLDER")
         command = "vllm serve ."
         if loading.adapter is not None:
             command = f"vllm serve {shlex.quote(base)} {options_of_vllm(loading.adapter)} --lora-modules tuned=."
-        yield f"In vLLM:\n\n```\n{command}\n```"
+        yield Code(command, intro="In vLLM:")
     if loading.needs_transformers_5:
-        yield "Needs transformers 5: earlier versions have other names for the rope of this kind of model."
+        yield Paragraph("Needs transformers 5: earlier versions have other names for the rope of this kind of model.")
 
 
-def _settings(run: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]:
+def _settings(run: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for section, keys in _SETTINGS.items():
         values = run.get(section, {})
         for key in ("kind",) if values.get("kind") == "none" else keys:
             has_rank = key not in ("r", "alpha") or values.get("r")
             if has_rank and values.get(key) not in (None, [], {}, ""):
-                yield f"{section}.{key}", values[key]
-    yield "seed", run["seed"]
+                yield f"{section}.{key}", _text(values[key])
+    yield "seed", _text(run["seed"])
 
 
 def _command(manifest: Mapping[str, Any]) -> str:
     """The words of the first start, as they would be typed elsewhere."""
     starts: list[dict[str, Any]] = manifest.get("starts", [])
     words = [_without_folders(word) for start in starts[:1] for word in start["command_line"][1:] if "=" in word]
-    return " ".join(["python -m app.train", *map(shlex.quote, words)]).replace("`", "'")
+    return " ".join(["python -m app.train", *map(shlex.quote, words)])
 
 
-def _data(manifest: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]:
+def _data(manifest: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     data = manifest.get("counts", {}).get("data", {})
     train, held = data.get("train") or {}, data.get("eval") or {}
     for key in _OF_SPLIT:
         if train.get(key) or held.get(key):
-            yield key.replace("_", " "), *(_without_folders(each.get(key, "")) for each in (train, held))
+            yield key.replace("_", " "), *(_without_folders(_text(each.get(key, ""))) for each in (train, held))
 
 
-def _without_folders(value: Any) -> Any:
+def _without_folders(text: str) -> str:
     """Text without the folders of this machine; several sources are joined by a plus."""
-    return " + ".join(_FOLDERS.sub("", each) for each in value.split(" + ")) if isinstance(value, str) else value
+    return " + ".join(_FOLDERS.sub("", each) for each in text.split(" + "))
 
 
-def _metrics(result: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]:
+def _metrics(result: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for key in ("steps", "train_loss_first", "train_loss_last"):
-        yield key, result.get(key), "", ""
+        if result.get(key) is not None:
+            yield key, _text(result[key]), "", ""
     found: Mapping[str, float] = result.get("final_metrics") or {}
     start: Mapping[str, float] = result.get("start_metrics") or {}
     for key, value in found.items():
         margin = found.get(f"{key}_margin")
         if not key.endswith("_margin"):
-            yield key, value, "" if margin is None else f"± {_cell(margin)}", start.get(key, "")
+            yield key, _text(value), "" if margin is None else f"± {_text(margin)}", _text(start.get(key, ""))
 
 
-def _origin(manifest: Mapping[str, Any], result: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]:
+def _origin(manifest: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     hardware, choices = manifest.get("hardware", {}), manifest.get("choices", {})
-    yield ("device", hardware.get("gpu") or f"{hardware.get('cpu', 'unknown')} CPU, {manifest.get('cpus')} cores")
-    yield "processes", choices.get("processes")
+    yield "device", hardware.get("gpu") or f"{hardware.get('cpu', 'unknown')} CPU, {manifest.get('cpus')} cores"
+    yield "processes", _text(choices.get("processes") or "")
     yield "precision", choices.get("precision")
     peak = result.get("peak_memory_bytes")
     yield "peak memory", None if peak is None else format_bytes(peak)
@@ -219,32 +229,9 @@ def _origin(manifest: Mapping[str, Any], result: Mapping[str, Any]) -> Iterable[
     yield "python", manifest.get("python")
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
-    lines = [_row(head), _row("---" for _ in head)]
-    return "\n".join([*lines, *(_row(map(_cell, row)) for row in rows if row[1] is not None)])
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _link(address: str) -> str:
-    """A link in angle brackets, where Markdown needs no escape, if the address can be one."""
-    is_plain = address.startswith(("https://", "http://")) and not set(address) & set("<> \n\t")
-    return f"<{address}>" if is_plain else _cell(address)
-
-
-def _cell(value: Any) -> str:
-    """A value as text, with Markdown and HTML escaped."""
+def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.6g}"
     if isinstance(value, list):
-        return ", ".join(map(_cell, value))
-    text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    for sign in "\\`*_[]|#":
-        text = text.replace(sign, f"\\{sign}")
-    return text
+        return ", ".join(map(_text, value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from app.tracking.model_card import Loading, model_card
+from app.pages.model_card import Loading, model_card
 
 RUN: dict[str, Any] = {
     "model": {"path": "org/name", "weights": "pretrained", "licence_page": "https://example.org/my_terms"},
@@ -70,8 +70,8 @@ def test_model_card_of_adapter_has_what_others_need() -> None:
         "| quantization.kind | none |",
         "| source | chat.jsonl + org/set |  |",
         "| samples | 1,234 |  |",
-        "| eval\\_loss | 2 | ± 0.25 | 9.5 |",
-        "| exact\\_match | 0.5 |  |  |",
+        "| eval_loss | 2 | ± 0.25 | 9.5 |",
+        "| exact_match | 0.5 |  |  |",
         "| device | AVX512 CPU, 2 cores |",
         "| packages | torch 2.13.0 |",
     ):
