@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from app.config.dataset_schema import Columns
+from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import ROW_FORMATS
 from app.data import conversations
 from app.data.chat_template import thought_of
@@ -203,9 +203,9 @@ def _without_end(answer: str) -> str:
     return answer[: found.start()]
 
 
-def read_row(row: Row, fmt: str, columns: Columns) -> Content:
-    """Read one row; RowProblem says what is wrong with it."""
-    if problem := refused_column(row, fmt, columns):
+def read_row(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None = None) -> Content:
+    """Read one row; RowProblem says what is wrong with it, with commands that name the path of the section `config`."""
+    if problem := refused_column(row, fmt, columns, config):
         raise RowProblem(problem)
     # with those that the config gave a name of its own
     given = {field: path for field in ROW_FORMATS[fmt].may if (path := getattr(columns, field)) not in (None, field)}

@@ -120,7 +120,7 @@ class _Pipeline:
             return row.reason
         fmt, columns = self._config.format, self._config.columns
         try:
-            content, ended = without_end_tokens(read_row(row, fmt, columns))
+            content, ended = without_end_tokens(read_row(row, fmt, columns, self._config))
             rendered = self._renderer.render(content)
             for sample in rendered.samples:
                 for text in (sample.text, sample.second or "", sample.label or ""):
