@@ -146,7 +146,7 @@ def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
     found = row[chosen]
     if talk and not (is_talk(found) and all("role" in turns[0] for turns in (row[talk], found))):
         role, text, answers = ("from", "value", "gpt") if "from" in row[talk][0] else ("role", "content", "assistant")
-        turn = f'[{{{role}: "{answers}", {text}: .{_text_path(chosen, found)}}}]'
+        turn = f'[{{{role}: "{answers}", {text}: .{_text_path(chosen, found) or chosen}}}]'
         more = f".{chosen}" if isinstance(found, list) else turn
         taken_out = ", ".join(f".{name}" for name in (chosen, *rejected))
         return json_file(config).jq_of_rows(f".{talk} += {more} | del({taken_out})")
@@ -163,7 +163,7 @@ def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -
     asks = named_like(ROLES["asks"], texts)
     if is_talk(found) and not (asks and len(found) == 1):
         return ("sharegpt", {"conversations": chosen}) if "from" in found[0] else ("messages", {"messages": chosen})
-    path = _text_path(chosen, found)
+    path = _text_path(chosen, found) or chosen
     if not asks:
         return ("text", {"text": path}) if not texts else ("", {})
     others = [name for name in names if name != asks and (name in texts or is_history(row[name]))]
