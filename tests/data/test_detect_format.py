@@ -1,6 +1,7 @@
 """`dataset.format=auto`: which format is recognised, why, and what is said where it is not one thing."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_auto_texts_to_compare_are_chats_where_the_model_has_a_template(tmp_path
     ):
         settings = config(write_jsonl(tmp_path / "a.jsonl", [row] * 3), "auto")
         for has_template, fmt in ((True, task), (False, f"{task}_text")):
-            assert detect_formats(settings, formats_for(task), lambda: has_template)[0].format == fmt  # noqa: B023
+            assert detect_formats(settings, formats_for(task), partial(bool, has_template))[0].format == fmt
 
 
 def test_auto_tokens_refused(tmp_path: Path) -> None:
