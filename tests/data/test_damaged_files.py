@@ -219,4 +219,4 @@ def check_skip(path: Path, fmt: str, case: Case) -> None:
     assert (report.train.rows_kept, report.train.bad_rows, len(report.train.bad_places)) == (kept, bad, bad)
     [line] = [line for line in report.lines() if "skipped" in line]
     assert line.startswith(f"train: {bad} bad row")
-    assert case.expected.removeprefix(":") in line
+    assert str(case.expected).removeprefix(":") in line
