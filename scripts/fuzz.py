@@ -30,7 +30,7 @@ from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.overrides import split_arguments
-from app.config.row_formats import ROW_FORMATS
+from app.config.row_formats import ROW_FORMATS, fields_of
 from app.errors import AppError
 from scripts.received_folders import fuzz_received
 
@@ -298,7 +298,7 @@ def fuzz_files(random: Random, folder: Path) -> None:
     """Recognise the format of a random file, and read all of its rows."""
     from app.data.columns import unread, wanted_rows
     from app.data.detect_format import detect_formats
-    from app.data.formats import empty_parts, fields_of, read_row
+    from app.data.formats import empty_parts, read_row
     from app.data.sources import train_source
     from app.data.types import Broken, RowProblem
 

@@ -74,3 +74,8 @@ CHAT_OF = {"preference_text": "preference", "preference_label_text": "preference
 LABELLED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
 TAGGED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "tags")
 WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels", "tags"))
+
+
+def fields_of(fmt: str) -> tuple[str, ...]:
+    """Return the fields of `dataset.columns` that a format reads."""
+    return (*ROW_FORMATS[fmt].needs, *ROW_FORMATS[fmt].may)

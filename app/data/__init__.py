@@ -5,14 +5,13 @@ and stops a run at rows that it must not train on.
 
 1. File or hub dataset to rows with their places: `app/data/sources.py`, `app/data/split_files.py`,
    `app/data/random_rows.py`, read by `app/data/readers.py`, `app/data/csv_rows.py` and `app/data/data_file.py`.
-2. Row to conversation, document or example: `app/data/formats.py`, `app/data/conversations.py`. The format is found by
-   `app/data/detect_format.py` with the tables in `app/data/column_sets.py` and `app/data/nested_chats.py`;
-   `app/data/roles.py` knows what column names mean. Media and other rows that must not be trained as text:
-   `app/data/unsupported_rows.py`, `app/data/text_rows.py`. Columns that must not stay unread:
-   `app/data/unread_columns.py`.
+2. Row to conversation, document or example: `app/data/formats.py`, `app/data/conversations.py`. `app/data/roles.py`
+   knows what the names of columns mean, `app/data/columns.py` finds what a row holds there. From both follow the format
+   (`app/data/detect_format.py`), what to type where none is found (`app/data/column_sets.py`), and the columns at which
+   a run stops (`app/data/refused_columns.py`); `app/data/advised_commands.py` writes the commands of their messages.
 3. Conversation to text and loss mask: `app/data/loss_mask.py` asks `app/data/chat_template.py` for prefixes of the
    conversation. Each rendering is bounded in time by `app/chat_rendering.py`, in size by `app/chat_sandbox.py`. Turns
-   that the template rewrites become one text in `app/data/joined_turns.py`.
+   that the template rewrites become one text.
 4. Text to tokens, in parallel, with checks: `app/data/row_pipeline.py`, `app/data/tokenizer.py`; rows that are too
    long: `app/data/overflow.py`.
 5. Tokens to one Arrow file per key: `app/data/token_cache.py`, `app/data/token_dataset.py`.

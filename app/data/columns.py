@@ -1,29 +1,25 @@
-"""Columns of a row: by name, a place inside one by a dotted path, every element of a list by `*`, several texts by `+`;
-what names mean.
-"""
+"""Columns of rows: by name, a place inside by a dotted path, each element of a list by `*`, several texts by `+`."""
 
 import json
-import math
 import re
-import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from string import ascii_uppercase
 from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.data_file import DataFile
-from app.data.roles import CHOICE, ROLES, has_role, is_prose
+from app.data.advised_commands import command
+from app.data.roles import CHOICE, NUMERIC_ANSWERS, ROLES, has_role, is_number, is_prose, is_talk
 from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
 ABSENT = object()
 EVERY_ELEMENT = ".*"
 JOIN = "+"
 _LETTERS = [*ascii_uppercase]  # of choices without labels
-_PLAIN_VALUE = re.compile(r"[\w.*+/: -]+")
+MIN_SHARE = 0.9  # of the first rows; a bad row is reported when it is read
+Kind = Callable[[Any], bool]  # of what a column holds
 _LABELLED_CHOICE = re.compile(r"\s*\(?\w{1,2}\s?[).:]")
-_SOURCE = ("path", "split", "hub_config", "revision")
 
 
 def value(row: Row, path: str) -> Any:
@@ -142,11 +138,6 @@ def answer_text(row: Row, path: str) -> str:
     return str(found) if is_number(found) else text(row, path)
 
 
-def is_number(found: Any) -> bool:
-    """Return whether it is a finite number."""
-    return isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
-
-
 def optional(row: Row, path: str | None) -> Any:
     """The value of a column that may be absent; None where it is, or where no column is named."""
     found = ABSENT if path is None else value(row, path)
@@ -160,42 +151,6 @@ def optional_text(row: Row, path: str | None) -> str:
         return ""
     joined = as_text(found, path)
     return text(row, path) if joined is None else joined
-
-
-def typed(key: str, fmt: str, columns: Mapping[str, str]) -> str:
-    """The words to type that choose a format and its columns in the section `key`."""
-    return " ".join([f"{key}.format={fmt}", *_settings(key, _renamed(columns))])
-
-
-def command(
-    fmt: str,
-    columns: Mapping[str, str],
-    config: DatasetConfig | None,
-    key: str = "dataset",
-    leave_out: Sequence[str] = (),
-) -> str:
-    """The command line that checks the rows of `config` as `fmt`; of a source of a mix, only its own words."""
-    skipped = [*(config.leave_out if config else ()), *leave_out]
-    last = [shlex.quote(f"dataset.leave_out=[{','.join(skipped)}]")] if skipped else []
-    if key != "dataset" or (config and config.mix):
-        return " ".join([typed(key, fmt, columns), *last])
-    given = {name: getattr(config, name) for name in _SOURCE} if config else {"path": "FILE"}
-    source = {name: found for name, found in given.items() if found not in (None, "train")}
-    task = ["task=classification"] if fmt in LABELLED_FORMATS else []
-    task += ["task=tokens"] if fmt in TAGGED_FORMATS else []
-    task += ROW_FORMATS[fmt].learnt_by[:1] if fmt in ROW_FORMATS else ()
-    words = [*task, f"dataset={fmt}", *_settings(key, {**source, **_renamed(columns)}), *last]
-    return " ".join(["python -m app.check data", *words])
-
-
-def _renamed(columns: Mapping[str, str]) -> dict[str, str]:
-    return {f"columns.{name}": path for name, path in columns.items() if path != name}
-
-
-def _settings(key: str, values: Mapping[str, str]) -> Iterator[str]:
-    for name, given in values.items():
-        shown = given if _PLAIN_VALUE.fullmatch(given) else "'" + given.replace("'", "\\'") + "'"
-        yield shlex.quote(f"{key}.{name}={shown}")
 
 
 def wanted_rows(rows: Iterator[Located], config: DatasetConfig, names: Collection[str]) -> Iterator[Located]:
@@ -243,46 +198,91 @@ def _with(row: Any, path: list[str], element: dict[str, Any]) -> Any:
     return {**row, first: _with(row[first], rest, element)}
 
 
-def named_like(words: Sequence[str], paths: Sequence[str]) -> str:
-    """The first column path that has one of `words` as its last part or suffix; empty if none has."""
-    for word in words:
-        for path in paths:
-            last = path.removesuffix(".*").rpartition(".")[2]
-            if last == word or re.split(r"[\W_]+", last)[-1] == word:
-                return path
-    return ""
+@dataclass(frozen=True)
+class FirstRows:
+    """The first rows of a source: the names of their columns, and which of them most rows hold something in."""
+
+    rows: Sequence[Row]
+    section: DatasetConfig
+    key: str  # of the section
+    formats: Sequence[str]  # to choose from
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The columns of all rows."""
+        return list(dict.fromkeys(str(name) for row in self.rows for name in row))
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The paths of texts in most rows: in a column, in an object, in every element of the first list of texts."""
+        paths = dict.fromkeys(path for row in self.rows for path in _text_paths(row))
+        most = [path for path in paths if self.most(path, text_kind(path))]
+        starred = [path for path in most if EVERY_ELEMENT in path]
+        of_list = [path.partition(EVERY_ELEMENT)[0] for path in starred]
+        return [path for path in most if path not in starred or path.partition(EVERY_ELEMENT)[0] == of_list[0]]
+
+    def number(self, kinds: Mapping[str, Kind]) -> int:
+        """Return how many rows hold what is of its kind at each of the paths."""
+        return sum(all(all(map(kind, _values(row, path))) for path, kind in kinds.items()) for row in self.rows)
+
+    def most(self, path: str, kind: Kind) -> bool:
+        """Return whether most rows hold what is of the kind there."""
+        return self.is_most(self.number({path: kind}))
+
+    def is_most(self, number: int) -> bool:
+        """Return whether it is the number of most rows."""
+        return number >= MIN_SHARE * len(self.rows)
+
+    def in_role(self, role: str, kind: Kind) -> str:
+        """Return the clearest name of a role under which most rows hold what is of the kind; empty for none."""
+        return next((name for name in ROLES[role] if self.most(name, kind)), "")
+
+    def is_prose(self, path: str) -> bool:
+        """Return whether most rows hold text of several words there, in a list in its first element."""
+        first = path.replace(EVERY_ELEMENT, ".0")
+        return 2 * sum(is_prose(str(value(row, first))) for row in self.rows) > len(self.rows)
+
+    def command(self, fmt: str, columns: Mapping[str, str], leave_out: Sequence[str] = ()) -> str:
+        """Return the command that checks the rows by a format."""
+        return command(fmt, columns, self.section, self.key, leave_out)
 
 
-def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The format of a question and its answer that reads context, history and system among the `others`, and its
-    columns; no format where two inputs need one place.
-    """
-    inputs = [path for path in others if named_like(ROLES["context"], [path])]
-    if len(inputs) > 1:
-        return "", {}
-    more = "".join(inputs)
-    history, system = (named_like(ROLES[role], others) for role in ("history", "system"))
-    fmt, fields = "question_answer", ("question", "answer")
-    if more or history:
-        fmt, fields = "instruction", ("instruction", "output")
-    chosen = {fields[0]: asks, fields[1]: answers, "input": more, "history": history, "system": system}
-    return fmt, {name: path for name, path in chosen.items() if path}
+def _values(row: Row, path: str) -> list[Any]:
+    """Return what is at a path; of every element of a list where the path goes through one."""
+    found = value(row, path)
+    if found is not ABSENT or EVERY_ELEMENT not in path:
+        return [found]
+    head, _, inner = path.partition(EVERY_ELEMENT)
+    parts = value(row, head)
+    return [value({"*": each}, f"*{inner}") for each in parts] if isinstance(parts, list) and parts else [ABSENT]
 
 
-def is_history(found: Any) -> bool:
-    """Whether it holds earlier turns, `[[question, answer], ...]`."""
-    turns = found if isinstance(found, list) else []
-    return bool(turns) and all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in turns)
+def is_there(found: Any) -> bool:
+    """Return whether a row has something, not null."""
+    return found is not ABSENT and found is not None
 
 
-def is_talk(found: Any) -> bool:
-    """Return whether it is a list of messages or turns."""
-    first = found[0] if isinstance(found, list) and found else None
-    return isinstance(first, dict) and ("role" in first or "from" in first)
+def is_text(found: Any) -> bool:
+    """Return whether it is text."""
+    return isinstance(found, str)
 
 
-def json_file(config: DatasetConfig | None) -> DataFile:
-    """Return the file of JSON rows that a section reads; OLD.jsonl where it reads other rows."""
-    named = (config.path if config else None) or ""
-    path = Path(named if named.endswith((".jsonl", ".ndjson", ".json")) else "OLD.jsonl")
-    return DataFile(path, path.name)
+def text_kind(path: str) -> Kind:
+    """Return the kind of a text there, or of a number that answers, which is read as text."""
+    return (lambda found: is_text(found) or is_number(found)) if path.rpartition(".")[2] in NUMERIC_ANSWERS else is_text
+
+
+def _text_paths(row: Row) -> Iterator[str]:
+    for name, found in row.items():
+        if has_role(name, "about"):
+            continue
+        first = found[0] if isinstance(found, list) and found else None
+        if text_kind(name)(found):
+            yield name
+        elif isinstance(found, dict) and "*" not in found:  # which is an element of a list, as the section reads it
+            yield from (f"{name}.{key}" for key, inner in found.items() if isinstance(inner, str))
+        elif isinstance(first, str):
+            yield f"{name}{EVERY_ELEMENT}"
+        # true or false says that some elements are not to be learnt
+        elif isinstance(first, dict) and not any(isinstance(inner, bool) for inner in first.values()):
+            yield from (f"{name}{EVERY_ELEMENT}.{key}" for key, inner in first.items() if isinstance(inner, str))

@@ -11,6 +11,7 @@ from typing import Any
 
 from app.config.dataset_schema import Columns
 from app.data.columns import optional, optional_text, value
+from app.data.roles import judgement
 from app.data.types import AnswerPair, Conversation, Judged, Message, Row, RowProblem, kind_of
 
 _ROLE_NAMES = {
@@ -21,12 +22,16 @@ _ROLE_NAMES = {
 }
 SPEAKERS = {**_ROLE_NAMES, "function_call": "assistant"}
 ROLES = ("system", "user", "assistant", "tool")
-LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # of an answer
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
 _READ_PARTS = ("text", "reasoning", "tool_call")
 # as Axolotl, LLaMA-Factory, ms-swift and XTuner call them; a `loss` that is a number is a measurement
 _KEY_ALIASES = {"training": "train", "loss_weight": "weight", "loss": "train"}
+
+
+def speaker_of(message: Any) -> str | None:
+    """Return who says a message or turn, as templates call it; None for a name that is not known."""
+    return SPEAKERS.get(str(message.get("role", message.get("from")))) if isinstance(message, dict) else None
 
 
 def messages(row: Row, columns: Columns) -> Conversation:
@@ -79,7 +84,7 @@ def preference_label(row: Row, columns: Columns) -> Judged:
 def is_wanted(row: Row, column: str) -> bool:
     """The label of an answer; tables of text and numbers write it as well."""
     found = value(row, column)
-    known = LABELS.get(str(found).strip().lower())
+    known = judgement(found)
     if known is None:
         what = repr(found) if isinstance(found, str | int | float) else kind_of(found)
         raise RowProblem(f"column {column!r} must be true (wanted) or false, found {what}")

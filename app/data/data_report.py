@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.config.dataset_schema import DatasetConfig
+from app.data.refused_columns import ColumnPlace, Way, unread_problems
 from app.data.sources import Source
 from app.data.types import escaped
-from app.data.unread_columns import ColumnPlace, Way, unread_problems
 from app.safe_text import listed, many
 
 LongestRow = Callable[[int], int]  # of so many tokens, those that the model reads in a row
@@ -295,7 +295,9 @@ def stop_reasons(
             " the last)"
         )
     if trains:
-        yield from (f"{named}: {problem}" for problem in unread_problems(config, source.key.rpartition(".")[0], counts))
+        key, rows = source.key.rpartition(".")[0], counts.rows_kept + counts.rows_lost
+        of_columns = counts.missed, counts.missed_places, counts.unread_columns
+        yield from (f"{named}: {problem}" for problem in unread_problems(config, key, rows, *of_columns))
     if _is_too_long(config, counts):
         yield _too_long(config, source, counts, longest_row(counts.longest))
     elif not counts.rows_read:

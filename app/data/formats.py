@@ -7,13 +7,14 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from app.config.dataset_schema import Columns
+from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import ROW_FORMATS
 from app.data import conversations
 from app.data.chat_template import thought_of
 from app.data.columns import ABSENT, JOIN, answer_text, has, optional, optional_text, text, thought_column, value
 from app.data.conversations import read_conversation
 from app.data.labels import as_text, tags_as_text
+from app.data.refused_columns import refuse_media, refused_column
 from app.data.roles import INPUTS, has_role, names_of
 from app.data.types import (
     AnswerPair,
@@ -28,7 +29,6 @@ from app.data.types import (
     kind_of,
     sides_of,
 )
-from app.data.unsupported_rows import refuse_media, unsupported_column
 from app.safe_text import many
 
 ANSWERS = ("output", "answer", "completion")  # fields that may hold a number
@@ -203,9 +203,9 @@ def _without_end(answer: str) -> str:
     return answer[: found.start()]
 
 
-def read_row(row: Row, fmt: str, columns: Columns) -> Content:
-    """Read one row; RowProblem says what is wrong with it."""
-    if problem := unsupported_column(row, fmt, columns):
+def read_row(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None = None) -> Content:
+    """Read one row; RowProblem says what is wrong with it, with commands that name the path of the section `config`."""
+    if problem := refused_column(row, fmt, columns, config):
         raise RowProblem(problem)
     # with those that the config gave a name of its own
     given = {field: path for field in ROW_FORMATS[fmt].may if (path := getattr(columns, field)) not in (None, field)}
@@ -259,11 +259,6 @@ def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Itera
     for message in content.messages:
         if message["role"] in _SPEAKING_ROLES and not message["content"].strip() and "tool_calls" not in message:
             yield f"messages of {message['role']}"
-
-
-def fields_of(fmt: str) -> tuple[str, ...]:
-    """The fields of `dataset.columns` that a format reads."""
-    return (*ROW_FORMATS[fmt].needs, *ROW_FORMATS[fmt].may)
 
 
 def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 from app.data.chat_template import (
@@ -24,7 +24,6 @@ from app.data.chat_template import (
     with_merged_answers,
     without_thought,
 )
-from app.data.joined_turns import JoinedTurns, Turn, join_turns
 from app.data.tokenizer import Tokenizer
 from app.data.types import (
     AnswerPair,
@@ -40,11 +39,26 @@ from app.data.types import (
 )
 from app.errors import ConfigError
 
+Turn = tuple[str, Span]  # the conversation up to and with a turn, and its trained span
 _Pattern = tuple[tuple[str, ...], tuple[int, ...]]  # roles, and which messages are trained
 _MAX_PATTERNS = 4096
 _NOTHING = r"(?!)"  # a pattern that matches nothing
 # An empty thought, as templates write it for a model that is not to think; the prompt may have opened it already.
 _EMPTY_THOUGHT = re.compile(r"\s*([<\[]\|?\w+\|?[>\]])?\s*[<\[]\|?/\w+\|?[>\]]\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedTurns:
+    """One text with all trained turns of a conversation whose earlier turns the chat template rewrites.
+
+    Each turn keeps what its own rendering writes: the text after the turn before it. So the trained text of each turn
+    is that of a sample of its own. Only the history differs, by the text that the template drops from the opening of
+    an answer once it is no longer the last one (an empty thought, say).
+    """
+
+    text: str
+    spans: list[Span]  # of each turn
+    dropped: str  # the first text that later renderings leave out
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,3 +374,69 @@ def _unseen(rendered: RenderedConversation) -> int:
 def _is_in(whole: str, text: str) -> bool:
     """Whether `text` is written as it is, or as JSON, which is how some templates show what a tool returned."""
     return text in whole or json.dumps(text, ensure_ascii=False)[1:-1] in whole or json.dumps(text)[1:-1] in whole
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Text that a turn adds to the turns before it. `opening` and `answer` are the first characters of these."""
+
+    text: str
+    opening: int
+    answer: int
+    later: str = field(init=False)  # how the rendering of the last turn looked at has it
+
+    def __post_init__(self) -> None:
+        self.later = self.text
+
+    def is_found(self, rendering: str, at: int) -> bool:
+        """Whether a later rendering has it at this character, as it is or without one part of the opening."""
+        if rendering.startswith(self.later, at):
+            return True
+        if not rendering.startswith(self.text[: self.opening], at):
+            return False
+        rest, window = self.text[self.answer :], (at + self.opening, at + len(self.text))
+        start = rendering.find(rest, *window)
+        if start < 0 or start != rendering.rfind(rest, *window):
+            return False
+        opening, written = self.text[self.opening : self.answer], rendering[window[0] : start]
+        if not opening.endswith(written[len(common_start(opening, written)) :]):
+            return False
+        self.later = rendering[at:start] + rest
+        return True
+
+    @property
+    def dropped(self) -> str:
+        length = len(self.text) - len(self.later)
+        start = min(len(common_start(self.text, self.later)), self.answer - length)
+        return self.text[start : start + length]
+
+
+def join_turns(
+    rendered: RenderedConversation, indices: Sequence[int], turns: Sequence[Turn], token: re.Pattern[str]
+) -> JoinedTurns | None:
+    """Join the turns of the messages `indices`; None where a later rendering differs by more than dropped openings.
+
+    `token` finds tokens at which the tokenizer always divides a text: one in each answer makes its tokens, and those
+    after it, independent of what the template drops before it.
+    """
+    first = next((index for index in indices if index), 0)
+    asked = rendered.prefix(first, ask=True).removeprefix(rendered.prefix(first))
+    segments: list[_Segment] = []
+    spans: list[Span] = []
+    dropped, joined = "", 0
+    for index, (text, (start, end)) in zip(indices, turns, strict=True):
+        at = 0
+        for segment in segments:
+            if not segment.is_found(text, at):
+                return None
+            dropped = dropped or segment.dropped
+            at += len(segment.later)
+        prompt = rendered.prefix(index, ask=True)
+        opening = len(prompt.removesuffix(asked))
+        is_opened = text.startswith(prompt) and (not index or prompt.endswith(asked)) and at <= opening <= start
+        if not is_opened or (index != indices[-1] and not token.search(text, start)):
+            return None
+        segments.append(_Segment(text[at:], opening - at, start - at))
+        spans.append((joined + start - at, joined + end - at))
+        joined += len(text) - at
+    return JoinedTurns("".join(segment.text for segment in segments), spans, dropped)

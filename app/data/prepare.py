@@ -10,11 +10,10 @@ import numpy as np
 from app.chat_rendering import ConversationRefused, render_chat
 from app.config.dataset import has_chats, has_pairs, paths_of, sources_of
 from app.config.dataset_schema import DatasetConfig
-from app.config.row_formats import ROW_FORMATS
+from app.config.row_formats import ROW_FORMATS, fields_of
 from app.data.chat_template import missing_markers, other_template
 from app.data.data_report import DataReport, LongestRow, RowCounts, split_lines, stop_reasons, without_stops
 from app.data.detect_format import detect_format
-from app.data.formats import fields_of
 from app.data.labels import LABELLINGS, KnownLabels
 from app.data.mixture import Pool, recount
 from app.data.overflow import policy_for

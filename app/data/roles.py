@@ -1,9 +1,14 @@
-"""Column roles: the names under which columns of training data are known. What is read, refused or dropped follows."""
+"""Column roles: the names under which columns of training data are known, and what such columns hold.
 
+Which format reads the rows, which columns stop a run and what to type instead follow from these.
+"""
+
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import product
+from typing import Any
 
 # In each role the clearest names first, in lower case. `input` asks by itself and is context next to an instruction.
 ROLES: Mapping[str, tuple[str, ...]] = {
@@ -43,6 +48,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
         *("id", "idx", "index", "uid", "uuid", "source", "dataset", "category", "topic", "type", "level", "difficulty"),
     ),
 }
+NUMERIC_ANSWERS = ("output", "answer", "solution", "response", "completion", "ground_truth")  # others may be counts
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # of an answer
 CHOICE = re.compile(r"[A-F]|(?:option|choice|ans|op)_?[a-fA-F0-9]")  # columns of one choice each
 INPUTS = ("context", "history", "system")  # roles of what an answer needs
 JUDGING = ("label", "reward")
@@ -66,8 +73,40 @@ def _roles_of(name: str) -> frozenset[str]:
     return frozenset(role for role, names in ROLES.items() if name.lower() in names)
 
 
+def named_like(words: Sequence[str], paths: Sequence[str]) -> str:
+    """Return the first column path that has one of `words` as its last part or suffix; empty if none has."""
+    for word in words:
+        for path in paths:
+            last = path.removesuffix(".*").rpartition(".")[2]
+            if last == word or re.split(r"[\W_]+", last)[-1] == word:
+                return path
+    return ""
+
+
 def is_prose(found: object, name: str = "") -> bool:
     """Return whether it is text of several words, not a name or an id."""
     if not isinstance(found, str):
         return False
     return len(found.split()) >= _MIN_WORDS.get(name, 2) or len(found) > _MIN_TEXT_CHARS
+
+
+def is_number(found: object) -> bool:
+    """Return whether it is a finite number."""
+    return isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+
+
+def is_history(found: object) -> bool:
+    """Return whether it holds earlier turns, `[[question, answer], ...]`."""
+    turns = found if isinstance(found, list) else []
+    return bool(turns) and all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in turns)
+
+
+def is_talk(found: object) -> bool:
+    """Return whether it is a list of messages or turns."""
+    first = found[0] if isinstance(found, list) and found else None
+    return isinstance(first, dict) and ("role" in first or "from" in first)
+
+
+def judgement(found: Any) -> bool | None:
+    """Return whether it says that an answer is wanted, as tables of text and numbers write it as well."""
+    return LABELS.get(str(found).strip().lower())

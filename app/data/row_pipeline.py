@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from app.config.dataset_schema import DatasetConfig
-from app.config.row_formats import ROW_FORMATS
+from app.config.row_formats import ROW_FORMATS, fields_of
 from app.data.columns import JOIN, thought_column, unread, value, wanted_rows
 from app.data.conversations import tools_column
 from app.data.data_report import RowCounts, bad_row_problems, count_name
-from app.data.formats import WRITTEN_CHAT, empty_parts, fields_of, read_row, without_end_tokens
+from app.data.formats import WRITTEN_CHAT, empty_parts, read_row, without_end_tokens
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.overflow import fit, fit_pair, policy_for
 from app.data.random_rows import RandomRows
+from app.data.refused_columns import ReadRow
 from app.data.sources import FileRows, Source
 from app.data.token_cache import RowWriter
 from app.data.token_dataset import digest
 from app.data.tokenizer import Encoder, Tokenizer, Tokens
 from app.data.types import Broken, Content, Conversation, Document, Located, RenderedText, Row, RowProblem, sides_of
-from app.data.unread_columns import ReadRow
 from app.errors import DataError
 
 BATCH_ROWS = 512
@@ -120,7 +120,7 @@ class _Pipeline:
             return row.reason
         fmt, columns = self._config.format, self._config.columns
         try:
-            content, ended = without_end_tokens(read_row(row, fmt, columns))
+            content, ended = without_end_tokens(read_row(row, fmt, columns, self._config))
             rendered = self._renderer.render(content)
             for sample in rendered.samples:
                 for text in (sample.text, sample.second or "", sample.label or ""):

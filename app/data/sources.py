@@ -18,9 +18,8 @@ from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS
 from app.data.data_file import PACKED_FILES, TAGGED_FILES, DataFile, extension, open_file
 from app.data.random_rows import RandomRows
-from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, named_tags, read_file
+from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, named_tags, read_file, require_prose
 from app.data.split_files import files_of_splits
-from app.data.text_rows import require_prose
 from app.data.types import Located, escaped
 from app.errors import DataError, EnvironmentProblem, first_line
 

@@ -56,23 +56,24 @@ def test_detected_format_is_written_to_run_yaml(zygote: Zygote, folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "row", "said"),
+    ("given", "said"),
     [
         (
             "dataset.train_on=completion",
-            None,
             "dataset.train_on=completion means nothing for dataset.format=sharegpt. Choose auto or assistant",
         ),
-        ("dataset.on_overflow=split", None, "would tear a row of dataset.format=sharegpt apart"),
-        ("seed=0", {"text": "a", "question": "a", "answer": "b"}, "dataset=question_answer dataset.path=rows.jsonl ("),
-        ("seed=0", {"words": "a"}, "knows no format for these rows; columns found: words (text)"),
+        ("dataset.on_overflow=split", "would tear a row of dataset.format=sharegpt apart"),
     ],
 )
-def test_undetectable_format_is_a_user_error(
-    zygote: Zygote, folder: Path, given: str, row: dict[str, str] | None, said: str
+def test_detected_format_that_the_settings_do_not_suit_is_a_user_error(
+    zygote: Zygote, folder: Path, given: str, said: str
 ) -> None:
-    if row is not None:
-        (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     refused = zygote.run(folder, *FEW, given, code=2)
     assert said in " ".join(refused.stderr.split())
     assert not (folder / "run").exists()
+
+
+def test_undetectable_format_is_a_user_error(zygote: Zygote, folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"words": "a"}\n')
+    refused = zygote.run(folder, *FEW, code=2)
+    assert "knows no format for these rows; columns found: words (text)" in " ".join(refused.stderr.split())

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from app.assets import template_text
+from app.config.row_formats import fields_of
 from app.data.columns import wanted_rows
 from app.data.detect_format import detect_formats
-from app.data.formats import fields_of
 from app.data.prepare import Data, prepare
 from app.data.types import Broken
 from app.errors import DataError

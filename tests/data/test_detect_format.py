@@ -1,7 +1,7 @@
 """`dataset.format=auto`: which format is recognised, why, and what is said where it is not one thing."""
 
-import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,9 @@ import pytest
 
 from app.config.dataset import formats_for, sources_of
 from app.config.dataset_schema import DatasetConfig, MixSource
-from app.config.load import compose_run
 from app.data.detect_format import INSPECTED_ROWS, detect_formats
-from app.data.prepare import prepare
 from app.errors import DataError
-from tests.data.small import chat, config, tokenizer, write_jsonl
+from tests.data.small import chat, config, write_jsonl
 
 TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 CALLING = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
@@ -26,90 +24,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "chat_completion": {"prompt": chat("a"), "completion": chat("a", "b")[1:]},
     "text": {"text": "a"},
 }
-ASKED, ANSWER, OTHER = chat("q"), chat("q", "a")[1:], chat("q", "b")[1:]
-LEAVE_OUT = "'dataset.leave_out=[rejected]'"
-# rows that `auto` refuses, and the words that the message gives, which work
-ADVISED: dict[str, tuple[dict[str, Any], str]] = {
-    "instances": (
-        {"instruction": "a", "instances": [{"input": "", "output": "b"}], "n": [3]},
-        "'dataset.columns.output=instances.*.output' 'dataset.columns.input=instances.*.input'",
-    ),
-    "context": (
-        {"my question": "q", "background_context": "c", "reply": "a", "id": "1"},
-        "'dataset.columns.instruction=my question' dataset.columns.output=reply"
-        " dataset.columns.input=background_context",
-    ),
-    "answers": ({"question": "q", "answer": ["a", "b"]}, "'dataset.columns.answer=answer.*'"),
-    "history": (
-        {"query": "And you?", "response": "a", "history": [["Hi", "Hello"]], "system": "Be kind."},
-        "dataset.columns.instruction=query dataset.columns.output=response",
-    ),
-    "one-known": ({"question": "q", "said": "It is a long answer."}, "dataset.columns.answer=said"),
-    "elements": (
-        {"qas": [{"question": "q", "answer": "a"}, {"question": "r", "answer": "b"}]},
-        "qas.*.answer answers, each element of qas without those before it, type: ",
-    ),
-    "prompt": ({"prompt": "q"}, "dataset.columns.text=prompt"),
-    "numbered": (
-        {"question": "q", "response_j": "good", "response_k": "bad", "meta": {}},
-        "preference data (response_j and response_k answer the same) and response_j is wanted, type: ",
-    ),
-    "dpo": ({"prompt": "q", "chosen": " a", "rejected": " b"}, f"dataset.columns.completion=chosen {LEAVE_OUT}"),
-    "dpo-chats": ({"prompt": ASKED, "chosen": ANSWER, "rejected": OTHER}, f"columns.completion=chosen {LEAVE_OUT}"),
-    "dpo-whole": ({"chosen": chat("q", "a"), "rejected": chat("q", "b")}, f"columns.messages=chosen {LEAVE_OUT}"),
-    "dpo-turns": ({"chosen": TURNS, "rejected": TURNS}, f"columns.conversations=chosen {LEAVE_OUT}"),
-    "dpo-texts": ({"chosen": "q a", "rejected": "q b"}, f"dataset.columns.text=chosen {LEAVE_OUT}"),
-    "dpo-instruction": (
-        {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
-        f"dataset.columns.output=chosen {LEAVE_OUT}",
-    ),
-    "dpo-question": ({"question": "q", "chosen": "a", "rejected": "b"}, f"columns.answer=chosen {LEAVE_OUT}"),
-    "dpo-query": (
-        {"query": "q", "chosen": "a", "rejected": "b"},
-        f"question=query dataset.columns.answer=chosen {LEAVE_OUT}",
-    ),
-    "dpo-message": (
-        {"prompt": "q", "chosen": ANSWER[0], "rejected": OTHER[0]},
-        f"question=prompt dataset.columns.answer=chosen.content {LEAVE_OUT}",
-    ),
-    "dpo-system": (
-        {"prompt": "q", "system": "s", "history": [["Hi", "Yo"]], "chosen": ANSWER, "rejected": OTHER},
-        f"dataset.columns.instruction=prompt dataset.columns.output=chosen.0.content {LEAVE_OUT}",
-    ),
-    "dpo-prompt-and-whole": (
-        {"prompt": "q", "chosen": chat("q", "a"), "rejected": chat("q", "b")},
-        f"dataset=messages dataset.path=PATH dataset.columns.messages=chosen {LEAVE_OUT}",
-    ),
-    "dpo-beside": ({"messages": chat("q", "a"), "rejected_response": "b"}, "'dataset.leave_out=[rejected_response]'"),
-    "dpo-openai": (
-        {"input": {"messages": ASKED}, "preferred_output": ANSWER, "non_preferred_output": OTHER},
-        "dataset.columns.prompt=input.messages dataset.columns.completion=preferred_output"
-        " 'dataset.leave_out=[non_preferred_output]'",
-    ),
-    "audio": ({"conversations": TURNS, "audios": ["1.wav"]}, "'dataset.leave_out=[audios]'"),
-    "video": ({"prompt": "q", "completion": "a", "video_path": "1.mp4"}, "'dataset.leave_out=[video_path]'"),
-}
-
-
-# rows that `auto` refuses, and a command that makes rows of them
-CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
-    "dpo-text": (
-        {"conversations": TURNS[:1], "tools": [], "chosen": "x", "rejected": "y"},
-        """jq -c '.conversations += [{from: "gpt", value: .chosen}] | del(.chosen, .rejected)' PATH > a-fixed.jsonl""",
-    ),
-    "dpo-content": (
-        {"messages": ASKED, "chosen": TURNS[1], "rejected": TURNS[1]},
-        """jq -c '.messages += [{role: "assistant", content: .chosen.value}] | del(.chosen, .rejected)' PATH""",
-    ),
-}
-# rows of which no column's name says what it is
-SAID_NOTHING: list[dict[str, Any]] = [
-    {"answer_id": "Some words.", "model_id": "Other words."},
-    {"content": "Some words.", "src": "Other words."},
-    {"function": [{"name": "Some words.", "description": "Other words."}]},
-    {"input": ["q1", "q2"], "output": ["a1", "a2"]},
-    {"instruction": "q", "context": "It rains today.", "input": "And yesterday?", "response": "a"},
-]
 
 
 def auto(path: Path, rows: list[Any], **columns: str) -> tuple[DatasetConfig, str]:
@@ -226,29 +140,14 @@ def test_auto_file_without_rows_refused(tmp_path: Path) -> None:
     assert reported.startswith("none of its first rows can be read; a.jsonl:1: column 'instances' must be a list")
 
 
-@pytest.mark.parametrize("name", ADVISED)
-def test_auto_refusal_gives_words_that_work(tmp_path: Path, name: str) -> None:
-    row, words = ADVISED[name]
-    message = refusal(tmp_path, [row] * 2)[-1]
-    assert words.replace("PATH", f"{tmp_path}/a.jsonl") in message
-    given = shlex.split(message.rpartition("type: ")[2])
-    assert given[:4] == ["python", "-m", "app.check", "data"]
-    found, _ = detect_formats(compose_run(given[4:]).dataset)
-    data = prepare(found, tokenizer(), str(tmp_path / "cache"))
-    assert len(data.train)
-    unread = {*data.report.train.unread_columns} & {"prompt", "query", "question", "history", "system"}
-    assert all(row[name] in tokenizer().decode(data.train.ids(0)) for name in unread)
-
-
-@pytest.mark.parametrize("name", CONVERTED)
-def test_auto_refusal_gives_command_that_makes_rows(tmp_path: Path, name: str) -> None:
-    row, made = CONVERTED[name]
-    assert made.replace("PATH", f"{tmp_path}/a.jsonl") in refusal(tmp_path, [row] * 2)[-1]
-
-
-@pytest.mark.parametrize("row", SAID_NOTHING)
-def test_auto_refusal_guesses_nothing(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert refusal(tmp_path, [row] * 2)[-1].startswith("docs/data.md has the shapes of rows;")
+def test_auto_texts_to_compare_are_chats_where_the_model_has_a_template(tmp_path: Path) -> None:
+    for task, row in (
+        ("preference", {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}),
+        ("preference_label", {"prompt": "Hi", "completion": "Hello", "label": "true"}),
+    ):
+        settings = config(write_jsonl(tmp_path / "a.jsonl", [row] * 3), "auto")
+        for has_template, fmt in ((True, task), (False, f"{task}_text")):
+            assert detect_formats(settings, formats_for(task), partial(bool, has_template))[0].format == fmt
 
 
 def test_auto_tokens_refused(tmp_path: Path) -> None:

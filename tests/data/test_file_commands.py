@@ -13,9 +13,8 @@ import pytest
 from app.config.dataset import formats_for
 from app.data.data_file import DataFile
 from app.data.detect_format import detect_formats
-from app.data.readers import read_file
+from app.data.readers import read_file, require_prose
 from app.data.sources import check
-from app.data.text_rows import require_prose
 from app.data.types import Broken
 from app.errors import DataError
 from tests.data.small import config

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from app.config.dataset_schema import Columns
 from app.config.groups import CONF
-from app.config.row_formats import ROW_FORMATS
+from app.config.row_formats import ROW_FORMATS, fields_of
 from app.data.conversations import ROLES
-from app.data.formats import fields_of, read_row
+from app.data.formats import read_row
 from app.data.types import Conversation, Document, RowProblem
 from tests.data.small import chat, config
 

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.config.dataset import formats_for
-from app.data.detect_format import detect_formats
 from app.data.prepare import Data, prepare
 from app.data.token_dataset import MismatchedRows
 from app.errors import DataError
@@ -157,23 +155,6 @@ def halves(data: Data) -> list[Data]:
     return [data, Data(data.eval, None, data.report)]
 
 
-@pytest.mark.parametrize(
-    ("row", "fmt"),
-    [
-        (SHAPES["messages"], "preference"),
-        (SHAPES["whole chats"], "preference"),
-        (SHAPES["one message each"], "preference"),
-        (SHAPES["texts as a chat"], "preference_text"),
-    ],
-)
-def test_auto_finds_the_format_of_pairs(row: dict[str, Any], fmt: str, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [row] * 3)
-    found, _ = detect_formats(config(path, "auto"), formats_for("preference"))
-    assert found.format == fmt
-    with pytest.raises(DataError, match="from which recipe=dpo"):
-        detect_formats(config(path, "auto"), formats_for("causal"))
-
-
 LABELLED: dict[str, dict[str, Any]] = {
     "messages": {"prompt": QUESTION, "completion": [YES], "label": True},
     "texts as a chat": {"prompt": "Hi", "completion": "Hello", "label": "true"},
@@ -239,12 +220,3 @@ def test_mismatched_rows_have_the_answer_of_another_prompt(tmp_path: Path) -> No
     assert all(f"Hi {at}{END}" in text and f"a{at} " not in text for at, text in enumerate(texts[:6]))
     assert max(others.lengths) <= max(data.train.lengths)
     assert others.select([3]).ids(0).tolist() == others.ids(3).tolist()
-
-
-def test_auto_finds_the_format_of_labelled_answers(tmp_path: Path) -> None:
-    for shape, fmt in (("messages", "preference_label"), ("texts as a chat", "preference_label_text")):
-        path = write_jsonl(tmp_path / f"{fmt}.jsonl", [LABELLED[shape] | {"label": True}] * 3)
-        found, _ = detect_formats(config(path, "auto"), formats_for("preference_label"))
-        assert found.format == fmt
-        with pytest.raises(DataError, match="learn from both by recipe=kto"):
-            detect_formats(config(path, "auto"), formats_for("causal"))

@@ -1,43 +1,187 @@
-"""Columns that are not read although answers need what they say, or are judged by them: what to type instead."""
+"""Columns at which a run stops: media, answers that are not wanted, and what answers need that nothing reads.
 
+Each message has the commands that read such a column, make rows without it, or leave it out.
+"""
+
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import CHAT_OF, ROW_FORMATS, WITHOUT_ANSWERS
-from app.data.columns import (
-    JOIN,
-    as_text,
-    choices_of,
-    command,
+from app.config.preferences import recipes_of
+from app.config.row_formats import CHAT_OF, ROW_FORMATS, WITHOUT_ANSWERS, fields_of
+from app.data.advised_commands import check_of_made, command, json_file, pair_format
+from app.data.columns import EVERY_ELEMENT, JOIN, as_text, choices_of, optional, thought_column, value
+from app.data.conversations import SPEAKERS, speaker_of
+from app.data.roles import (
+    CHOICE,
+    INPUTS,
+    JUDGING,
+    ROLES,
+    has_role,
     is_history,
+    is_prose,
     is_talk,
-    json_file,
-    optional,
-    thought_column,
-    value,
+    judgement,
+    named_like,
+    names_of,
 )
-from app.data.conversations import SPEAKERS
-from app.data.formats import fields_of
-from app.data.roles import CHOICE, INPUTS, JUDGING, has_role, is_prose
-from app.data.types import Content, Conversation, Document, RenderedText, Row, sides_of
+from app.data.types import Content, Conversation, Document, Example, RenderedText, Row, RowProblem, sides_of
 
 if TYPE_CHECKING:
     from app.data.chat_template import TemplateNames
-    from app.data.data_report import RowCounts
 
-_JUDGEMENTS = (0, 1, "0", "1", "0.0", "1.0")
-_PAIRS = {
-    "instruction": ("instruction", "output"),
-    "question_answer": ("question", "answer"),
-    "prompt_completion": ("prompt", "completion"),
-}
+_PAIRS = ("instruction", "question_answer", "prompt_completion")  # formats of a question and its answer
 _TALKS = ("messages", "conversations", "prompt")  # fields that may hold a system message of their own
-_TEXT_KEYS = ("text", "content", "value")  # of the elements of a list of answers
+_TEXT_KEYS = ("text", "content", "value")  # of an answer that is an object
 _PARENTS = ("parent_id", "parent_message_id")  # columns of a table of messages
 THOUGHT_TEMPLATE = "qwen3"  # one that ships and writes thoughts
+# As LLaVA, LLaMA-Factory, Qwen-VL, Llama 3.2, Phi and Gemma write them. A tag that is closed, or quoted, is of HTML.
+_PLACEHOLDER = re.compile(
+    r"(?<![`'\"])<(?:(?P<tag>image|video|audio)>(?![`'\"])(?!.*</(?P=tag)>)"
+    r"|img>(?=[^<>]+</img>)|\|(?:image|video|audio|vision)(?:_\w+)?\|>|start_of_image>|(?:image|audio)_soft_token>)",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def refused_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None = None) -> str:
+    """Say which column makes these rows media or preference data, and what to do; empty for other rows.
+
+    With the section `config` the commands of the message name its path.
+    """
+    if media := [str(name) for name, found in row.items() if _is_media(str(name), found)]:
+        return _of_media_columns(row, media, config)
+    shape = ROW_FORMATS[fmt]
+    if shape.content in ("labels", "tags") or shape.pairs:
+        return ""
+    if name := _preference_column(row, columns):
+        words = _wanted_answers(row, config)
+        return (
+            f"column {name!r} makes this preference data (chosen and rejected answers), from which "
+            f"{' and '.join(recipes_of('preference'))} learn."
+            + (f" To train on the wanted answers alone, type: {words}" if words else "")
+        )
+    label = next((name for name in ROLES["label"] if _is_true_or_false(row.get(name))), "")
+    answers = names_of("messages", "answers")
+    if shape.learnt_by or not label or {*answers, *(getattr(columns, each, None) for each in answers)}.isdisjoint(row):
+        return ""
+    right = json_file(config).jq_of_rows(f"select(.{label} == true) | del(.{label})")
+    remedy = f"Make rows of the right ones alone: {right}, or learn from both by recipe=kto"
+    return (
+        f"column {label!r} judges the answers as right or wrong (preference data, as for KTO), and all of them"
+        f" would be learnt. {remedy if label != 'labels' else 'Take such rows out'}"
+    )
+
+
+def refuse_media(content: Content) -> None:
+    """RowProblem if a text has the placeholder of an image, a video or audio, or a message holds one."""
+    for side in sides_of(content):
+        for where, text in _texts(side):
+            found = "<" in text and _PLACEHOLDER.search(text)
+            if found:
+                raise RowProblem(_of_media(f"{where}the placeholder {found.group()}"))
+        for index, message in enumerate(side.messages if isinstance(side, Conversation) else ()):
+            for key, inner in message.items():
+                if _is_media(key, inner):
+                    raise RowProblem(_of_media(f"message {index}: {key!r}"))
+
+
+def _is_media(name: str, found: Any) -> bool:
+    """Return whether a column or key holds media; a number says how many there are, or how long they take."""
+    return bool(has_role(name, "media") and found) and not isinstance(found, bool | int | float)
+
+
+def _texts(content: Conversation | Document | Example) -> Iterator[tuple[str, str]]:
+    if isinstance(content, Conversation):
+        yield from ((f"message {at}: ", each["content"]) for at, each in enumerate(content.messages))
+    else:
+        yield "", content.text
+        yield "", "" if isinstance(content, Document) else content.second or ""
+
+
+def _of_media_columns(row: Row, media: Sequence[str], config: DatasetConfig | None) -> str:
+    without = f" Or leave it out, type: {command('auto', {}, config, leave_out=media)}"
+    has_placeholder = any(_PLACEHOLDER.search(text) for text in _strings(row))
+    return _of_media("column " + ", ".join(map(repr, media)), without * (not has_placeholder))
+
+
+def _strings(found: Any) -> Iterator[str]:
+    """Yield all texts in a row."""
+    if isinstance(found, str):
+        yield found
+    elif isinstance(found, dict | list):
+        for each in found.values() if isinstance(found, dict) else found:
+            yield from _strings(each)
+
+
+def _of_media(what: str, more: str = "") -> str:
+    return f"{what} stands for images, video or audio, and only text is trained here. Take such rows out.{more}"
+
+
+def _preference_column(row: Row, columns: Columns) -> str:
+    """Return the column with unwanted answers, or with wanted ones that no setting reads; empty where there is none."""
+    unwanted = (name for name in ROLES["rejected"] if isinstance(row.get(name), str | list | dict) and row[name])
+    wanted = [name for name in ROLES["chosen"] if isinstance(row.get(name), list | dict) and row[name]]
+    first = next(unwanted, "")
+    if first or not wanted:
+        return first
+    read = {str(getattr(columns, each.name)).partition(".")[0] for each in fields(columns) if each.name != "chosen"}
+    return next((name for name in wanted if name not in read), "")
+
+
+def _is_true_or_false(found: Any) -> bool:
+    """Return whether it is true or false, as a table of text may write it as well, or a list of them."""
+    first = found[0] if isinstance(found, list) and found else found
+    return isinstance(first, bool) or (isinstance(found, str) and found.strip().lower() in ("true", "false"))
+
+
+def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
+    """Return the command that trains the wanted answers of rows with preferences, or makes rows of them."""
+    chosen = next((name for name in ROLES["chosen"] if row.get(name)), "")
+    rejected = [name for name in row if has_role(name, "rejected")]
+    names = [name for name in row if name not in (chosen, *rejected)]
+    talk = next((name for name in names if is_talk(row[name])), "")
+    if not chosen or (talk and speaker_of(row[talk][-1]) == "assistant"):
+        return command("auto", {}, config, leave_out=[*rejected, *([chosen] if chosen else [])])
+    found = row[chosen]
+    if talk and not (is_talk(found) and all("role" in turns[0] for turns in (row[talk], found))):
+        role, text, answers = ("from", "value", "gpt") if "from" in row[talk][0] else ("role", "content", "assistant")
+        turn = f'[{{{role}: "{answers}", {text}: .{_text_path(chosen, found) or chosen}}}]'
+        more = f".{chosen}" if isinstance(found, list) else turn
+        taken_out = ", ".join(f".{name}" for name in (chosen, *rejected))
+        return json_file(config).jq_of_rows(f".{talk} += {more} | del({taken_out})")
+    fmt, columns = _columns_of_wanted(row, chosen, talk, names)
+    return command(fmt, columns, config, leave_out=rejected) if fmt else ""
+
+
+def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the format and columns of the wanted answers; no format where nothing tells which column asks."""
+    found = row[chosen]
+    if talk or chosen == "preferred_output":
+        return "chat_completion", {"prompt": talk or "input.messages", "completion": chosen}
+    texts = [name for name in names if isinstance(row[name], str)]
+    asks = named_like(ROLES["asks"], texts)
+    if is_talk(found) and not (asks and len(found) == 1):
+        return ("sharegpt", {"conversations": chosen}) if "from" in found[0] else ("messages", {"messages": chosen})
+    path = _text_path(chosen, found) or chosen
+    if not asks:
+        return ("text", {"text": path}) if not texts else ("", {})
+    others = [name for name in names if name != asks and (name in texts or is_history(row[name]))]
+    if asks == "prompt" and path == chosen and not named_like(names_of(*INPUTS), others):
+        return "prompt_completion", {"completion": chosen}
+    return pair_format(asks, path, others)
+
+
+def _text_path(name: str, found: Any, element: str = ".0") -> str:
+    """Return the path of the text of an answer: a column, a message, or an `element` of a list; empty for none."""
+    is_list = isinstance(found, list) and bool(found)
+    inner, path = (found[0], f"{name}{element}") if is_list else (found, name)
+    if isinstance(inner, str):
+        return path
+    key = next((key for key in _TEXT_KEYS if isinstance(inner, dict) and isinstance(inner.get(key), str)), "")
+    return f"{path}.{key}" if key else ""
 
 
 class Way(StrEnum):
@@ -93,7 +237,7 @@ class ReadRow:
             if name in self._fields and getattr(self.config.columns, name) != name:
                 continue  # null, or another column in its place, on purpose
             if has_role(name, *JUDGING):
-                if self.config.format not in WITHOUT_ANSWERS and is_judgement(found):
+                if self.config.format not in WITHOUT_ANSWERS and _is_number_of_judgement(found):
                     yield name, None
             elif has_role(name, "history") and is_history(found):
                 yield name, ColumnPlace("history") if self.config.format in _PAIRS else _NOWHERE
@@ -103,7 +247,8 @@ class ReadRow:
     def _is_missed(self, name: str, found: Any, *, is_choice: bool) -> bool:
         """Return whether the column says what an answer may need and no sample says."""
         if self.config.format == "text" and has_role(name, "answers"):
-            return bool(_answer_path(name, found)) and not self._says(_first_text(found))
+            path, is_class = _text_path(name, found), name == "target" and not is_prose(found)
+            return bool(path) and not (is_class and path == name) and not self._says(value(self.row, path))
         if self.config.format == "text" and _is_of_thread(self.row, name, found):
             return True
         if is_talk(found):
@@ -140,7 +285,7 @@ class ReadRow:
     def _place_beside_text(self, name: str, found: Any) -> ColumnPlace | None:
         """Return where a column next to a plain text can be read; None if the text does not need it."""
         if has_role(name, "answers"):
-            return ColumnPlace("answer", (_answer_path(name, found),))
+            return ColumnPlace("answer", (_text_path(name, found, EVERY_ELEMENT),))
         if _is_of_thread(self.row, name, found):
             return ColumnPlace(paths=_keys_of_thread(self.row), way=Way.THREAD)
         return ColumnPlace("question") if has_role(name, "asks") else None
@@ -176,7 +321,7 @@ class ReadRow:
             is_free = "reasoning" in self._fields and name != thought_column(self.row, self.config.columns)
             return ColumnPlace("reasoning") if is_free else _NOWHERE
         if self.config.format in _PAIRS:
-            return self._in_field(_PAIRS[self.config.format][1], first=True)
+            return self._in_field(ROW_FORMATS[self.config.format].needs[1], first=True)
         return ColumnPlace(way=Way.TEMPLATE) if "reasoning" in self._fields else _NOWHERE
 
     def _in_field(self, field: str, *, first: bool = False) -> ColumnPlace:
@@ -186,9 +331,9 @@ class ReadRow:
         return ColumnPlace(field, (path,) if is_read else (), first)
 
 
-def is_judgement(found: Any) -> bool:
+def _is_number_of_judgement(found: Any) -> bool:
     """Return whether it is 0 or 1, as a table of text may write it as well."""
-    return not isinstance(found, bool | list | dict) and found in _JUDGEMENTS
+    return not isinstance(found, bool | list | dict) and not _is_true_or_false(found) and judgement(found) is not None
 
 
 def _is_of_thread(row: Row, name: str, found: Any) -> bool:
@@ -204,33 +349,21 @@ def _keys_of_thread(row: Row) -> tuple[str, ...]:
     return tuple(names) if all(names) else ()
 
 
-def _answer_path(name: str, found: Any) -> str:
-    """Return the path of the text of an answer: a column, or every element of a list."""
-    if isinstance(found, str) and found.strip() and (name != "target" or is_prose(found)):
-        return name
-    first = found[0] if isinstance(found, list) and found else found
-    star = f"{name}.*" if first is not found else name
-    if isinstance(first, str) and first is not found:
-        return star
-    key = next((key for key in _TEXT_KEYS if isinstance(first, dict) and isinstance(first.get(key), str)), "")
-    return f"{star}.{key}" if key else ""
+def unread_problems(
+    config: DatasetConfig,
+    key: str,
+    rows: int,
+    missed: Mapping[str, int],
+    places: Mapping[str, ColumnPlace],
+    unread: Mapping[str, int],
+) -> Iterator[str]:
+    """Yield the reasons why a run stops at columns that are not read of the source with this section.
 
-
-def _first_text(found: Any) -> str:
-    """Return the text of an answer, or of the first of several."""
-    first = found[0] if isinstance(found, list) else found
-    return first if isinstance(first, str) else next(first[key] for key in _TEXT_KEYS if key in first)
-
-
-def unread_problems(config: DatasetConfig, key: str, counts: "RowCounts") -> Iterator[str]:
-    """Yield the reasons why a run stops at the columns that are not read of the source with this section."""
-    fmt, missed, rows = config.format, counts.missed, counts.rows_kept + counts.rows_lost
-    places = {
-        name: place
-        for name, place in counts.missed_places.items()
-        if 2 * missed[name] > rows or place.way is Way.THREAD
-    }
-    judging = [name for name in missed if has_role(name, *JUDGING) and missed[name] == counts.unread_columns.get(name)]
+    `missed` counts the rows in which a column says what no sample does, `unread` those that hold something there.
+    """
+    fmt = config.format
+    places = {name: each for name, each in places.items() if 2 * missed[name] > rows or each.way is Way.THREAD}
+    judging = [name for name in missed if has_role(name, *JUDGING) and missed[name] == unread.get(name)]
     without = command(fmt, _columns_of(fmt, config.columns), config, key, [*places, *judging])
     if places:
         counted = ", ".join(f"{name} ({missed[name]:,} of {rows:,} rows)" for name in places)
@@ -279,8 +412,7 @@ def _jq_of_thread(config: DatasetConfig, name: str, parent: str) -> str:
     turns = f"[recurse($all[.{parent} | tostring] // empty)] | reverse | map({{role: {role}, content: .text}})"
     program = f"INDEX(.{name}) as $all | .[] | select(.role | IN({speakers})) | {{messages: ({turns})}}"
     file = json_file(config)
-    checked = command("messages", {}, DatasetConfig(path=file.target(), split="train"))
-    return f"{file.jq_of_rows(program, of_all=True)} && {checked} dataset.train_on=last"
+    return f"{file.jq_of_rows(program, of_all=True)} && {check_of_made(file)} dataset.train_on=last"
 
 
 def _reading(fmt: str, columns: Columns, places: Mapping[str, ColumnPlace]) -> tuple[str, dict[str, str]] | None:
@@ -294,7 +426,7 @@ def _reading(fmt: str, columns: Columns, places: Mapping[str, ColumnPlace]) -> t
     fields = dict.fromkeys(place.field for place in places.values() if place.field)
     if Way.CHAT in ways or not fields.keys() <= {*fields_of(fmt)}:
         if fmt in _PAIRS:
-            renamed = dict(zip(_PAIRS[fmt], _PAIRS["instruction"], strict=True))
+            renamed = dict(zip(ROW_FORMATS[fmt].needs, ROW_FORMATS["instruction"].needs, strict=True))
             read |= {new: getattr(columns, field) for field, new in renamed.items()}
             fmt = "instruction"
         else:
