@@ -58,11 +58,9 @@ def refused_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig |
         return ""
     if name := _preference_column(row, columns):
         words = _wanted_answers(row, config)
-        return (
-            f"column {name!r} makes this preference data (chosen and rejected answers), from which "
-            f"{' and '.join(recipes_of('preference'))} learn."
-            + (f" To train on the wanted answers alone, type: {words}" if words else "")
-        )
+        message = f"column {name!r} makes this preference data (chosen and rejected answers), from which "
+        message += f"{' and '.join(recipes_of('preference'))} learn."
+        return message + (f" To train on the wanted answers alone, type: {words}" if words else "")
     label = next((name for name in ROLES["label"] if _is_true_or_false(row.get(name))), "")
     answers = names_of("messages", "answers")
     if shape.learnt_by or not label or {*answers, *(getattr(columns, each, None) for each in answers)}.isdisjoint(row):
