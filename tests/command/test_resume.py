@@ -21,6 +21,7 @@ from tests.harness.runs import (
     CLOCKS,
     FINISHED,
     SMALL,
+    Ended,
     FinishedRuns,
     Running,
     Zygote,
@@ -75,7 +76,7 @@ def check_resumed(row: Row, zygote: Zygote, place: Path) -> None:
     whole, parts, cache = place / "whole", place / "parts", place / "a cache"
     command = (*row.base(place), *row.words.split(), "cache_dir='a cache'")
     cache.mkdir()
-    zygote.run_together(place, row.processes, *command, f"output_dir={whole}", code=0)
+    finish(row, zygote, place, *command, f"output_dir={whole}")
     steps = [line["step"] for line in metrics(whole) if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
 
@@ -91,12 +92,11 @@ def check_resumed(row: Row, zygote: Zygote, place: Path) -> None:
         cache.mkdir()
     if row.damaged:
         flip_last_byte(max((parts / "checkpoints").iterdir()) / "weights.safetensors")
-    ended = [run.wait() for run in start(row, zygote, place, *again)]
-    assert [each.code for each in ended] == [0] * row.processes, ended
-    assert ("damaged" in ended[0].stdout) == row.damaged
+    assert ("damaged" in finish(row, zygote, place, *again).stdout) == row.damaged
 
     same_ending(whole, parts)
     assert result(parts)["status"] == "finished"
+    assert result(parts)["start_metrics"]["eval_loss"] > 0
     assert result(parts)["start_metrics"] == result(whole)["start_metrics"]
     saves = [max((run / "checkpoints").iterdir()) for run in (whole, parts)]
     assert state_of(saves[0]) == state_of(saves[1])
@@ -108,6 +108,15 @@ def start(row: Row, zygote: Zygote, place: Path, *command: str) -> list[Running]
     if row.processes == 1:
         return [zygote.start(place, *command)]
     return zygote.start_together(place, row.processes, *command)
+
+
+def finish(row: Row, zygote: Zygote, place: Path, *command: str) -> Ended:
+    """The end of the first process; all succeed."""
+    running = start(row, zygote, place, *command)
+    with killed_at_last(running):
+        ended = [run.wait() for run in running]
+    assert [each.code for each in ended] == [0] * row.processes, ended
+    return ended[0]
 
 
 def check_end(number: int, victim: int, running: Sequence[Running], parts: Path, command: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -275,19 +274,6 @@ def result(run: Path) -> dict[str, Any]:
 
 def has_reached(run: Path, step: int) -> bool:
     return any(line["step"] >= step for line in metrics(run))
-
-
-def killed_and_resumed(zygote: Zygote, place: Path, to: Path, *command: str, at: Sequence[int]) -> tuple[Path, Path]:
-    """Two runs, in folders of `to`: one that nothing disturbs, one that is killed at these steps and goes on."""
-    whole, killed = to / "whole", to / "killed"
-    zygote.run(place, *command, f"output_dir={whole}", code=0)
-    again = (*command, f"output_dir={killed}", "resume=auto")
-    for step in at:
-        run = zygote.start(place, *again)
-        run.until(partial(has_reached, killed, step))
-        run.kill()
-    zygote.run(place, *again, code=0)
-    return whole, killed
 
 
 def tensors(run: Path) -> "dict[str, Tensor]":
