@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -46,22 +45,22 @@ def brief(_place: Path) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Row:
-    """A run, and the signal that ends each of its starts but the last."""
+    """A run, and the signal that ends each of its starts but the last, once it has made so many steps."""
 
     words: str
-    stops: tuple[signal.Signals, ...] = (KILL,)
+    stops: tuple[tuple[signal.Signals, int], ...] = ((KILL, 7),)  # in the second epoch
     processes: int = 1
     damaged: bool = False  # the newest checkpoint, before the last start
     base: Callable[[Path], Sequence[str]] = brief  # writes files to a folder and returns words that precede
 
     def __str__(self) -> str:
-        names = (self.base.__name__, f"{self.processes}x", *(number.name for number in self.stops), self.words)
-        return " ".join(names)
+        stops = ",".join(f"{number.name}@{step}" for number, step in self.stops)
+        return f"{self.base.__name__} {self.processes}x {stops} {self.words}"
 
 
 ROWS = [
-    Row("recipe=lora adapter.dropout=0.1", damaged=True),
-    Row("recipe=full precision=fp16", stops=(HUP,)),
+    Row("recipe=lora adapter.dropout=0.1", ((KILL, 5),), damaged=True),
+    Row("recipe=full precision=fp16", ((HUP, 7),)),
     Row("recipe=lora adapter.dropout=0.1 batching.accumulation=1", processes=2),
 ]
 
@@ -79,15 +78,14 @@ def check_resumed(row: Row, zygote: Zygote, place: Path) -> None:
     finish(row, zygote, place, *command, f"output_dir={whole}")
     steps = [line["step"] for line in metrics(whole) if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 2 + max(step for _, step in row.stops)
 
-    choose, again = random.Random(str(row)), (*command, f"output_dir={parts}", "resume=auto")
-    first = 5 if row.damaged else 2  # two checkpoints, of which one is damaged
-    moments = sorted(choose.sample(range(first, len(steps) - 3), len(row.stops)))
-    for at, number in zip(moments, row.stops, strict=True):
+    again = (*command, f"output_dir={parts}", "resume=auto")
+    for number, step in row.stops:
         running = start(row, zygote, place, *again)
         with killed_at_last(running):
-            running[0].until(partial(has_reached, parts, max(at, len(losses(parts)) + 1)))
-            check_end(number, choose.randrange(row.processes), running, parts, again)
+            running[0].until(partial(has_reached, parts, max(step, len(losses(parts)) + 1)))
+            check_end(number, step % row.processes, running, parts, again)
         shutil.rmtree(cache)
         cache.mkdir()
     if row.damaged:

@@ -75,6 +75,7 @@ def gpt_oss(place: Path) -> tuple[str, ...]:
     return (*_ROWS, "model=folder", f"model.path={mixture('gpt_oss', place / 'base')}")
 
 
+KILLS = ((KILL, 1), (KILL, 4), (KILL, 6))  # before the first checkpoint, and in both epochs
 BLOOM = "model.architecture.model_type=bloom"
 TIED = "model.architecture.tie_word_embeddings=true"
 EXPERTS = "recipe=qlora adapter.experts=true adapter.r=4 task.router_loss=0.01"
@@ -86,7 +87,7 @@ LONG = "training.epochs=4 batching.accumulation=1"  # steps of several processes
 
 ROWS = [
     # schedules, layouts and layers
-    Row("", stops=(TERM, INT)),
+    Row("", ((TERM, 3), (INT, 7))),
     Row("recipe=full precision=bf16 model.norm=low model.architecture.model_type=gpt_neox"),
     Row(f"recipe=lora {BLOOM}"),
     *(
@@ -94,8 +95,8 @@ ROWS = [
         for kind, recipe in (("qwen3_5_text", "qlora"), ("bamba", "full"))
     ),
     # optimizers
-    Row("recipe=full optimizer=adamw_8bit optimizer.embedding_states=32bit batching.packing=false", (KILL,) * 3),
-    Row("recipe=qlora optimizer=paged_adamw_8bit training.recompute=true", (KILL,) * 3),
+    Row("recipe=full optimizer=adamw_8bit optimizer.embedding_states=32bit batching.packing=false", KILLS),
+    Row("recipe=qlora optimizer=paged_adamw_8bit training.recompute=true", KILLS),
     Row("recipe=full optimizer=adamw optimizer.implementation=foreach"),
     Row("recipe=full optimizer=sgd optimizer.implementation=loop"),
     Row("recipe=full optimizer=adamw_bnb_32bit"),
