@@ -101,7 +101,7 @@ ROWS = [
     Row("recipe=full optimizer=sgd optimizer.implementation=loop"),
     Row("recipe=full optimizer=adamw_bnb_32bit"),
     Row("recipe=full optimizer=muon batching.packing=false"),
-    Row(f"recipe=full optimizer.in_backward=true training.clip=0 training.recompute=1 {BF16}"),
+    Row(f"recipe=full optimizer.in_backward=true training.clip=0 batching.accumulation=1 batching.tokens=128 {BF16}"),
     # quantizations
     Row("recipe=full quantization=qat"),
     Row("recipe=lora quantization=fp8"),
@@ -123,8 +123,8 @@ ROWS = [
     Row("recipe=qlora", base=labels),
     Row("recipe=qlora eval.objective=entity_f1", base=tags),
     Row("recipe=lora", base=hidden_tokens),
-    Row("recipe=dpo optimizer.lr=5e-3"),
-    Row("recipe=kto optimizer.lr=5e-3"),
+    Row("recipe=dpo optimizer.lr=5e-3 dataset.max_length=48 batching.tokens=96"),
+    Row("recipe=kto optimizer.lr=5e-3 dataset.max_length=48 batching.tokens=96"),
     Row("recipe=full optimizer=sgd", base=messages),
     Row("recipe=lora", base=talks),
     # models in folders
