@@ -98,6 +98,8 @@ def check_resumed(row: Row, zygote: Zygote, place: Path) -> None:
     assert result(parts)["start_metrics"] == result(whole)["start_metrics"]
     saves = [max((run / "checkpoints").iterdir()) for run in (whole, parts)]
     assert state_of(saves[0]) == state_of(saves[1])
+    skipped = state_of(saves[1])["progress"]["skipped_steps"]
+    assert (skipped > 0) == ("precision=fp16" in row.words), "the first loss scale overflows"
     for file in saves[0].glob("*.safetensors"):
         same_tensors(file, saves[1] / file.name)
 
