@@ -60,7 +60,7 @@ class Row:
 
 ROWS = [
     Row("recipe=lora adapter.dropout=0.1", ((KILL, 5),), damaged=True),
-    Row("recipe=full precision=fp16", ((HUP, 7),)),
+    Row("recipe=full precision=fp16 model.architecture.initializer_range=0.3", ((HUP, 7),)),
     Row("recipe=lora adapter.dropout=0.1 batching.accumulation=1", processes=2),
 ]
 

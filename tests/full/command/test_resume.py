@@ -20,7 +20,7 @@ from tests.full.command.test_mixers import HYBRIDS
 from tests.harness.runs import SMALL, Ended, Zygote, has_reached, losses, metrics, result, same_ending
 from tests.training.test_message_weights import WEIGHTS, chats
 
-OFTEN = ("checkpoint.every=2", "eval.every=4")
+OFTEN = ("checkpoint.every=2", "eval.every=4", "training.epochs=4", "training.max_steps=10")
 _ROWS = tuple(word for word in BRIEF if not word.startswith("model."))
 
 
@@ -28,35 +28,35 @@ def labels(place: Path) -> tuple[str, ...]:
     choose = random.Random(0)
     write(place / "pairs.jsonl", [test_classification.pair(choose, i) for i in range(60)])
     encoder_tokenizer(place / "tokenizer")
-    return (*test_classification.ENCODER, *OFTEN, "training.max_steps=10")
+    return (*test_classification.ENCODER, *OFTEN)
 
 
 def tags(place: Path) -> tuple[str, ...]:
     choose = random.Random(0)
     write(place / "names.jsonl", [test_word_tags.sentence(choose) for _ in range(80)])
     encoder_tokenizer(place / "tokenizer")
-    return (*test_word_tags.GIVEN, *OFTEN, "training.max_steps=10")
+    return (*test_word_tags.GIVEN, *OFTEN)
 
 
 def hidden_tokens(place: Path) -> tuple[str, ...]:
     test_masked.write_days(place)
-    return (*test_masked.SMALL, *OFTEN, "training.max_steps=10")
+    return (*test_masked.SMALL, *OFTEN)
 
 
 def messages(place: Path) -> tuple[str, ...]:
     write(place / "chat.jsonl", chats(WEIGHTS))
     rows = ("dataset=messages", "dataset.path=chat.jsonl", "dataset.eval_fraction=0.3", "dataset.max_length=128")
-    return (*BRIEF, *rows, "batching.tokens=128", "training.epochs=3")
+    return (*BRIEF, *rows, "batching.tokens=128", "training.epochs=4")
 
 
 def added_tokens(place: Path) -> tuple[str, ...]:
     test_new_tokens.write_calls(place)
-    return (*test_new_tokens.SHIPPED, *OFTEN, "record.every=1", "training.max_steps=10")
+    return (*test_new_tokens.SHIPPED, *OFTEN, "record.every=1")
 
 
 def talks(place: Path) -> tuple[str, ...]:
     test_auto_format.write_talks(place)
-    return (*BRIEF, *test_auto_format.ROWS, "eval.at_start=true")
+    return (*BRIEF, *test_auto_format.ROWS, "eval.at_start=true", "training.epochs=4")
 
 
 def gemma3(place: Path) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ ROWS = [
     Row("recipe=qlora eval.objective=entity_f1", base=tags),
     Row("recipe=lora", base=hidden_tokens),
     Row("recipe=dpo optimizer.lr=5e-3 dataset.max_length=48 batching.tokens=96"),
-    Row("recipe=kto optimizer.lr=5e-3 dataset.max_length=48 batching.tokens=96"),
+    Row("recipe=kto training.epochs=3 optimizer.lr=5e-3 dataset.max_length=48 batching.tokens=96"),
     Row("recipe=full optimizer=sgd", base=messages),
     Row("recipe=lora", base=talks),
     # models in folders
