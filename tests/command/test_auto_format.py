@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.config.load import read_run
-from tests.harness.runs import SMALL, Zygote, numbers
+from tests.harness.runs import SMALL, Zygote
 
 ROWS = (
     "dataset=auto",
@@ -21,28 +21,29 @@ WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 RECOGNISED = "dataset.format=auto: taken as dataset.format=sharegpt dataset.columns.conversations=talk, because"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def write_talks(folder: Path) -> None:
     talks = [
         [{"from": "human", "value": f"Say {n} {word}"}, {"from": "gpt", "value": word}]
         for n in range(12)
         for word in WORDS
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in talks))
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in talks))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_talks(tmp_path)
     return tmp_path
 
 
 def test_detected_format_is_written_to_run_yaml(zygote: Zygote, folder: Path) -> None:
-    whole = zygote.run(folder, *FEW[:-1], "output_dir=whole", code=0)
-    assert RECOGNISED in " ".join(whole.stdout.split())
-    manifest = json.loads((folder / "whole" / "manifest.json").read_text())
+    ended = zygote.run(folder, *FEW, code=0)
+    assert RECOGNISED in " ".join(ended.stdout.split())
+    manifest = json.loads((folder / "run" / "manifest.json").read_text())
     assert manifest["choices"]["format"] == "sharegpt"
     assert manifest["counts"]["data"]["notes"][0].startswith(RECOGNISED)
-    kept = read_run(folder / "whole" / "run.yaml").dataset
+    kept = read_run(folder / "run" / "run.yaml").dataset
     assert (kept.format, kept.columns.conversations) == ("sharegpt", "talk")
-    zygote.run(folder, *FEW, "training.stop_after=2", code=75)
-    zygote.run(folder, *FEW, "resume=auto", code=0)
-    assert numbers(folder / "run") == numbers(folder / "whole")
 
     scored = zygote.run(folder, "run=run", "precision=fp32", module="app.evaluate", code=0)
     assert "these are the rows that the run held out" in " ".join(scored.stdout.split())

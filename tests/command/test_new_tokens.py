@@ -25,10 +25,14 @@ def answer(number: int) -> dict[str, str]:
     return {"role": "assistant", "content": f"<call>{number}</call>"}
 
 
+def write_calls(folder: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{n} and {n}?"}, answer(n)]} for n in range(40)]
+    (folder / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    rows = [{"messages": [{"role": "user", "content": f"{n} and {n}?"}, answer(n)]} for n in range(40)]
-    (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_calls(tmp_path)
     return tmp_path
 
 

@@ -1,42 +1,158 @@
-"""A killed run continues as if nothing had happened: the same numbers to the last bit."""
+"""A run that is killed or stopped and then resumed equals one that nothing disturbed, to the last bit."""
 
+import json
 import os
-import random
 import shlex
+import shutil
 import signal
 import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from app.signals import HEARD, NOTHING_TO_SAVE
+from app.signals import CODES, HEARD, NOTHING_TO_SAVE
 from tests.harness.runs import (
     CLOCKS,
     FINISHED,
     SMALL,
+    Ended,
     FinishedRuns,
+    Running,
     Zygote,
     content_of,
-    killed_and_resumed,
+    has_reached,
+    killed_at_last,
+    losses,
     metrics,
     result,
     same_ending,
+    same_tensors,
 )
 
+KILL, TERM, HUP, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+# Two epochs of five or six steps.
+BRIEF = (*SMALL, "dataset.max_rows=40", "dataset.eval_max_rows=6", "eval.every=4", "checkpoint.every=2")
 
-def test_killed_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
-    check_killed_and_resumed(zygote, tmp_path, "recipe=lora adapter.dropout=0.1", kills=1)
+
+def brief(_place: Path) -> Sequence[str]:
+    return BRIEF
 
 
-def check_killed_and_resumed(zygote: Zygote, tmp_path: Path, words: str, kills: int) -> None:
-    moments = sorted(random.Random(words).sample(range(2, 22), kills))
-    whole, killed = killed_and_resumed(zygote, tmp_path, tmp_path, *SMALL, *words.split(), at=moments)
+@dataclass(frozen=True)
+class Row:
+    """A run, and the signal that ends each of its starts but the last, once it has made so many steps."""
+
+    words: str
+    stops: tuple[tuple[signal.Signals, int], ...] = ((KILL, 7),)  # in the second epoch
+    processes: int = 1
+    damaged: bool = False  # the newest checkpoint, before the last start
+    base: Callable[[Path], Sequence[str]] = brief  # writes files to a folder and returns words that precede
+
+    def __str__(self) -> str:
+        stops = ",".join(f"{number.name}@{step}" for number, step in self.stops)
+        return f"{self.base.__name__} {self.processes}x {stops} {self.words}"
+
+
+ROWS = [
+    Row("recipe=lora adapter.dropout=0.1", ((KILL, 5),), damaged=True),
+    Row("recipe=full precision=fp16 model.architecture.initializer_range=0.3", ((HUP, 7),)),
+    Row("recipe=lora adapter.dropout=0.1 batching.accumulation=1", processes=2),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_stopped_run_resumes_bit_for_bit(row: Row, zygote: Zygote, tmp_path: Path) -> None:
+    check_resumed(row, zygote, tmp_path)
+
+
+def check_resumed(row: Row, zygote: Zygote, place: Path) -> None:
+    """Run the row undisturbed and in parts, each of which finds its output folder but no cache."""
+    whole, parts, cache = place / "whole", place / "parts", place / "a cache"
+    command = (*row.base(place), *row.words.split(), "cache_dir='a cache'")
+    cache.mkdir()
+    finish(row, zygote, place, *command, f"output_dir={whole}")
     steps = [line["step"] for line in metrics(whole) if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) >= 22
-    same_ending(whole, killed)
-    assert result(killed)["status"] == "finished"
-    assert 0 < result(killed)["start_metrics"]["eval_loss"] == result(whole)["start_metrics"]["eval_loss"]
+    assert len(steps) > 2 + max(step for _, step in row.stops)
+
+    again = (*command, f"output_dir={parts}", "resume=auto")
+    for number, step in row.stops:
+        running = start(row, zygote, place, *again)
+        with killed_at_last(running):
+            running[0].until(partial(has_reached, parts, max(step, len(losses(parts)) + 1)))
+            check_end(number, step % row.processes, running, parts, again)
+        shutil.rmtree(cache)
+        cache.mkdir()
+    if row.damaged:
+        flip_last_byte(max((parts / "checkpoints").iterdir()) / "weights.safetensors")
+    assert ("damaged" in finish(row, zygote, place, *again).stdout) == row.damaged
+
+    same_ending(whole, parts)
+    assert result(parts)["status"] == "finished"
+    assert result(parts)["start_metrics"]["eval_loss"] > 0
+    assert result(parts)["start_metrics"] == result(whole)["start_metrics"]
+    saves = [max((run / "checkpoints").iterdir()) for run in (whole, parts)]
+    assert state_of(saves[0]) == state_of(saves[1])
+    skipped = state_of(saves[1])["progress"]["skipped_steps"]
+    assert (skipped > 0) == ("precision=fp16" in row.words), "the first loss scale overflows"
+    for file in saves[0].glob("*.safetensors"):
+        same_tensors(file, saves[1] / file.name)
+
+
+def start(row: Row, zygote: Zygote, place: Path, *command: str) -> list[Running]:
+    if row.processes == 1:
+        return [zygote.start(place, *command)]
+    return zygote.start_together(place, row.processes, *command)
+
+
+def finish(row: Row, zygote: Zygote, place: Path, *command: str) -> Ended:
+    """The end of the first process; all succeed."""
+    running = start(row, zygote, place, *command)
+    with killed_at_last(running):
+        ended = [run.wait() for run in running]
+    assert [each.code for each in ended] == [0] * row.processes, ended
+    return ended[0]
+
+
+def check_end(number: int, victim: int, running: Sequence[Running], parts: Path, command: Sequence[str]) -> None:
+    """Signal one of the processes; all end, killed ones at once, asked ones after a save and with the next command."""
+    began = time.monotonic()
+    os.kill(running[victim].pid, number)
+    ended = [run.wait() for run in running]
+    if number == signal.SIGKILL:
+        assert ended[victim].code == -signal.SIGKILL, ended
+        assert 0 not in [each.code for each in ended]
+        assert time.monotonic() - began < 30
+        return
+    (stopped,) = ended
+    assert stopped.code == CODES[signal.Signals(number)], stopped
+    assert "Traceback" not in stopped.stderr
+    assert (number == signal.SIGINT) == (HEARD in stopped.stderr)
+    assert result(parts)["status"] == "stopped"
+    assert (parts / "checkpoints" / f"step-{result(parts)['steps']:06d}").is_dir()
+    *_, saved, report, resume, typed = stopped.stdout.splitlines()
+    assert saved.endswith("which is saved.")
+    assert [report, resume] == [f"report  {parts / 'report.html'}", "To go on:"]
+    python, *words = shlex.split(typed)
+    assert words == ["-m", "app.train", *command]
+    assert python in ("python", sys.executable)
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def state_of(save: Path) -> dict[str, Any]:
+    """Counts, loss scale and optimizer settings of a checkpoint."""
+    state = json.loads((save / "state.json").read_text())
+    return {key: state[key] for key in ("progress", "scaler", "optimizer", "choices")}
 
 
 def test_resumed_finished_run_keeps_its_result(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
@@ -73,32 +189,6 @@ def test_resume_elsewhere_writes_a_random_base(zygote: Zygote, finished: Finishe
     assert content_of(other / "base") == content_of(finished() / "base")
 
 
-def test_stopped_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
-    check_stopped_and_continued(zygote, tmp_path, signal.SIGHUP, 75)
-
-
-def check_stopped_and_continued(zygote: Zygote, tmp_path: Path, number: int, code: int) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    (tmp_path / "a b").mkdir()
-    command = (*SMALL, "checkpoint.every=0", "training.max_steps=10", "cache_dir='a b'")
-    zygote.run(tmp_path, *command, f"output_dir={whole}", code=0)
-    run = zygote.start(tmp_path, *command, f"+output_dir={stopped}")
-    run.until(lambda: len(metrics(stopped)) >= 3)
-    ended = run.stop(number)
-    assert ended.code == code, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert (number == signal.SIGINT) == (HEARD in ended.stderr)
-    assert result(stopped)["status"] == "stopped"
-    said = ended.stdout.splitlines()
-    assert said[-4].endswith("which is saved.")
-    assert said[-3:-1] == [f"report  {stopped / 'report.html'}", "To go on:"]
-    python, *words = shlex.split(said[-1])
-    assert words == ["-m", "app.train", *command, f"output_dir={stopped}", "resume=auto"]
-    assert python in ("python", sys.executable)
-    zygote.run(tmp_path, *words[2:], code=0)
-    same_ending(whole, stopped)
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_stop_before_the_first_step_leaves_nothing(zygote: Zygote, tmp_path: Path, count: int) -> None:
     runs = zygote.start_together(tmp_path, count, *SMALL, "output_dir=run")
@@ -112,14 +202,3 @@ def test_stop_before_the_first_step_leaves_nothing(zygote: Zygote, tmp_path: Pat
         assert NOTHING_TO_SAVE not in each.stderr
         assert "Traceback" not in each.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_resume_passes_over_damaged_checkpoint(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    hurt = finished.copy(tmp_path / "hurt")
-    newest = sorted((hurt / "checkpoints").iterdir())[-1] / "weights.safetensors"
-    content = bytearray(newest.read_bytes())
-    content[-1] ^= 1
-    newest.write_bytes(content)
-    ended = zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={hurt}", "resume=auto", code=0)
-    assert "damaged" in ended.stdout
-    same_ending(finished(), hurt)

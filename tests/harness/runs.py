@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,19 +276,6 @@ def has_reached(run: Path, step: int) -> bool:
     return any(line["step"] >= step for line in metrics(run))
 
 
-def killed_and_resumed(zygote: Zygote, place: Path, to: Path, *command: str, at: Sequence[int]) -> tuple[Path, Path]:
-    """Two runs, in folders of `to`: one that nothing disturbs, one that is killed at these steps and goes on."""
-    whole, killed = to / "whole", to / "killed"
-    zygote.run(place, *command, f"output_dir={whole}", code=0)
-    again = (*command, f"output_dir={killed}", "resume=auto")
-    for step in at:
-        run = zygote.start(place, *again)
-        run.until(partial(has_reached, killed, step))
-        run.kill()
-    zygote.run(place, *again, code=0)
-    return whole, killed
-
-
 def tensors(run: Path) -> "dict[str, Tensor]":
     from safetensors.torch import load_file
 
@@ -309,13 +295,18 @@ def same_ending(one: Path, other: Path) -> None:
     assert numbers(one) == numbers(other)
     finals = [sorted(f.name for f in (run / "final").iterdir()) for run in (one, other)]
     assert finals[0] == finals[1]
-    from safetensors.torch import load_file
-
     for name in finals[0]:
         if name.endswith(".safetensors"):
-            left, right = (load_file(run / "final" / name) for run in (one, other))
-            assert left.keys() == right.keys()
-            assert all(left[key].equal(right[key]) for key in left)
+            same_tensors(*(run / "final" / name for run in (one, other)))
+
+
+def same_tensors(one: Path, other: Path) -> None:
+    """Names and bits of two files."""
+    from safetensors.torch import load_file
+
+    left, right = load_file(one), load_file(other)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not left[name].equal(right[name])] == []
 
 
 def refused(code: int, stdout: str, stderr: str, message: str) -> None:

@@ -79,3 +79,9 @@ def train(model: Regression, optimizer: Optimizer, steps: range) -> list[float]:
 def built(kind: str, seed: int = 0, **values: Any) -> tuple[Regression, Optimizer]:
     model = regression(seed)
     return model, build_optimizer(section(kind, **values), model)
+
+
+def narrow(kind: str, seed: int = 0, **values: Any) -> tuple[Regression, Optimizer]:
+    """With weights in bfloat16."""
+    model = regression(seed).to(torch.bfloat16)
+    return model, build_optimizer(section(kind, **values), model, seed=5)

@@ -1,8 +1,6 @@
 """Every optimizer on weights in bfloat16, and on one parameter at a time: nothing is lost but what rounding costs."""
 
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +13,9 @@ from app.optim.optimizers import build_optimizer
 from app.optim.requirements import BITSANDBYTES_KINDS
 from app.optim.stochastic_rounding import OneByOne, ordinary, round_into, steps_in_backward
 from app.training.storage_counter import StorageCounter
-from tests.optim.small import KINDS, Regression, built, regression, section, train
+from tests.optim.small import KINDS, Regression, built, narrow, regression, section, train
 from tests.optim.test_gradient_scaling import SKIPPING
-from tests.optim.test_optimizer_state import equal, read, write
-
-
-def narrow(kind: str, seed: int = 0, **values: Any) -> tuple[Regression, Optimizer]:
-    model = regression(seed).to(torch.bfloat16)
-    return model, build_optimizer(section(kind, **values), model, seed=5)
+from tests.optim.test_optimizer_state import equal
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,25 +55,6 @@ def test_updates_below_spacing_of_bfloat16_are_learnt() -> None:
     assert exact == pytest.approx(1, rel=0.01)
     assert ours == pytest.approx(exact, rel=0.05)
     assert plain < 0.2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_continued_from_files_equals_uninterrupted(kind: str, tmp_path: Path) -> None:
-    whole_model, whole = narrow(kind, weight_decay=0.01)
-    expected = train(whole_model, whole, range(8))
-    first_model, first = narrow(kind, weight_decay=0.01)
-    losses = train(first_model, first, range(4))
-    write(first, tmp_path)
-
-    second_model, second = narrow(kind, seed=1, weight_decay=0.01)
-    train(second_model, second, range(20, 23))
-    second_model.load_state_dict(first_model.state_dict())
-    read(second, tmp_path)
-    torch.rand(3)  # dropout's draws have no part in it
-    losses += train(second_model, second, range(4, 8))
-    assert losses == expected
-    assert equal(second_model.state_dict(), whole_model.state_dict())
-    assert equal(second.state_dict(), whole.state_dict())
 
 
 def test_seed_decides_roundings() -> None:

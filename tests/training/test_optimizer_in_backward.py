@@ -1,7 +1,6 @@
 """Weights stepped during the backward pass: the same numbers as after it, without gradients; and what goes wrong."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 from torch import Tensor
 
 from app.data.loader import Loader
-from app.distributed.process_group import HostGroup, Runtime
+from app.distributed.process_group import Runtime
 from app.errors import ConfigError, EnvironmentProblem
-from app.training.checkpoint import Checkpoints, Progress
 from app.training.optimizer_in_backward import require_gradients_one_by_one
 from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
@@ -62,24 +60,6 @@ def test_in_backward_holds_two_gradients_at_most(runtime: Runtime, loader_of: Ca
     stepper.run(loader_of(4, 1).batches(0), 1e-3)
     assert len(alive) == len(parameters) > 10
     assert max(alive) <= 2
-
-
-@pytest.mark.parametrize("words", [BF16, (AS_THEY_COME, *BF16)], ids=str)
-def test_in_backward_resumes_bit_for_bit(
-    words: tuple[str, ...], folder: Path, runtime: Runtime, loader_of: Callable[..., Loader]
-) -> None:
-    alone, loader, run = HostGroup(rank=0, count=1), loader_of(4, 1), small_run(*FULL, *words)
-    saver = Checkpoints(folder, run.checkpoint, {}, {})
-    stepper = stepper_of(run, runtime)
-    norms(stepper, loader, range(2))
-    saver.save(Progress(step=2), stepper, alone)
-    expected = norms(stepper, loader, range(2, 4))
-
-    other = stepper_of(run, runtime)
-    norms(other, loader, range(5, 6))
-    saver.load(folder / "step-000002", other, alone)
-    assert norms(other, loader, range(2, 4)) == expected
-    assert same(weights(other), weights(stepper))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -1,7 +1,6 @@
-"""Runs of models that read more than text: killed and resumed, scored, asked, and exported as parts of the whole."""
+"""Runs of models that read more than text: scored, asked, and exported as parts of the whole."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from app.config.schema import QuantizationConfig
 from app.finished.load_run import load_tuned
 from app.finished.save import save_tokenizer
 from app.layers.quantization import quantizer_of
-from tests.harness.runs import SMALL, Zygote, killed_and_resumed, metrics, result, same_ending
+from tests.harness.runs import SMALL, Zygote, metrics, result
 from tests.model.small import CAUSAL, built, distance, model_config, wide_numbers
 from tests.model.test_conversion import changed, in_mxfp4
 from tests.model.wholes import WHOLES, saved_whole
@@ -26,7 +25,7 @@ _IDS = torch.randint(5, 300, (1, 12), generator=torch.Generator().manual_seed(0)
 _ROWS = tuple(word for word in SMALL if not word.startswith("model."))
 
 
-def _base(kind: str, folder: Path) -> Path:
+def composite(kind: str, folder: Path) -> Path:
     """With the tokenizer that ships, and a file of a processor."""
     tokenizer = load_tokenizer(model_config(), needs_template=True)
     given = dict(WHOLES[kind])
@@ -38,23 +37,21 @@ def _base(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
-def test_killed_run_resumes_bit_for_bit_and_is_exported_as_its_whole(
-    kind: str, quick_zygote: Zygote, tmp_path: Path
-) -> None:
-    base = _base(kind, tmp_path / "base")
+def test_run_is_scored_asked_and_exported_as_its_whole(kind: str, quick_zygote: Zygote, tmp_path: Path) -> None:
+    base = composite(kind, tmp_path / "base")
     command = (*_ROWS, "model=folder", f"model.path={base}", "recipe=lora", "training.max_steps=9")
     command += ("adapter.rank_pattern={self_attn.q_proj:4,q_proj:8}",)  # names that the longest one decides
-    whole, killed = killed_and_resumed(quick_zygote, tmp_path, tmp_path, *command, at=[random.randrange(1, 9)])
-    same_ending(whole, killed)
-    assert result(whole)["final_metrics"]["eval_loss"] < result(whole)["start_metrics"]["eval_loss"]
-    quick_zygote.run(tmp_path, f"run={killed}", "weights=both", module="app.evaluate", code=0)
-    quick_zygote.run(tmp_path, f"run={killed}", "prompt=Hello", "max_new_tokens=4", module="app.generate", code=0)
+    run = tmp_path / "run"
+    quick_zygote.run(tmp_path, *command, f"output_dir={run}", code=0)
+    assert result(run)["final_metrics"]["eval_loss"] < result(run)["start_metrics"]["eval_loss"]
+    quick_zygote.run(tmp_path, f"run={run}", "weights=both", module="app.evaluate", code=0)
+    quick_zygote.run(tmp_path, f"run={run}", "prompt=Hello", "max_new_tokens=4", module="app.generate", code=0)
 
     # a fresh process compares both with the run's model, by the class that config.json names
-    quick_zygote.run(tmp_path, f"run={killed}", "kind=adapter", "to=adapter", module="app.export", code=0)
+    quick_zygote.run(tmp_path, f"run={run}", "kind=adapter", "to=adapter", module="app.export", code=0)
     adapted = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
     assert all("language_model" in name for name in adapted)
-    quick_zygote.run(tmp_path, f"run={killed}", "kind=merged", "dtype=fp32", "to=merged", module="app.export", code=0)
+    quick_zygote.run(tmp_path, f"run={run}", "kind=merged", "dtype=fp32", "to=merged", module="app.export", code=0)
     before, after = (load_file(place / "model.safetensors") for place in (base, tmp_path / "merged"))
     assert before.keys() == after.keys()
     changed = [name for name in before if not before[name].equal(after[name])]
@@ -64,23 +61,23 @@ def test_killed_run_resumes_bit_for_bit_and_is_exported_as_its_whole(
     assert (tmp_path / "merged" / copied).read_bytes() == (base / copied).read_bytes()
     configs = [json.loads((place / "config.json").read_text()) for place in (base, tmp_path / "merged")]
     assert configs[0]["architectures"] == configs[1]["architectures"] == [configs[0]["architectures"][0]]
-    words = (f"run={killed}", "kind=quantized", "quant=int8", "to=quantized")
+    words = (f"run={run}", "kind=quantized", "quant=int8", "to=quantized")
     quick_zygote.run(tmp_path, *words, module="app.export", code=0)
     if kind == "gemma3":
-        start = ("adapter.start=killed", "eval.at_start=true", "training.max_steps=1", "output_dir=further")
+        start = ("adapter.start=run", "eval.at_start=true", "training.max_steps=1", "output_dir=further")
         further = [word for word in command if not word.startswith("adapter.rank_pattern")]
         quick_zygote.run(tmp_path, *further, *start, code=0)
         assert metrics(tmp_path / "further")[0]["eval_loss"] == pytest.approx(
-            result(killed)["final_metrics"]["eval_loss"], rel=1e-6
+            result(run)["final_metrics"]["eval_loss"], rel=1e-6
         )
-        alone = (f"run={killed}", "kind=merged", "names=text", "dtype=fp32", "to=text")
+        alone = (f"run={run}", "kind=merged", "names=text", "dtype=fp32", "to=text")
         quick_zygote.run(tmp_path, *alone, module="app.export", code=0)
         numbers = json.loads((tmp_path / "text" / "config.json").read_text())
         assert (numbers["model_type"], numbers["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
         assert not (tmp_path / "text" / copied).exists()
 
 
-def _mixture(kind: str, folder: Path) -> Path:
+def mixture(kind: str, folder: Path) -> Path:
     """A composite with experts, or a mixture in MXFP4."""
     tokenizer = load_tokenizer(model_config(), needs_template=True)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
@@ -114,25 +111,23 @@ def _logits_by_plain_peft(base: BaseModel, final: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe", "gpt_oss"])
-def test_killed_run_of_packed_experts_is_resumed_and_loaded_by_plain_peft(
-    kind: str, quick_zygote: Zygote, tmp_path: Path
-) -> None:
-    path = _mixture(kind, tmp_path / "base")
+def test_run_of_packed_experts_is_loaded_by_plain_peft(kind: str, quick_zygote: Zygote, tmp_path: Path) -> None:
+    path = mixture(kind, tmp_path / "base")
     words = ("recipe=qlora", "adapter.experts=true", "adapter.r=4", "task.router_loss=0.01", "training.max_steps=4")
     few = tuple(word for word in _ROWS if not word.startswith(("eval.", "dataset.max_rows", "checkpoint.every")))
     few += ("dataset.max_rows=30", "eval.every=0", "eval.samples=0", "checkpoint.every=1")
     command = (*few, "model=folder", f"model.path={path}", *words)
-    whole, killed = killed_and_resumed(quick_zygote, tmp_path, tmp_path, *command, at=[random.randrange(1, 4)])
-    same_ending(whole, killed)
-    assert result(killed)["experts"] == {"total": 8, "untrained": 0}
-    lines = metrics(killed)
+    run = tmp_path / "run"
+    quick_zygote.run(tmp_path, *command, f"output_dir={run}", code=0)
+    assert result(run)["experts"] == {"total": 8, "untrained": 0}
+    lines = metrics(run)
     assert all(2 < each["router_loss"] < 8 for each in lines if "loss" in each)  # of 2 experts of 4: 2 if all alike
     assert all("router_loss" not in each for each in lines if "eval_loss" in each)
 
     base = BaseModel(model_config(path=str(path)), CAUSAL)
-    lm = load_tuned(killed, base.config, CAUSAL, adapter=True, quantization=_NF4)
+    lm = load_tuned(run, base.config, CAUSAL, adapter=True, quantization=_NF4)
     with torch.no_grad():
         expected = lm(input_ids=_IDS, use_cache=False).logits
-    assert distance(_logits_by_plain_peft(base, killed / "final"), expected) < 1e-5
-    export = (f"run={killed}", "kind=merged", "dtype=fp32", "to=merged")
+    assert distance(_logits_by_plain_peft(base, run / "final"), expected) < 1e-5
+    export = (f"run={run}", "kind=merged", "dtype=fp32", "to=merged")
     quick_zygote.run(tmp_path, *export, module="app.export", code=0)

@@ -1,13 +1,10 @@
 """A model divided among processes: the numbers of one, saves that any number continues, and a run that goes on."""
 
 import json
-import os
 import pickle
 import random
 import shutil
-import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +19,7 @@ from tests.conftest import REPO, RunApp
 from tests.distributed.test_sharded_checkpoint import Harmful
 from tests.full.command import test_masked
 from tests.full.command.test_classification import ENCODER, encoder_tokenizer, pair, write
-from tests.harness.runs import (
-    SMALL,
-    Zygote,
-    has_reached,
-    killed_at_last,
-    metrics,
-    result,
-    same_ending,
-    same_numbers,
-    tensors,
-)
+from tests.harness.runs import SMALL, Zygote, metrics, result, same_numbers, tensors
 from tests.model.small import distance
 
 FSDP, ZERO2 = "parallel=fsdp", "parallel=zero2"
@@ -88,12 +75,6 @@ def test_fsdp_process_keeps_its_share_of_memory_and_checkpoint(one: Path, two: P
     assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
 
 
-def test_fsdp_killed_process_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path, two: Path) -> None:
-    command = (*FULL, FSDP, with_rate(2), f"output_dir={tmp_path / 'killed'}", "resume=auto")
-    killed_and_resumed(zygote, tmp_path, command, at=3)
-    same_ending(two, tmp_path / "killed")
-
-
 def test_fsdp_received_checkpoint_runs_no_code(zygote: Zygote, tmp_path: Path, two: Path) -> None:
     """Its hashes are right: its maker wrote them too."""
     run = Path(shutil.copytree(two, tmp_path / "run"))
@@ -105,24 +86,6 @@ def test_fsdp_received_checkpoint_runs_no_code(zygote: Zygote, tmp_path: Path, t
     ended = zygote.run_together(tmp_path, 2, *FULL, FSDP, with_rate(2), f"output_dir={run}", "resume=auto", code=2)
     assert "no metadata that this program reads" in "".join(each.stderr for each in ended)
     assert not (tmp_path / "made").exists()
-
-
-def killed_and_resumed(zygote: Zygote, folder: Path, command: tuple[str, ...], at: int) -> None:
-    runs = zygote.start_together(folder, 2, *command)
-    with killed_at_last(runs):
-        runs[0].until(partial(has_reached, folder / "killed", at))
-        os.kill(runs[1].pid, signal.SIGKILL)
-        assert 0 not in [run.wait().code for run in runs]
-    zygote.run_together(folder, 2, *command, code=0)
-
-
-def test_fsdp_killed_qlora_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
-    dropped = ("recipe=qlora", "adapter.dropout=0.1", "training.max_steps=6")
-    command = (*WIDE, *dropped, "checkpoint.every=2", FSDP, "batching.accumulation=1")
-    zygote.run_together(tmp_path, 2, *command, f"output_dir={tmp_path / 'whole'}", code=0)
-    again = (*command, f"output_dir={tmp_path / 'killed'}", "resume=auto")
-    killed_and_resumed(zygote, tmp_path, again, at=4)
-    same_ending(tmp_path / "whole", tmp_path / "killed")
 
 
 AUTO = "parallel=auto"
@@ -164,10 +127,6 @@ def test_checkpoint_of_8_bit_states_refuses_another_number(zygote: Zygote, tmp_p
     for other in ((4, FSDP), (1, AUTO)):
         refused = zygote.run_together(tmp_path, other[0], *command, other[1], with_rate(other[0]), code=2)
         assert "optimizer states in blocks of 8 bits" in "".join(each.stderr for each in refused)
-    zygote.run_together(tmp_path, 2, *command, with_rate(2), code=0)
-    whole = (*FULL, *bits, FSDP, with_rate(2), f"output_dir={tmp_path / 'whole'}")
-    zygote.run_together(tmp_path, 2, *whole, code=0)
-    same_ending(tmp_path / "whole", tmp_path / "run")
 
 
 def test_fsdp_fp16_overflow_is_skipped_by_all(zygote: Zygote, tmp_path: Path) -> None:

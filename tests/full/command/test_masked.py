@@ -1,11 +1,9 @@
-"""An encoder from the command line: hidden tokens are learnt, saved and resumed like anything else."""
+"""An encoder from the command line: hidden tokens are learned and exported like anything else."""
 
 import json
 from pathlib import Path
 
-import pytest
-
-from tests.harness.runs import Zygote, killed_and_resumed, losses, numbers
+from tests.harness.runs import Zygote, losses
 
 SMALL = (
     "model=modernbert",
@@ -32,18 +30,18 @@ SMALL = (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def write_days(folder: Path) -> None:
     """Text in which every token follows from its neighbours."""
     days = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
     rows = [" ".join(days[(start + i) % 7] for i in range(8)) for start in range(7)] * 12
-    (tmp_path / "text.jsonl").write_text(
+    (folder / "text.jsonl").write_text(
         "".join(json.dumps({"text": f"{i}. {row}"}) + "\n" for i, row in enumerate(rows))
     )
-    return tmp_path
 
 
-def test_masked_encoder_learns_and_exports(folder: Path, quick_zygote: Zygote) -> None:
+def test_masked_encoder_learns_and_exports(tmp_path: Path, quick_zygote: Zygote) -> None:
+    folder = tmp_path
+    write_days(folder)
     ended = quick_zygote.run(folder, *SMALL, "output_dir=run", "training.epochs=6", code=0)
     found = losses(folder / "run")
     assert sum(found[-3:]) < 0.7 * sum(found[:3])
@@ -65,9 +63,3 @@ def test_masked_encoder_learns_and_exports(folder: Path, quick_zygote: Zygote) -
 
     refused = quick_zygote.run(folder, "run=run", "prompt=x", module="app.generate", code=2)
     assert "it was tuned with task=masked, and such a model writes no text" in refused.stderr
-
-
-def test_killed_masked_run_resumes_bit_for_bit(folder: Path, zygote: Zygote) -> None:
-    few = (*SMALL, "recipe=lora", "training.epochs=2", "checkpoint.every=2", "eval.every=3")
-    whole, killed = killed_and_resumed(zygote, folder, folder, *few, at=[5])
-    assert numbers(killed) == numbers(whole)

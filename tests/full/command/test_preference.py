@@ -4,7 +4,6 @@ weights.
 
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from app.config.export_settings import export_config
 from app.evaluation.run import prepare_evaluation
 from app.exports.verify import reference_of
-from tests.harness.runs import SMALL, Zygote, has_reached, metrics, result, same_ending
+from tests.harness.runs import SMALL, Zygote, metrics, result
 
 BRIEF = (
     *SMALL,
@@ -27,12 +26,6 @@ KTO = (*BRIEF, "recipe=kto", "optimizer.lr=5e-3", "dataset.max_rows=60")
 EVALUATION = {"eval_loss", "pair_accuracy", "reward_margin", "exact_match"}
 
 
-def killed_at_step_3(zygote: Zygote, folder: Path, *words: str) -> None:
-    run = zygote.start(folder, *words)
-    run.until(partial(has_reached, folder / "parts", 3))
-    run.kill()
-
-
 def test_dpo_with_compiled_layers_begins_at_ln_2(zygote: Zygote, tmp_path: Path) -> None:
     """The reference is scored by uncompiled layers, the policy by compiled ones."""
     compiled = ("compile=blocks", "compile.backend=aot_eager", "precision=bf16")
@@ -44,7 +37,7 @@ def test_dpo_with_compiled_layers_begins_at_ln_2(zygote: Zygote, tmp_path: Path)
 
 
 def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
     zygote.finish(tmp_path, *COMMAND, "output_dir=whole")
     first, last = metrics(whole)[0], result(whole)["final_metrics"]
     assert [first["eval_loss"], metrics(whole)[1]["loss"]] == pytest.approx([math.log(2)] * 2, rel=1e-6)
@@ -66,16 +59,10 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     assert result(tmp_path / "elsewhere")["final_metrics"] == last
     assert (tmp_path / "elsewhere" / "reference").is_dir(), "it goes along"
 
-    words = (*COMMAND, "output_dir=parts")
-    killed_at_step_3(zygote, tmp_path, *words)
-    shutil.rmtree(kept.parent)  # the reference of a run is its own
-    zygote.run(tmp_path, *words, "resume=auto", code=0)
-    same_ending(whole, parts)
-    assert not kept.exists()
-
+    words = (*COMMAND, "output_dir=elsewhere")
     beta = "preference.beta: the checkpoint has 0.1, this run has 0.2"
     zygote.refused(tmp_path, *words, "preference.beta=0.2", "resume=auto", message=beta)
-    shutil.rmtree(parts / "reference")
+    shutil.rmtree(tmp_path / "elsewhere" / "reference")
     lost = "reference: the folder is missing. The reference of this run cannot be computed again"
     zygote.refused(tmp_path, *words, "resume=auto", message=lost)
 
@@ -89,18 +76,14 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     zygote.refused(tmp_path, *other_rows, module="app.evaluate", message=message)
 
 
-def test_kto_learns_from_labels_and_goes_on_with_its_reference(zygote: Zygote, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+def test_kto_learns_from_labels_against_its_reference(zygote: Zygote, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
     zygote.finish(tmp_path, *KTO, "output_dir=whole")
     first, last = metrics(whole)[0], result(whole)["final_metrics"]
     assert [first["eval_loss"], metrics(whole)[1]["loss"]] == pytest.approx([0.5] * 2, rel=1e-6)
     assert last["chosen_reward"] > last["rejected_reward"]
     assert last["reward_margin"] == pytest.approx(last["chosen_reward"] - last["rejected_reward"])
-    words = (*KTO, "output_dir=parts")
-    killed_at_step_3(zygote, tmp_path, *words)
-    zygote.run(tmp_path, *words, "resume=auto", code=0)
-    same_ending(whole, parts)
-    assert "reward margin" in zygote.finish(tmp_path, "run=parts", module="app.evaluate").stdout
+    assert "reward margin" in zygote.finish(tmp_path, "run=whole", module="app.evaluate").stdout
     alone = tmp_path / "alone.jsonl"
     alone.write_text('{"prompt": "Hi", "completion": "Hello", "label": true}\n' * 3)
     rows = ("dataset=preference_label", "dataset.path=alone.jsonl", "dataset.eval_fraction=0", "eval.at_start=false")

@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ import pytest
 from app.signals import NOTHING_TO_SAVE
 from tests.command.test_processes import GONE, PLAIN, Launched, check_two_against_one, with_rate
 from tests.harness.python import printed_by
-from tests.harness.runs import SMALL, Zygote, has_reached, metrics, numbers, result, same_ending, tensors, wait_until
+from tests.harness.runs import SMALL, Zygote, metrics, numbers, result, same_ending, tensors, wait_until
 from tests.model.small import distance
+from tests.training.test_message_weights import WEIGHTS, chats
 
 
 @pytest.mark.parametrize(
@@ -47,30 +47,22 @@ def test_answers_compared_by_two_processes_give_the_losses_of_one(
     assert distance([right[n] for n in updated], [left[n] for n in updated]) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("recipe", "count", "more", "victim"),
-    [
-        ("lora", 2, "adapter.dropout=0.1", 1),
-        ("full", 3, "batching.packing=false", 0),
-        ("qlora", 2, "training.recompute=true", 0),
-    ],
-)
-def test_killed_process_run_resumes_bit_for_bit(
-    zygote: Zygote, tmp_path: Path, recipe: str, count: int, more: str, victim: int
-) -> None:
-    command = (*SMALL, f"recipe={recipe}", more, "batching.accumulation=1", "training.epochs=1")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    zygote.finish_together(tmp_path, count, *command, f"output_dir={whole}")
-    runs = zygote.start_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto")
-    runs[0].until(partial(has_reached, killed, 4))
-    began = time.monotonic()
-    os.kill(runs[victim].pid, signal.SIGKILL)
-    codes = [run.wait().code for run in runs]
-    assert codes[victim] == -signal.SIGKILL
-    assert 0 not in codes
-    assert time.monotonic() - began < 30
-    zygote.run_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto", code=0)
-    same_ending(whole, killed)
+def test_message_weights_of_two_processes_give_the_numbers_of_one(zygote: Zygote, tmp_path: Path) -> None:
+    """Plain gradient descent, and bins of very different weights on each process."""
+    data = tmp_path / "chat.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in chats(WEIGHTS)))
+    words = ("dataset=messages", f"dataset.path={data}", "dataset.eval_fraction=0.3", "training.max_steps=4")
+    small = (word for word in SMALL if not word.startswith(("dataset.max_length=", "batching.tokens=")))
+    command = (*small, *PLAIN, *words, "dataset.max_length=128", "batching.tokens=128", "recipe=full")
+    one, two = tmp_path / "one", tmp_path / "two"
+    zygote.finish(tmp_path, *command, with_rate(1), f"output_dir={one}")
+    zygote.finish_together(tmp_path, 2, *command, with_rate(2), f"output_dir={two}")
+    assert "with messages of another weight than 1" in (one / "log.txt").read_text()
+    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
+        for key in mine.keys() & {"loss", "eval_loss", "grad_norm", "trained_tokens"}:
+            assert theirs[key] == pytest.approx(mine[key], rel=1e-6), (mine["step"], key)
+    left, right = tensors(one), tensors(two)
+    assert distance([right[name] for name in left], list(left.values())) <= 1e-6
 
 
 @pytest.mark.parametrize("starter", ["torchrun", "accelerate"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runs import FINISHED, SMALL, Zygote, numbers, result, same_ending
+from tests.harness.runs import FINISHED, Zygote, result
 
 ON_CPU = {"fp8": "quantization=fp8: a CPU has no fp8", "int8": "int8 base"}  # what a run says
 
@@ -50,13 +50,3 @@ def test_run_on_fp4_exports_what_was_quantised_so(quick_zygote: Zygote, tmp_path
         found = told(tmp_path / kind / "export.json")
         assert found["passed"]
     assert "bnb_4bit_quant_type='fp4'" in (tmp_path / "adapter" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("words", ["recipe=lora quantization=fp8", "recipe=lora quantization=int8"])
-def test_resumes_with_the_same_base(zygote: Zygote, tmp_path: Path, words: str) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder, more in ((whole, ()), (parts, ("training.stop_after=7",)), (parts, ("resume=auto",))):
-        ended = zygote.run(tmp_path, *SMALL, *words.split(), f"output_dir={folder}", *more)
-        assert ended.code in {0, 75}, ended.stderr
-    same_ending(whole, parts)
-    assert numbers(whole)

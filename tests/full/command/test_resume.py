@@ -1,6 +1,7 @@
-"""A killed run continues as if nothing had happened: the same numbers to the last bit."""
+"""Runs of every kind that are killed or stopped, and what else a resumed run keeps."""
 
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -8,11 +9,185 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
-from tests.command.test_resume import check_killed_and_resumed, check_stopped_and_continued
+from tests.command import test_auto_format, test_new_tokens
+from tests.command.test_resume import BRIEF, INT, KILL, TERM, Row, check_resumed
 from tests.conftest import RunApp
-from tests.harness.runs import SMALL, Zygote, has_reached, losses, metrics, result
+from tests.full.command import test_classification, test_masked, test_word_tags
+from tests.full.command.test_classification import encoder_tokenizer, write
+from tests.full.command.test_composites import composite, mixture
+from tests.full.command.test_mixers import HYBRIDS
+from tests.harness.runs import SMALL, Ended, Zygote, has_reached, losses, metrics, result, same_ending
+from tests.training.test_message_weights import WEIGHTS, chats
+
+OFTEN = ("checkpoint.every=2", "eval.every=4", "training.epochs=4", "training.max_steps=10")
+_ROWS = tuple(word for word in BRIEF if not word.startswith("model."))
+
+
+def labels(place: Path) -> tuple[str, ...]:
+    choose = random.Random(0)
+    write(place / "pairs.jsonl", [test_classification.pair(choose, i) for i in range(60)])
+    encoder_tokenizer(place / "tokenizer")
+    return (*test_classification.ENCODER, *OFTEN)
+
+
+def tags(place: Path) -> tuple[str, ...]:
+    choose = random.Random(0)
+    write(place / "names.jsonl", [test_word_tags.sentence(choose) for _ in range(80)])
+    encoder_tokenizer(place / "tokenizer")
+    return (*test_word_tags.GIVEN, *OFTEN)
+
+
+def hidden_tokens(place: Path) -> tuple[str, ...]:
+    test_masked.write_days(place)
+    return (*test_masked.SMALL, *OFTEN)
+
+
+def messages(place: Path) -> tuple[str, ...]:
+    write(place / "chat.jsonl", chats(WEIGHTS))
+    rows = ("dataset=messages", "dataset.path=chat.jsonl", "dataset.eval_fraction=0.3", "dataset.max_length=128")
+    return (*BRIEF, *rows, "batching.tokens=128", "training.epochs=4")
+
+
+def added_tokens(place: Path) -> tuple[str, ...]:
+    test_new_tokens.write_calls(place)
+    return (*test_new_tokens.SHIPPED, *OFTEN, "record.every=1")
+
+
+def talks(place: Path) -> tuple[str, ...]:
+    test_auto_format.write_talks(place)
+    return (*BRIEF, *test_auto_format.ROWS, "eval.at_start=true", "training.epochs=4")
+
+
+def gemma3(place: Path) -> tuple[str, ...]:
+    return (*_ROWS, "model=folder", f"model.path={composite('gemma3', place / 'base')}")
+
+
+def qwen3_vl(place: Path) -> tuple[str, ...]:
+    return (*_ROWS, "model=folder", f"model.path={composite('qwen3_vl', place / 'base')}")
+
+
+def qwen3_5_moe(place: Path) -> tuple[str, ...]:
+    return (*_ROWS, "model=folder", f"model.path={mixture('qwen3_5_moe', place / 'base')}")
+
+
+def gpt_oss(place: Path) -> tuple[str, ...]:
+    return (*_ROWS, "model=folder", f"model.path={mixture('gpt_oss', place / 'base')}")
+
+
+KILLS = ((KILL, 1), (KILL, 4), (KILL, 6))  # before the first checkpoint, and in both epochs
+BLOOM = "model.architecture.model_type=bloom"
+TIED = "model.architecture.tie_word_embeddings=true"
+EXPERTS = "recipe=qlora adapter.experts=true adapter.r=4 task.router_loss=0.01"
+BF16 = "precision=bf16 precision.trained=bf16"
+DROPOUT = "adapter.dropout=0.1"
+# one batch of held-out rows, so that one of several processes has none
+WIDE = "model.architecture.hidden_size=192 model.architecture.intermediate_size=512 dataset.eval_max_rows=2"
+LONG = "training.epochs=4 batching.accumulation=1"  # steps of several processes
+
+ROWS = [
+    # schedules, layouts and layers
+    Row("", ((TERM, 3), (INT, 7))),
+    Row("recipe=full precision=bf16 model.norm=low model.architecture.model_type=gpt_neox"),
+    Row(f"recipe=lora {BLOOM}"),
+    *(
+        Row(f"recipe={recipe} training.recompute=1 {' '.join(HYBRIDS[kind])}")
+        for kind, recipe in (("qwen3_5_text", "qlora"), ("bamba", "full"))
+    ),
+    # optimizers
+    Row("recipe=full optimizer=adamw_8bit optimizer.embedding_states=32bit batching.packing=false", KILLS),
+    Row("recipe=qlora optimizer=paged_adamw_8bit training.recompute=true", KILLS),
+    Row("recipe=full optimizer=adamw optimizer.implementation=foreach"),
+    Row("recipe=full optimizer=sgd optimizer.implementation=loop"),
+    Row("recipe=full optimizer=adamw_bnb_32bit"),
+    Row("recipe=full optimizer=muon batching.packing=false"),
+    Row(f"recipe=full optimizer.in_backward=true training.clip=0 batching.accumulation=1 batching.tokens=128 {BF16}"),
+    # quantizations
+    Row("recipe=full quantization=qat"),
+    Row("recipe=lora quantization=fp8"),
+    Row("recipe=lora quantization=int8"),
+    # adapters
+    Row(f"recipe=lora adapter.lr_ratio=16 adapter.init=gaussian adapter.train_tokens=[5,7,30] {TIED}"),
+    Row("recipe=lora adapter.dora=true adapter.rslora=true adapter.train_whole=[lm_head,embed_tokens]"),
+    Row("recipe=lora adapter.rank_pattern={q_proj:4} adapter.layers=[1] adapter.train_whole=[model.norm]"),
+    Row(f"recipe=lora adapter.init=orthogonal adapter.train_whole=[embed_tokens] {TIED}"),
+    Row("recipe=lora adapter.init=pissa adapter.rslora=true adapter.rank_pattern={q_proj:4}"),
+    Row("recipe=lora adapter.init=pissa_niter_4 adapter.train_tokens=all"),
+    Row("recipe=lora adapter.init=olora adapter.alpha_pattern={q_proj:8}"),
+    Row("recipe=lora adapter.init=eva adapter.rank_pattern={q_proj:4}"),
+    Row("recipe=lora adapter.init=corda adapter.rslora=true adapter.rank_pattern={q_proj:4}"),
+    Row("recipe=qlora adapter.init=loftq"),
+    Row("recipe=lora adapter=peft adapter.method=lokr"),
+    Row("recipe=lora adapter.train_tokens=new", base=added_tokens),
+    # tasks and rows
+    Row("recipe=qlora", base=labels),
+    Row("recipe=qlora eval.objective=entity_f1", base=tags),
+    Row("recipe=lora", base=hidden_tokens),
+    Row("recipe=dpo optimizer.lr=5e-3 dataset.max_length=48 batching.tokens=96"),
+    Row("recipe=kto training.epochs=3 optimizer.lr=5e-3 dataset.max_length=48 batching.tokens=96"),
+    Row("recipe=full optimizer=sgd", base=messages),
+    Row("recipe=lora", base=talks),
+    # models in folders
+    Row("recipe=lora adapter.rank_pattern={self_attn.q_proj:4,q_proj:8}", base=gemma3),
+    Row("recipe=lora", base=qwen3_vl),
+    Row(EXPERTS, base=qwen3_5_moe),
+    Row(EXPERTS, base=gpt_oss),
+    # several processes
+    Row(f"recipe=full batching.packing=false {LONG}", processes=3),
+    Row(f"recipe=qlora training.recompute=true {LONG}", processes=2),
+    Row(f"recipe=full parallel=fsdp {WIDE} {LONG}", processes=2),
+    Row(f"recipe=qlora parallel=fsdp {DROPOUT} {WIDE} {LONG}", processes=2),
+    Row(f"recipe=full parallel=fsdp optimizer=adamw_8bit {BF16} {WIDE} {LONG}", processes=2),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_stopped_run_resumes_bit_for_bit(row: Row, zygote: Zygote, tmp_path: Path) -> None:
+    check_resumed(row, zygote, tmp_path)
+
+
+MODULE = "tests.full.command.file_events"
+SHORT = ("dataset.max_rows=24", "dataset.eval_max_rows=4", "training.max_steps=4", "checkpoint.every=2")
+EVENTS = ("kill", "kill", "kill", "ENOSPC", "EIO", "EACCES")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ("recipe=lora", "adapter.dropout=0.1", "batching.accumulation=3"),
+        ("recipe=full", "precision=bf16", "precision.trained=bf16"),
+        ("recipe=lora", "checkpoint.final=best", "eval.every=1"),
+    ],
+    ids=lambda recipe: recipe[1],
+)
+def test_event_at_a_change_of_a_file_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path, recipe: tuple[str]) -> None:
+    command = (*SMALL, *SHORT, *recipe, "output_dir=run", "resume=auto")
+    folders = [tmp_path / name for name in ("whole", *map(str, range(len(EVENTS))))]
+    for folder in folders:
+        folder.mkdir()
+    whole, *others = folders
+    ended = zygote.run(whole, "count", "events", *command, module=MODULE, code=0)
+    moments = random.Random(" ".join(recipe)).sample(range(1, int((whole / "events").read_text())), len(EVENTS))
+    todo = list(zip(others, EVENTS, moments, strict=True))
+    for pair in (todo[i : i + 2] for i in range(0, len(todo), 2)):  # as many as there are cores
+        hurt = [zygote.start(folder, what, str(moment), *command, module=MODULE) for folder, what, moment in pair]
+        for run, (_, what, moment) in zip(hurt, pair, strict=True):
+            check_end(what, moment, run.wait())
+        resumed = [zygote.start(folder, *command) for folder, _, _ in pair]
+        for run, (folder, what, moment) in zip(resumed, pair, strict=True):
+            ended = run.wait()
+            assert ended.code == 0, f"{what} {moment}: {ended.stderr}"
+            same_ending(whole / "run", folder / "run")
+
+
+def check_end(what: str, moment: int, ended: Ended) -> None:
+    """Some errors are of files that a run can do without."""
+    if what == "kill":
+        assert ended.code == -signal.SIGKILL
+    else:
+        assert ended.code in (0, 2), f"{what} {moment}: {ended.stderr}"
+        assert "Traceback" not in ended.stdout + ended.stderr, f"{what} {moment}"
+        assert ended.stderr.startswith("error: ") == (ended.code == 2)
 
 
 def test_repeated_signals_still_save(zygote: Zygote, tmp_path: Path) -> None:
@@ -51,33 +226,6 @@ def test_finished_run_can_be_extended(zygote: Zygote, tmp_path: Path) -> None:
     assert zygote.run(tmp_path, *command, "training.max_steps=4", f"output_dir={longer}").code == 0
     zygote.run(tmp_path, *command, "training.max_steps=6", f"output_dir={longer}", "resume=auto", code=0)
     assert losses(whole) == losses(longer)
-
-
-@pytest.mark.parametrize(
-    ("words", "kills"),
-    [
-        ("recipe=full optimizer=adamw_8bit optimizer.embedding_states=32bit batching.packing=false", 3),
-        ("recipe=qlora optimizer=paged_adamw_8bit training.recompute=true", 3),
-        ("recipe=full optimizer=adamw optimizer.implementation=foreach", 1),
-        ("recipe=full optimizer=sgd optimizer.implementation=loop", 1),
-        ("recipe=full optimizer=adamw_bnb_32bit", 1),
-        ("recipe=lora adapter.lr_ratio=16", 1),
-        ("recipe=full precision=bf16 model.norm=low model.architecture.model_type=gpt_neox", 1),
-        ("recipe=full quantization=qat", 1),
-    ],
-)
-def test_killed_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path, words: str, kills: int) -> None:
-    check_killed_and_resumed(zygote, tmp_path, words, kills)
-    if "embedding_states" in words:
-        (*_, save) = sorted((tmp_path / "whole" / "checkpoints").iterdir())
-        with safe_open(save / "optimizer.safetensors", "pt") as states:
-            kinds = {states.get_slice(key).get_dtype() for key in states.keys()}  # noqa: SIM118 (not a mapping)
-        assert "U8" in kinds, "states of eight bits are saved as bytes"
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_stopped_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path, number: int, code: int) -> None:
-    check_stopped_and_continued(zygote, tmp_path, number, code)
 
 
 def test_best_model_is_final_or_said_to_be_lost(zygote: Zygote, tmp_path: Path) -> None:

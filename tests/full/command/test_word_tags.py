@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.full.command.test_classification import ALWAYS, BERT, asked, check_export, encoder_tokenizer, scored, write
-from tests.harness.runs import Zygote, killed_and_resumed, losses, numbers
+from tests.harness.runs import Zygote, losses
 
 GIVEN = (
     *(each.replace("task=classification", "task=tokens") for each in ALWAYS),
@@ -76,9 +76,3 @@ def test_exported_tagger_is_the_same(quick_zygote: Zygote, place: Path, run: Pat
     check_export(quick_zygote, run, out, "merged", "AutoModelForTokenClassification")
     assert json.loads((out / "config.json").read_text())["label2id"]["B-LOC"] == 0
     assert 'pipeline_tag: "token-classification"' in (out / "README.md").read_text()
-
-
-def test_killed_tagger_resumes_bit_for_bit(place: Path, tmp_path: Path, zygote: Zygote) -> None:
-    few = (*GIVEN, "recipe=qlora", "training.max_steps=8", "checkpoint.every=2", "eval.every=3")
-    whole, killed = killed_and_resumed(zygote, place, tmp_path, *few, "eval.objective=entity_f1", at=[4])
-    assert numbers(killed) == numbers(whole)
