@@ -65,6 +65,11 @@ def test_masked_tokens_follow_bert_and_epoch() -> None:
     assert len(np.intersect1d(draws[0].at, draws[1].at)) == pytest.approx(1000, abs=100)
 
 
+def test_masked_tokens_of_equal_rows_are_drawn_separately() -> None:
+    first, second = (masked(0.5).label(rows_of([402, 402]), row, epoch=0)[0] for row in range(2))
+    assert len(np.intersect1d(first.at, second.at)) == pytest.approx(100, abs=40)
+
+
 def test_masked_tokens_special_row_has_none() -> None:
     (found,) = masked().label(rows_of([2]), 0, 0)
     assert (found.ids.tolist(), found.at.tolist(), found.targets.tolist()) == ([1, 2], [], [])

@@ -11,7 +11,7 @@ import torch
 from app.config.load import compose_run
 from app.config.schema import LaunchConfig
 from app.distributed import failures
-from app.distributed.process_group import machine_notes, start
+from app.distributed.process_group import HostGroup, Runtime, machine_notes, start
 from tests.harness.runs import Zygote
 
 
@@ -80,3 +80,12 @@ def main() -> None:
 def test_environment_is_not_emptied_while_a_thread_reads_it(zygote: Zygote, tmp_path: Path) -> None:
     """A thread that reads what another one changes may end the process by a segmentation fault."""
     zygote.run_together(tmp_path, 2, module="tests.distributed.test_process_group", code=0)
+
+
+def test_seed_draws_other_dropout_on_each_rank() -> None:
+    draws = []
+    for rank in (0, 1, 0):
+        Runtime(None, torch.device("cpu"), HostGroup(rank=rank, count=2), 1).seed(3)
+        draws.append(torch.rand(4))
+    assert draws[0].equal(draws[2])
+    assert not draws[0].equal(draws[1])

@@ -15,9 +15,10 @@ from app.assets import ROOT
 from app.config.export_settings import export_config
 from app.errors import AppError
 from app.evaluation.run import prepare_evaluation
-from app.exports import gguf, gguf_model
+from app.exports import gguf, gguf_model, gguf_vocabulary, verify
 from app.exports.export import make_export, prepare_export
 from app.exports.gguf_vocabulary import modelfile, vocabulary_of
+from app.exports.verify import Reference, Verification
 from tests.exports.small_gguf import KINDS, Small
 from tests.harness.runs import FinishedRuns
 
@@ -129,3 +130,17 @@ def test_export_without_llama_cpp_says_what_was_not_proven(
     card = (tmp_path / "out" / "README.md").read_text()
     assert "llama-server -m model-bf16.gguf" in card
     assert "vllm" not in card
+
+
+def test_scores_rank_token_by_its_first_merge() -> None:
+    vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}
+    scores = gguf_vocabulary._scores({"vocab": vocabulary}, [("a", "b"), ("a", "bc"), ("b", "c"), ("ab", "c")])
+    assert scores == [-4.0, -4.0, -4.0, 0.0, -2.0, -1.0]
+
+
+def test_loss_without_logits_is_relative_to_a_loss_above_one() -> None:
+    found = Verification(tolerance=0.1, tolerance_is="", loss_before=4.0, rows=1, positions=1, rows_are="")
+    reference = Reference({}, [], [], "")
+    assert verify._with_loss(found, reference, 4.2, None).loss_difference == pytest.approx(0.05)
+    below = verify._with_loss(replace(found, loss_before=0.5), reference, 0.7, None)
+    assert below.loss_difference == pytest.approx(0.2)

@@ -161,7 +161,7 @@ def test_longest_name_of_a_pattern_counts_in_training_and_in_the_files(tmp_path:
 
 @pytest.mark.parametrize(("kind", "nf4"), [("mixtral", False), ("qwen3_moe", True), ("gpt_oss", True)])
 def test_stacks_of_experts_are_merged_in_the_tensors_of_the_files(tmp_path: Path, kind: str, nf4: bool) -> None:
-    run = tuned(tmp_path, kind, lora(experts=True), nf4=nf4)
+    run = tuned(tmp_path, kind, lora(experts=True, rslora=kind == "mixtral"), nf4=nf4)
     ours = in_fp32(run.training_model)
     assert distance(logits(run.merged(tmp_path / "merged")), ours) <= NOISE
     stored = load_file(run.base / "model.safetensors")

@@ -183,10 +183,15 @@ def gradients(model: TrainingModel, batches: list[Any]) -> list[float]:
 
 
 def test_macro_f1_ignores_absent_classes() -> None:
+    from sklearn.metrics import f1_score
+
     # three documents of classes 0, 0, 1, all taken for 0; class 2 is neither
     sums = np.array([3.0, 3, 2, 0, 0, 3, *(2, 1, 0), *(3, 0, 0), *(2, 0, 0)])
     run = small_run("task=classification", "task.labels=[a,b,c]", "dataset=labelled_text", "dataset.path=a.jsonl")
     assert counts_of(run).metrics(sums)["macro_f1"] == pytest.approx((2 * 2 / 5 + 0) / 2)
+    # of documents 0, 0, 1 the last is taken for 2: a class that is predicted and never true counts
+    wrong = np.array([3.0, 3, 2, 0, 0, 3, *(2, 1, 0), *(2, 0, 1), *(2, 0, 0)])
+    assert counts_of(run).metrics(wrong)["macro_f1"] == pytest.approx(f1_score([0, 0, 1], [0, 0, 2], average="macro"))
 
 
 def test_balanced_weights_are_those_of_scikit_learn() -> None:

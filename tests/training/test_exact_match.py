@@ -29,7 +29,7 @@ def conversation(lm: Any, draw: random.Random) -> tuple[Row, int]:
     trained: list[bool] = []
     end = draw.choice([ENDLESS, draw.randrange(3, VOCABULARY)])
     for _ in range(draw.choice([1, 1, 2, 3])):
-        ids += [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(2, 6))]
+        ids += [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 6))]
         trained += [False] * (len(ids) - len(trained))
         answer = generate(lm, [ids], [] if end == ENDLESS else [end], NEW)[0]
         if answer and draw.random() < 0.4:

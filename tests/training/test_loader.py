@@ -59,6 +59,7 @@ def test_labels_follow_the_state_before_them(rows: list[tuple[list[int], list[bo
         assert batch.ids[r, : len(ids)].tolist() == ids.tolist()
         assert batch.ids[r, len(ids) :].eq(0).all()
         assert batch.positions[r, : len(ids)].tolist() == list(range(len(ids)))
+    assert int(batch.positions.max()) == max((len(ids) for ids, _ in arrays), default=1) - 1
     assert len(batch.label_rows) >= 1, "an empty batch still hangs on the graph"
 
 
