@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from app.config.command_line import Changes, Command
+from app.config.command_line import Changes, Command, command_help
 from app.config.commands import run_command
-from app.config.fields import number
-from app.config.help import command_help
+from app.config.validate import number
 from app.errors import EnvironmentProblem
 
 _PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
@@ -42,7 +41,7 @@ def _command(arguments: Sequence[str]) -> int:
     if missing:
         needed = f"app.board needs packages that are not installed: {', '.join(missing)}"
         raise EnvironmentProblem(f"{needed}. pip install {' '.join(_PACKAGES.values())}")
-    from app.web.server import serve
+    from app.web.board import serve
 
     serve(Path(config.folder).expanduser(), config.port)
     return 0

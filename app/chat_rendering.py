@@ -1,16 +1,207 @@
-"""Rendering of conversations by chat templates, bounded in time and size; errors name the template and its line."""
+"""Rendering of conversations by chat templates, sandboxed, bounded in time and size; errors name the template's line.
 
+A time limit cannot stop a single call such as `'a' * 10**10`: Python handles signals between calls. So operations that
+can make far more than they are given are measured first. All others are as long as what they are given.
+"""
+
+import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from functools import cache, lru_cache, wraps
+from string import Formatter
+from types import BuiltinMethodType, FrameType, FunctionType
 from typing import Any
 
+from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.filters import do_join, make_attrgetter
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import pass_eval_context
 
-from app.chat_sandbox import bounded
 from app.errors import ConfigError
+
+MAX_SIZE = 1 << 27  # characters or elements of one value; a row of data has half as many at most
+_MAX_BITS = 100_000  # of an integer
+_LINES = 1 << 12  # assumed where an indent or a precision is given, as the values below it are not counted
+_SEQUENCES = (str, bytes, list, tuple)
+_INTERPOLATED = re.compile(r"%(?:\([^)]*\))?[-+ #0]*([\d*]*)(?:\.([\d*]*))?")  # width and precision
+
+
+def _width(_value: Any, *given: Any, **named: Any) -> int:
+    return max((each for each in (*given, *named.values()) if isinstance(each, int)), default=0)
+
+
+def _length(value: Any) -> Any:
+    return len(value) if isinstance(value, _SEQUENCES) else value or 0
+
+
+def _longest(values: Iterable[Any]) -> int:
+    return max((len(value) for value in values if isinstance(value, _SEQUENCES)), default=1)
+
+
+def _widths(specs: Iterable[str], values: Iterable[Any]) -> int:
+    """Return the sum of the widths in format specs; one that an argument gives is the largest integer of `values`."""
+    largest = max((abs(value) for value in values if isinstance(value, int)), default=0)
+    return sum(
+        largest if "*" in spec or "{" in spec else sum(map(int, re.findall(r"\d+", spec))) for spec in specs if spec
+    )
+
+
+def _formatted(text: str, *given: Any, **named: Any) -> int:
+    values = [*given, *named.values()]
+    fields = [spec for _, name, spec, _ in Formatter().parse(text) if name is not None]
+    return _widths(filter(None, fields), values) + len(fields) * _longest(values)
+
+
+def _interpolated(text: Any, *given: Any, **named: Any) -> int:
+    values = [*given, *named.values()]
+    fields = [spec for found in _INTERPOLATED.findall(str(text)) for spec in found]
+    return _widths(fields, values) + len(fields) * _longest(values)
+
+
+# the largest size of what a method, or a filter, makes of a value and its arguments; jinja adds names of its own
+_METHODS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill", "to_bytes", "batch"), _width),
+    "expandtabs": lambda text, tabsize=8, **__: text.count("\t") * tabsize,
+    "indent": lambda text, width=4, *_, **__: (str(text).count("\n") + 1) * _length(width),
+    "replace": lambda text, old, new, *_, **__: str(text).count(str(old)) * len(str(new)),
+    "translate": lambda text, table, **__: len(text) * _longest(table.values() if isinstance(table, dict) else table),
+    "wordwrap": lambda text, _width=79, _long=True, wrapstring="", **__: len(str(text)) * _length(wrapstring),
+    "round": lambda _value, precision=0, *_, **__: _LINES * abs(precision),
+    "tojson": lambda _value, _ascii=False, indent=None, *_, **__: _LINES * _length(indent),
+    "format": _formatted,
+    "format_map": lambda text, mapping, **__: _formatted(text, *mapping.values()),
+}
+_FILTERS = {**_METHODS, "format": _interpolated}
+
+
+def _require(size: Any, name: str) -> None:
+    if size > MAX_SIZE:
+        raise SecurityError(f"{name} makes a value of more than {MAX_SIZE:,} characters")
+
+
+def _measured(values: Iterable[Any], separator: int) -> Iterator[Any]:
+    """Yield values to be joined; SecurityError before they are too long together."""
+    size = 0
+    for value in values:
+        size += len(str(value)) + separator
+        _require(size, "join")
+        yield value
+
+
+@pass_eval_context
+def _join(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
+    items = value if attribute is None else map(make_attrgetter(context.environment, attribute), value)
+    return do_join(context, _measured(items, len(str(d))), d)
+
+
+def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the filter that checks its size first. Some take a context before the value."""
+    contexts, size = int(hasattr(function, "jinja_pass_arg")), _FILTERS[name]
+
+    @wraps(function)
+    def checked(*given: Any, **named: Any) -> Any:
+        _require(size(*given[contexts:], **named), name)
+        return function(*given, **named)
+
+    return checked
+
+
+def _product_size(operator: str, left: Any, right: Any) -> Any:
+    """Return the size of `left * right` or `left ** right`; an integer of too many bits is too large."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        return 0 if bits <= _MAX_BITS else MAX_SIZE + 1
+    sizes = [_length(each) for each in (left, right) if isinstance(each, (*_SEQUENCES, int))]
+    return sizes[0] * sizes[1] if len(sizes) == 2 else 0
+
+
+class _CodeGenerator(CodeGenerator):
+    def visit_Concat(self, node: Any, frame: Any) -> None:  # noqa: N802  (the name that jinja calls)
+        """Write `a ~ b` as a call of the environment's bounded `concat`."""
+        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
+            super().visit_Concat(node, frame)
+            return
+        self.write("environment.concat(map(str, (")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of a chat template."""
+
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def from_string(self, *given: Any, **named: Any) -> Any:
+        """Return the template, with bounded filters in place of those that were set until now."""
+        self.filters |= {name: _checked(name, self.filters[name]) for name in _FILTERS if name in self.filters}
+        self.filters["join"] = _join
+        return super().from_string(*given, **named)
+
+    @staticmethod
+    def concat(texts: Iterable[str]) -> str:
+        """Join what a template, a block or a macro writes."""
+        parts = list(texts)
+        _require(sum(map(len, parts)), "the template")
+        return "".join(parts)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operation whose result is not too large."""
+        if operator == "+":
+            if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
+                _require(len(left) + len(right), operator)
+            return left + right
+        if operator != "%":
+            _require(_product_size(operator, left, right), operator)
+        elif isinstance(left, str):
+            values = right if isinstance(right, tuple) else right.values() if isinstance(right, dict) else (right,)
+            _require(_interpolated(left, *values), operator)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __called: Any, *given: Any, **named: Any) -> Any:  # noqa: N805  (as jinja has it)
+        """Call a function or method whose result is not too large."""
+        # jinja wraps `format` in a function
+        method: Any = getattr(__called, "__wrapped__", None) if isinstance(__called, FunctionType) else __called
+        owner = method.__self__ if isinstance(method, BuiltinMethodType) else None
+        if isinstance(owner, str | bytes | int) and method.__name__ in _METHODS:
+            _require(_METHODS[method.__name__](owner, *given, **named), method.__name__)
+        elif isinstance(owner, str | bytes) and method.__name__ == "join":
+            given = tuple(_measured(values, len(owner)) for values in given)
+        return super().call(__context, __called, *given, **named)
+
+
+@cache
+def bounded(render: Callable[..., str]) -> Callable[..., str]:
+    """Return `apply_chat_template` of transformers for templates in this sandbox; that of another class as it is.
+
+    transformers makes the sandbox inside the function that compiles a template, and takes no other. So that function
+    and its two callers are copied with one global exchanged in each; those of transformers stay as they are.
+    """
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+    from transformers.utils import chat_template_utils as theirs
+
+    if render is not PreTrainedTokenizerBase.apply_chat_template:
+        return render
+    compiled = _with_global(theirs._cached_compile_jinja_template, ImmutableSandboxedEnvironment=Sandbox)
+    rendered = _with_global(theirs.render_jinja_template, _compile_jinja_template=lru_cache(compiled))
+    return _with_global(render, render_jinja_template=rendered)
+
+
+def _with_global(function: Any, **exchanged: Any) -> Callable[..., Any]:
+    """Return a copy of a function that finds other values under these global names."""
+    names = {**function.__globals__, **exchanged}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# ---- chat rendering
+
 
 MAX_SECONDS = 10.0  # of one rendering, which takes about 0.0001
 _REMEDY = "Mend it, or give another: model.chat_template=FILE, or a name that ships"

@@ -22,16 +22,14 @@ from typing import TYPE_CHECKING, Any
 from app.config.commands import CheckConfig, check_config, print_settings_notes, run_command
 from app.config.overrides import key_of
 from app.config.schema import RunConfig
-from app.distributed.environment import world
-from app.distributed.failures import fail_as_one_of_several, report_failure
-from app.distributed.launch import launch, processes_to_start
+from app.distributed.launch import fail_as_one_of_several, launch, processes_to_start, report_failure, world
 from app.errors import AppError, ConfigError, refuse
 from app.files import report_write_errors, write_json, write_text
 from app.program import as_started, remember_settings
 from app.tracking.console import Console, open_console
 
 if TYPE_CHECKING:
-    from app.config.model_kinds import ModelKinds
+    from app.config.kinds import ModelKinds
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -68,8 +66,7 @@ def check(config: CheckConfig, console: Console) -> int:
 
 
 def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
-    from app.training.data_advice import advice
-    from app.training.data_check import check_data
+    from app.training.data_check import advice, check_data
 
     found = check_data(config.run, _processes(config.run), console.say)
     facts = found.facts()
@@ -133,7 +130,7 @@ def _ladder(arguments: Sequence[str]) -> int:
 
 def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
     from app.memory.check import planned_parts
-    from app.sweeps.ladder import batch_text
+    from app.sweeps.proposers import batch_text
 
     config = check_config(arguments)
     _check_parts(config)
@@ -147,7 +144,7 @@ def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
 def _cluster(_config: CheckConfig, _console: Console) -> dict[str, Any]:
     """Check the cluster; runs in each process on all machines."""
     from app.distributed.cluster_check import Unreachable, check_cluster
-    from app.tracking.manifest import program_here
+    from app.tracking.recorder import program_here
 
     here, program = world(), program_here()
     git = program["program"]["git"] or {"commit": "no checkout"}
@@ -165,10 +162,10 @@ def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
     import torch
 
+    from app.base.base_model import open_weights
     from app.base.base_weights import LoadOptions
-    from app.base.load_base import open_weights
     from app.config.tasks import task_of
-    from app.layers.quantization_error import quantization_errors
+    from app.layers.quantization import quantization_errors
 
     run = config.run
     options = LoadOptions(torch.float32, torch.device("cpu"), "eager")
@@ -180,7 +177,7 @@ def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
 
 def _models(config: CheckConfig, _console: Console) -> dict[str, Any]:
     """Show what the table knows of each kind, or how the model of the command line would be trained."""
-    from app.config.model_kinds import model_kinds
+    from app.config.kinds import model_kinds
 
     if any(key_of(text).partition(".")[0] == "model" for text in config.overrides):
         kinds, stops = _verdict(config.run)
@@ -194,8 +191,8 @@ def _verdict(run: RunConfig) -> tuple["ModelKinds", list[str]]:
     """A table of the run's model alone, and what refuses it."""
     import transformers
 
-    from app.base.structure import open_base
-    from app.config.model_kinds import REFUSED, ModelKinds, Tier
+    from app.base.base_model import open_base
+    from app.config.kinds import REFUSED, ModelKinds, Tier
 
     base = open_base(run.model, run.task)
     tier, stops = base.tier, list[str]()

@@ -15,11 +15,10 @@ import yaml
 
 from app.config.command_line import Command
 from app.config.commands import run_command
-from app.config.groups import choices_by_group
-from app.config.setting_table import Conversion
+from app.config.conf_files import choices_by_group, read_yaml
+from app.config.other_programs import Conversion
 from app.config.settings_conversion import converted
 from app.config.validate import format_value
-from app.config.yaml_files import read_yaml
 from app.errors import ConfigError, gist
 from app.files import write_text
 from app.tracking.console import Console, open_console

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from app.config.command_line import command_help
 from app.config.commands import run_command
 from app.config.finished_run import EVALUATE, EvaluateConfig, as_run, evaluate_config, read_manifest
-from app.config.help import command_help
-from app.distributed.environment import world
-from app.distributed.failures import fail_as_one_of_several, reporting_crashes
-from app.distributed.launch import launch, processes_to_start
+from app.distributed.launch import fail_as_one_of_several, launch, processes_to_start, reporting_crashes, world
 from app.errors import EnvironmentProblem, refuse
 from app.evaluation.lm_eval import prepare_harness, require_harness, table, with_earlier_tasks
 from app.files import report_write_errors, write_json
@@ -32,7 +30,7 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
     _check_parts(config)
     folder = _writable_folder(config.output_dir)
     console.say(f"run     {config.folder}, {' and '.join(names)}")
-    from app.training.stand_in import at_checkpoint
+    from app.training.final_model import at_checkpoint
 
     with at_checkpoint(config.folder, config.kept_checkpoint, as_run(config)) as place:
         _score_in(place, config, names, folder, console)
@@ -72,7 +70,7 @@ def run_harness(config: EvaluateConfig, names: Sequence[str], console: Console) 
     target = _writable_folder(config.output_dir) / "harness.json"
     from app.base.tokenizer import load_tokenizer
     from app.evaluation.run import open_finished_run
-    from app.training.stand_in import at_checkpoint
+    from app.training.final_model import at_checkpoint
 
     console.say(f"run     {config.folder}, {' and '.join(names)}\nharness {', '.join(config.harness)}")
     harness = prepare_harness(config.harness, config.harness_limit, chat=config.harness_chat)

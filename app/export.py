@@ -16,17 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.config.command_line import command_help
 from app.config.commands import run_command
-from app.config.export_settings import EXPORT, EXPORT_KINDS, ExportConfig, export_config
-from app.config.finished_run import as_run, read_manifest
-from app.config.help import command_help
+from app.config.finished_run import EXPORT, EXPORT_KINDS, ExportConfig, as_run, export_config, read_manifest
 from app.errors import refuse
-from app.exports.folder import REPORT, require_target
-from app.exports.hub import repository
+from app.exports.destination import REPORT, repository, require_target
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align, format_bytes
-from app.tracking.manifest import program_here
-from app.tracking.recorder import read_result
+from app.tracking.recorder import program_here, read_result
 
 if TYPE_CHECKING:
     from app.exports.kinds import Export
@@ -48,7 +45,7 @@ def export(config: ExportConfig, console: Console) -> int:
 
 def _export(config: ExportConfig, console: Console) -> int:
     """Export the run, or what takes its place: a checkpoint, or a sum of adapters."""
-    from app.training.stand_in import at_checkpoint, combined
+    from app.training.final_model import at_checkpoint, combined
 
     run = as_run(config)
     if config.adapters:
@@ -92,7 +89,7 @@ def _check_parts(config: ExportConfig) -> None:
     """Collect the problems that each package finds in milliseconds, and report them together."""
     from app.base import tokenizer
     from app.data import sources
-    from app.exports.gguf_converter import converter_problems
+    from app.exports.gguf import converter_problems
 
     packages = EXPORT_KINDS[config.kind].packages if config.llama_cpp is None else ()
     problems = [*sources.check(config.dataset, training=False), *tokenizer.check(config.model)]

@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.config.command_line import command_help
 from app.config.commands import GENERATE, STDIN, GenerateConfig, class_problems, run_command
 from app.config.dataset import has_chats, has_pairs
 from app.config.finished_run import finished_folder, require_intact_final
-from app.config.help import command_help
+from app.config.kinds import PROBLEMS, text_of
 from app.config.load import named_model, read_run
-from app.config.problems import PROBLEMS, text_of
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS, task_of
 from app.errors import AppError, ConfigError, PromptTooLong, refuse
@@ -31,8 +31,8 @@ from app.files import write_text
 from app.safe_text import printable
 
 if TYPE_CHECKING:
-    from app.data.types import Message
-    from app.finished.generate import TextGenerator
+    from app.data.rows import Message
+    from app.finished.inference import TextGenerator
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -55,7 +55,7 @@ def generate(config: GenerateConfig) -> None:
     if folder is None or run is None or config.checkpoint is None:
         _answer(config, folder, run)
         return
-    from app.training.stand_in import at_checkpoint
+    from app.training.final_model import at_checkpoint
 
     with at_checkpoint(folder, config.checkpoint, run) as place:
         _answer(config, place, run)
@@ -94,7 +94,7 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     one = [config.prompt, *([config.second] if pair else [])]
     fields = [columns.sentence1, columns.sentence2] if pair else [columns.text]
     texts = [list(map(str, one))] if config.prompts is None else read_examples(config.prompts, fields)
-    from app.finished.generate import Classifier
+    from app.finished.inference import Classifier
 
     lm, tokenizer = _loaded(config, folder, run)
     classifier, cut = Classifier(lm, tokenizer, run.dataset.max_length, run.task.problem), 0
@@ -137,7 +137,7 @@ def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
 
 def _loaded(config: GenerateConfig, folder: Path, run: RunConfig) -> tuple[Any, Any]:
     """The model of a run that answers with labels, and its tokenizer."""
-    from app.finished.load_run import load_tuned, load_tuned_tokenizer
+    from app.finished.inference import load_tuned, load_tuned_tokenizer
 
     _use_threads(config)
     require_intact_final(folder)
@@ -175,8 +175,7 @@ def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig
         )
     import torch
 
-    from app.finished.generate import TextGenerator
-    from app.finished.load_run import load_any, load_tuned, load_tuned_tokenizer
+    from app.finished.inference import TextGenerator, load_any, load_tuned, load_tuned_tokenizer
 
     if folder is not None and run is not None:
         require_intact_final(folder)

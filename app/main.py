@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 
 from app import __version__
-from app.config.did_you_mean import did_you_mean
+from app.config.validate import did_you_mean
 from app.errors import ConfigError
 from app.program import STARTED_AS
 

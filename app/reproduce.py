@@ -9,18 +9,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from app.config.command_line import command_help
 from app.config.commands import run_command
 from app.config.finished_run import REPRODUCE, ReproduceConfig, as_run, read_manifest, reproduce_config
-from app.config.help import command_help
 from app.config.schema import RunConfig
 from app.errors import CheckpointError, ConfigError
 from app.files import write_json
 from app.tracking.compare_runs import Difference, LineComparison, compare_content, compare_lines, compare_programs
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align
-from app.tracking.jsonl_metrics import read_lines
-from app.tracking.manifest import program_here
-from app.tracking.output_dir import RunFolder
+from app.tracking.output_dir import RunFolder, read_lines
+from app.tracking.recorder import program_here
 from app.train import train
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds

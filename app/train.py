@@ -13,15 +13,23 @@ import sys
 from dataclasses import asdict
 from typing import NoReturn
 
+from app.config.command_line import help_text, print_help_or_version
 from app.config.commands import print_settings_notes, require_platform, resume_command
-from app.config.help import help_text, print_help_or_version
+from app.config.conf_files import to_yaml
 from app.config.load import compose_run
 from app.config.overrides import is_sweep, split_arguments
 from app.config.schema import RunConfig
-from app.config.yaml_files import to_yaml
-from app.distributed.environment import world
-from app.distributed.failures import end_as_one_of_several, fail_as_one_of_several, quiet_connections, reporting_crashes
-from app.distributed.launch import launched_run, processes_to_start, require_named_folder, train_in_processes
+from app.distributed.launch import (
+    end_as_one_of_several,
+    fail_as_one_of_several,
+    launched_run,
+    processes_to_start,
+    quiet_connections,
+    reporting_crashes,
+    require_named_folder,
+    train_in_processes,
+    world,
+)
 from app.errors import AppError, refuse
 from app.program import remember_settings
 from app.signals import CTRL_C, Stopped, ending_on_signals
@@ -58,7 +66,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console, resume_hint: 
 def _check_parts(run: RunConfig) -> None:
     """Collect the problems that each package finds in milliseconds, and report them together."""
     from app.base import source, tokenizer
-    from app.config import adapter_start
+    from app.config import adapters
     from app.data import sources
     from app.distributed import launch
     from app.optim import requirements
@@ -69,7 +77,7 @@ def _check_parts(run: RunConfig) -> None:
             *sources.check(run.dataset),
             *source.check(run.model),
             *tokenizer.check(run.model),
-            *adapter_start.check_start(run),
+            *adapters.check_start(run),
             *requirements.check(run.optimizer),
             *launch.check(run),
             *trackers.check(run.tracker),

@@ -25,12 +25,12 @@ from random import Random
 from types import FrameType
 from typing import Any
 
+from app.config.conf_files import choices_by_group
 from app.config.dataset import formats_for
-from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.groups import choices_by_group
+from app.config.kinds import ROW_FORMATS, fields_of
 from app.config.load import compose_run
 from app.config.overrides import split_arguments
-from app.config.row_formats import ROW_FORMATS, fields_of
+from app.config.schema import Columns, DatasetConfig
 from app.errors import AppError
 from scripts.received_folders import fuzz_received
 
@@ -299,8 +299,8 @@ def fuzz_files(random: Random, folder: Path) -> None:
     from app.data.columns import unread, wanted_rows
     from app.data.detect_format import detect_formats
     from app.data.formats import empty_parts, read_row
+    from app.data.rows import Broken, RowProblem
     from app.data.sources import train_source
-    from app.data.types import Broken, RowProblem
 
     fmt = random.choice(_FORMATS)
     task = "classification" if "label" in fmt or "pair" in fmt else "tokens" if "tag" in fmt else "causal"

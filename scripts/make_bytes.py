@@ -6,16 +6,14 @@ from contextlib import ExitStack
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.config.groups import choices_by_group
+from app.config.conf_files import choices_by_group
 from app.config.load import compose_run
 from app.distributed.process_group import HostGroup, Runtime
-from app.memory.cuda_ops import PagedStates
-from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, materialise
-from app.memory.meta_model import MetaModel
+from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, MetaModel, PagedStates, materialise
 from app.model.build import assemble
-from app.optim.stochastic_rounding import ordinary
+from app.optim.optimizers import ordinary
 from app.tasks.table import loss_of
-from app.training.choices import Choices, sections_of
+from app.training.auto_settings import Choices, sections_of
 from app.training.setup import stepper_of
 from app.training.storage_counter import kept_bytes
 from scripts.make_keys import DOCS, with_table

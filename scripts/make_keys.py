@@ -14,15 +14,13 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from app.config.did_you_mean import other_programs
-from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE
-from app.config.groups import choices_by_group
-from app.config.hardware import all_hardware
+from app.config.commands import all_hardware
+from app.config.conf_files import choices_by_group
 from app.config.load import default_values
+from app.config.other_programs import PROGRAMS
+from app.config.rules import readers_of
 from app.config.schema import RunConfig
-from app.config.setting_table import PROGRAMS
-from app.config.unread_keys import readers_of
-from app.config.validate import format_value, type_text, typed_only
+from app.config.validate import CHOICES, LIMITS, SECTIONS, TYPE, format_value, other_programs, type_text, typed_only
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _END = "<!-- end -->"  # of a table

@@ -30,10 +30,10 @@ import transformers
 from torch import Tensor
 
 from app.assets import ROOT
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.base.supported_models import tier_of
 from app.batch import Batch
-from app.config.model_kinds import OWN, PACKED, PADDED, REFUSED, Tier, model_kinds, without_numbers
+from app.config.kinds import OWN, PACKED, PADDED, REFUSED, Tier, model_kinds, without_numbers
 from app.config.schema import AdapterConfig, ModelConfig, PreferenceConfig, QuantizationConfig, TaskConfig
 from app.config.tasks import TASKS, Task, task_of
 from app.data.collate import BinShape, collate_packed, collate_padded

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from app.base.structure import BaseModel
-from app.config.groups import choices_by_group
-from app.config.hardware import all_hardware
+from app.base.base_model import BaseModel
+from app.config.commands import all_hardware
+from app.config.conf_files import choices_by_group
 from app.config.load import compose_run
 from app.config.tasks import task_of
 from app.errors import ConfigError
-from app.memory.fit import check_fit, machine_of
+from app.memory.estimate import check_fit, machine_of
 from app.memory.planner import Planner
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"

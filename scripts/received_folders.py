@@ -10,10 +10,9 @@ from random import Random
 from typing import Any
 
 from app.config.commands import REPORT
-from app.config.export_settings import export_config
-from app.config.finished_run import evaluate_config, reproduce_config
+from app.config.conf_files import to_yaml
+from app.config.finished_run import evaluate_config, export_config, reproduce_config
 from app.config.load import compose_run, read_run
-from app.config.yaml_files import to_yaml
 from app.files import checksummed_folder, sha256
 from app.tracking.console import Console
 
@@ -173,7 +172,7 @@ def _checkpoint(folder: Path) -> Any:
 
 def _start(folder: Path) -> None:
     """A start in the folder reads what the last one left."""
-    from app.tracking.manifest import Manifest
+    from app.tracking.recorder import Manifest
 
     Manifest(folder / "manifest.json").add({"seed": 1})
 

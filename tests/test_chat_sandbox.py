@@ -10,7 +10,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from app import chat_sandbox
+from app import chat_rendering
 from app.assets import ROOT, template_names, template_text
 from app.chat_rendering import render_chat
 from app.errors import ConfigError
@@ -98,7 +98,7 @@ def test_bounded_rendering_equals_that_of_transformers(tokenizer: Any, monkeypat
     chats = [json.loads(line)["messages"] for line in lines]
     thinking = {"role": "assistant", "content": "b", "reasoning_content": "c", "tool_calls": None}
     chats.append([{"role": "system", "content": "A\nlady"}, {"role": "user", "content": "a"}, thinking])
-    bounded = chat_sandbox.bounded(type(tokenizer).apply_chat_template)
+    bounded = chat_rendering.bounded(type(tokenizer).apply_chat_template)
     given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
     equal = 0
     for template, chat in itertools.product(templates, chats):
@@ -115,4 +115,4 @@ def test_bounded_rendering_equals_that_of_transformers(tokenizer: Any, monkeypat
 
 
 def test_rendering_of_another_class_is_its_own() -> None:
-    assert chat_sandbox.bounded(render_chat) is render_chat
+    assert chat_rendering.bounded(render_chat) is render_chat

@@ -12,8 +12,8 @@ WITHOUT_TORCH = (  # a package means all of its modules
     *("config", "pages", "sweeps", "tracking", "web"),
     *("base.source", "base.tokenizer"),
     *("data.prepare", "data.sources", "data.tokenizer"),
-    *("distributed.environment", "distributed.failures", "distributed.launch"),
-    *("exports.folder", "exports.hub", "exports.llama_cpp"),
+    *("distributed.launch",),
+    *("exports.destination", "exports.llama_cpp"),
     *("optim.lr_schedule", "optim.requirements"),
     *("training.eta", "training.identity", "training.torch_environment"),
 )
@@ -27,7 +27,7 @@ def modules_of(name: str) -> list[str]:
 
 def test_modules_import_without_torch() -> None:
     names = [each for name in WITHOUT_TORCH for each in modules_of(name)]
-    assert len(names) > 80
+    assert len(names) > 50
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    assert 'torch' not in sys.modules, name"
     ended = subprocess.run([sys.executable, "-c", code, *names], cwd=REPO, capture_output=True, text=True)

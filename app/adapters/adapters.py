@@ -8,14 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from app.adapters.adapter_method import AdapterMethod
-from app.adapters.lora import Lora
-from app.adapters.peft_adapter import PeftAdapter, is_norm
-from app.base.names import without_peft
+from app.adapters.adapter_methods import AdapterMethod, Lora, PeftAdapter, is_norm
+from app.base.weight_files import without_peft
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, LAYER_NAME, MATCHING_FIELDS
-from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
 from app.config.tasks import Task
+from app.config.validate import did_you_mean
 from app.errors import CheckpointError, ConfigError, TrainingError
 from app.files import read_json
 from app.layers.experts import expert_wrappers, other_stacks, shown_to_peft, stack_layers, stacks_of

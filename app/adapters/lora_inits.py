@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.base.names import in_peft
+from app.base.weight_files import in_peft
 from app.batch import Batch
 from app.layers.quantization import is_conv1d, weight_of
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from app.base.safetensors_files import require_finite, require_float
+from app.base.weight_files import require_finite, require_float
 from app.layers.experts import PACKED, as_rows, stacks_of
 from app.layers.quantization import Quantizer, backbone_linear_layers, is_conv1d
 

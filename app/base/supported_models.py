@@ -2,7 +2,7 @@
 
 Our attention replaces the model's own through transformers' interface, and no mask is built for it. A kind that does
 not call the interface would ignore it. A kind whose layers need another mask would call it and still be wrong. Both
-would train without an error. So a table says what was proven for a kind (`config.model_kinds`), and the checks before
+would train without an error. So a table says what was proven for a kind (`config.kinds`), and the checks before
 the first step prove it for the model at hand; a kind that the table does not know is tried in the best way.
 Layers that carry a state from token to token are laid aside (`model.recurrent`).
 """
@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from app.base.text_part import OTHER_TEXT, whole_class
-from app.config.model_kinds import OWN, PACKED, REFUSED, Tier, model_kinds
+from app.config.kinds import OWN, PACKED, REFUSED, Tier, model_kinds
 from app.config.schema import ModelConfig
 from app.config.tasks import TASKS, Task
 from app.errors import ConfigError

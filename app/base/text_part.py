@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from app.base.names import Names, in_peft, without_peft
+from app.base.weight_files import Names, in_peft, without_peft
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.tasks import Task
 

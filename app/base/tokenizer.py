@@ -10,9 +10,9 @@ from typing import Any
 from app.assets import template_names, template_text
 from app.base.source import REMOTE_CODE, fetch_folder, library_errors
 from app.chat_rendering import ConversationRefused, render_chat
-from app.config.did_you_mean import did_you_mean, nearest
 from app.config.schema import ModelConfig
 from app.config.tasks import TASKS
+from app.config.validate import did_you_mean, nearest
 from app.errors import ConfigError, EnvironmentProblem, refuse
 from app.files import read_object
 

@@ -1,12 +1,15 @@
-"""Facts about a dataset that its configuration gives: sources, formats, which tokens are trained."""
+"""Facts and rules about the dataset: sources, formats, trained tokens, labels, mixtures."""
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from app.config.dataset_schema import Columns, DatasetConfig, MixSource
-from app.config.row_formats import CHAT_FORMATS, ROW_FORMATS, WITHOUT_ANSWERS
+from app.config.kinds import CHAT_FORMATS, PROBLEMS, ROW_FORMATS, WITHOUT_ANSWERS
+from app.config.schema import Columns, DatasetConfig, MixSource, RunConfig
 from app.config.tasks import TASKS
+from app.config.validate import did_you_mean_key, format_value
 
 RANDOM = "random:"  # the path of rows that are made from a seed
 WITHOUT_HELD_OUT_ROWS: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
@@ -82,3 +85,191 @@ def has_pairs(dataset: DatasetConfig) -> bool:
 def has_held_out_rows(dataset: DatasetConfig) -> bool:
     """Whether the dataset has rows for evaluation."""
     return any(getattr(dataset, name) != nothing for name, nothing in WITHOUT_HELD_OUT_ROWS.items())
+
+
+# ---- data rules
+
+
+_LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
+
+
+def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
+    for name, source in sources_of(run.dataset).items():
+        allowed = ROW_FORMATS[source.format].train_on if source.format in ROW_FORMATS else ()
+        if allowed and source.train_on not in allowed:
+            yield (
+                f"dataset.train_on={source.train_on} means nothing for {key_of(name)}.format={source.format}. "
+                f"Choose {' or '.join(allowed)}."
+            )
+
+
+def _thoughts_are_of_answers(run: RunConfig) -> Iterator[str]:
+    thinking, sources = run.dataset.thinking, sources_of(run.dataset).values()
+    if thinking == "train":
+        return
+    if all(source.format not in (*CHAT_FORMATS, "auto") for source in sources):
+        formats = " and ".join(sorted({source.format for source in sources}))
+        yield f"dataset.thinking={thinking}: rows of dataset.format={formats} are no messages, so it changes nothing."
+    elif thinking == "mask" and run.dataset.train_on == "all":
+        yield (
+            "dataset.thinking=mask with dataset.train_on=all: all is trained then, thoughts as well. Set "
+            "dataset.train_on=auto, or dataset.thinking=train."
+        )
+
+
+def _rows_suit_the_task(run: RunConfig) -> Iterator[str]:
+    task = TASKS[run.task.kind]
+    for name, source in sources_of(run.dataset).items():
+        if source.format in (*task.formats, "auto"):
+            continue
+        recipes = ROW_FORMATS[source.format].learnt_by if source.format in ROW_FORMATS else ()
+        remedy = f"from such rows {' or '.join(recipes)} learns." if recipes else task.other_rows
+        yield f"{key_of(name)}.format={source.format}: {remedy}"
+
+
+def _masked_tokens_are_some(run: RunConfig) -> Iterator[str]:
+    task = TASKS[run.task.kind]
+    if task.unit == "token" and task.sees == "both" and run.task.mask_share <= 0:
+        yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
+
+
+def _labels_are_distinct(run: RunConfig) -> Iterator[str]:
+    labels, given = run.task.labels, f"task.labels={format_value(run.task.labels)}"
+    least = PROBLEMS[run.task.problem].least_labels
+    if labels and not TASKS[run.task.kind].has_classes:
+        yield (f"{given} means nothing for task={run.task.kind}. Set task=classification, or leave it out.")
+    elif 0 < len(labels) < least:
+        yield f"{given}: there is nothing to choose. Give two or more, or none: those of the rows."
+    elif len(set(labels)) < len(labels):
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        yield f"{given} names {', '.join(twice)} more than once. Give each label once."
+
+
+def _class_weights_are_of_classes(run: RunConfig) -> Iterator[str]:
+    weights, labels = run.task.class_weights, run.task.labels
+    given = f"task.class_weights={format_value(weights)}"
+    if weights is None:
+        return
+    if not PROBLEMS[run.task.problem].named:
+        yield f"{given} with task.problem={run.task.problem}: numbers have no classes. Leave it out."
+    elif isinstance(weights, list) and not all(0 < each < math.inf for each in weights):
+        yield f"{given}: weights are above 0 and finite. Leave a label out of the rows to learn nothing of it."
+    elif isinstance(weights, list) and labels and len(labels) != len(weights):
+        yield f"{given} has {len(weights)} numbers for {len(labels)} labels of task.labels. Give as many."
+
+
+def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
+    shared = _starred(run.dataset, "dataset")
+    yield from _star_problems(shared)
+    for name, section in sources_of(run.dataset).items():
+        own = _starred(section, key_of(name))
+        if list(own.values()) != list(shared.values()):
+            yield from _star_problems(own)
+
+
+def _starred(section: DatasetConfig, key: str) -> dict[str, str]:
+    columns = ((name, part) for name, path in asdict(section.columns).items() for part in str(path or "").split("+"))
+    return {f"{key}.columns.{name}": part for name, part in columns if "*" in part}
+
+
+def _star_problems(starred: dict[str, str]) -> Iterator[str]:
+    for key, path in starred.items():
+        if not _LIST_PATH.fullmatch(path):
+            yield f"{key}={path}: a * stands for each element of a list, as in instances.*.output."
+    if len({path.partition(".*")[0] for path in starred.values()}) > 1:
+        given = " ".join(f"{key}={path}" for key, path in starred.items())
+        yield f"{given}: the elements of one list make the rows. Let every * stand behind the same column."
+
+
+def _only_text_splits(run: RunConfig) -> Iterator[str]:
+    for name, source in sources_of(run.dataset).items():
+        if source.on_overflow == "split" and source.format not in ("text", "auto"):
+            yield (
+                f"dataset.on_overflow=split would tear a row of {key_of(name)}.format={source.format} apart. "
+                "Choose drop, truncate or error."
+            )
+
+
+def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
+    dataset = run.dataset
+    if dataset.path is None and not dataset.mix:
+        yield (
+            "dataset.path=null names no rows. Give dataset.path=FILE, or dataset.mix.NAME.path=FILE "
+            "for each of several."
+        )
+    if not dataset.mix:
+        return
+    if dataset.path is not None:
+        yield (
+            f"dataset.path={dataset.path} and dataset.mix both name the rows. Choose dataset=mix or dataset.path=null, "
+            "with one more dataset.mix.NAME.path if those rows are wanted too."
+        )
+    if dataset.eval_split is not None:
+        yield (
+            f"dataset.eval_split={dataset.eval_split} says not of which source of dataset.mix. "
+            "Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
+        )
+    if not any(source.weight for source in dataset.mix.values()):
+        yield "dataset.mix: every weight is 0, so nothing is trained on. Set dataset.mix.NAME.weight=1."
+    for name, source in dataset.mix.items():
+        yield from _source_problems(key_of(name), source)
+
+
+def _source_problems(key: str, source: MixSource) -> Iterator[str]:
+    formats = (*ROW_FORMATS, "auto")
+    if source.format is not None and source.format not in formats:
+        yield f"{key}.format={source.format} is none of {', '.join(formats)}."
+    known = [f"{key}.columns.{each.name}" for each in fields(Columns)]
+    for column, value in source.columns.items():
+        if f"{key}.columns.{column}" not in known:
+            yield f"{key}.columns.{column} is not a key.{did_you_mean_key(f'{key}.columns.{column}', known)}"
+        elif value is not None and not isinstance(value, str):
+            yield f"{key}.columns.{column}={value}: expected the name of a column."
+
+
+def _random_rows_have_the_wanted_lengths(run: RunConfig) -> Iterator[str]:
+    dataset, made = run.dataset, run.dataset.random
+    if RANDOM not in paths_read(dataset):
+        return
+    if made.shortest is not None and made.shortest > made.length:
+        yield f"dataset.random.shortest={made.shortest} is more than dataset.random.length={made.length}. Swap them."
+    if made.shortest is None and dataset.max_length > made.length:
+        yield (
+            f"dataset.max_length={dataset.max_length} is more than dataset.random.length={made.length}, the words of a "
+            f"row, so rows would have other lengths than asked. Set dataset.random.length={dataset.max_length}, or "
+            "dataset.random.shortest for rows of several lengths."
+        )
+
+
+def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:
+    given = [
+        f"dataset.{name}={getattr(run.dataset, name)}"
+        for name in ("eval_path", "eval_split", "eval_fraction")
+        if getattr(run.dataset, name)
+    ]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} both choose the held-out rows. Keep one; set the other to null or 0."
+
+
+def _one_process_prepares_rows(run: RunConfig) -> Iterator[str]:
+    if run.dataset.workers is not None:
+        yield (
+            f"dataset.workers={run.dataset.workers} no longer has a meaning: one process prepares the rows, with all "
+            "cores for its tokenizer. Leave it out."
+        )
+
+
+DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _trained_part_fits_the_format,
+    _thoughts_are_of_answers,
+    _rows_suit_the_task,
+    _masked_tokens_are_some,
+    _labels_are_distinct,
+    _class_weights_are_of_classes,
+    _one_list_makes_rows,
+    _only_text_splits,
+    _a_mix_is_whole,
+    _random_rows_have_the_wanted_lengths,
+    _one_source_of_eval_rows,
+    _one_process_prepares_rows,
+)

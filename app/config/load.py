@@ -13,17 +13,22 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.assets import PREFIX
-from app.config import groups
-from app.config.adapter_start import kept_settings
-from app.config.fields import RUNS_CODE
-from app.config.overrides import check_overrides, key_of, partition_overrides, values_of
-from app.config.rules import problems_of
+from app.config import conf_files
+from app.config.adapters import kept_settings
+from app.config.conf_files import literal, read_yaml
+from app.config.overrides import (
+    RATE,
+    check_overrides,
+    flat,
+    key_of,
+    partition_overrides,
+    replaced_alternatives,
+    values_of,
+)
+from app.config.rules import problems_of, unread_problems
 from app.config.schema import ModelConfig, RunConfig
-from app.config.settings_file import RATE, flat, replaced_alternatives
 from app.config.tasks import TASKS
-from app.config.unread_keys import unread_problems
-from app.config.validate import format_value, leaf_keys, parse_section, typed_only
-from app.config.yaml_files import literal, read_yaml
+from app.config.validate import RUNS_CODE, format_value, leaf_keys, parse_section, typed_only
 from app.errors import CheckpointError, ConfigError, refuse
 
 _VERSION_BASE = "1.3"
@@ -171,10 +176,10 @@ def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str,
     The run may come from others, so it neither chooses code nor starts processes. Its threads may change the last bits,
     and stay.
     """
-    choices = {key: value for key, value in changes.items() if key in groups.choices_by_group()}
+    choices = {key: value for key, value in changes.items() if key in conf_files.choices_by_group()}
     sections = {group: load_choice(group, choice) for group, choice in choices.items()}
     config = OmegaConf.create({**literal(asdict(run)), **sections})
-    defaults = {**_OFF, **dict(flat("", read_yaml(groups.CONF / "config.yaml")))}
+    defaults = {**_OFF, **dict(flat("", read_yaml(conf_files.CONF / "config.yaml")))}
     own = {key: defaults[key] for key in leaf_keys(RunConfig) if typed_only(RunConfig, key) == RUNS_CODE}
     processes = run.launch.num_processes
     if processes != defaults[_PROCESSES] and _PROCESSES not in {**over, **changes}:
@@ -198,7 +203,7 @@ def load_choice(group: str, choice: str) -> dict[str, Any]:
 
 def named_model(name: str) -> ModelConfig:
     """The model of a bare `model=`: a choice of conf/model as in app.train, else a folder or a hub id."""
-    if name not in groups.choices_by_group()["model"]:
+    if name not in conf_files.choices_by_group()["model"]:
         return ModelConfig(path=name, weights="pretrained")
     section = load_choice("model", name)
     path = section.get("path", MISSING)
@@ -223,7 +228,7 @@ def _compose(overrides: Sequence[str], **options: bool) -> DictConfig:
     """Compose conf/ without a schema, because Hydra stops at the first key that a schema refuses."""
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(groups.CONF), version_base=_VERSION_BASE):
+        with initialize_config_dir(str(conf_files.CONF), version_base=_VERSION_BASE):
             return compose("config", overrides=list(overrides), **options)
     except (HydraException, OmegaConfBaseException, YAMLError) as fault:
         raise ConfigError(_one_line(fault)) from fault

@@ -1,17 +1,125 @@
-"""Rules about combinations of keys that cannot work. Each is a pure function from the run to its problems."""
+"""Rules on combinations of keys, each a pure function from the run to its problems; keys that nothing reads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import yaml
+
+from app.config import conf_files
 from app.config.adapters import ADAPTER_KINDS
-from app.config.compile_rules import BLOCKS, compiled_layers_suit_the_run
-from app.config.data_rules import DATA_RULES
-from app.config.dataset import has_held_out_rows
-from app.config.model_kinds import OWN
-from app.config.preferences import PREFERENCE_KINDS, recipes_of
-from app.config.quantizations import QUANTIZATION_KINDS
+from app.config.dataset import DATA_RULES, RANDOM, has_held_out_rows, paths_read
+from app.config.kinds import OWN, PREFERENCE_KINDS, QUANTIZATION_KINDS, recipes_of
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
+from app.config.validate import format_value
+
+AUTO, BLOCKS, NONE = "auto", "blocks", "none"
+
+
+class Obstacle(NamedTuple):
+    """Why layers cannot be compiled, and the remedy where compile=blocks asks for it."""
+
+    reason: str
+    remedy: str
+
+
+def compile_refusals(obstacles: Iterable[Obstacle]) -> Iterator[str]:
+    """Yield the problems of compile=blocks."""
+    for each in obstacles:
+        yield f"compile=blocks: {each.reason}. {each.remedy}"
+
+
+def settings_obstacles(run: RunConfig) -> Iterator[Obstacle]:
+    """Yield obstacles that settings alone show."""
+    if run.task.router_loss not in ("auto", 0):
+        yield Obstacle(
+            f"task.router_loss={run.task.router_loss:g} reads routers inside compiled layers",
+            "Set compile=none, or task.router_loss=0.",
+        )
+    if not run.batching.packing:
+        yield Obstacle(
+            "padded rows have many shapes (batching.packing=false), and a graph has one",
+            "Set batching.packing=true, or compile=none.",
+        )
+
+
+def compiled_layers_suit_the_run(run: RunConfig) -> Iterator[str]:
+    """Problems with what is compiled, and how."""
+    backend, mode, graphs = run.compile.backend, run.compile.mode, run.compile.graphs
+    if run.compile.kind == BLOCKS:
+        yield from compile_refusals(settings_obstacles(run))
+    if mode != "default" and backend != "inductor":
+        yield (
+            f"compile.mode={mode} is of inductor, and compile.backend={backend} does not read it. "
+            "Set compile.backend=inductor, or compile.mode=default."
+        )
+    if graphs and backend in {"aot_eager", "eager"}:
+        yield (
+            f"compile.graphs=true records kernels, which compile.backend={backend} leaves to torch one by one. "
+            "Set compile.backend=inductor or cudagraphs, or compile.graphs=false."
+        )
+    if not graphs and backend == "cudagraphs":
+        yield (
+            "compile.backend=cudagraphs records CUDA graphs, as compile.graphs=true asks for. "
+            "Set compile.graphs=true, or compile.backend=inductor."
+        )
+    if not graphs and mode in {"reduce-overhead", "max-autotune"}:
+        yield (
+            f"compile.mode={mode} records CUDA graphs, as compile.graphs=true asks for. "
+            "Set compile.graphs=true, or compile.mode=default or max-autotune-no-cudagraphs."
+        )
+
+
+# ---- unread keys
+
+
+_SECTIONS = ("adapter", "compile", "optimizer", "preference", "quantization", "schedule", "task", "tracker")
+
+
+def readers_of(key: str) -> Collection[str]:
+    """The kinds of a section that read its key; empty where all do, or none has it in its file."""
+    section, _, leaf = key.partition(".")
+    if section not in _SECTIONS or not leaf:
+        return ()
+    keys = _keys_by_kind(conf_files.CONF / section)
+    readers = [kind for kind, own in keys.items() if leaf.partition(".")[0] in own]
+    return readers if len(readers) < len(keys) else ()
+
+
+@cache
+def _keys_by_kind(folder: Path) -> dict[str, Collection[str]]:
+    return {file.stem: yaml.safe_load(file.read_text("utf-8")).keys() for file in sorted(folder.glob("*.yaml"))}
+
+
+def is_unread(run: RunConfig, key: str) -> bool:
+    """Whether the kind that the run has in the key's section does not read it."""
+    readers = readers_of(key)
+    return bool(readers) and getattr(run, key.partition(".")[0]).kind not in readers
+
+
+def unread_problems(run: RunConfig, typed: Mapping[str, Any]) -> Iterator[str]:
+    """Problems with the `typed` keys that change nothing; values of YAMLs may wait for another kind."""
+    for key, value in typed.items():
+        given, section = f"{key}={format_value(value)}", key.partition(".")[0]
+        if key.startswith("model.architecture") and run.model.weights == "pretrained":
+            yield (
+                f"{given} would not be read: model.weights=pretrained has its numbers in the config.json beside its "
+                "weights. Add model.weights=random for a model of these numbers without training."
+            )
+        elif key.startswith("dataset.random.") and RANDOM not in paths_read(run.dataset):
+            yield f"{given}: no rows are made, so it changes nothing. Leave it out, or choose dataset=random."
+        elif is_unread(run, key):
+            kind = f"{section}={getattr(run, section).kind}"
+            cause, wanted = f"{kind} does not read it", f"{section}={' or '.join(readers_of(key))}"
+            if section == "adapter" and typed.get("recipe") == "full" and "adapter" not in typed:
+                cause, wanted = "recipe=full trains no adapter", "recipe=lora"
+            yield f"{given}: {cause}, so it changes nothing. Leave it out, or choose {wanted}."
+
+
+# ---- rules
+
 
 Rule = Callable[[RunConfig], Iterator[str]]
 

@@ -4,19 +4,15 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
-from app.config.did_you_mean import setting_of
-from app.config.groups import choices_by_group
+from app.config.adapters import METHODS
+from app.config.conf_files import as_number, choices_by_group, literal
+from app.config.kinds import PREFERENCE_KINDS, recipes_of
 from app.config.load import compose_run
-from app.config.overrides import split_arguments
-from app.config.peft_methods import METHODS
-from app.config.preferences import PREFERENCE_KINDS, recipes_of
+from app.config.other_programs import OF_ADAPTERS, PROGRAMS, UNSET, Conversion, translate
+from app.config.overrides import WARMUPS, as_override, flat, split_arguments
 from app.config.schema import RunConfig
-from app.config.setting_table import OF_ADAPTERS, PROGRAMS, UNSET, Conversion
-from app.config.settings_file import WARMUPS, as_override, flat
-from app.config.special_settings import translate
 from app.config.tasks import TASKS
-from app.config.validate import format_value
-from app.config.yaml_files import as_number, literal
+from app.config.validate import format_value, setting_of
 from app.errors import ConfigError, refuse
 
 _ROWS = "dataset.path=rows.jsonl"  # in place of a path that the file does not have

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, PREFERENCE_FORMATS, ROW_FORMATS, TAGGED_FORMATS
+from app.config.kinds import CHAT_FORMATS, LABELLED_FORMATS, PREFERENCE_FORMATS, ROW_FORMATS, TAGGED_FORMATS
 from app.config.schema import TaskConfig
 
 

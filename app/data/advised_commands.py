@@ -5,10 +5,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from app.config.dataset_schema import DatasetConfig
-from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.data_file import DataFile
+from app.config.kinds import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
+from app.config.schema import DatasetConfig
 from app.data.roles import ROLES, named_like
+from app.data.rows import DataFile
 
 _PLAIN_VALUE = re.compile(r"[\w.*+/: -]+")
 _SOURCE = ("path", "split", "hub_config", "revision")

@@ -14,8 +14,8 @@ from typing import Any
 
 from app.assets import template_names, template_text
 from app.chat_rendering import ConversationRefused, render_chat
+from app.data.rows import Conversation, Message, RowProblem, Span
 from app.data.tokenizer import Tokenizer
-from app.data.types import Conversation, Message, RowProblem, Span
 from app.errors import ConfigError
 
 TOOL_TEMPLATES = ("qwen3", "qwen2.5", "llama3.1")  # those that ship and write tools and calls

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.config.row_formats import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
+from app.config.kinds import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
 from app.data.advised_commands import check_of_made, json_file, pair_format
 from app.data.columns import EVERY_ELEMENT, FirstRows, Kind, is_text, is_there, text_kind, value
 from app.data.conversations import speaker_of

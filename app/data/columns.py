@@ -8,10 +8,10 @@ from functools import cached_property
 from string import ascii_uppercase
 from typing import Any
 
-from app.config.dataset_schema import Columns, DatasetConfig
+from app.config.schema import Columns, DatasetConfig
 from app.data.advised_commands import command
 from app.data.roles import CHOICE, NUMERIC_ANSWERS, ROLES, has_role, is_number, is_prose, is_talk
-from app.data.types import Broken, Located, Row, RowProblem, kind_of
+from app.data.rows import Broken, Located, Row, RowProblem, kind_of
 
 ABSENT = object()
 EVERY_ELEMENT = ".*"

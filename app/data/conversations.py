@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.columns import optional, optional_text, value
 from app.data.roles import judgement
-from app.data.types import AnswerPair, Conversation, Judged, Message, Row, RowProblem, kind_of
+from app.data.rows import AnswerPair, Conversation, Judged, Message, Row, RowProblem, kind_of
 
 _ROLE_NAMES = {
     **dict.fromkeys(("human", "user"), "user"),

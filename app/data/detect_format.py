@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
-from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS, fields_of
+from app.config.kinds import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS, fields_of
+from app.config.schema import Columns, DatasetConfig
 from app.data.advised_commands import typed
 from app.data.column_sets import (
     FormatCandidate,
@@ -24,8 +24,8 @@ from app.data.conversations import parsed_list, speaker_of
 from app.data.formats import ANSWERS, ASSISTANT, WRITTEN_CHAT
 from app.data.refused_columns import refused_column
 from app.data.roles import is_number, is_talk
+from app.data.rows import Broken, escaped, kind_of
 from app.data.sources import Source, eval_source, train_source
-from app.data.types import Broken, escaped, kind_of
 from app.errors import DataError
 from app.safe_text import listed
 

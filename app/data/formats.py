@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import ROW_FORMATS
+from app.config.kinds import ROW_FORMATS
+from app.config.schema import Columns, DatasetConfig
 from app.data import conversations
 from app.data.chat_template import thought_of
 from app.data.columns import ABSENT, JOIN, answer_text, has, optional, optional_text, text, thought_column, value
@@ -16,7 +16,7 @@ from app.data.conversations import read_conversation
 from app.data.labels import as_text, tags_as_text
 from app.data.refused_columns import refuse_media, refused_column
 from app.data.roles import INPUTS, has_role, names_of
-from app.data.types import (
+from app.data.rows import (
     AnswerPair,
     Content,
     Conversation,

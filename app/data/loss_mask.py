@@ -24,8 +24,7 @@ from app.data.chat_template import (
     with_merged_answers,
     without_thought,
 )
-from app.data.tokenizer import Tokenizer
-from app.data.types import (
+from app.data.rows import (
     AnswerPair,
     Content,
     Conversation,
@@ -37,6 +36,7 @@ from app.data.types import (
     RowProblem,
     Span,
 )
+from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
 
 Turn = tuple[str, Span]  # the conversation up to and with a turn, and its trained span

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.data.columns import ABSENT, value
-from app.data.data_file import DataFile, extension
 from app.data.formats import words_with_tags
-from app.data.overflow import POLICIES
 from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, read_file
+from app.data.row_pipeline import POLICIES
+from app.data.rows import Broken, DataFile, Message, RenderedText, Row, extension
 from app.data.tokenizer import Encoder, Tokenizer, Tokens
-from app.data.types import Broken, Message, RenderedText, Row
 from app.errors import DataError
 
 

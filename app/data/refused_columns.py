@@ -9,9 +9,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.preferences import recipes_of
-from app.config.row_formats import CHAT_OF, ROW_FORMATS, WITHOUT_ANSWERS, fields_of
+from app.config.kinds import CHAT_OF, ROW_FORMATS, WITHOUT_ANSWERS, fields_of, recipes_of
+from app.config.schema import Columns, DatasetConfig
 from app.data.advised_commands import check_of_made, command, json_file, pair_format
 from app.data.columns import EVERY_ELEMENT, JOIN, as_text, choices_of, optional, thought_column, value
 from app.data.conversations import SPEAKERS, speaker_of
@@ -28,7 +27,7 @@ from app.data.roles import (
     named_like,
     names_of,
 )
-from app.data.types import Content, Conversation, Document, Example, RenderedText, Row, RowProblem, sides_of
+from app.data.rows import Content, Conversation, Document, Example, RenderedText, Row, RowProblem, sides_of
 
 if TYPE_CHECKING:
     from app.data.chat_template import TemplateNames

@@ -1,4 +1,4 @@
-"""Sources of rows: files, a folder of them, a saved dataset, a hub id. `datasets` is imported when needed."""
+"""Sources of rows: files, folders and their splits, text, saved datasets, hub ids, random rows."""
 
 import difflib
 import glob
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,14 +14,101 @@ from typing import Any
 
 from app.assets import locate
 from app.config.dataset import RANDOM, key_of, sources_of
-from app.config.dataset_schema import DatasetConfig
-from app.config.row_formats import LABELLED_FORMATS
-from app.data.data_file import PACKED_FILES, TAGGED_FILES, DataFile, extension, open_file
-from app.data.random_rows import RandomRows
+from app.config.kinds import LABELLED_FORMATS
+from app.config.schema import DatasetConfig, RandomRowsConfig
 from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, named_tags, read_file, require_prose
-from app.data.split_files import files_of_splits
-from app.data.types import Located, escaped
+from app.data.rows import PACKED_FILES, TAGGED_FILES, DataFile, Located, escaped, extension, open_file
 from app.errors import DataError, EnvironmentProblem, first_line
+
+_WORDS = 1000  # of the vocabulary, without the labels
+_LETTERS = 5  # of a word, which is at least one token in any tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """Texts of random words of which the first is the label, so that a model can learn it."""
+
+    name: str
+    key: str
+    config: RandomRowsConfig
+    labelled: bool  # whether a row has its label beside the text
+    split: str = ""
+    left_out: tuple[str, ...] = ()
+    other_splits: tuple[str, ...] = ()
+
+    @property
+    def on_overflow(self) -> str:
+        """What `auto` does: rows of equal length have a word for each token and are made to be cut."""
+        return "truncate" if self.config.shortest is None else "error"
+
+    def rows(self) -> Iterator[Located]:
+        """Yield the rows; those of `dataset.eval_path` have the same words and are drawn anew."""
+        import numpy as np  # late: a sweep looks at its sources before anything heavy is loaded
+
+        made = self.config
+        letters = np.random.default_rng(made.seed).integers(97, 123, (_WORDS + made.classes, _LETTERS), dtype=np.uint8)
+        labels, words = np.split(np.array([bytes(word).decode() for word in letters]), [made.classes])
+        draw = np.random.default_rng([made.seed, 1 + self.key.endswith("eval_path")])
+        for index in range(made.rows):
+            label = str(labels[index % made.classes])
+            count = made.length if made.shortest is None else int(draw.integers(made.shortest, made.length + 1))
+            text = " ".join([label, *words[draw.integers(_WORDS, size=count - 1)]])
+            yield f"random row {index}", {"text": text} | ({"label": label} if self.labelled else {})
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr(("random rows 1", self.key.endswith("eval_path"), self.config)).encode()).hexdigest()
+
+
+# ---- split files
+
+
+def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """The files of each split; empty where nothing says that there are several.
+
+    Files that no split claims are `train` where none is called so.
+    """
+    import yaml
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns, sanitize_patterns
+
+    root = place.resolve()
+    try:
+        section = _read_me_section(named, place, hub_config)
+        base = glob.escape(str(root / section.get("data_dir", "")))
+        given = section.get("data_files")
+        patterns = sanitize_patterns(given) if given else get_data_patterns(base)
+        found = DataFilesDict.from_patterns(patterns, base_path=base)
+    except EmptyDatasetError:
+        return {}
+    except (FileNotFoundError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{named}: README.md or file names do not tell its splits: {first_line(error)}") from error
+    known = {str(root / file.relative_to(place)): file for file in files}
+    splits = {str(name): [known[each] for each in sorted(set(paths)) if each in known] for name, paths in found.items()}
+    splits = {name: paths for name, paths in splits.items() if paths}
+    unclaimed = [file for file in files if not any(file in each for each in splits.values())]
+    if splits and "train" not in splits and unclaimed and not section:
+        splits["train"] = unclaimed
+    return {} if set(splits) == {"train"} and not section else splits
+
+
+def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping[str, Any]:
+    """Section of `configs` in the folder's README.md for the wanted configuration; empty without any."""
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import metadata_load
+
+    card: Any = metadata_load(place / "README.md") if (place / "README.md").is_file() else None
+    configs = MetadataConfigs.from_dataset_card_data(card or {})
+    name = hub_config or configs.get_default_config_name()
+    if configs and name not in configs:
+        given = f"dataset.hub_config={hub_config} is not one of them" if hub_config else "none of them is the default"
+        raise DataError(
+            f"{named}: its configurations are {', '.join(configs)}, and {given}. Choose one, such as"
+            f" dataset.hub_config={next(iter(configs))}"
+        )
+    return configs[name] if configs and name is not None else {}
+
+
+# ---- sources
+
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SAVED_FILES = ("state.json", "dataset_info.json")  # as `save_to_disk` writes one split

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
-from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, TAGGED_FORMATS
-from app.data.types import RenderedText, Span
+from app.config.kinds import CHAT_FORMATS, LABELLED_FORMATS, TAGGED_FORMATS
+from app.data.rows import RenderedText, Span
 from app.errors import ConfigError
 
 Ids = NDArray[np.int32]

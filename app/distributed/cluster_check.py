@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from app.distributed.environment import World
+from app.distributed.launch import World
 from app.errors import EnvironmentProblem, first_line
 
 Facts = Mapping[str, Any]

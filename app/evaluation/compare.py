@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.config.metrics import METRICS
+from app.config.kinds import METRICS
 from app.tasks.interface import ANSWERS, Counts, Sums
 from app.tracking.formatting import align_columns
-from app.tracking.jsonl_metrics import finite_or_none
+from app.tracking.output_dir import finite_or_none
 
 RESAMPLES = 2_000
 CONFIDENCE_LEVEL = 0.95

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.did_you_mean import did_you_mean
-from app.distributed.environment import world
+from app.config.validate import did_you_mean
+from app.distributed.launch import world
 from app.errors import EnvironmentProblem, gist, refuse
 from app.tracking.formatting import align_columns
 

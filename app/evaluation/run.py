@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from app.base.base_model import BaseModel, open_base
 from app.base.source import base_fingerprint, require_intact_base
-from app.base.structure import BaseModel, open_base
 from app.batch import Batch
 from app.config.dataset import has_held_out_rows, paths_of
 from app.config.finished_run import require_intact_final
@@ -19,15 +19,15 @@ from app.data.loader import batch_with_most_rows, eval_batches
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime, start
 from app.errors import CheckpointError
-from app.finished.load_run import load_training_model, reads_base, weights_of
+from app.finished.inference import load_training_model, reads_base, weights_of
 from app.model.build import ModelSections
 from app.model.training_model import TrainingModel
 from app.tasks.interface import Sums
 from app.tasks.table import counts_of, loss_of
 from app.tracking.formatting import format_duration
-from app.training.choices import Choices, choose, sections_of
+from app.training.auto_settings import Choices, choose, sections_of
 from app.training.eta import Eta
-from app.training.reference import comparing, read_reference
+from app.training.initial_model import comparing, read_reference
 from app.training.rows import SCORED, layout_of, read_rows
 from app.training.scores import score_rows
 from app.training.setup import check_on_batch

@@ -6,14 +6,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from app.config.export_settings import ExportConfig
-from app.config.finished_run import read_manifest
+from app.config.finished_run import ExportConfig, read_manifest
 from app.config.load import read_run
 from app.errors import EnvironmentProblem
 from app.evaluation.run import Evaluation
-from app.exports.folder import REPORT, atomic_export, existing_parent, write_json_unflushed
-from app.exports.gguf import GgufExport
-from app.exports.gguf_converter import ConvertedExport
+from app.exports.destination import REPORT, atomic_export, existing_parent, write_json_unflushed
+from app.exports.gguf import ConvertedExport, GgufExport
 from app.exports.kinds import AdapterExport, Export, MergedExport, QuantizedExport
 from app.exports.verify import Verification, reference_of, verify
 from app.files import files_in, sha256

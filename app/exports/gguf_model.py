@@ -1,14 +1,19 @@
-"""Models as llama.cpp has them: kinds for which it gives the same loss, their metadata, names and order of rows."""
+"""Models and tokenizers as llama.cpp reads them: kinds, metadata, tensor names, vocabulary and pre-tokenizers."""
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
+from app.chat_rendering import ConversationRefused, render_chat
 from app.errors import CheckpointError, ConfigError
 
 OTHER_WAY = "Give llama_cpp=DIR, a folder of llama.cpp: its own converter knows more kinds."
@@ -181,3 +186,258 @@ def described(numbers: Any, quant: str) -> Described:
             f"{OTHER_WAY}"
         )
     return model
+
+
+# ---- gguf vocabulary
+
+
+_GPT2 = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
+_DIGIT = "\\p{N}"
+_ENDS = "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]", "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
+_BEFORE = "[^\\r\\n\\p{L}\\p{N}]?"
+_WORDS = f"{_SHORT}|{_BEFORE}\\p{{L}}+"
+_OTHERS = "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
+_OTHERS_SLASH = "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*"
+_CASED = f"{_BEFORE}{_UPPER}*{_LOWER}+", f"{_BEFORE}{_UPPER}+{_LOWER}*"
+# llama.cpp's name for expressions that split text one after the other, and whether whole words come before merges
+PRE_TOKENIZERS = {
+    ((_GPT2,), False): "gpt-2",
+    ((_DIGIT, _GPT2), False): "smollm",
+    ((f"{_WORDS}|\\p{{N}}{{1,3}}{_OTHERS}{_ENDS}",), True): "llama-bpe",
+    ((f"{_WORDS}|\\p{{N}}{{1,3}}{_OTHERS}{_ENDS}",), False): "smaug-bpe",
+    ((f"{_WORDS}|\\p{{N}}{_OTHERS}{_ENDS}",), False): "qwen2",
+    ((f"{'|'.join(_CASED)}|\\p{{N}}{_OTHERS_SLASH}{_ENDS}",), True): "tekken",
+    ((f"{f'{_SHORT}?|'.join(_CASED)}{_SHORT}?|\\p{{N}}{{1,3}}{_OTHERS_SLASH}{_ENDS}",), False): "gpt-4o",
+}
+_BLANKS = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_PREFIXED = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _BLANKS]}
+_BETWEEN_BLANKS = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+_PREPEND = {"type": "Prepend", "prepend": " "}
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_CONTENT = re.compile(r"\bmessage(?:\['content'\]|\[\"content\"\]|\.content)")
+HARD_TEXTS = (
+    "It's 1234567 o'clock; they'LL say \"we've  3.14\" (don't!)",
+    "a\n\nb \n  c\t\td   \r\n e",
+    "naïve Ünïcode — 中文字符 日本語テキスト русский текст العربية",
+    "🙂👩‍👩‍👧 x=f(y[0])+{z}//path/to/file#tag @me $5.00 100%",
+    "CamelCaseWord HTTPServer iPhone15 v2.0.1-beta __init__",
+)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a GGUF file says of a tokenizer, with texts and conversations that llama.cpp must read alike."""
+
+    model: str  # llama.cpp's name of its algorithm
+    tokens: list[str]
+    types: list[int]
+    template: str | None
+    ends: list[int]  # tokens that end an answer, the tokenizer's own first
+    special: Mapping[str, int | None]
+    adds: tuple[bool, bool]  # the first and the last token, around every text
+    pre: str | None = None
+    merges: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    space_prefix: bool = False
+    texts: Sequence[tuple[str, list[int]]] = ()
+    chats: Sequence[tuple[list[dict[str, str]], list[int]]] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Size of the metadata, where a text has its length before it."""
+        return sum(len(text.encode()) + 12 for text in (*self.tokens, *self.merges)) + len(self.template or "")
+
+    def add_to(self, writer: Any, rows: int) -> None:
+        """Add the metadata; `rows` of the embedding beyond the tokens are named as unused."""
+        import gguf
+
+        beyond = range(len(self.tokens), rows)
+        writer.add_tokenizer_model(self.model)
+        writer.add_token_list([*self.tokens, *(f"[PAD{at}]" for at in beyond)])
+        writer.add_token_types([*self.types, *(gguf.TokenType.UNUSED for _ in beyond)])
+        if self.pre is not None:
+            writer.add_tokenizer_pre(self.pre)
+            writer.add_token_merges(self.merges)
+        else:
+            writer.add_token_scores([*self.scores, *(0.0 for _ in beyond)])
+        for name, token in self.special.items():
+            if token is not None:
+                getattr(writer, f"add_{name}_token_id")(token)
+        if self.ends:
+            writer.add_eos_token_id(self.ends[0])
+        if len(self.ends) > 1:
+            writer.add_eot_token_id(self.ends[1])
+        writer.add_add_bos_token(self.adds[0])
+        writer.add_add_eos_token(self.adds[1])
+        writer.add_add_space_prefix(self.space_prefix)
+        if self.template is not None:
+            writer.add_chat_template(self.template)
+
+
+def vocabulary_of(tokenizer: Any, ends: list[int]) -> Vocabulary:
+    """The vocabulary of a tokenizer, or a refusal of one that llama.cpp has no equal of."""
+    known = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, added = known["model"], known["added_tokens"]
+    if model["type"] != "BPE":
+        raise ConfigError(f"kind=gguf: a tokenizer of {model['type']} is not written here, only BPE. {OTHER_WAY}")
+    merges = [each if isinstance(each, list) else each.split(" ") for each in model["merges"]]
+    template, plain = tokenizer.chat_template, tokenizer.backend_tokenizer
+    if isinstance(template, dict):
+        template = template.get("default")
+    texts = [(text, plain.encode(text, add_special_tokens=False).ids) for text in HARD_TEXTS]
+    parts: dict[str, Any] = {"texts": texts}
+    if model.get("byte_fallback"):
+        parts |= {"model": "llama", "scores": _scores(model, merges), "space_prefix": _has_prefix(known)}
+    else:
+        parts |= {"model": "gpt2", "pre": _pre_tokenizer(known), "merges": [" ".join(pair) for pair in merges]}
+        if known["normalizer"] == _PREPEND:
+            parts["texts"] = [(f" {text}", ids) for text, ids in texts]
+            plain = Tokenizer.from_str(json.dumps(known | {"normalizer": None}))
+            template = None if template is None else _CONTENT.sub(r"((' ' ~ \g<0>) if \g<0> else '')", template)
+    tokens, types = _tokens(model, added)
+    own = tokenizer.eos_token_id
+    ids, inside = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    is_framed = template is None and ids != inside
+    return Vocabulary(
+        **parts,
+        tokens=tokens,
+        types=types,
+        template=template,
+        chats=[] if template is None else _chats(tokenizer, template, plain),
+        ends=sorted(ends, key=lambda token: token != own),
+        special={"bos": tokenizer.bos_token_id, "pad": tokenizer.pad_token_id, "unk": tokenizer.unk_token_id},
+        adds=(is_framed and ids[0] == tokenizer.bos_token_id, is_framed and ids[-1] == own),
+    )
+
+
+def _tokens(model: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[int]]:
+    """Texts and types of all tokens, by id."""
+    from gguf import TokenType
+
+    number = 1 + max([*model["vocab"].values(), *(each["id"] for each in added)])
+    tokens, types = [f"[PAD{at}]" for at in range(number)], [int(TokenType.UNUSED)] * number
+    for text, at in model["vocab"].items():
+        is_byte = model.get("byte_fallback") and _BYTE.fullmatch(text)
+        tokens[at], types[at] = text, int(TokenType.BYTE if is_byte else TokenType.NORMAL)
+    for each in added:
+        kind = TokenType.CONTROL if each["special"] else TokenType.USER_DEFINED
+        tokens[each["id"]], types[each["id"]] = each["content"], int(kind)
+    if model.get("unk_token") is not None:
+        types[model["vocab"][model["unk_token"]]] = int(TokenType.UNKNOWN)
+    return tokens, types
+
+
+def _pre_tokenizer(known: Mapping[str, Any]) -> str:
+    """llama.cpp's name for how the text is split, which is never guessed."""
+    normalizer, steps = known["normalizer"], known["pre_tokenizer"] or {}
+    steps = steps.get("pretokenizers", [steps])
+    patterns: list[str | None] = []
+    for step in steps:
+        match step:
+            case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}:
+                patterns.append(regex)
+            case {"type": "Digits", "individual_digits": True}:
+                patterns.append(_DIGIT)
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": uses}:
+                patterns += [_GPT2] if uses else []
+            case _:
+                patterns.append(None)
+    name = PRE_TOKENIZERS.get((tuple(map(str, patterns)), bool(known["model"].get("ignore_merges"))))
+    if name is None or steps[-1].get("type") != "ByteLevel" or normalizer not in (None, {"type": "NFC"}, _PREPEND):
+        raise ConfigError(
+            "kind=gguf: the tokenizer splits or changes text in a way that is not among those known to be llama.cpp's "
+            f"own: {json.dumps(normalizer)}, {json.dumps(known['pre_tokenizer'])[:300]}. {OTHER_WAY}"
+        )
+    return name
+
+
+def _has_prefix(known: Mapping[str, Any]) -> bool:
+    """Whether a blank comes before each text, of a tokenizer like those of SentencePiece."""
+    normalizer = known["normalizer"]
+    if normalizer not in (_BLANKS, _PREFIXED) or known["pre_tokenizer"] not in (None, _BETWEEN_BLANKS):
+        raise ConfigError(
+            f"kind=gguf: the tokenizer changes text in a way that llama.cpp does not: {json.dumps(normalizer)[:300]}. "
+            f"{OTHER_WAY}"
+        )
+    return bool(normalizer == _PREFIXED)
+
+
+def _scores(model: Mapping[str, Any], merges: Sequence[Sequence[str]]) -> list[float]:
+    """A score for each token: the first merge that makes it comes first."""
+    scores = [-float(len(merges))] * (1 + max(model["vocab"].values()))
+    for rank, pair in reversed(list(enumerate(merges))):
+        scores[model["vocab"]["".join(pair)]] = -float(rank)
+    return scores
+
+
+def _chats(tokenizer: Any, template: str, plain: Tokenizer) -> list[tuple[list[dict[str, str]], list[int]]]:
+    """Conversations with the tokens of their prompts; refuses a template that cannot write what llama.cpp lacks."""
+    question, *others = HARD_TEXTS
+    asked = [{"role": "user", "content": text.strip()} for text in (question, *others)]
+    chats = [[each] for each in asked]
+    chats.append([asked[0], {"role": "assistant", "content": others[0].strip()}, asked[2]])
+    found = []
+    for messages in chats:
+        try:
+            text, own = render_chat(tokenizer, messages, ask=True, options={"chat_template": template}), None
+            own = render_chat(tokenizer, messages, ask=True)
+        except ConversationRefused:
+            continue
+        ids = tokenizer(own, add_special_tokens=False).input_ids
+        if plain.encode(text, add_special_tokens=False).ids != ids:
+            raise ConfigError(
+                "kind=gguf: the tokenizer puts a blank before each text, which llama.cpp does not, and the chat "
+                f"template cannot be made to. {OTHER_WAY}"
+            )
+        found.append((messages, ids))
+    return found
+
+
+def modelfile(name: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
+    """The file from which Ollama makes a model."""
+    lines = [f"FROM ./{name}"]
+    go = None if vocabulary.template is None else _go_template(tokenizer, vocabulary.template)
+    if go is not None:
+        lines.append(f'TEMPLATE """{go}"""')
+    elif vocabulary.template is not None:
+        lines.append("# The chat template is more than texts around messages: write TEMPLATE in Ollama's language.")
+    lines += [f"PARAMETER stop {json.dumps(vocabulary.tokens[token])}" for token in vocabulary.ends]
+    return "\n".join(lines) + "\n"
+
+
+def _go_template(tokenizer: Any, template: str) -> str | None:
+    """The template in Go, where it puts fixed texts around messages; else None."""
+
+    def render(*roles: str, ask: bool = False) -> str:
+        messages = [{"role": role, "content": f"<{role} {at}>"} for at, role in enumerate(roles)]
+        return render_chat(tokenizer, messages, ask=ask, options={"chat_template": template})
+
+    user, answer = "<user 0>", "<assistant 1>"
+    try:
+        one, both, three = render("user"), render("user", "assistant"), render("user", "assistant", "user")
+        opened, with_system = render("user", ask=True), render("system", "user")
+        head_and_before, _, after_user = one.partition(user)
+        before_answer, _, after_answer = both.removeprefix(one).partition(answer)
+        before_user = three.removeprefix(both).partition("<user 2>")[0]
+        head = head_and_before.removesuffix(before_user)
+        before_system, _, rest = with_system.removeprefix(head).partition("<system 0>")
+        around = {
+            "system": (before_system, rest.partition(before_user + "<user 1>")[0]),
+            "user": (before_user, after_user),
+            "assistant": (before_answer, after_answer),
+        }
+        roles = ("system", "user", "assistant", "user", "assistant", "user")
+        texts = [around[role][0] + f"<{role} {at}>" + around[role][1] for at, role in enumerate(roles)]
+        asks = opened.removeprefix(one)
+        whole = head + "".join(texts) + asks
+        if render(*roles, ask=True) != whole or any(mark in whole for mark in ("{{", '"""')):
+            return None
+    except ConversationRefused:
+        return None
+    cases = [
+        f'{{{{ {"else " if at else ""}if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
+        for at, (role, (before, after)) in enumerate(around.items())
+    ]
+    return f"{head}{{{{ range .Messages }}}}{''.join(cases)}{{{{ end }}}}{{{{ end }}}}{asks}"

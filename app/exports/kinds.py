@@ -13,19 +13,18 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig
 
 from app.adapters.merged_weights import fully_trained_weights, read_updates
-from app.base.load_base import read_weights
+from app.base.base_model import read_weights
 from app.base.source import base_path
-from app.config.export_settings import ExportConfig
-from app.config.quantizations import QUANTIZATION_KINDS
+from app.config.finished_run import ExportConfig
+from app.config.kinds import QUANTIZATION_KINDS
 from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.evaluation.run import Evaluation
 from app.exports import reload
-from app.exports.folder import REPORT, write_json_unflushed
+from app.exports.destination import REPORT, write_json_unflushed
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers
 from app.files import CHECKSUMS, read_json
-from app.finished.merge import EXPORTED, Merge, merged_config, plan_merge
-from app.finished.save import add_transformers_4_keys, write_config
+from app.finished.save import EXPORTED, Merge, add_transformers_4_keys, merged_config, plan_merge, write_config
 from app.layers import nf4
 from app.layers.quantization import backbone_linear_layers, weight_of
 from app.model.build import DTYPES, ModelSections

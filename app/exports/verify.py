@@ -18,13 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.config.problems import PROBLEMS
+from app.config.kinds import PROBLEMS
 from app.evaluation.run import Evaluation
 from app.exports import reload
 from app.layers.attention import own_attention
 from app.model.training_model import TrainingModel
 from app.tasks.classification import CLASS_PROBLEMS
-from app.tracking.jsonl_metrics import finite_or_none
+from app.tracking.output_dir import finite_or_none
 
 MAX_ROWS = 8
 SHORT_ROW_TOKENS = 512  # such rows are taken first

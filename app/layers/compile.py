@@ -1,4 +1,7 @@
-"""The repeated layers of a model through torch.compile: one graph for all layers that are alike, for the whole run.
+"""Compiled decoder layers: obstacles known before the start, one graph for equal layers, operations to recompute.
+
+Under a memory budget, torch's partitioner recomputes every operation whose cost it does not know as if it were free:
+attention, and the matrix products of 4-bit and 8-bit weights. Marks on the joint graph decide these.
 
 All micro-batches of a packed run have one shape and differ in the values of one tensor: where documents begin. So the
 graph is made and verified once, before the first step, and a later need for another one is an error. Passes without a
@@ -7,19 +10,130 @@ recomputed, because an uncompiled layer keeps about twice the activations.
 """
 
 import contextlib
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 
+from app.batch import Batch
+from app.config.rules import Obstacle
 from app.config.schema import CompileConfig
 from app.errors import TrainingError, gist
 from app.layers.activation_checkpointing import is_recomputed, recomputed, repeated_layers
-from app.layers.partition import marking_pass
+from app.layers.attention.requirements import dropouts_of
 from app.layers.recurrent import recurrent_mixers
+
+_KNOWN_COSTS = {"aten", "prims", "inductor"}  # namespaces whose operations the partitioner knows
+_EXPENSIVE = {  # but it does not know these
+    "aten::_grouped_mm",
+    "aten::_scaled_grouped_mm",
+    "aten::_scaled_dot_product_cudnn_attention",
+}
+# Shares of a layer's activations that compile.memory_budget=auto tries. Larger ones have not been measured; 0.5 saves
+# more bytes than 0.4 and recomputes more products.
+BUDGETS = (0.6, 0.4, 0.3)
+DEQUANTIZE = "app_kernels::dequantize_int8"  # dequantized weights are not activations: never saved
+
+
+def mark_expensive(graph: Graph) -> None:
+    """Mark the operations of a joint graph that must be saved, and those that must be recomputed."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in graph.nodes:
+        operation = node.target
+        if not isinstance(operation, torch._ops.OpOverload):
+            continue
+        name = operation._schema.name
+        if name == DEQUANTIZE:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        elif name in _EXPENSIVE or (operation.namespace not in _KNOWN_COSTS and "dequantize" not in name):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+@cache
+def marking_pass() -> Any:
+    """Return `mark_expensive` as a pass of inductor, with a version for the key of its cache."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class MarkExpensive(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            mark_expensive(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,))
+
+    return MarkExpensive()
+
+
+# ---- compilable
+
+
+# by device: the language, the environment variable that names a compiler, and those that are looked for
+_COMPILERS = {"cpu": ("C++", "CXX", ("g++", "clang++", "c++")), "cuda": ("C", "CC", ("gcc", "clang"))}
+
+
+def machine_obstacles(config: CompileConfig, device: torch.device) -> Iterator[Obstacle]:
+    """Yield what this machine lacks."""
+    if config.graphs and device.type != "cuda":
+        reason = f"compile.graphs=true records kernels of an NVIDIA GPU, and this run is on {device.type}"
+        yield Obstacle(reason, "Set compile.graphs=false.")
+    if config.backend != "inductor":
+        return
+    if device.type == "cuda" and find_spec("triton") is None:
+        yield Obstacle("the package triton is not installed", "Install it, or set compile=none.")
+    language, variable, names = _COMPILERS.get(device.type, _COMPILERS["cpu"])
+    if variable not in os.environ and not any(map(shutil.which, names)):
+        reason = f"no {language} compiler was found ({' or '.join(names)})"
+        yield Obstacle(reason, f"Install {names[0]}, or set compile=none.")
+
+
+def model_obstacles(lm: Any) -> Iterator[Obstacle]:
+    """Yield dropouts of attention weights, and layers that depend on others; `lm` may be on meta."""
+    shared = getattr(lm.config.get_text_config(), "num_kv_shared_layers", 0)
+    if shared:
+        reason = f"{shared} layers read keys and values of earlier layers (num_kv_shared_layers in config.json)"
+        yield Obstacle(reason, "Set compile=none.")
+    for name, rate in dropouts_of(lm).items():
+        key = f"model.architecture.{name}"
+        yield Obstacle(
+            f"{key}={rate:g}: compiled layers have no dropout of attention weights",
+            f"Set compile=none, or {key}=0 (of pretrained weights: {name} in the config.json of model.path).",
+        )
+
+
+def attention_obstacles(attention: str, device: torch.device, some_batch: Callable[[], Batch]) -> Iterator[Obstacle]:
+    """Yield attention that one graph cannot compute for all batches of the run."""
+    if attention == "sdpa" and device.type != "cpu":
+        batch = some_batch()
+        if batch.documents is not None and not batch.documents.are_longest(batch.ids.numel()):
+            yield Obstacle(
+                "attention=sdpa on a GPU makes one call for each document where their lengths differ",
+                "Set attention=varlen (or flash), or compile=none.",
+            )
+
+
+def product_flops(lm: Any, *, trains_all: bool) -> float:
+    """Return the FLOPs per token, forward and backward, of matrix products in the layers that can be compiled.
+
+    Of a frozen weight the gradient of its input takes as many as its product, of a trained one its own as well.
+    """
+    numbers = lm.config.get_text_config()
+    experts = getattr(numbers, "num_experts_per_tok", None) or 1
+    layers = (layer for layer in repeated_layers(lm) if not recurrent_mixers(layer))
+    used = 0.0
+    for each in (weight for layer in layers for weight in layer.parameters() if weight.ndim > 1):
+        used += each.numel() * (min(1.0, experts / len(each)) if each.ndim > 2 else 1.0)
+    return 2 * (3 if trains_all else 2) * used
+
+
+# ---- compile
 
 
 class LayerCall(NamedTuple):

@@ -1,6 +1,13 @@
-"""Frozen linear layers that multiply in a way of their own: what they share, and the base in int8."""
+"""Frozen linear layers in int8 and fp8 (e4m3).
+
+An fp8 weight is stored twice, with a scale per row: [out, in] for forward and [in, out] for the gradient of the rows,
+because an fp8 product needs the summed dimension contiguous. Together they take as much as bf16. Rows are rounded for
+each product, with a scale per row. Where there is no fp8 hardware the same numbers are multiplied in float32.
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -8,9 +15,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.layers.kernels import autocast_dtype
-from app.layers.operations import COSTS, OperationCost
-from app.layers.partition import DEQUANTIZE
+from app.layers.comparison import Comparison, Fault, attempt, max_difference
+from app.layers.compile import DEQUANTIZE
+from app.layers.operations import COSTS, OperationCost, Size, autocast_dtype, can_run
 
 _INT8_MAX = 127
 
@@ -92,11 +99,203 @@ def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # One operation, so that compiled layers never save a dequantized weight for their backward pass
-_OPS = torch.library.Library("app_kernels", "FRAGMENT")
-_OPS.define("dequantize_int8(Tensor weight, Tensor scale, ScalarType dtype) -> Tensor")
+_INT8_OPS = torch.library.Library("app_kernels", "FRAGMENT")
+_INT8_OPS.define("dequantize_int8(Tensor weight, Tensor scale, ScalarType dtype) -> Tensor")
 for _device in ("CPU", "CUDA"):
-    _OPS.impl("dequantize_int8", _dequantize, _device)
+    _INT8_OPS.impl("dequantize_int8", _dequantize, _device)
 torch.library.register_fake(
-    "app_kernels::dequantize_int8", lambda weight, _scale, dtype: torch.empty_like(weight, dtype=dtype), lib=_OPS
+    "app_kernels::dequantize_int8", lambda weight, _scale, dtype: torch.empty_like(weight, dtype=dtype), lib=_INT8_OPS
 )
 COSTS[DEQUANTIZE] = OperationCost()
+
+
+# ---- fp8 linear
+
+
+Rounded = tuple[Tensor, Tensor]  # rows [n, k] in e4m3, and the scale of each [n, 1]
+
+E4M3 = torch.float8_e4m3fn
+_E4M3_MAX = 448.0
+_TILE_ROWS = 256
+_MIN_AMAX = 1e-12  # of a row, so that a row of zeros has a scale
+
+_COMPARED_ROWS = 32
+# Allowed difference of a product from the same numbers multiplied in float32: bf16 rounds to 0.002, and Hopper's fast
+# accumulation keeps 14 bits. fp8 itself rounds by 0.037.
+_ALLOWED_BF16 = 0.02
+_ALLOWED_FP32 = 1e-5
+
+# operations of torch, so that a memory plan can count them
+_FP8_OPS = torch.library.Library("app_fp8", "DEF")
+_FP8_OPS.define("quantize_rows(Tensor rows) -> (Tensor, Tensor)")
+_FP8_OPS.define("product(Tensor x, Tensor sx, Tensor w, Tensor sw, ScalarType dtype) -> Tensor")
+
+
+def quantize_reference(rows: Tensor) -> Rounded:
+    """Rows in e4m3 and their scales; a value is its e4m3 number times the scale of its row."""
+    wide = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=_MIN_AMAX)
+    # a number divided by a tensor, or a tensor by a number on a GPU, would be rounded twice: the kernel does not
+    wide.mul_(torch.full_like(largest, _E4M3_MAX).div_(largest)).clamp_(-_E4M3_MAX, _E4M3_MAX)
+    return wide.to(E4M3), _scales_of(rows).copy_(largest.mul_(1 / _E4M3_MAX))
+
+
+def quantize_by_kernel(rows: Tensor) -> Rounded:
+    """`quantize_reference` in one launch of a kernel, where a program can hold a row."""
+    from app.layers import triton_kernels
+
+    if rows.shape[1] > triton_kernels.MAX_WIDTH:
+        return quantize_reference(rows)
+    out, scales = _quantized_like(rows)
+    triton_kernels.quantize_rows(rows, out, scales, _MIN_AMAX, _E4M3_MAX)
+    return out, scales
+
+
+def _quantize_on_gpu(rows: Tensor) -> Rounded:
+    return quantize_by_kernel(rows) if can_run(rows.device) else quantize_reference(rows)
+
+
+def _quantized_like(rows: Tensor) -> Rounded:
+    return torch.empty_like(rows, dtype=E4M3), _scales_of(rows)
+
+
+def _scales_of(rows: Tensor) -> Tensor:
+    """Room for a scale of each row, in whole tiles of CUTLASS: its products have read beyond the last scale (pytorch
+    #133334), and torch copies scales of other sizes into larger ones for each product.
+    """
+    room = -(-rows.shape[0] // _TILE_ROWS) * _TILE_ROWS
+    return rows.new_empty((room, 1), dtype=torch.float32)[: rows.shape[0]]
+
+
+def product_reference(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [n, k] times w [m, k] transposed, with scales [n, 1] and [1, m], summed in float32."""
+    return (x.float() @ w.float().T).mul_(sx).mul_(sw).to(dtype)
+
+
+def product_on_gpu(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows times a weight, each with its scales, by cuBLAS.
+
+    Fast accumulation is for gradients too: on an H200 the errors of a layer's gradients are the same without it.
+    """
+    return torch._scaled_mm(x, w.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
+
+
+_FP8_OPS.impl("quantize_rows", quantize_reference, "CPU")
+_FP8_OPS.impl("quantize_rows", _quantize_on_gpu, "CUDA")
+_FP8_OPS.impl("product", product_reference, "CPU")
+_FP8_OPS.impl("product", product_on_gpu, "CUDA")
+torch.library.register_fake("app_fp8::quantize_rows", _quantized_like, lib=_FP8_OPS)
+torch.library.register_fake(
+    "app_fp8::product", lambda x, _sx, w, _sw, dtype: x.new_empty((len(x), len(w)), dtype=dtype), lib=_FP8_OPS
+)
+
+
+def _product_flops(x: Size, _sx: Size, w: Size, *_args: Any, **_kwargs: Any) -> int:
+    return 2 * x[0] * x[1] * w[0]
+
+
+def _reference_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype) -> int:
+    """Both sides in float32, and their product where another dtype is wanted."""
+    sums = 0 if dtype == torch.float32 else len(x) * len(w)
+    return (x.numel() + w.numel() + sums) * torch.float32.itemsize
+
+
+def _gpu_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype) -> int:
+    """A GPU multiplies into bf16, which is then converted."""
+    return 0 if dtype == torch.bfloat16 else len(x) * len(w) * torch.bfloat16.itemsize
+
+
+# rows are rounded by way of float32; the kernel rounds them as it reads them
+COSTS["app_fp8::quantize_rows"] = OperationCost(cpu_bytes=lambda rows: rows.numel() * torch.float32.itemsize)
+COSTS["app_fp8::product"] = OperationCost(_product_flops, _reference_bytes, _gpu_bytes, in_fp8=True)
+
+
+def quantize_rows(rows: Tensor) -> Rounded:
+    """Rows in e4m3 and their scales, by the kernel on a GPU."""
+    found: Rounded = torch.ops.app_fp8.quantize_rows(rows.contiguous())
+    return found
+
+
+def product(rows: Rounded, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows times a weight."""
+    found: Tensor = torch.ops.app_fp8.product(*rows, weight.view(E4M3), scales, dtype)
+    return found
+
+
+class Fp8Linear(FrozenLinear):
+    """Weights are stored as bytes, so that casting a network leaves them alone."""
+
+    weight_back: nn.Parameter
+    scale: Tensor
+    scale_back: Tensor
+    rounds_rows = True
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
+        super().__init__(weight, bias)
+        for name, given in (("", weight), ("_back", weight.T)):
+            bytes_, scales = quantize_reference(given)  # the kernel was not compared yet
+            stored = nn.Parameter(bytes_.view(torch.uint8), requires_grad=False)
+            setattr(self, f"weight{name}", stored)
+            self.register_buffer(f"scale{name}", scales.T.clone())
+
+    def product(self, rows: Tensor) -> Tensor:
+        if self.rounds_rows:
+            out = product(quantize_rows(rows), self.weight, self.scale, rows.dtype)
+        else:
+            out = rows @ self.unpacked(rows.dtype).T
+        return out if self.bias is None else out.add_(self.bias)
+
+    def back(self, gradient: Tensor) -> Tensor:
+        if not self.rounds_rows:
+            return gradient @ self.unpacked(gradient.dtype)
+        return product(quantize_rows(gradient), self.weight_back, self.scale_back, gradient.dtype)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        return (self.weight.view(E4M3).float() * self.scale.T).to(dtype)
+
+
+@contextmanager
+def without_row_rounding(network: nn.Module) -> Iterator[None]:
+    """Context for other comparisons: rounding rows enlarges differences in their last digits."""
+    layers = [layer for layer in network.modules() if isinstance(layer, Fp8Linear)]
+    try:
+        for layer in layers:
+            layer.rounds_rows = False
+        yield
+    finally:
+        for layer in layers:
+            del layer.rounds_rows
+
+
+@torch.no_grad()
+def compare_products(network: nn.Module, present: Callable[[nn.Module], Any] = nullcontext) -> list[Comparison]:
+    """Compare products of each size of layer on this device with float32; refuse a difference.
+
+    `present` is a context in which a module has its weights.
+    """
+    layers = {tuple(each.weight.shape): each for each in network.modules() if isinstance(each, Fp8Linear)}
+    found = []
+    for layer in layers.values():
+        with present(layer):
+            found.append(_compared("product", layer.weight, layer.scale))
+            found.append(_compared("product with the transposed", layer.weight_back, layer.scale_back))
+    for each in found:
+        cause = each if isinstance(each, Fault) else f"{each} on this device"
+        each.or_refuse(f"quantization.kind=fp8: {cause}. Set quantization=none.")
+    return found
+
+
+def _compared(words: str, weight: Tensor, scales: Tensor) -> Comparison:
+    outputs, inputs = weight.shape
+    dtype, allowed = (torch.bfloat16, _ALLOWED_BF16) if weight.is_cuda else (torch.float32, _ALLOWED_FP32)
+    # rows of different sizes, not random: a run's random numbers must not depend on comparisons
+    places = torch.arange(_COMPARED_ROWS * inputs, device=weight.device, dtype=torch.float32).view(-1, inputs)
+    rows = (torch.sin(places) * (1 + places[:, :1] / inputs)).to(dtype)
+    expected = product_reference(*quantize_reference(rows), weight.view(E4M3), scales, torch.float32)
+
+    def compare() -> Comparison:
+        difference = max_difference([product(quantize_rows(rows), weight, scales, dtype)], [expected])
+        return Comparison(f"fp8 {words} weight, {inputs} to {outputs}, against float32", difference, allowed)
+
+    fault = f"torch {torch.__version__} cannot multiply {(outputs, inputs)} in fp8 on this device ({{}})"
+    return attempt(compare, Exception, fault)  # of torch's operation, or of the compiler of our kernel

@@ -1,15 +1,36 @@
-"""The head of a transformers model as a function: logits of hidden states, or of pooled ones, by its own forward.
+"""The head of a model, and its cross-entropy over labeled rows in chunks: no logits exist for more than one chunk.
 
-The backbone is replaced by the states, so that whatever a kind does around its head (soft-capping, scaling, a
-transform, a pooler) stays right.
+The head is called through the model's own forward, with the backbone replaced by the states, so that whatever a kind
+does around its head (soft-capping, scaling, a transform, a pooler) stays right.
+
+For a hidden state h with target t and weight w, and a linear head with the weight W [vocabulary, hidden]:
+
+    z = W h        loss = w (logsumexp(z) - z[t])        dloss/dz = w (softmax(z) - onehot(t))
+    dloss/dh = W^T dloss/dz        dloss/dW = sum over rows of (dloss/dz) h^T
+
+The gradient of z needs nothing but z, so it is computed in the forward pass: the logits of a chunk become their own
+gradient in place, their products with W and h are kept, and the next chunk reuses the buffer. The loss is a sum, so the
+backward pass only multiplies what was kept by the gradient of that sum. 128,256 logits of 16,384 tokens would take 8.4
+GB in float32, and autograd would keep three copies.
+
+Any other head goes through the model's own forward (`own_head`), with gradients by autograd, chunk by chunk. A dispatch
+mode finds out whether a head is linear, and `build.choose_loss_head` compares it with the model's own before step 1.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.batch import IGNORE
+from app.layers.operations import autocast_dtype, loss_and_grad_inplace
 
 Head = Callable[[Tensor], Tensor]  # [n, hidden] -> [n, vocabulary]
 
@@ -120,3 +141,253 @@ def takes_segments(lm: Any) -> bool:
 
 def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+# ---- chunked loss
+
+
+_MIN_ROWS = 512  # smaller chunks were up to 3.5 times slower than one piece
+_MAX_CHUNK_BYTES = 256 << 20
+_LOGIT_COPIES = 3  # in float32: logits, softmax, gradient
+_MAX_LINEAR_CHUNK_BYTES = 512 << 20  # of logits
+_MAX_ROWS = 4096
+_VECTOR = 64  # logits that a row is padded to, so that kernels of an odd vocabulary load more than one number at once
+
+# operations that a linear head may use besides one product with its weight
+_FREE = frozenset({"empty", "view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "t", "detach", "alias"})
+_PRODUCTS = frozenset({"mm", "addmm"})
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Rows that go through a head at once."""
+    return max(_MIN_ROWS, _MAX_CHUNK_BYTES // (_LOGIT_COPIES * 4 * vocabulary))
+
+
+def token_loss_sum(
+    head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int, weights: Tensor | None = None
+) -> Tensor:
+    """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
+    with for_trained_head(rows, parameters) as given:
+        loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, weights, given, *parameters)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.no_grad()
+def token_scores(
+    head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
+) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of each target in float32, 0 for IGNORE, and the token of the largest logit."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
+    chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
+    with for_trained_head(rows, parameters) as given:
+        for start in range(0, given.shape[0], chunk):
+            part = slice(start, start + chunk)
+            logits = head(given[part]).float()
+            losses[part] = F.cross_entropy(logits, targets[part], ignore_index=IGNORE, reduction="none")
+            chosen[part] = logits.argmax(-1)
+            del logits  # or two chunks would exist while the next is computed
+    return losses, chosen
+
+
+@contextlib.contextmanager
+def for_trained_head(rows: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+    """Rows in float32 without autocast, where a trained head's gradient, a sum over rows, would overflow float16."""
+    device = rows.device.type
+    if parameters and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        with torch.autocast(device, enabled=False):
+            yield rows.float()
+    else:
+        yield rows
+
+
+def _summed(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    return (F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none") * weights).sum()
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, head: Head, chunk: int, targets: Tensor, weights: Tensor | None, rows: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        wants = any(ctx.needs_input_grad)
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        row_gradient = torch.empty_like(rows) if wants else None
+        gradients = [torch.zeros_like(p) for p in parameters] if wants else []
+        for start in range(0, rows.shape[0], chunk):
+            part = slice(start, start + chunk)
+            piece = rows[part].detach().requires_grad_(wants)
+            with torch.set_grad_enabled(wants):
+                loss = _summed(head(piece).float(), targets[part], None if weights is None else weights[part])
+            total += loss.detach()
+            if row_gradient is not None:
+                found = torch.autograd.grad(loss, [piece, *parameters])
+                row_gradient[part] = found[0]
+                for gradient, new in zip(gradients, found[1:], strict=True):
+                    gradient.add_(new)
+        if row_gradient is not None:
+            ctx.save_for_backward(row_gradient, *gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0]
+        scaled = ((g.float() * scale).to(g.dtype) for g in ctx.saved_tensors)  # a float16 scale could overflow
+        return None, None, None, None, *scaled
+
+
+@dataclass(frozen=True, slots=True)
+class LinearHead:
+    """A head that is one linear layer; `chunk`: rows at once, None: as many as a bounded memory holds."""
+
+    layer: nn.Linear
+    chunk: int | None = None
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
+
+    def loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
+        with for_trained_head(rows, self.trained) as given:
+            own = (self.layer.weight, self.layer.bias)
+            loss: Tensor = _LinearLoss.apply(self, targets, weights, given, *own)  # type: ignore[no-untyped-call]
+        return loss
+
+    @torch.no_grad()
+    def scores(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross-entropy of each target in float32, 0 for IGNORE, and the token of the largest logit."""
+        losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
+        chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
+        with for_trained_head(rows, self.trained) as given:
+            for part, _, logits, _ in self.chunks(given):
+                chosen[part] = logits.argmax(-1)
+                width = logits.stride(0)
+                losses[part] = loss_and_grad_inplace(logits, targets[part], None, gradient=False, width=width)
+        return losses, chosen
+
+    def chunks(self, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Slice, rows and logits of each chunk, and the weight, in autocast's dtype; all logits share one buffer, whose
+        rows are padded.
+        """
+        dtype = autocast_dtype(rows)
+        weight = self.layer.weight.detach().to(dtype)
+        bias = None if self.layer.bias is None else self.layer.bias.detach().to(dtype)
+        width = -(-len(weight) // _VECTOR) * _VECTOR
+        size = self.chunk or rows_of_a_chunk(len(rows), width, weight.element_size())
+        buffer = weight.new_empty(min(size, len(rows)), width)[:, : len(weight)]
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            piece = rows[part].to(dtype)
+            logits = buffer[: len(piece)]
+            if bias is None:
+                torch.mm(piece, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, piece, weight.t(), out=logits)
+            yield part, piece, logits, weight
+
+
+def rows_of_a_chunk(rows: int, vocabulary: int, number_bytes: int) -> int:
+    """Rows that a bounded memory holds, with all chunks of about one size."""
+    most = max(_MIN_ROWS, min(_MAX_ROWS, _MAX_LINEAR_CHUNK_BYTES // (number_bytes * vocabulary)))
+    chunks = max(1, -(-rows // most))
+    return max(1, -(-rows // chunks))
+
+
+def linear_head(lm: Any) -> LinearHead | None:
+    """The head as a linear layer; None if it does more than one product, or has other trained parts."""
+    layer = lm.get_output_embeddings()
+    if isinstance(
+        getattr(layer, "modules_to_save", None), nn.ModuleDict
+    ):  # PEFT's wrapper around a head and its trained copy
+        (layer,) = layer.modules_to_save.values()
+    if type(layer) is not nn.Linear:
+        return None
+    own = {id(parameter) for parameter in layer.parameters()}
+    if any(id(parameter) not in own for parameter in head_parameters(lm)):
+        return None
+    row = layer.weight.detach().new_ones(1, layer.in_features)
+    with torch.no_grad(), _ProductCounter(layer.weight) as counter:
+        own_head(lm)(row)
+    return LinearHead(layer) if counter.products == 1 and not counter.others else None
+
+
+class _ProductCounter(TorchDispatchMode):
+    """Counts the products with a weight, and other operations."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products = self.others = 0
+        self._weight = weight.untyped_storage()._cdata
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        given = (each for each in args if isinstance(each, Tensor))
+        if name in _PRODUCTS and any(each.untyped_storage()._cdata == self._weight for each in given):
+            self.products += 1
+        elif name not in _FREE and func.namespace != "prim":  # tensors without memory are asked for their device
+            self.others += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: LinearHead,
+        targets: Tensor,
+        weights: Tensor | None,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        of_rows, of_weight, of_bias = ctx.needs_input_grad[3:]
+        wanted = of_rows or of_weight or of_bias
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        ctx.found = found = [
+            torch.empty_like(rows) if of_rows else None,
+            torch.zeros_like(weight, dtype=torch.float32) if of_weight else None,
+            torch.zeros_like(weight[:, 0], dtype=torch.float32) if of_bias else None,
+        ]
+        ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
+        for part, piece, logits, cast_weight in head.chunks(rows):
+            each = None if weights is None else weights[part]
+            width = logits.stride(0)
+            total += loss_and_grad_inplace(logits, targets[part], each, gradient=wanted, width=width).sum()
+            _add_gradients(found, part, piece, logits, cast_weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        found, ctx.found = ctx.found, None
+        if found is None:
+            raise RuntimeError("the gradients of this loss were given away: it goes backward once")
+        scaled = (
+            None if gradient is None else scaled_gradient(gradient, upstream[0], dtype)
+            for gradient, dtype in zip(found, ctx.dtypes, strict=True)
+        )
+        return None, None, None, *scaled
+
+
+def _add_gradients(found: list[Tensor | None], part: slice, piece: Tensor, logits: Tensor, weight: Tensor) -> None:
+    """Add the gradients of one chunk, with the gradient in place of its logits; sums are in float32."""
+    of_rows, of_weight, of_bias = found
+    if of_rows is not None and of_rows.dtype == logits.dtype:
+        torch.mm(logits, weight, out=of_rows[part])
+    elif of_rows is not None:
+        of_rows[part] = logits @ weight
+    if of_weight is not None and logits.dtype == torch.float32:
+        of_weight.addmm_(logits.t(), piece)
+    elif of_weight is not None:
+        of_weight.add_(logits.t() @ piece)
+    if of_bias is not None:
+        of_bias.add_(logits.sum(0, dtype=torch.float32))
+
+
+def scaled_gradient(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply in place where possible; in float32, because a float16 scale could overflow."""
+    if gradient.dtype == torch.float32:
+        return gradient.mul_(scale).to(dtype)
+    return (gradient.float() * scale).to(dtype)

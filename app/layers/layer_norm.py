@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from app.config.schema import ModelConfig
 from app.errors import refuse
-from app.layers.kernels import autocast_dtype
+from app.layers.operations import autocast_dtype
 
 
 def set_norms(network: nn.Module, config: ModelConfig, compute: torch.dtype | None) -> None:

@@ -1,7 +1,19 @@
-"""What operations cost that torch does not count; the FLOP counter and the storage counter read it."""
+"""Custom operations: costs that torch does not count, devices that run Triton kernels, and the loss kernel's operation.
 
-from collections.abc import Callable, Sequence
+An operation of `torch.ops.app_kernels` is the kernel on a GPU (`layers.triton_kernels`, imported when it is launched)
+and the plain arithmetic on a CPU.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.batch import IGNORE
 
 Size = Sequence[int]
 Formula = Callable[..., int]
@@ -66,3 +78,122 @@ COSTS: dict[str, OperationCost] = {  # by full name; those of bitsandbytes and o
     _CPU_ATTENTION: OperationCost(_attention_on_cpu),
     f"{_CPU_ATTENTION}_backward": OperationCost(_attention_on_cpu_backward),
 }
+
+
+# ---- kernels
+
+
+_AMPERE = (8, 0)  # compute capability that Triton supports, and the first with bf16
+# of float32 logits that the plain arithmetic makes at once: what a CPU's caches hold
+_PIECE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+_ROW_BYTES = 16  # of targets and factors
+
+_as_on_gpu = False
+
+
+def is_ampere(device: torch.device) -> bool:
+    """Whether `device` is an NVIDIA GPU of the Ampere generation or newer."""
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return nvidia and torch.cuda.get_device_capability(device) >= _AMPERE
+
+
+@cache
+def can_run(device: torch.device) -> bool:
+    """Whether the kernels can be launched for tensors of `device`."""
+    return is_ampere(device) and importlib.util.find_spec("triton") is not None
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which autocast computes with `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Whether code for `device` ends in kernels."""
+    return _as_on_gpu or can_run(device)
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether code for `device` is that of a GPU, with kernels or without."""
+    return _as_on_gpu or device.type == "cuda"
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Context in which a CPU runs the code of a GPU: for memory plans, on tensors of the CPU, and for tests."""
+    global _as_on_gpu  # noqa: PLW0603  the compiler cannot trace a ContextVar
+    before, _as_on_gpu = _as_on_gpu, True
+    try:
+        yield
+    finally:
+        _as_on_gpu = before
+
+
+_OPS = torch.library.Library("app_kernels", "FRAGMENT")
+_OPS.define(
+    "loss_and_grad(Tensor(a!) logits, Tensor targets, Tensor? weights, Tensor(b!) losses, bool gradient, int width)"
+    " -> ()"
+)
+
+
+def loss_and_grad_inplace(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, *, gradient: bool, width: int | None = None
+) -> Tensor:
+    """The cross-entropy of each row times its weight, in float32, 0 for IGNORE; overwrites `logits` [n, vocabulary].
+
+    With `gradient` they become the gradient of the sum of these losses. `width`: how many numbers of a row, from its
+    first logit on, are the caller's; a kernel reads and writes whole vectors of them.
+    """
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    torch.ops.app_kernels.loss_and_grad(logits, targets, weights, losses, gradient, width or logits.shape[1])
+    return losses
+
+
+def plain_loss_and_grad(
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    losses: Tensor,
+    gradient: bool,
+    _width: int = 0,  # of rows, which torch does not need
+) -> None:
+    """The plain arithmetic, a few rows at a time, in float32 and rounded once."""
+    counts = targets != IGNORE
+    factors = counts.float() if weights is None else weights * counts
+    wanted = targets.clamp_min(0)[:, None]
+    rows = max(1, _PIECE_BYTES[logits.device.type] // (4 * logits.shape[1]))
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        exact, factor = logits[part].float(), factors[part, None]
+        largest = exact.amax(1, keepdim=True)
+        loss = largest - exact.gather(1, wanted[part])
+        total = exact.sub_(largest).exp_().sum(1, keepdim=True)
+        losses[part] = (loss.add_(total.log()) * factor)[:, 0]
+        if gradient:
+            exact.mul_(factor / total).scatter_add_(1, wanted[part], -factor)
+            if exact.dtype != logits.dtype:
+                logits[part] = exact
+
+
+def _plain_bytes(logits: Tensor, *_others: Any) -> int:
+    """Bytes that the plain arithmetic allocates and frees; the kernel needs none."""
+    copied = 0 if logits.dtype == torch.float32 else min(_PIECE_BYTES[logits.device.type], 4 * logits.numel())
+    return copied + _ROW_BYTES * len(logits)
+
+
+def _loss_and_grad_on_gpu(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, gradient: bool, width: int
+) -> None:
+    if not can_run(logits.device):
+        plain_loss_and_grad(logits, targets, weights, losses, gradient)
+        return
+    from app.layers import triton_kernels
+
+    triton_kernels.loss_and_grad(logits, targets, weights, losses, gradient, width)
+
+
+_OPS.impl("loss_and_grad", plain_loss_and_grad, "CPU")
+_OPS.impl("loss_and_grad", _loss_and_grad_on_gpu, "CUDA")
+torch.library.register_fake("app_kernels::loss_and_grad", lambda *_given: None, lib=_OPS)
+COSTS["app_kernels::loss_and_grad"] = OperationCost(cpu_bytes=_plain_bytes)

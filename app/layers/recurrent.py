@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from app.batch import PackedSequences
-from app.config.model_kinds import uncalled_modules, without_numbers
+from app.config.kinds import uncalled_modules, without_numbers
 
 _MAX_PADDING = 2  # padded rows have less than so many times the tokens of their documents
 # fast kernels of mixers: package, its module, and transformers' plain functions that replace it

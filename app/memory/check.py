@@ -8,24 +8,19 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.base.structure import open_base
+from app.base.base_model import open_base
 from app.config.adapters import ADAPTER_KINDS, name_of
-from app.config.commands import AnswersConfig
-from app.config.hardware import HardwareConfig
-from app.config.quantizations import QUANTIZATION_KINDS
+from app.config.commands import AnswersConfig, HardwareConfig
+from app.config.kinds import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.distributed.process_group import default_device
 from app.layers.attention import own_attention
 from app.layers.quantization import quantization_after_training, require_hardware
-from app.memory.estimate import planned_choices
-from app.memory.fake_tensors import FakeTensorFallbacks, materialise
-from app.memory.fit import Hardware, check_fit, machine_of, time_bound
-from app.memory.meta_model import MetaModel
-from app.memory.planner import Planned, Planner, random_if_missing
-from app.memory.shape import Shape
-from app.memory.suggest import COSTS, Suggestions
-from app.training.auto_settings import offload_notes, size_notes
-from app.training.choices import sections_of
+from app.memory.estimate import Hardware, check_fit, machine_of, planned_choices, time_bound
+from app.memory.fake_tensors import FakeTensorFallbacks, MetaModel, materialise
+from app.memory.planner import COSTS, Planned, Planner, Suggestions, random_if_missing
+from app.memory.trace import Shape
+from app.training.auto_settings import offload_notes, sections_of, size_notes
 from app.training.storage_counter import StorageCounter, rounded
 from app.training.torch_environment import has_expandable_segments
 

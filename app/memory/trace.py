@@ -1,37 +1,336 @@
-"""Trace of one training step and one evaluation on fake tensors, with every storage and FLOP counted."""
+"""Trace of one training step and one evaluation on fake tensors: micro-batch shape, phases, storages and FLOPs."""
 
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from app.adapters.lora_inits import moment_bytes
+from app.base.base_model import open_base
 from app.batch import Batch, LossWeights, PackedSequences
+from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
-from app.distributed.fake_process_group import fake_device_mesh
+from app.config.tasks import TASKS
+from app.data.objectives import LabelledTokens, NextToken
 from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
-from app.distributed.process_group import HostGroup, Runtime
+from app.distributed.process_group import HostGroup, Runtime, fake_device_mesh
 from app.layers.activation_checkpointing import HostOffload, repeated_layers
-from app.layers.kernels import as_on_gpu
+from app.layers.operations import COSTS, as_on_gpu
 from app.layers.recurrent import recurrent_mixers
 from app.memory.compiled_layers import Compiled
-from app.memory.cuda_ops import CudaAutocast, PagedStates
-from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, materialise
-from app.memory.flops import StepFlops
-from app.memory.meta_model import MetaModel
-from app.memory.phases import BACKWARD_BETWEEN, BEGIN, EVALUATION, HOST, PERSISTENT_KINDS, SAVE, peaks, register_phases
-from app.memory.shape import Shape
+from app.memory.fake_tensors import PLANNED_AS, CudaAutocast, FakeTensorFallbacks, MetaModel, PagedStates, materialise
 from app.model import losses
 from app.model.build import assemble, group_experts
-from app.optim.stochastic_rounding import ordinary
-from app.tasks.table import loss_of
+from app.optim.optimizers import ordinary
+from app.tasks.table import IMPLEMENTATIONS, loss_of
+from app.training.rows import layout_of
 from app.training.setup import stepper_of
-from app.training.storage_counter import StorageCounter, kept_tensors
+from app.training.storage_counter import Event, StorageCounter, kept_tensors
 from app.training.train_step import Stepper
+
+
+class _NoModuleTracker(AbstractContextManager["_NoModuleTracker"]):
+    """Replaces torch's module tracker, which holds references to the whole autograd graph and its saved tensors."""
+
+    parents = frozenset({"Global"})
+
+    def __exit__(self, *_exception: object) -> None:
+        pass
+
+
+class StepFlops:
+    """FLOPs of forward, backward and optimizer; counts while `mode` is entered."""
+
+    def __init__(self) -> None:
+        packets = ((_packet(name), cost.flops) for name, cost in COSTS.items())
+        mapping = {packet: formula for packet, formula in packets if packet is not None and formula is not None}
+        self.mode = FlopCounterMode(display=False, custom_mapping=mapping)
+        self.mode.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
+        self.in_backward = False
+        self._recomputed = 0
+        self._passes: int | None = None
+
+    def count_recomputation(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the forward of a layer; whatever it computes during backward is recomputation."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self.mode.get_total_flops()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                if self.in_backward:
+                    self._recomputed += self.mode.get_total_flops() - before
+
+        return run
+
+    def end_passes(self) -> None:
+        """Count all later operations as the optimizer's."""
+        if self._passes is None:
+            self._passes = self.mode.get_total_flops()
+
+    def totals(self, passes: int = 1) -> dict[str, int]:
+        """FLOPs of one micro-batch, those of them in fp8 and recomputed, and FLOPs of the optimizer."""
+        total = self.mode.get_total_flops()
+        in_passes = total if self._passes is None else self._passes
+        counts = self.mode.get_flop_counts().get("Global", {})
+        in_fp8 = sum(counts.get(_packet(name), 0) for name, cost in COSTS.items() if cost.in_fp8)
+        return {
+            "flops": in_passes // passes,
+            "fp8": in_fp8 // passes,
+            "recomputed": self._recomputed // passes,
+            "update": total - in_passes,
+        }
+
+
+def _packet(name: str) -> Any | None:
+    """Operation of that name; None if its library is not loaded."""
+    library, _, operation = name.partition("::")
+    return getattr(getattr(torch.ops, library), operation, None)
+
+
+# ---- phases
+
+
+# Kinds that stay allocated from step to step.
+PERSISTENT_KINDS = ("frozen_weights", "quantization_constants", "trained_weights", "gradients", "optimizer_states")
+HOST = "host"  # in host memory, not part of the planned peak
+# Kinds of bytes at a peak; their sum is the peak.
+MEMORY_KINDS = (
+    *PERSISTENT_KINDS,
+    "gathered_weights",  # all-gathered layers of a sharded model
+    "saved_activations",  # stored by forward for backward
+    "temporary",  # of forward, backward and optimizer, recomputation included
+    "loss_head",  # logits and their gradients
+    "workspaces",  # of cuBLAS, on a GPU
+)
+
+BEGIN = "init of the adapter"  # from the inputs of its layers
+EMBEDDINGS = "forward, embeddings"  # only with sharding, which gathers embeddings and head in it
+FORWARD, HEAD, HEAD_BACKWARD, CLIP, OPTIMIZER = "forward", "head", "backward of the head", "clip", "optimizer"
+SAVE, EVALUATION = "save", "evaluation"
+BACKWARD_LAST = "backward, last layer"
+BACKWARD_SECOND_LAST = "backward, last layer but one"
+BACKWARD_FIRST_STORED = "backward, first layer that keeps all"
+BACKWARD_SECOND_STORED = "backward, second layer that keeps all"
+BACKWARD_LAST_RECOMPUTED = "backward, last recomputed layer"
+BACKWARD_SECOND_LAST_RECOMPUTED = "backward, last recomputed layer but one"
+BACKWARD_SECOND = "backward, second layer"
+BACKWARD_FIRST = "backward, first layer"
+BACKWARD_BETWEEN = "backward, layers between"
+PHASES = (  # in order of execution
+    *(BEGIN, EMBEDDINGS, FORWARD, HEAD, HEAD_BACKWARD),
+    *(BACKWARD_LAST, BACKWARD_SECOND_LAST, BACKWARD_SECOND_STORED, BACKWARD_FIRST_STORED, BACKWARD_BETWEEN),
+    *(BACKWARD_LAST_RECOMPUTED, BACKWARD_SECOND_LAST_RECOMPUTED, BACKWARD_SECOND, BACKWARD_FIRST),
+    *(CLIP, OPTIMIZER, SAVE, EVALUATION),
+)
+_PHASE_OF_STEPPER = {"forward": FORWARD, "backward": HEAD_BACKWARD, "update": CLIP}
+
+
+def backward_phase(layer: int, plain: int, recomputed: int, *, shards: bool = False) -> str:
+    """Name the phase of the backward pass of one layer; the first `recomputed` layers are recomputed.
+
+    Memory in the layers between two of these phases never exceeds the larger of the two. The second layer has a phase
+    of its own: the first one computes no gradient for its input and prefetches no input from the host. With sharding
+    the neighbors of first and last layers have their own, too: weights are all-gathered one layer ahead while gradients
+    of the layer before are still being reduced.
+    """
+    last = plain + recomputed - 1
+    if layer == last:
+        return BACKWARD_LAST
+    phases = {recomputed - 1: BACKWARD_LAST_RECOMPUTED, recomputed: BACKWARD_FIRST_STORED, 0: BACKWARD_FIRST}
+    if recomputed > 1 or shards:
+        phases = {1: BACKWARD_SECOND} | phases
+    if shards:
+        neighbours = {
+            recomputed - 2: BACKWARD_SECOND_LAST_RECOMPUTED,
+            recomputed + 1: BACKWARD_SECOND_STORED,
+            last - 1: BACKWARD_SECOND_LAST,
+        }
+        phases = neighbours | phases
+    return phases.get(layer, BACKWARD_BETWEEN)
+
+
+def register_phases(stepper: Stepper, counter: StorageCounter, step_flops: StepFlops, recomputed: int) -> None:
+    """Register hooks that report each phase to the counters."""
+    training_model = stepper.model
+    lm = training_model.language_model
+    layers = repeated_layers(lm)
+    shards = training_model.sharding is not None
+    for at, layer in enumerate(layers):
+        name = backward_phase(at, len(layers) - recomputed, recomputed, shards=shards)
+        layer.register_forward_hook(_before_backward(partial(counter.enter, name)))
+
+    def enter(phase: str) -> None:
+        step_flops.in_backward = phase == "backward"
+        counter.enter(EMBEDDINGS if shards and phase == "forward" else _PHASE_OF_STEPPER[phase])
+
+    def begin_update(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        step_flops.end_passes()
+        counter.enter(OPTIMIZER)
+
+    stepper.on_phase = enter
+    if shards:
+        layers[0].register_forward_pre_hook(_in_training(training_model, partial(counter.enter, FORWARD)))
+    lm.base_model.register_forward_hook(_in_training(training_model, partial(counter.enter, HEAD)))
+    stepper.optimizer.register_step_pre_hook(begin_update)
+
+
+def _in_training(training_model: nn.Module, enter: Callable[[], None]) -> Callable[..., None]:
+    def hook(*_args: Any) -> None:
+        if training_model.training:
+            enter()
+
+    return hook
+
+
+def _before_backward(enter: Callable[[], None]) -> Callable[[Any, Any, Any], None]:
+    def hook(_module: Any, _args: Any, out: Any) -> None:
+        tensor = out[0] if isinstance(out, tuple) else out
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda _gradient: enter())
+
+    return hook
+
+
+def peaks(
+    events: Sequence[Event], phases: Sequence[tuple[int, str]], kinds: Mapping[int, str]
+) -> dict[str, dict[str, int]]:
+    """Bytes by kind at the peak of each phase; a phase that is entered several times counts as one.
+
+    `phases`: index of the first event and name. `kinds`: kinds of persistent storages by serial number.
+    """
+    bounds = [(0, ""), *phases, (len(events), "")]
+    named = _kinds_by_storage(events, bounds, kinds)
+    alive: dict[str, int] = {}
+    worst: dict[str, tuple[int, dict[str, int]]] = {}
+    for (start, phase), (end, _) in pairwise(bounds):
+        total = sum(alive.values())
+        peak = worst[phase][0] if phase in worst else -1
+        if total > peak:
+            peak, worst[phase] = total, (total, dict(alive))
+        for serial, size in events[start:end]:
+            kind = named[serial]
+            if kind == HOST:
+                continue
+            alive[kind] = alive.get(kind, 0) + size
+            total += size
+            if total > peak:
+                peak, worst[phase] = total, (total, dict(alive))
+    worst.pop("")  # before the first phase
+    return {phase: of_kinds for phase, (_, of_kinds) in worst.items()}
+
+
+def _kinds_by_storage(
+    events: Sequence[Event], bounds: Sequence[tuple[int, str]], kinds: Mapping[int, str]
+) -> dict[int, str]:
+    """Kinds of all storages: those of forward that outlive it are saved activations, others temporary or loss head."""
+    named = dict(kinds)
+    freed = {serial: at for at, (serial, size) in enumerate(events) if size < 0}
+    for (start, phase), (end, _) in pairwise(bounds):
+        for serial, size in events[start:end]:
+            if size > 0 and serial not in named:
+                named[serial] = _kind(phase, survives=freed.get(serial, end) >= end)
+    return named
+
+
+def _kind(phase: str, *, survives: bool) -> str:
+    if phase in (HEAD, HEAD_BACKWARD):
+        return "loss_head"
+    return "saved_activations" if phase in (EMBEDDINGS, FORWARD) and survives else "temporary"
+
+
+# ---- shape
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of one micro-batch that determine the memory of a step."""
+
+    rows: int
+    width: int  # positions of each row
+    documents: tuple[int, ...]  # lengths of packed documents, padding included; () where rows are padded
+    places: int  # entries of cu_seqlens but one, unused ones included; 0 where rows are padded
+    longest: int  # max_seqlen
+    label_rows: int  # rows of hidden states that go through the head
+    micro_batches: int = 1  # per step and process
+    keeps_gradients: bool = False  # whether they stay allocated between steps, as in DDP's buckets
+    weighted: bool = False  # whether labels have loss weights
+    pairs: bool = False  # whether the model reads token_type_ids
+
+    @property
+    def tokens(self) -> int:
+        """Positions of a micro-batch, padding included."""
+        return self.rows * self.width
+
+    @classmethod
+    def of(cls, batch: Batch, micro_batches: int = 1) -> "Shape":
+        documents = batch.documents
+        rows, width = batch.ids.shape
+        return cls(
+            rows=rows,
+            width=width,
+            documents=() if documents is None else documents.lengths,
+            places=0 if documents is None else len(documents.cu_seqlens) - 1,
+            longest=width if documents is None else documents.max_seqlen,
+            label_rows=len(batch.label_rows),
+            micro_batches=micro_batches,
+            weighted=batch.weights is not None,
+            pairs=batch.token_type_ids is not None,
+        )
+
+    def of_evaluation(self, run: RunConfig) -> "Shape":
+        """Shape of evaluation batches: equal bins, or `eval.rows` rows of equal length and label count."""
+        if run.batching.packing:
+            return self
+        rows = run.eval.rows * TASKS[run.task.kind].documents
+        return replace(
+            self,
+            rows=rows,
+            documents=(self.width,) * rows if self.documents else (),
+            places=2 * rows if self.documents else 0,
+            label_rows=-(-self.label_rows * rows // self.rows),
+        )
+
+
+def worst_case(run: RunConfig) -> Shape:
+    """Largest micro-batch that the settings allow, without reading data.
+
+    A full bin of rows of `dataset.max_length`, or `batching.rows` of them, padded; collated as those of a run are.
+    """
+    longest, count = run.dataset.max_length, run.batching.rows
+    lengths = [longest] * count * TASKS[run.task.kind].documents
+    if run.batching.packing:
+        full, rest = divmod(run.batching.bin_tokens, longest)
+        lengths = [longest] * full + [rest] * bool(rest)
+    objective = _Unlabelled(open_base(run.model, run.task).is_bidirectional, has_pairs(run.dataset))
+    rows: Any = lengths  # which is all that the objective reads of them
+    batch = layout_of(run, count, objective).batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0)
+    labels = IMPLEMENTATIONS[run.task.kind].most_labels(run.task, sum(lengths), len(lengths))
+    return replace(Shape.of(batch, run.batching.accumulation), label_rows=labels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unlabelled(NextToken):
+    """An objective that needs no tokenizer: rows are lengths, of zeros without labels."""
+
+    pairs: bool = False
+
+    def label(self, rows: Any, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002
+        none = np.zeros(0, np.int64)
+        return (LabelledTokens(np.zeros(rows[i], np.int32), none, none, second_start=0 if self.pairs else -1),)
+
+
+# ---- trace
+
 
 _SINGLE_PROCESS = Runtime(
     accelerator=None, device=torch.device("cpu"), host_group=HostGroup(rank=0, count=1), threads=1

@@ -12,10 +12,9 @@ from torch import nn
 
 from app.adapters.adapters import adapter_of, add_adapter, trained_copies
 from app.adapters.lora_inits import Rows
+from app.base.base_model import BaseModel, open_base, open_weights, quiet_transformers
 from app.base.base_weights import Base, LoadOptions, SourceTensor, put_whole
 from app.base.conversion import require_packed_alike
-from app.base.load_base import open_weights, quiet_transformers
-from app.base.structure import BaseModel, open_base
 from app.base.text_part import whole_class
 from app.batch import Batch
 from app.config.adapters import compile_obstacle
@@ -24,16 +23,14 @@ from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.layers.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
 from app.layers.attention import register
-from app.layers.chunked_loss import linear_head
 from app.layers.comparison import Comparison
 from app.layers.compile import compile_blocks
-from app.layers.experts import adapted_experts, compare_experts, stack_layers, take_over
-from app.layers.head import keep_head_in_fp32
+from app.layers.experts import RouterLoss, adapted_experts, coefficient_of, compare_experts, stack_layers, take_over
+from app.layers.head import keep_head_in_fp32, linear_head
 from app.layers.layer_norm import set_norms
 from app.layers.quantization import Quantizer, quantizer_of
 from app.layers.recurrent import missing_kernels, recurrent_mixers
-from app.layers.router_loss import RouterLoss, coefficient_of
-from app.model.loss_comparison import compare_loss_head
+from app.model.checks import compare_loss_head
 from app.model.losses import Loss
 from app.model.training_model import TrainingModel, freeze
 
@@ -43,7 +40,7 @@ class Dtypes:
     """The numbers of a precision: `base` stores frozen weights, `compute` is what autocast works in; None: no autocast.
 
     Trained weights are fp32, or bf16 where `precision.trained` says so. Those are rounded by
-    `optim.stochastic_rounding`: most updates of a fine-tune are smaller than the spacing of these numbers and would be
+    `optim.optimizers`: most updates of a fine-tune are smaller than the spacing of these numbers and would be
     lost.
     """
 

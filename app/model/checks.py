@@ -1,4 +1,4 @@
-"""Checks before the first step: the loss head, packing and padding, adapted layers.
+"""Checks before the first step: loss head, packing, padding and adapted layers.
 
 Documents in one row, or in padded rows, are compared with each by itself through the model's own plain attention: the
 logits, the gradient that reaches the embeddings through every layer, and those of the trained parameters of one layer
@@ -9,7 +9,7 @@ import contextlib
 import math
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -18,15 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from app.adapters.adapters import adapter_of, require_gradient, trained_copies
-from app.base.names import without_peft
-from app.batch import Batch, PackedSequences
-from app.config.model_kinds import OWN, without_numbers
+from app.base.weight_files import without_peft
+from app.batch import IGNORE, Batch, PackedSequences
+from app.config.kinds import OWN, without_numbers
 from app.config.schema import AdapterConfig
 from app.errors import EnvironmentProblem
 from app.layers.activation_checkpointing import recomputing, repeated_layers
 from app.layers.attention import NAME, own_attention, register_kernel
 from app.layers.attention.sdpa import plain_packed
-from app.layers.comparison import Comparison, max_or_nan
+from app.layers.comparison import Comparison, attempt, max_difference, max_or_nan
+from app.layers.head import LinearHead, head_parameters, token_loss_sum
+from app.layers.operations import autocast_dtype, uses_kernels
 from app.layers.recurrent import recurrent_mixers
 from app.model.training_model import TrainingModel, evaluating
 
@@ -326,3 +328,60 @@ def _allowed_rounding(model: TrainingModel, documents: Sequence[Tensor], own: _O
     found = _differences(_separate(model, documents, kernel, noise), own)
     least = _PACKING_FP32 if is_exact else dict.fromkeys(found, eps)
     return {what: max(_PACKING_FACTOR * found[what], least[what]) for what in found}
+
+
+# ---- loss comparison
+
+
+_LOSS_ROWS = 48
+_LOSS_CHUNK = 20  # rows, so that sums over chunks are compared too
+_LARGE_LOGIT = 30.0  # at which soft-capping shows
+_LOSS_FP32 = 1e-5
+_LOSS_ROUNDINGS = 8  # of the dtype of the arithmetic
+_TF32_EPS = 2.0**-10
+_LOSS = "loss and gradients of a linear head against those of the model's own"
+
+
+def compare_loss_head(model: TrainingModel, head: LinearHead, batch: Batch) -> Comparison:
+    """Compare loss and gradients of a linear head with those of the model's own."""
+    weighted = batch.weights is not None
+    with evaluating(model), torch.no_grad(), model.autocast(batch.ids.device):
+        rows: Tensor = model.language_model.base_model(**first_tokens(model, batch, _LOSS_ROWS))[0][0]
+    faults = Exception if uses_kernels(rows.device) else ()  # any error of a kernel's compiler
+    return attempt(lambda: _compare_losses(model, head, rows, weighted=weighted), faults)
+
+
+def _compare_losses(model: TrainingModel, head: LinearHead, rows: Tensor, *, weighted: bool) -> Comparison:
+    with model.autocast(rows.device):
+        with torch.no_grad():
+            largest = model.head(rows).float().abs().max().clamp_min(1e-6)
+        difference = max_or_nan(
+            _loss_difference(model, head, given.to(rows.dtype), weighted=weighted)
+            for given in (rows, rows.float() * (_LARGE_LOGIT / largest))
+        )
+        dtype = autocast_dtype(rows)
+    if dtype != torch.float32:
+        allowed = _LOSS_ROUNDINGS * torch.finfo(dtype).eps
+    elif rows.is_cuda and torch.get_float32_matmul_precision() != "highest":
+        allowed = _LOSS_ROUNDINGS * _TF32_EPS
+    else:
+        allowed = _LOSS_FP32
+    return Comparison(_LOSS, difference, allowed)
+
+
+def _loss_difference(model: TrainingModel, head: LinearHead, rows: Tensor, *, weighted: bool) -> float:
+    at = torch.arange(len(rows), device=rows.device)
+    targets = (at * 7919) % head.layer.out_features
+    targets[3::11] = IGNORE
+    weights = 1 + torch.sin(at.float()) / 2 if weighted else None
+    trained = head_parameters(model.language_model)
+
+    def outcome(loss_sum: Any) -> list[Tensor]:
+        leaf = rows.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = loss_sum(leaf)
+        return [loss.detach(), *torch.autograd.grad(loss, [leaf, *trained])]
+
+    ours = outcome(lambda given: replace(head, chunk=_LOSS_CHUNK).loss_sum(given, targets, weights))
+    own = outcome(lambda given: token_loss_sum(model.head, given, targets, trained, _LOSS_CHUNK, weights))
+    return max_difference(ours, own)

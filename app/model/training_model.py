@@ -9,20 +9,29 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from app.base.structure import first_position
+from app.base.base_model import first_position
 from app.batch import Batch, PackedSequences
-from app.config.did_you_mean import did_you_mean
-from app.config.model_kinds import OWN
+from app.config.kinds import OWN
 from app.config.tasks import Task
+from app.config.validate import did_you_mean
 from app.errors import ConfigError
 from app.layers.activation_checkpointing import repeated_layers
-from app.layers.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
 from app.layers.comparison import Comparison
 from app.layers.compile import CompiledLayers
-from app.layers.head import Head, head_parameters, own_head, pooled_head, takes_segments
+from app.layers.experts import RouterLoss
+from app.layers.head import (
+    Head,
+    LinearHead,
+    chunk_rows,
+    head_parameters,
+    own_head,
+    pooled_head,
+    takes_segments,
+    token_loss_sum,
+    token_scores,
+)
 from app.layers.quantization import Quantizer
 from app.layers.recurrent import lay_aside
-from app.layers.router_loss import RouterLoss
 from app.model.losses import Loss
 
 Result = TypeVar("Result")

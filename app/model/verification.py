@@ -25,7 +25,7 @@ from app.layers.attention import NAME, register_kernel
 from app.layers.attention.sdpa import plain_packed
 from app.layers.comparison import Comparison, Fault
 from app.layers.compile import CompiledLayers, LayerCall
-from app.layers.fp8_linear import without_row_rounding
+from app.layers.frozen_linear import without_row_rounding
 from app.model.training_model import TrainingModel
 from app.oom_retry import is_out_of_memory
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from app.errors import CheckpointError
-from app.optim.gradient_scaling import skips_on_device, step_unless
-from app.optim.stochastic_rounding import ordinary
+from app.optim.optimizers import ordinary, skips_on_device, step_unless
 
 StateDict = dict[str, Any]
 

@@ -1,18 +1,332 @@
-"""Table of optimizers, built for the trained parameters of a model."""
+"""Optimizers: the table, parameter groups, fp16 loss scale, skipped steps, stochastic rounding of bfloat16 weights.
 
+To skip a step on the device, torch's fused optimizers read a flag in device memory within the kernel: the contract
+they have with torch's gradient scaler. `step_unless` is the one place that relies on it.
+
+With bfloat16 weights an optimizer steps one parameter at a time, on float32 stand-ins which have a shape and no memory
+between steps. So its states are in float32, and are saved and loaded as usual.
+
+bfloat16 is the upper half of a float32. Random bits are added to the lower half before it is cut off: the nearer a
+number is to the one above, the more often the sum carries over, so small updates are not lost on average. The bits
+belong to places in the whole tensor: a shard is rounded as in the whole.
+"""
+
+import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from app.config.schema import OptimizerConfig
-from app.optim.parameter_groups import Trained, parameter_groups, trained_parameters
-from app.optim.stochastic_rounding import OneByOne
+
+
+def squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares in float64, so that it does not depend on how the gradient is sharded."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64)
+    total: Tensor = torch.stack(list(norms)).square().sum()
+    return total
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether `step_unless` works; else the caller must read the flag and leave the step out."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Step; changes neither parameters nor states if `found_inf`, a float32 scalar, is 1 and not 0."""
+    assert skips_on_device(optimizer)
+    assert found_inf.ndim == 0, "the step counters are scalars and take the flag off in place"
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+START, GROWTH_INTERVAL = 65536.0, 2000  # initial scale; finite steps before it doubles
+
+
+class LossScale:
+    """Loss scale of fp16: halved by a step that is not finite, doubled after many finite ones.
+
+    As torch's GradScaler, but decided by the gradient norm, which is equal on every rank.
+    """
+
+    def __init__(self, device: torch.device, value: float = START) -> None:
+        self.value = torch.tensor(value, device=device)
+        self._finite_steps = torch.zeros((), dtype=torch.int32, device=device)  # since it changed
+
+    def update(self, finite: Tensor) -> None:
+        found_inf = (~finite).float().to(self.value.device)
+        torch._amp_update_scale_(self.value, self._finite_steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State under the names of torch's GradScaler."""
+        return {"scale": float(self.value), "_growth_tracker": int(self._finite_steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value.fill_(float(state["scale"]))
+        self._finite_steps.fill_(int(state["_growth_tracker"]))
+
+
+# ---- parameter groups
+
+
+LR_FACTOR = "lr_factor"  # of a parameter group
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A trained parameter with its role in the model."""
+
+    name: str
+    parameter: nn.Parameter
+    decays: bool
+    is_hidden_matrix: bool  # 2-D, and neither an embedding nor the output head
+    is_embedding: bool  # a head tied to it too
+    place: int = 0  # among all trained tensors of the model
+    first: int = 0  # of a shard: where its first number stands in the whole tensor
+    lr_factor: float = 1.0  # its learning rate as a multiple of that of the run
+
+
+def trained_parameters(model: nn.Module, lr_factor: Callable[[str], float] = lambda _name: 1.0) -> list[Trained]:
+    """Parameters with `requires_grad`, once each, in the order of `model.named_parameters()`; rates by their names."""
+    embeddings = _ids(module for module in model.modules() if isinstance(module, nn.Embedding))
+    ends = embeddings | _ids(_output_heads(model))
+    norms = _ids(module for module in model.modules() if "norm" in type(module).__name__.lower())
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    return [
+        Trained(
+            name=name,
+            parameter=parameter,
+            # Experts keep their biases in one matrix, so the number of dimensions alone does not tell.
+            decays=parameter.ndim >= 2 and id(parameter) not in embeddings | norms and not name.endswith("bias"),
+            is_hidden_matrix=parameter.ndim == 2 and id(parameter) not in ends,
+            is_embedding=id(parameter) in embeddings,
+            place=place,
+            lr_factor=lr_factor(name),
+        )
+        for place, (name, parameter) in enumerate(trained)
+    ]
+
+
+def parameter_groups(members: Iterable[Trained], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups of torch by learning rate, with and without weight decay, with names; empty ones are left out.
+
+    Groups with the rate of the run are first, and have no factor of it.
+    """
+    members = list(members)
+    factors = sorted({each.lr_factor for each in members}, key=lambda factor: (factor != 1, factor))
+    return [
+        {"params": group, "weight_decay": decay} | ({} if factor == 1 else {LR_FACTOR: factor})
+        for factor in factors
+        for wanted, decay in ((True, weight_decay), (False, 0.0))
+        if (group := [(m.name, m.parameter) for m in members if m.decays is wanted and m.lr_factor == factor])
+    ]
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+
+
+def _output_heads(model: nn.Module) -> Iterable[nn.Module]:
+    """Modules of the output heads; both the model and the head may be wrapped."""
+    for module in model.modules():
+        ask: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
+        head = ask() if callable(ask) else None
+        if head is not None:
+            yield from head.modules()
+
+
+# ---- stochastic rounding
+
+
+_HALF_BITS = 16
+PIECE_NUMBERS = 1 << 24  # rounded at once, with a generator of their own: random bits need memory
+_NAN_BITS = 0x7FC00000  # set for every NaN: a sum, or the loss of the lower half, would make a number of some
+STEPS_ROUNDED = "steps_rounded"  # key in the first group, so that a state_dict has it
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of a parameter in the optimizer inside."""
+
+    exact: nn.Parameter  # the stand-in, or the parameter itself where it is float32 already
+    part: Optimizer
+    group: int
+    name: str
+
+
+class OneByOne(Optimizer):
+    """Optimizer that steps one parameter at a time, with the groups and states of the optimizer inside."""
+
+    def __init__(
+        self,
+        build: Callable[[Sequence[Trained]], Optimizer],
+        trained: Sequence[Trained],
+        seed: int,
+        *,
+        in_backward: bool,
+    ) -> None:
+        number = torch.zeros((), device=trained[0].parameter.device)
+        exact = [
+            replace(each, parameter=nn.Parameter(number.expand(each.parameter.shape)))
+            if each.parameter.dtype == torch.bfloat16
+            else each
+            for each in trained
+        ]
+        self.inner = build(exact)
+        self.in_backward = in_backward  # whether `step_one` is called during the backward pass
+        self._seed = seed
+        super().__init__(self.inner.param_groups, {})
+        self._rounds = any(each.parameter.dtype == torch.bfloat16 for each in trained)
+        if self._rounds:
+            self.inner.param_groups[0][STEPS_ROUNDED] = 0
+        self._share()
+        real = {each.name: each.parameter for each in trained}
+        self._places = {real[place.name]: place for place in _places(self.inner)}
+        self._trained = {each.parameter: each for each in trained}
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """Parameters of the model, for which the optimizer inside has stand-ins."""
+        return list(self._places)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a step can be skipped on the device: `gradient_scaling.skips_on_device` asks."""
+        return skips_on_device(self.inner)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step every parameter that still has a gradient, and count the step."""
+        assert closure is None
+        found_inf = getattr(self, "found_inf", None)
+        for parameter in self._places:
+            if parameter.grad is not None:
+                self.step_one(parameter, found_inf)
+        if self._rounds:
+            self.param_groups[0][STEPS_ROUNDED] += 1
+        return None
+
+    @torch.no_grad()
+    def step_one(self, parameter: nn.Parameter, found_inf: Tensor | None = None) -> None:
+        """Step one parameter, or none if `found_inf` is 1, which needs an optimizer that skips on the device."""
+        place = self._places[parameter]
+        if place.exact is parameter:
+            self._step_at(place, found_inf)
+            return
+        assert parameter.grad is not None
+        nothing = place.exact.data
+        try:
+            place.exact.data = parameter.detach().float()
+            place.exact.grad = parameter.grad.float()
+            if self.in_backward:
+                parameter.grad = None  # not read any more
+            self._step_at(place, found_inf)
+            place.exact.grad = None
+            step, trained = self.param_groups[0][STEPS_ROUNDED], self._trained[parameter]
+            round_into(parameter, place.exact, f"{self._seed}/{step}/{trained.place}", trained.first)
+        finally:
+            place.exact.grad, place.exact.data = None, nothing
+
+    def _step_at(self, place: _Place, found_inf: Tensor | None) -> None:
+        """Step with groups of this parameter only: the optimizer inside would visit all parameters every time."""
+        part, group = place.part, self.param_groups[place.group]
+        groups = part.param_groups
+        part.param_groups = [{**group, "params": [place.exact], "param_names": [place.name]}]
+        try:
+            if found_inf is None:
+                part.step()
+            else:
+                step_unless(part, found_inf)
+        finally:
+            part.param_groups = groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        assert set_to_none
+        for parameter in self._places:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], **how: Any) -> None:
+        self.inner.load_state_dict(state_dict, **how)
+        self._share()
+
+    def _share(self) -> None:
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+
+def ordinary(optimizer: Optimizer) -> Optimizer:
+    """Optimizer of torch or bitsandbytes: the one inside, or the given one."""
+    return optimizer.inner if isinstance(optimizer, OneByOne) else optimizer
+
+
+def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Parameters of the model that an optimizer steps."""
+    if isinstance(optimizer, OneByOne):
+        return optimizer.stepped
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def steps_in_backward(optimizer: Optimizer) -> TypeGuard[OneByOne]:
+    """Whether weights are stepped during the backward pass."""
+    return isinstance(optimizer, OneByOne) and optimizer.in_backward
+
+
+def _places(optimizer: Optimizer) -> list[_Place]:
+    parts: Sequence[Optimizer] = getattr(optimizer, "parts", (optimizer,))
+    owners = {id(group): part for part in parts for group in part.param_groups}
+    return [
+        _Place(exact, owners[id(group)], at, name)
+        for at, group in enumerate(optimizer.param_groups)
+        for exact, name in zip(group["params"], group["param_names"], strict=True)
+    ]
+
+
+@torch.no_grad()
+def round_into(weight: Tensor, exact: Tensor, key: str, first: int = 0) -> None:
+    """Round `exact`, in float32, up or down into `weight`, in bfloat16, so that the mean is `exact`.
+
+    `key` decides the random bits; `first` is the place of the first number in the whole tensor. Numbers of bfloat16,
+    infinities and NaN stay as they are. Works on bits, so that subnormal numbers are not flushed to zero.
+    """
+    assert weight.dtype == torch.bfloat16
+    assert exact.dtype == torch.float32
+    given = exact.reshape(-1).view(torch.int32)
+    target = weight if weight.is_contiguous() else weight.contiguous()
+    upper = target.view(-1).view(torch.int16)
+    end = first + given.numel()
+    for piece in range(first - first % PIECE_NUMBERS, end, PIECE_NUMBERS):
+        low, high = max(piece, first), min(piece + PIECE_NUMBERS, end)
+        bits = given[low - first : high - first]
+        chance = _random_bits(f"{key}/{piece}", high - piece, exact.device)[low - piece :]
+        chance.add_(bits).masked_fill_(bits.view(torch.float32).isnan(), _NAN_BITS)
+        upper[low - first : high - first].copy_(chance.bitwise_right_shift_(_HALF_BITS))
+    if target is not weight:
+        weight.copy_(target)
+
+
+def _random_bits(key: str, count: int, device: torch.device) -> Tensor:
+    """First `count` numbers of a piece."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    # on a GPU the first numbers depend on how many are drawn
+    drawn = PIECE_NUMBERS if device.type == "cuda" else count
+    numbers = torch.empty(drawn, dtype=torch.int32, device=device)
+    return numbers.random_(0, 1 << _HALF_BITS, generator=generator)[:count]
+
+
+# ---- optimizers
+
 
 OptimizerKind = Callable[[OptimizerConfig, Sequence[Trained]], Optimizer]
 

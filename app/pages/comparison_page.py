@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from app.config.metrics import LOGGED, METRICS, TOLD, cost_of
-from app.config.settings_file import flat
+from app.config.kinds import LOGGED, METRICS, TOLD, cost_of
+from app.config.overrides import flat
 from app.config.validate import format_value
 from app.pages.charts import DotChart, Quantity
 from app.pages.page import Block, Charts, Code, Inline, Page, Paragraph, Section, Span, Table

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from app.config.adapters import name_of
-from app.config.quantizations import QUANTIZATION_KINDS
+from app.config.kinds import QUANTIZATION_KINDS
 from app.config.tasks import TASKS
 from app.pages.page import Block, Code, Facts, Inline, Page, Paragraph, Section, Span, Table, as_markdown
 from app.safe_text import safe_text

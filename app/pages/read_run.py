@@ -12,12 +12,11 @@ from typing import Any
 
 import yaml
 
-from app.config.yaml_files import read_yaml
+from app.config.conf_files import read_yaml
 from app.files import is_own_file, read_json, read_object
 from app.safe_text import redact
 from app.tracking.formatting import finite_number
-from app.tracking.jsonl_metrics import read_lines
-from app.tracking.output_dir import RunFolder, lock_owner
+from app.tracking.output_dir import RunFolder, lock_owner, read_lines
 from app.tracking.recorder import read_result
 
 UNFINISHED, RUNNING = "unfinished", "running"

@@ -8,8 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from app.config.adapters import ADAPTER_KINDS, name_of
-from app.config.metrics import METRICS
-from app.config.quantizations import QUANTIZATION_KINDS
+from app.config.kinds import METRICS, QUANTIZATION_KINDS
 from app.pages.charts import Bar, LineChart, Point, Quantity, Series, length_bars
 from app.pages.page import (
     Answer,

@@ -1,23 +1,163 @@
-"""Search space of a sweep: lists of values, ranges of numbers, and multiples (0.5x) of the run's own value."""
+"""Search space of a sweep: presets of conf/sweep, values in Hydra's grammar, ranges and multiples, and their grid."""
 
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString, RangeSweep, ValueType
+from hydra.errors import HydraException
 
-from app.config.groups import choices_by_group
+from app.config import conf_files
+from app.config.conf_files import as_number, choices_by_group
 from app.config.load import compose_run
+from app.config.overrides import check_overrides, parse_override
+from app.config.rules import is_unread, readers_of
 from app.config.schema import RunConfig
-from app.config.unread_keys import is_unread, readers_of
-from app.config.validate import field_types, format_value, number_type
-from app.config.yaml_files import as_number
+from app.config.validate import (
+    SECTIONS,
+    choice,
+    did_you_mean,
+    field_types,
+    format_value,
+    number,
+    number_type,
+    parse_section,
+)
 from app.errors import ConfigError, refuse
-from app.sweeps.grid import Setting, settings_of, wrong_overrides
-from app.sweeps.trials import key_of
+from app.sweeps.trials import Outcome, Trial, key_of, name_of
+
+MAX_TRIALS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A key with an override for each value.
+
+    `is_relative`: the values are multiples, such as 0.5x, of the value without the sweep.
+    """
+
+    key: str
+    texts: tuple[str, ...]
+    is_relative: bool = False
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether the setting has several values."""
+        return len(self.texts) > 1
+
+
+class Grid:
+    """Every combination of the values; the last setting changes fastest."""
+
+    def __init__(self, combinations: Sequence[tuple[str, ...]], swept_keys: Collection[str]) -> None:
+        digits = len(str(len(combinations)))
+        self.points: Sequence[Trial] = [
+            Trial(number, overrides, swept, name_of(number, digits, swept))
+            for number, overrides in enumerate(combinations, 1)
+            for swept in [tuple(text for text in overrides if key_of(text) in swept_keys)]
+        ]
+        self.count = len(self.points)
+
+    def recall(self, _recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
+        """All trials: they depend on the command alone."""
+        return self.points
+
+    def next(self, ended: Sequence[Outcome], /) -> Trial | None:
+        return self.points[len(ended)] if len(ended) < self.count else None
+
+
+def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
+    """The settings in the given order, and their problems."""
+    settings: list[Setting] = []
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            settings.append(_typed_setting(text))
+        except ConfigError as problem:
+            problems += problem.problems
+    return settings, [*problems, *_given_twice(settings), *too_many(settings)]
+
+
+def wrong_overrides(texts: Iterable[str]) -> dict[str, Sequence[str]]:
+    """Problems of single overrides, whatever they are combined with."""
+    wrong: dict[str, Sequence[str]] = {}
+    for text in dict.fromkeys(texts):
+        try:
+            check_overrides([text])
+        except ConfigError as problem:
+            wrong[text] = problem.problems
+    return wrong
+
+
+def too_many(settings: Sequence[Setting]) -> Iterator[str]:
+    """Problem of too many trials, found before a slip like range(1,1e9) fills the memory."""
+    swept = [setting for setting in settings if setting.is_swept]
+    if math.prod(len(setting.texts) for setting in swept) > MAX_TRIALS:
+        keys = ", ".join(setting.key for setting in swept)
+        yield f"{keys}: more than {MAX_TRIALS:,} trials in one sweep. Give fewer values."
+
+
+def _given_twice(settings: Sequence[Setting]) -> Iterator[str]:
+    count = Counter(setting.key for setting in settings)
+    for key in dict.fromkeys(setting.key for setting in settings if setting.is_swept):
+        if count[key] > 1:
+            yield f"{key} is swept and given {count[key]} times. Give it once."
+
+
+def _typed_setting(text: str) -> Setting:
+    try:
+        override = parse_override(text)
+    except HydraException:  # text that needs quotes, or an error: the validation of the run decides
+        return Setting(key_of(text), (text,))
+    _refuse(override, text)
+    if not override.is_sweep_override():
+        return Setting(override.key_or_group, (text,))
+    values = _values(override, text)
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{text}: {twice[0]} is there twice.")
+    return Setting(override.key_or_group, tuple(f"{override.get_key_element()}={value}" for value in values))
+
+
+def _refuse(override: Override, text: str) -> None:
+    key, value = override.key_or_group, override.value()
+    if key == "resume":
+        reason = "a sweep resumes each trial from its own checkpoint. Leave it out, or give resume=auto"
+    elif key == "output_dir" and override.is_sweep_override():
+        reason = "one folder holds the whole sweep, with a folder for each trial in it. Give one"
+    elif override.value_type == ValueType.INTERVAL_SWEEP:
+        reason = (
+            f"an interval has no list of values. Write them, as in {key}=1,2 or range(1,3); "
+            f"sweep=optuna 'sweep.space.{key}={{low: ..., high: ...}}' searches it"
+        )
+    elif isinstance(value, ChoiceSweep | RangeSweep) and value.shuffle:
+        reason = "shuffle gives another order each time, so the sweep could not be continued. Leave it out"
+    else:
+        return
+    raise ConfigError(f"{text}: {reason}.")
+
+
+def _values(override: Override, text: str) -> list[str]:
+    """The swept values as Hydra writes them; those of a float range without rounding errors."""
+    value = override.value()
+    if isinstance(value, Glob):
+        names = list(choices_by_group().get(override.key_or_group, ()))
+        found = value.filter(names)
+        if not found:
+            raise ConfigError(f"{text}: glob chooses among the files of a group; none of {names} matches.")
+        return found
+    if isinstance(value, RangeSweep):
+        numbers = itertools.islice(override.sweep_iterator(), MAX_TRIALS + 1)
+        return [f"{each:.12g}" if isinstance(each, float) else str(each) for each in numbers]
+    return list(override.sweep_string_iterator())
+
+
+# ---- search space
+
 
 _MULTIPLE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)x", re.IGNORECASE)
 _UNQUOTED = re.compile(r"[A-Za-z0-9_./+-]+", re.ASCII)
@@ -94,7 +234,7 @@ def dimensions_in(space: Mapping[str, Any]) -> tuple[list[Dimension], list[str]]
     problems: list[str] = []
     for key, given in space.items():
         try:
-            found.append(_range(key, given) if isinstance(given, Mapping) else _setting(key, given))
+            found.append(_range(key, given) if isinstance(given, Mapping) else _yaml_setting(key, given))
         except ConfigError as problem:
             problems += problem.problems
     return found, problems
@@ -180,7 +320,7 @@ def _as_typed(key: str, given: Any) -> str:
     return f"sweep.space.{key}={format_value(given)}"
 
 
-def _setting(key: str, given: Any) -> Setting:
+def _yaml_setting(key: str, given: Any) -> Setting:
     if not isinstance(given, list) or not given:
         raise ConfigError(f"{_as_typed(key, given)}: expected values, [a, b], or a range, {{low: 1, high: 2}}.")
     factors = [parse_multiple(value) for value in given]
@@ -246,3 +386,162 @@ def _as_override_value(value: Any) -> str:
         quoted: str = QuotedString(value, Quote.single).with_quotes()
         return quoted
     return format_value(value)
+
+
+# ---- preset
+
+
+GROUP = "sweep"
+_SPACE = f"{GROUP}.space."
+_OF_SEARCH = (f"{GROUP}.trials", f"{GROUP}.seed")
+_OF_LADDER = f"{GROUP}.size"
+
+
+@dataclass(kw_only=True, slots=True)
+class Rung:
+    """A rung of a ladder: what it changes, or the `reason` why it is not run; the figures that its source claims."""
+
+    overrides: list[str] = field(default_factory=list)
+    reason: str | None = None
+    claimed: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepConfig:
+    """A file of conf/sweep. `trials` and `seed` are for a search: a grid has its own number of trials.
+
+    A ladder has no space, but `base`, `rungs` and, for `size=small`, `small`: overrides, of which later ones win. One
+    that is `planned` is for app.check memory alone.
+    """
+
+    proposer: str = choice("grid", "tpe", "rungs")
+    space: dict[str, Any] = field(default_factory=dict)
+    trials: int = number(12, at_least=1, at_most=MAX_TRIALS)
+    seed: int = number(0, at_least=0, at_most=2**32 - 1)
+    size: str = choice("full", "small", default="full")
+    source: str = ""  # of the claimed figures, with its hardware
+    base: list[str] = field(default_factory=list)
+    small: list[str] = field(default_factory=list)
+    rungs: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: Rung})
+    planned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A preset by its name, which is empty without `sweep=`."""
+
+    name: str
+    config: SweepConfig
+
+
+NO_PRESET = Preset("", SweepConfig(proposer="grid"))
+
+
+def is_sweep_key(text: str) -> bool:
+    """Whether an override is for the sweep, not for its trials."""
+    return key_of(text).partition(".")[0] == GROUP
+
+
+def read_preset(words: Sequence[str]) -> Preset:
+    """Read the overrides of the sweep; one ConfigError has all their problems."""
+    overrides = _parsed(words)
+    if not overrides:
+        return NO_PRESET
+    name = _name(overrides)
+    data = conf_files.read_choice(GROUP, name)
+    changes = {each.key_or_group: each.value() for each in overrides if each.key_or_group != GROUP}
+    whole = {key: value for key, value in changes.items() if not key.startswith(_SPACE)}
+    data |= {
+        key.removeprefix(f"{GROUP}."): dict(value) if isinstance(value, Mapping) else value
+        for key, value in whole.items()
+    }
+    config = parse_section(SweepConfig, data, f"{GROUP}.")
+    for key in changes.keys() - whole.keys():
+        config.space.pop(key.removeprefix(_SPACE), None)  # null removes a key from the space
+    config.space.update({k.removeprefix(_SPACE): v for k, v in changes.items() if k not in whole and v is not None})
+    if config.proposer == "rungs":
+        refuse(
+            f"{key}: sweep={name} has rungs, which its file names. Leave it out; {_OF_LADDER}=small makes them small."
+            for key in changes
+            if key != _OF_LADDER
+        )
+    elif _OF_LADDER in changes:
+        raise ConfigError(f"{_OF_LADDER} is of rungs, and sweep={name} has none. Leave it out.")
+    if config.proposer == "grid" and not changes.keys().isdisjoint(_OF_SEARCH):
+        raise ConfigError(
+            f"{' and '.join(_OF_SEARCH)} are of a search: sweep={name} has a trial for each of its values. "
+            "Leave them out, or choose sweep=optuna."
+        )
+    return Preset(name, config)
+
+
+def dimensions_of(
+    preset: Preset, space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]
+) -> tuple[list[Dimension], list[str]]:
+    """The settings, then the dimensions of the preset; and messages about the latter.
+
+    The command line wins: the preset does not vary a given key, except by multiples of the given value.
+    """
+    given = {setting.key: setting for setting in settings}
+    candidates = [
+        each for each in space if each.key not in given or (each.is_relative and not given[each.key].is_swept)
+    ]
+    unused = _unused(candidates, settings, extra)
+    varied = [each for each in candidates if each.key not in unused]
+    if preset.name and not varied:
+        reasons = {each.key: "is given" for each in space} | unused
+        why = "; ".join(f"{key} {reason}" for key, reason in reasons.items())
+        raise ConfigError(f"sweep={preset.name} has nothing to vary: {why or 'its space is empty'}.")
+    if preset.config.proposer == "grid":
+        refuse(too_many([*settings, *(each for each in varied if isinstance(each, Setting))]))
+    lines = [*map(_describe, varied), *(f"not {key}: it {reason}" for key, reason in unused.items())]
+    return [*settings, *varied], [f"{'' if i else 'varied':8}{line}" for i, line in enumerate(lines)]
+
+
+def _parsed(words: Sequence[str]) -> list[Override]:
+    found: list[Override] = []
+    problems: list[str] = []
+    for text in words:
+        try:
+            found.append(override := parse_override(text))
+        except HydraException as fault:
+            problems.append(f"{text!r} cannot be read: {' '.join(str(fault).splitlines()[0].split())}.")
+            continue
+        key, given = override.key_or_group, text.partition("=")[2]
+        if override.is_sweep_override():
+            meant = f" Write {key}=[{given}]." if key.startswith(_SPACE) else ""
+            problems.append(f"{text}: a sweep has one {key}.{meant}")
+    refuse(problems)
+    return found
+
+
+def _name(overrides: Sequence[Override]) -> str:
+    names = conf_files.choices_by_group()[GROUP]
+    given = [each.value() for each in overrides if each.key_or_group == GROUP]
+    if not given:
+        raise ConfigError(
+            f"{overrides[0].key_or_group} needs sweep=..., which it changes. Choose one of {', '.join(names)}."
+        )
+    if given[-1] not in names:
+        near = did_you_mean(str(given[-1]), names).partition(" Known")[0]
+        raise ConfigError(
+            f"sweep={format_value(given[-1])}: there is no such sweep.{near} Choose one of {', '.join(names)}; "
+            "values of your own need no name: optimizer.lr=1e-3,3e-4."
+        )
+    return str(given[-1])
+
+
+def _unused(space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]) -> dict[str, str]:
+    """Keys that no trial reads, such as those of the adapter in full fine-tuning, with the reason."""
+    keys = [each.key for each in space if readers_of(each.key)]
+    combinations = as_read(itertools.product(*(setting.texts for setting in settings)), settings) if keys else ()
+    runs = [run for texts in combinations if isinstance(run := compose_or_error((*texts, *extra)), RunConfig)]
+    sections = {key: key.partition(".")[0] for key in keys if runs and all(is_unread(run, key) for run in runs)}
+    return {key: f"changes nothing with {each}.kind={value_in(runs[0], each)}" for key, each in sections.items()}
+
+
+def _describe(dimension: Dimension) -> str:
+    texts = [text.partition("=")[2] for text in dimension.texts]
+    if isinstance(dimension, Range):
+        return f"{dimension.key} from {' to '.join(texts)}{', log' if dimension.log else ''}"
+    return f"{dimension.key} {' '.join(texts)}"

@@ -1,23 +1,299 @@
-"""Command `app.train -m`: plans a sweep, checks all its trials, then runs them."""
+"""Command `app.train -m`: plans a sweep, checks all its trials, runs them in turn, and resumes after a stop."""
 
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from app.config.finished_run import read_manifest
 from app.config.overrides import settings_notes, split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError, refuse
-from app.sweeps.grid import Grid, Setting, settings_of, wrong_overrides
-from app.sweeps.ladder import LADDER, Ladder, size_note
-from app.sweeps.optuna_search import Search
-from app.sweeps.preset import NO_PRESET, Preset, SweepConfig, dimensions_of, is_sweep_key, read_preset
-from app.sweeps.runner import Proposer, Runner
-from app.sweeps.search_space import Dimension, Range, as_read, compose_or_error, dimensions_in, multiply_out
-from app.sweeps.trials import SweepFolder, Trial, describe, key_of
+from app.files import write_text
+from app.pages.comparison_page import measured_tables, sweep_page
+from app.pages.page import Page, as_markdown, as_text, write_page
+from app.safe_text import redact_text
+from app.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
+from app.sweeps.proposers import LADDER, Ladder, Search, size_note
+from app.sweeps.search_space import (
+    NO_PRESET,
+    Dimension,
+    Grid,
+    Preset,
+    Range,
+    Setting,
+    SweepConfig,
+    as_read,
+    compose_or_error,
+    dimensions_in,
+    dimensions_of,
+    is_sweep_key,
+    multiply_out,
+    read_preset,
+    settings_of,
+    wrong_overrides,
+)
+from app.sweeps.trials import (
+    DRY_RUN,
+    FAILED,
+    FINISHED,
+    REFUSED,
+    RUNNING,
+    STOPPED,
+    Outcome,
+    SweepFolder,
+    Trial,
+    TrialLog,
+    TrialProcess,
+    best,
+    describe,
+    key_of,
+    leaderboard,
+    reason,
+    values_of,
+)
+from app.tracking.console import Console
+from app.tracking.formatting import align, format_duration
+from app.tracking.output_dir import lock_owner
+from app.tracking.recorder import read_result
+
+SOME_FAILED = 3
+_USERS_FAULT = 2
+_POLL_SECONDS = 0.2
+
+
+class Proposer(Protocol):
+    """Chooses the trials of a sweep: a grid, a search or a ladder.
+
+    `points` are checked before the first trial: all trials of a grid or ladder, the corners of a search space.
+    """
+
+    points: Sequence[Trial]
+    count: int  # number of trials
+
+    def recall(self, recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
+        """The trials known before the first one starts, given those of earlier starts in sweep.json."""
+
+    def next(self, ended: Sequence[Outcome], /) -> Trial | None:
+        """The trial to run after these outcomes; None at the end."""
+
+
+class Runner:
+    """Runs the trials of the proposer and writes sweep.json."""
+
+    def __init__(
+        self, folder: SweepFolder, identity: str, proposer: Proposer, command: Sequence[str], notes: Sequence[str] = ()
+    ) -> None:
+        self._folder = folder
+        self._proposer = proposer
+        self._ladder = proposer if isinstance(proposer, Ladder) else None
+        self._facts = {"identity": identity, "command": list(command)}
+        self._notes = notes
+        self._console = Console()
+        self._ended: list[Outcome] = []
+        before = folder.read().get("trials", [])
+        self._seconds_before: dict[int, float] = {each["number"]: each["seconds"] for each in before}
+        self._expected = [self._finished(trial) or self._new(trial) for trial in proposer.recall(before)]
+
+    def run(self) -> int:
+        """Run to the end or until a stop request; returns the exit code."""
+        count = self._proposer.count
+        self._say(f"sweep   {self._folder.path}, {count} {'trials' if count > 1 else 'trial'}")
+        for note in self._notes:
+            self._say(note)
+        self._console.begin(count, 0)
+        with listening() as request:
+            try:
+                while request.exit_code is None and (trial := self._proposer.next(self._ended)):
+                    changes = trial.name if self._ladder else describe(trial.swept)
+                    self._say(f"trial {trial.number}/{count}  {changes}".rstrip())
+                    self._wait_for_lock(self._place(trial), request)
+                    if request.exit_code is None:
+                        self._ended.append(self._known(trial) or self._run(trial, request))
+                        self._console.progress(len(self._ended), "")
+                        self._write()
+            finally:
+                self._console.close()
+        return self._close(request)
+
+    def _say(self, text: str) -> None:
+        self._console.say(redact_text(text))
+
+    def _known(self, trial: Trial) -> Outcome | None:
+        """The outcome of a trial that finished before."""
+        outcome = self._finished(trial)
+        if outcome:
+            self._say(f"  finished before, {_in_short(outcome)}")
+        return outcome
+
+    def _run(self, trial: Trial, request: StopRequest) -> Outcome:
+        printed = TrialLog(self._folder.path / f"{trial.name}.txt")
+        if trial.refused is not None:
+            outcome = replace(self._new(trial), status=REFUSED, error=trial.refused)
+            self._report_outcome(outcome, printed)
+            return outcome
+        outcome = replace(self._new(trial), status=RUNNING)
+        self._write(outcome)
+        begin = time.monotonic()
+        code = self._follow(self._start(trial, printed), printed, request)
+        seconds = outcome.seconds + time.monotonic() - begin
+        outcome = replace(outcome, exit_code=code, seconds=round(seconds, 3))
+        if code == 0:
+            outcome = self._with_result(outcome)
+        elif request.exit_code is not None:
+            outcome = replace(outcome, status=STOPPED)
+        elif self._ladder and code == _USERS_FAULT:
+            outcome = replace(outcome, status=REFUSED, error=reason(code, printed.text()).removeprefix("error: "))
+        else:
+            outcome = replace(outcome, status=FAILED, error=reason(code, printed.text()))
+        self._report_outcome(outcome, printed)
+        return outcome
+
+    def _start(self, trial: Trial, printed: TrialLog) -> TrialProcess:
+        place = QuotedString(str(self._place(trial)), Quote.single).with_quotes()
+        group = os.environ.get("WANDB_RUN_GROUP") or self._folder.path.name
+        environment = {**os.environ, "WANDB_RUN_GROUP": group}
+        overrides = (*trial.overrides, *self._as_first(trial), f"output_dir={place}", "resume=auto")
+        return TrialProcess(overrides, environment, printed.path)
+
+    def _as_first(self, trial: Trial) -> Sequence[str]:
+        """Compile no layers of compile=auto on a GPU where the first trial compiled none: trials are compared."""
+        if not self._ended or any(key_of(text).partition(".")[0] == "compile" for text in trial.overrides):
+            return ()
+        choices = read_manifest(Path(self._ended[0].folder) / "manifest.json").get("choices", {})
+        return ("compile=none",) if (choices.get("device"), choices.get("compile")) == ("cuda", "none") else ()
+
+    def _follow(self, process: TrialProcess, printed: TrialLog, request: StopRequest) -> int:
+        """Wait for the end of a trial. A stop request is passed on; a trial that stops by itself stops the sweep."""
+        is_asked = False
+        try:
+            while (code := process.wait(_POLL_SECONDS)) is None:
+                self._console.progress(len(self._ended), printed.latest())
+                if request.exit_code is not None and not is_asked:
+                    is_asked = True
+                    self._say("  stopping: the trial saves its state; Ctrl-C once more kills it")
+                    process.ask(request.exit_code)
+        except KeyboardInterrupt:
+            return process.kill()
+        except BaseException:
+            process.kill()
+            raise
+        if code in (CTRL_C, START_ME_AGAIN) and request.exit_code is None:
+            request.exit_code = code
+        return code
+
+    def _wait_for_lock(self, place: Path, request: StopRequest) -> None:
+        """Wait for a trial of a killed sweep, which saves before it ends."""
+        is_reported = False
+        while (user := lock_owner(place)) and request.exit_code is None:
+            if not is_reported:
+                self._say(f"  waiting: {user} still uses {place}")
+            is_reported = True
+            time.sleep(_POLL_SECONDS)
+
+    def _report_outcome(self, outcome: Outcome, printed: TrialLog) -> None:
+        took = format_duration(outcome.seconds)
+        if outcome.status == FINISHED:
+            self._say(f"  finished, {_in_short(outcome)}, {took}")
+        elif outcome.status == STOPPED:
+            self._say(f"  stopped after {took}")
+        elif outcome.status == REFUSED:
+            self._say(_indented(f"refused: {outcome.error}", by=2))
+        elif outcome.status == DRY_RUN:
+            self._say(_indented(printed.text().rstrip(), by=2))
+        else:
+            where = f"all that it said is in {printed.path}"
+            self._say(f"  failed with exit code {outcome.exit_code} after {took}; {where}")
+            self._say(_indented(outcome.error or "it left no result", by=4))
+
+    def _close(self, request: StopRequest) -> int:
+        winner = None if self._ladder else best(self._all())
+        if self._ladder:
+            tables = measured_tables(self._ladder.compared(self._all()))
+            write_text(self._folder.path / "ladder.md", as_markdown(Page(self._folder.path.name, tables)))
+            self._say(f"\n{as_text(*tables)}\n")
+        else:
+            self._say(f"\n{leaderboard(self._all())}")
+        if winner:
+            text = f"trial {winner['number']}, {winner['folder']}\n{winner['line']}"
+            self._say("\n" + align([("best", text), ("all", str(self._folder.content))]))
+        if self._ended:
+            folder, page = self._folder, self._folder.path / "report.html"
+            self._say(write_page(page, lambda: sweep_page(folder.path, folder.read(), page)))
+        is_whole = self._proposer.next(self._ended) is None and STOPPED not in self._statuses()
+        if request.exit_code is not None and not is_whole:
+            self._say("stopped; the same command goes on from here")
+            return request.exit_code
+        failed = self._statuses().count(FAILED)
+        if failed:
+            self._say(f"{failed} of {len(self._ended)} trials failed; the same command tries them again")
+        return SOME_FAILED if failed or {*self._statuses()} == {REFUSED} else 0
+
+    def _statuses(self) -> list[str]:
+        return [each.status for each in self._ended]
+
+    def _all(self, running: Outcome | None = None) -> list[Outcome]:
+        """Outcomes of all known trials: ended, running, and expected."""
+        begun = [*self._ended, running] if running else self._ended
+        return [*begun, *self._expected[len(begun) :]]
+
+    def _write(self, running: Outcome | None = None) -> None:
+        trials = self._all(running)
+        compared = {"ladder": self._ladder.compared(trials)} if self._ladder else {}
+        self._folder.write({**self._facts, "best": None if self._ladder else best(trials), **compared}, trials)
+
+    def _place(self, trial: Trial) -> Path:
+        return self._folder.path / trial.name
+
+    def _new(self, trial: Trial) -> Outcome:
+        seconds = self._seconds_before.get(trial.number, 0.0)
+        place = str(self._place(trial))
+        return Outcome(
+            number=trial.number,
+            overrides=trial.overrides,
+            swept=trial.swept,
+            values=values_of(trial.swept),
+            proposed=trial.proposed,
+            folder=place,
+            seconds=seconds,
+        )
+
+    def _finished(self, trial: Trial) -> Outcome | None:
+        outcome = replace(self._with_result(self._new(trial)), exit_code=0)
+        return outcome if outcome.status == FINISHED else None
+
+    def _with_result(self, outcome: Outcome) -> Outcome:
+        result = read_result(outcome.folder)
+        return replace(
+            outcome,
+            status=result.get("status", FAILED),
+            objective=result.get("objective"),
+            objective_is=result.get("objective_is"),
+            steps=result.get("steps"),
+            tokens_per_second=result.get("tokens_per_second"),
+            samples_per_second=result.get("samples_per_second"),
+        )
+
+
+def _in_short(outcome: Outcome) -> str:
+    objective = "no objective" if outcome.objective is None else f"objective {outcome.objective:.4f}"
+    return objective if outcome.steps is None else f"{objective}, {outcome.steps:,} steps"
+
+
+def _indented(text: str, by: int) -> str:
+    return "\n".join(" " * by + line for line in text.splitlines())
+
+
+# ---- sweep
+
 
 _FOLDER = "output_dir"
 _NOT_IN_IDENTITY = ("output_dir", "dry_run")

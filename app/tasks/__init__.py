@@ -9,10 +9,10 @@ A task is an entry of `TASKS` (`app/config/tasks.py`: facts that need no torch, 
   (`over_documents` in `app/model/losses.py`). Such a loss may read numbers next to each document
   (`LabelledTokens.values`) and ask for one mean over the step of all processes, such as a KL term (`of_step`), which
   `with_step_mean` in `app/training/scores.py` computes before the first backward pass.
-- `counts`: the sums per row that metrics are ratios of; `METRICS` (`app/config/metrics.py`) names and formats them.
+- `counts`: the sums per row that metrics are ratios of; `METRICS` (`app/config/kinds.py`) names and formats them.
 - `answers`: answers to prompts of the eval set.
 
-The problems of `task=classification` have `PROBLEMS` (`app/config/problems.py`), `LABELLINGS` (`app/data/labels.py`)
-and `CLASS_PROBLEMS` (`classification.py`). A loss with a reference model reads what `app/training/reference.py` has
+The problems of `task=classification` have `PROBLEMS` (`app/config/kinds.py`), `LABELLINGS` (`app/data/labels.py`)
+and `CLASS_PROBLEMS` (`classification.py`). A loss with a reference model reads what `app/training/initial_model.py` has
 scored once and keeps with the run. A row may have several documents: bins, splits and retries cut between rows.
 """

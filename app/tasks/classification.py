@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.batch import Batch
-from app.config.problems import PROBLEMS, text_of
+from app.config.kinds import PROBLEMS, text_of
 from app.config.schema import PreferenceConfig, RunConfig, TaskConfig
 from app.config.tasks import labelling_of
 from app.data.labels import LABELLINGS, parts_of

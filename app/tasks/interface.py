@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.batch import Batch
-from app.config.metrics import METRICS
+from app.config.kinds import METRICS
 from app.config.schema import PreferenceConfig, RunConfig, TaskConfig
 from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows

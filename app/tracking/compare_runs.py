@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from app.tracking.formatting import format_number
-from app.tracking.jsonl_metrics import finite_or_none
+from app.tracking.output_dir import finite_or_none
 
 COMPARED = ("loss", "grad_norm", "lr", "tokens", "trained_tokens", "eval_loss")
 _ABSENT = "none"

@@ -15,8 +15,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from app.config.overrides import flat
 from app.config.schema import TrackerConfig
-from app.config.settings_file import flat
 from app.errors import EnvironmentProblem
 from app.files import report_write_errors, write_text
 

@@ -1,26 +1,238 @@
-"""What is auto: `batching.packing`, `batching.tokens`, `training.recompute`, `compile.memory_budget` and `parallel`.
+"""Values of `auto` for precision, attention, compile, batching, recompute and parallelism, decided at the first start.
 
-batching.packing=auto packs where that is proven for the kind of model, or it is not known; else rows are padded.
+compile=auto compiles on an NVIDIA GPU if every layer can be compiled and the run is long enough to repay the compile
+time. batching.packing=auto packs where that is proven for the kind of model, or it is not known; else rows are padded.
 batching.tokens=auto leaves a step what it would be without it: `model.suggest.tokens * batching.accumulation` tokens on
 each process. They are divided into 1, 2, 4, ... micro-batches of a bin each, the larger the faster.
 What fits is found by the memory planner that the command passes in.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from app.base.structure import BaseModel
+import torch
+
+from app.base.base_model import BaseModel
 from app.batch import Batch
-from app.config.model_kinds import OWN, PACKED, PADDED
-from app.config.rules import problems_of
-from app.config.schema import CompileConfig, RunConfig, TrainingConfig
+from app.config.adapters import compile_obstacle
+from app.config.kinds import OWN, PACKED, PADDED
+from app.config.rules import BLOCKS, NONE, Obstacle, problems_of, settings_obstacles
+from app.config.schema import AttentionConfig, CompileConfig, PrecisionConfig, RunConfig, TrainingConfig
 from app.config.validate import convert
-from app.distributed.process_group import HostGroup
+from app.distributed.process_group import HostGroup, default_device
 from app.errors import ConfigError, refuse
-from app.layers.partition import BUDGETS
-from app.training.choices import Choices, memory_budget, recomputed_layers
+from app.layers.attention import select
+from app.layers.attention.requirements import Needs, needs_of
+from app.layers.compile import BUDGETS, model_obstacles, product_flops
+from app.layers.experts import coefficient_of
+from app.model.build import DTYPES, ModelSections
 from app.training.memory import Predicted
+
+_AMPERE = (8, 0)  # compute capability
+_CPU_FLAGS_OF_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is aarch64's name
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Names from the config groups of the same name, never `auto`."""
+
+    precision: str
+    attention: str
+    compile: str = NONE  # of `auto` settled by `app.training.auto_settings`
+
+
+def choose(run: RunConfig, base: BaseModel, stored: Mapping[str, str]) -> Choices:
+    """Resolve `auto` by the `stored` choices of a checkpoint, else for this machine and model."""
+    refuse(_precision_problems(run.precision))
+    precision, attention = run.precision, run.attention
+    if stored and precision.kind == "auto":
+        precision = PrecisionConfig(kind=stored["precision"])
+    if stored and attention.kind == "auto":
+        attention = AttentionConfig(kind=stored["attention"])
+    if base.tier.name == OWN:
+        attention = AttentionConfig(kind=OWN)
+    name = choose_precision(precision)
+    packed = bool(run.batching.packing) or base.is_bidirectional
+
+    def needs() -> Needs:
+        return needs_of(base.on_meta(), DTYPES[name].compute, packed=packed)
+
+    compiled = run.compile.kind
+    backend = select(attention, default_device(), needs, traces=compiled != NONE)
+    return Choices(precision=name, attention=backend, compile=NONE if compiled == AUTO else compiled)
+
+
+def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
+    """The settings that decide which model is built."""
+    return ModelSections(
+        model=run.model,
+        task=run.task,
+        adapter=run.adapter,
+        quantization=run.quantization,
+        attention=choices.attention,
+        precision=choices.precision,
+        recompute=recomputed_layers(run.training),
+        trained=run.precision.trained,
+        offload=run.training.offload,
+        freeze=tuple(run.training.freeze),
+        neftune=run.training.neftune,
+        compile=replace(
+            run.compile,
+            kind=choices.compile if run.compile.kind == AUTO else run.compile.kind,
+            memory_budget=memory_budget(run.compile),
+        ),
+    )
+
+
+def memory_budget(config: CompileConfig) -> float:
+    """Return the largest of `auto`'s budgets while `auto` has not been resolved."""
+    return BUDGETS[0] if isinstance(config.memory_budget, str) else config.memory_budget
+
+
+def recomputed_layers(training: TrainingConfig) -> bool | int:
+    """All of them while `auto` has not been resolved."""
+    return True if isinstance(training.recompute, str) else training.recompute
+
+
+def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
+    """Problems of a precision that this machine cannot compute in, with the alternatives."""
+    has_gpu = torch.cuda.is_available()
+    if precision.kind == "tf32" and not (has_gpu and torch.cuda.get_device_capability() >= _AMPERE):
+        yield "precision=tf32 needs an NVIDIA GPU of the Ampere generation or newer. Choose precision=fp32 or bf16."
+    elif precision.kind == "bf16" and has_gpu and not _gpu_has_bf16():
+        yield "precision=bf16 is not in the hardware of this GPU. Choose precision=fp16 or fp32."
+
+
+def choose_precision(precision: PrecisionConfig) -> str:
+    """Resolve `auto`. A CPU without bf16 instructions is ten times slower in bf16 than in fp32."""
+    if precision.kind != "auto":
+        return precision.kind
+    if torch.cuda.is_available():
+        return "bf16" if _gpu_has_bf16() else "fp16"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return "fp32" if _CPU_FLAGS_OF_BF16.isdisjoint(flags.split()) else "bf16"
+
+
+def _gpu_has_bf16() -> bool:
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+# ---- compile choice
+
+
+COMPILE_CHOICE = "compile"  # among the choices of a checkpoint and of a manifest
+
+# Of one process over the whole run. Measured on an H200: the compiler takes 15 s and saves 19 % of the step, so it is
+# repaid after 80 s of uncompiled steps, which do 370 TFLOP/s: 65 steps of Llama-3.1-8B with 16,384 tokens.
+REPAYING_FLOPS = 3e16
+
+
+@dataclass(frozen=True, slots=True)
+class CompileFacts:
+    """What compile=auto decides by."""
+
+    device: str
+    obstacles: tuple[str, ...] = ()  # that compile=blocks is refused for
+    is_rocm: bool = False
+    trains_experts: bool = False  # by adapters
+    router_coefficient: float = 0.0
+    flops: float = 0.0  # of products in layers that can be compiled: of one process, over the whole run
+    stored: str | None = None  # the choice of the checkpoint
+
+
+class CompileChoice(NamedTuple):
+    """`kind`: blocks or none. `reasons`: why not, on a GPU."""
+
+    kind: str
+    reasons: tuple[str, ...] = ()
+
+
+def choose_compile(facts: CompileFacts) -> CompileChoice:
+    """Decide compile=auto. A continued run keeps its choice, unless this machine cannot compile."""
+    if facts.device != "cuda":
+        return CompileChoice(NONE)
+    if facts.stored == NONE:
+        return CompileChoice(NONE, ("as when the run began",))
+    reasons = list(facts.obstacles)
+    if facts.is_rocm:
+        reasons.append("not tested on ROCm")
+    if facts.trains_experts:
+        reasons.append("adapter.experts=true")
+    if facts.router_coefficient:
+        reasons.append(f"the routers' loss (coefficient {facts.router_coefficient:g}) reads inside layers")
+    if not reasons and not facts.flops:
+        reasons.append("every layer has a recurrent mixer, whose rows have many shapes")
+    elif not reasons and facts.stored is None and facts.flops < REPAYING_FLOPS:
+        of_run, repaying = (each / 1e15 for each in (facts.flops, REPAYING_FLOPS))
+        reasons.append(f"too few steps to repay compiling ({of_run:.2g} PFLOP, at least {repaying:g})")
+    return CompileChoice(NONE, tuple(reasons)) if reasons else CompileChoice(BLOCKS)
+
+
+def settle_compile(
+    run: RunConfig, stored: Mapping[str, str], host_group: HostGroup, facts: Callable[[str | None], CompileFacts]
+) -> CompileChoice:
+    """Settle `compile` by the `stored` choices of a checkpoint, else by the facts, which take that choice.
+
+    Layers are compiled on all processes or on none.
+    """
+    if run.compile.kind != AUTO:
+        return CompileChoice(run.compile.kind)
+    choices = host_group.all_gather_object(choose_compile(facts(stored.get(COMPILE_CHOICE))))
+    found: CompileChoice = next((each for each in choices if each.kind == NONE), choices[0])
+    return found
+
+
+def compile_facts(
+    run: RunConfig,
+    lm: Any,
+    device: str,
+    obstacles: Iterable[Obstacle] = (),
+    steps: int | None = None,
+    stored: str | None = None,
+) -> CompileFacts:
+    """Collect the facts, of which a run on another device than a GPU needs none. `lm` may be on meta.
+
+    `obstacles` are those beside the settings and the model. Without `steps` the run counts as long enough.
+    """
+    if device != "cuda":
+        return CompileFacts(device)
+    all_obstacles = (*settings_obstacles(run), *model_obstacles(lm), *obstacles)
+    flops = product_flops(lm, trains_all=run.adapter.kind == "none")
+    if steps is not None and run.batching.packing:
+        flops *= run.batching.bin_tokens * run.batching.accumulation * steps
+    elif flops:
+        flops = math.inf
+    return CompileFacts(
+        device,
+        obstacles=(*filter(None, [compile_obstacle(run.adapter)]), *(each.reason for each in all_obstacles)),
+        is_rocm=torch.version.hip is not None,
+        trains_experts=run.adapter.kind != "none" and run.adapter.experts,
+        router_coefficient=coefficient_of(run.task, run.adapter, lm) if run.task.router_loss == AUTO else 0.0,
+        flops=flops,
+        stored=stored,
+    )
+
+
+def with_planned_compile(run: RunConfig, lm: Any, device: str) -> RunConfig:
+    """Settle compile=auto for a memory plan of a gpu or cpu."""
+    if run.compile.kind != AUTO:
+        return run
+    choice = choose_compile(compile_facts(run, lm, "cuda" if device == "gpu" else device))
+    return with_compile(run, choice.kind)
+
+
+def with_compile(run: RunConfig, kind: str) -> RunConfig:
+    """Return the run with another kind of `compile`."""
+    return replace(run, compile=replace(run.compile, kind=kind))
+
+
+# ---- auto settings
+
 
 AUTO = "auto"
 BINS_CHOICE = "tokens"  # among the choices of a checkpoint

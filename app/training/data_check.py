@@ -1,21 +1,25 @@
-"""`app.check data`: what a run would learn from, all rows, before it is started. No weights, and no row stops it."""
+"""`app.check data`: everything a run would learn from, and advice on settings, without weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.base.structure import BaseModel, open_base
-from app.config.dataset import formats_of, sources_of
+from app.base.base_model import BaseModel, open_base
+from app.config.dataset import formats_of, sources_of, trains_answers
 from app.config.schema import RunConfig
-from app.data import length_statistics
+from app.data import data_report
 from app.data.chat_template import other_template
-from app.data.data_report import RowCounts
+from app.data.data_report import MAX_DROPPED_SHARE, MAX_EVAL_FRACTION, MIN_EVAL_ROWS, RowCounts, eval_remedy
 from app.data.loader import Loader
 from app.data.prepare import Data
+from app.data.roles import has_role
+from app.data.row_pipeline import policy_for
+from app.data.sources import train_source
 from app.errors import AppError
+from app.safe_text import many
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
 from app.training.rows import StepPlan, loader_of, plan_steps, read_rows, rows_of_also
 from app.training.samples import preview
@@ -28,7 +32,7 @@ class DataCheck:
     run: RunConfig
     data: Data
     documents_per_row: int
-    packing: length_statistics.Packing
+    packing: data_report.Packing
     padded_fill: float | None
     loader: Loader
     plan: StepPlan | None  # None where no row is left
@@ -60,9 +64,9 @@ class DataCheck:
             "lower_bound_bins": self.packing.least,
             "padded_fill": self.padded_fill,
             **self._steps(),
-            "length_percentiles": length_statistics.percentiles(self.sample_lengths, train),
-            "lengths": length_statistics.histogram(self.sample_lengths),
-            "overlong_lengths": length_statistics.over_long(train),
+            "length_percentiles": data_report.percentiles(self.sample_lengths, train),
+            "lengths": data_report.histogram(self.sample_lengths),
+            "overlong_lengths": data_report.over_long(train),
             "sources": self._sources(),
             "eval": None
             if held is None or self.data.eval is None
@@ -129,8 +133,8 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         run=config,
         data=prepared.data,
         documents_per_row=prepared.objective.documents_per_row,
-        packing=length_statistics.packed(lengths, max(batching.bin_tokens, config.dataset.max_length)),
-        padded_fill=length_statistics.padded_fill(lengths, batching.rows, rows_per_step),
+        packing=data_report.packed(lengths, max(batching.bin_tokens, config.dataset.max_length)),
+        padded_fill=data_report.padded_fill(lengths, batching.rows, rows_per_step),
         loader=loader,
         plan=plan_steps(config.training, loader.steps_per_epoch) if loader.num_units else None,
         processes=processes,
@@ -177,3 +181,188 @@ def _split(counts: RowCounts) -> dict[str, Any]:
         "labels": counts.classes,
         "longest": counts.longest,
     }
+
+
+# ---- data advice
+
+
+KEPT_SHARE = 0.99  # of the samples that an advised max_length keeps whole
+MAX_BAD_SHARE = 0.01  # of the rows
+MIN_BIN_FILL = 0.9
+MIN_PADDED_FILL = 0.85  # of padded micro-batches
+MIN_TRAINED_SHARE = 0.05  # of the tokens
+LONG_TEXT_CHARS = 100  # a row, of an unread column
+MIN_STEPS = 20  # fewer make a poor schedule
+
+Advice = tuple[str, str]  # what to type, with placeholders where it cannot be known, and why
+
+
+def advice(check: DataCheck) -> Iterator[Advice]:
+    """Pieces of advice, the most harmful problem first."""
+    for rule in (_bad_rows, _unread, _over_long, _trained_share, _template, _duplicates, _held_out, _filling, _steps):
+        yield from rule(check)
+
+
+def _bad_rows(check: DataCheck) -> Iterator[Advice]:
+    counts, dataset = check.data.report.train, check.run.dataset
+    if counts.bad_rows > MAX_BAD_SHARE * counts.rows_read and dataset.on_bad_row == "skip":
+        first = f"the first {counts.first_problem}: mend them, or the column that is read"
+        yield "dataset.on_bad_row=error", f"{counts.bad_rows:,} of {counts.rows_read:,} rows are left out, {first}"
+
+
+def _over_long(check: DataCheck) -> Iterator[Advice]:
+    run, counts, lengths = check.run, check.data.report.train, check.sample_lengths
+    limit = run.dataset.max_length
+    needed = data_report.length_that_keeps(KEPT_SHARE, lengths, counts)
+    if not counts.tokens_lost or needed is None or needed <= limit:
+        return
+    lost = f"{many(counts.tokens_lost, 'token')} are lost now"
+    kept = check.base.longest_row(needed)
+    then, now = (data_report.share_within(length, lengths, counts) for length in (kept, limit))
+    if kept > limit and then > now:
+        room = kept * check.documents_per_row
+        bins = f" batching.tokens={room}" if run.batching.packing and room > run.batching.bin_tokens else ""
+        most = "" if kept == needed else f"; {check.base.limit_text(kept)}, choose a larger model for the others"
+        most_dropped = {"auto": MAX_DROPPED_SHARE, "error": 0.0}.get(run.dataset.on_overflow, 1.0)
+        ends = " dataset.on_overflow=drop" if counts.dropped and 1 - then > most_dropped else ""
+        yield (
+            f"dataset.max_length={kept}{bins}{ends}",
+            f"keeps {then:.1%} of the samples whole, not {now:.1%}{most}; {lost}",
+        )
+    elif policy_for(run.dataset.on_overflow, run.dataset.format) != "truncate":
+        most = check.base.limit_text(kept)
+        remedy = "this keeps the beginning of each, without its end; or choose a model that reads more"
+        yield "dataset.on_overflow=truncate", f"{most}, and {lost}: {remedy}"
+
+
+def _unread(check: DataCheck) -> Iterator[Advice]:
+    counts, dataset = check.data.report.train, check.run.dataset
+    told = counts.missed_places if check.stops else {}
+    chars = {name: counts.missed_chars[name] // rows for name, rows in counts.missed.items() if name not in told}
+    long = [name for name in chars if chars[name] >= LONG_TEXT_CHARS and 2 * counts.missed[name] > counts.rows_kept]
+    if long:
+        shown = ", ".join(f"{name} ({chars[name]:,} characters a row)" for name in long)
+        yield (
+            f"dataset.leave_out=[{','.join([*dataset.leave_out, *long])}]",
+            f"not read: {shown}. dataset.columns.FIELD=NAME reads a column, this says that all of them are left out on"
+            " purpose",
+        )
+    for name, rows in counts.unread_columns.items():
+        if dataset.format == "text" and has_role(name, "label") and 2 * rows > counts.rows_kept:
+            yield (
+                f"task=classification dataset=labelled_text dataset.columns.label={name}",
+                f"column {name} is not read; if it is the class of each text, this learns it instead of the text",
+            )
+    for marker, rows in counts.foreign_markers.items():
+        yield (
+            "dataset=messages",
+            f"{many(rows, 'text')} with {marker}: chats that are written out for a model, of which the prompts are"
+            " trained as well; rows of messages train the answers alone, through the template of this model",
+        )
+
+
+def _duplicates(check: DataCheck) -> Iterator[Advice]:
+    report, dataset = check.data.report, check.run.dataset
+    if report.train.duplicates and not dataset.deduplicate:
+        repeated = f"{many(report.train.duplicates, 'sample')} of {report.train.samples + report.train.held_out:,}"
+        yield (
+            "dataset.deduplicate=true",
+            f"{repeated} are equal to an earlier one and learned more often than others; leave them out, unless "
+            "that is meant",
+        )
+    if report.shared:
+        named = "eval_path" if dataset.eval_path is not None else "eval_split"
+        yield (
+            f"dataset.{named}=null dataset.eval_fraction=0.02",
+            f"{many(report.shared, 'held-out sample')} also trained on: eval_loss will be too good; a part of the "
+            f"training rows never has an equal on the other side, or take them out of what dataset.{named} names",
+        )
+
+
+def _held_out(check: DataCheck) -> Iterator[Advice]:
+    held, samples, dataset = check.data.eval, len(check.data.train), check.run.dataset
+    has_own = dataset.mix or dataset.eval_path or dataset.eval_split
+    unread = () if has_own else train_source(dataset).other_splits
+    if unread and (held is None or len(held) < MIN_EVAL_ROWS):
+        split = "validation" if "validation" in unread else unread[0]
+        few = "nothing is held out" if held is None else f"only {many(len(held), 'sample')} held out"
+        yield f"dataset.eval_split={split} dataset.eval_fraction=0", f"{few}, and the split {split} is not read"
+    elif held is None:
+        if samples:
+            yield eval_remedy(samples), "nothing is held out: whether the model learns or only remembers is not seen"
+    elif 0 < len(held) < MIN_EVAL_ROWS and dataset.eval_max_rows is None:
+        total, is_part = samples + len(held), dataset.eval_path is None and dataset.eval_split is None
+        is_enough = is_part and total * MAX_EVAL_FRACTION >= MIN_EVAL_ROWS
+        remedy = eval_remedy(total) if is_enough else "dataset.eval_path=FILE"
+        yield remedy, f"a loss over {many(len(held), 'held-out sample')} says little; {MIN_EVAL_ROWS} say more"
+
+
+def _trained_share(check: DataCheck) -> Iterator[Advice]:
+    run, counts = check.run, check.data.report.train
+    share = counts.trained_tokens / max(counts.tokens, 1)
+    is_partial = trains_answers(run.dataset) and counts.tokens
+    if not is_partial or share >= MIN_TRAINED_SHARE:
+        return
+    only = f"only {share:.1%} of the tokens are trained"
+    if run.dataset.train_on == "last":
+        yield "dataset.train_on=assistant", f"{only}; `assistant` trains all answers, not the last alone"
+    elif not counts.expanded_into:  # else the template is the cause, and has its own advice
+        yield "dataset.train_on=all", f"{only}; `all` learns the prompts too"
+
+
+def _template(check: DataCheck) -> Iterator[Advice]:
+    counts = check.data.report.train
+    if counts.expanded_into and not counts.joined:
+        samples = f"{counts.expanded_into:,} samples that repeat each other"
+        rewritten = (
+            f"the chat template rewrites earlier turns, so {many(counts.unstable, 'conversation')} became {samples}"
+        )
+        if counts.join_saves and not counts.unstable_reasoning:
+            length = counts.unstable_tokens["join"] / counts.unstable_tokens["expand"]
+            joined = f"`join` trains the same answers in one sample of each, {length:.0%} of the tokens"
+            cut = " dataset.on_overflow=truncate" if counts.dropped else ""  # one that is dropped has all answers
+            yield f"dataset.on_unstable_template=join{cut}", f"{rewritten}; {joined}"
+        else:
+            yield "dataset.on_unstable_template=last", f"{rewritten}; `last` trains the last turn of each"
+    if counts.endless:
+        ends = f"in {many(counts.endless, 'sample')} no special token ends the answer"
+        yield f"model.chat_template={check.other_template}", f"{ends}: the model will not learn to stop"
+    if counts.unseen:
+        said = f"what {many(counts.unseen, 'message')} of system, user or tool say"
+        yield f"model.chat_template={check.other_template}", f"this template leaves out {said}"
+    if counts.glued:
+        yield (
+            "dataset.columns.prompt=...",
+            f"in {many(counts.glued, 'sample')} a token holds both prompt and answer and is not trained: let prompts "
+            "end without white space, and answers begin with it",
+        )
+
+
+def _filling(check: DataCheck) -> Iterator[Advice]:
+    batching, fill, padded = check.run.batching, check.packing.fill, check.padded_fill
+    if fill is None or padded is None:
+        return
+    if not batching.packing:
+        if padded < MIN_PADDED_FILL:
+            bins = f"bins of {batching.bin_tokens:,} tokens {fill:.1%}"
+            yield "batching.packing=true", f"padded micro-batches are {padded:.0%} full, {bins}"
+    elif fill < MIN_BIN_FILL and check.packing.bins > 1:
+        larger = 2 * batching.bin_tokens
+        then = data_report.packed(check.data.train.lengths, larger).fill or 0.0
+        if then > fill:
+            yield f"batching.tokens={larger}", f"bins are {fill:.0%} full, these would be {then:.0%}"
+
+
+def _steps(check: DataCheck) -> Iterator[Advice]:
+    plan, run = check.plan, check.run
+    if plan is None:
+        return
+    if run.training.max_steps is None:
+        if plan.steps < MIN_STEPS:
+            number = f"the run has {many(plan.steps, 'step')}"
+            if run.batching.accumulation > 1:
+                yield "batching.accumulation=1", f"{number}: smaller ones make more of them"
+            yield f"training.epochs={-(-MIN_STEPS // plan.steps_per_epoch)}", f"{number}, few to learn in"
+    elif plan.steps < plan.steps_per_epoch:
+        seen = f"{plan.steps:,} steps see {plan.epoch(plan.steps):.1%} of the rows"
+        yield "training.max_steps=null", f"{seen}; an epoch has {plan.steps_per_epoch:,}"

@@ -7,8 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from app.config.adapter_start import start_folder
-from app.config.adapters import ADAPTER_WEIGHTS
+from app.config.adapters import ADAPTER_WEIGHTS, start_folder
 from app.config.schema import AdapterConfig, ModelConfig, RunConfig
 from app.config.validate import leaf_keys
 from app.files import sha256

@@ -1,15 +1,169 @@
-"""Peak memory of a run: predicted before weights are loaded, and measured in its steps."""
+"""Peak memory of a run, predicted and measured; memory in use on GPU and host, and GPU clocks."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
 
 from app.batch import Batch
+from app.distributed.launch import world
 from app.distributed.process_group import Runtime
 from app.errors import ConfigError, first_line
 from app.tracking.formatting import format_bytes
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper, StepResult
+
+MAX_CONTEXT_BYTES = 1 << 30  # of this process, where only the sum over processes is known
+NEGLIGIBLE_SHARE = 0.01  # of the memory
+CGROUPS = Path("/sys/fs/cgroup")
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Bytes used by other processes; `processes` is empty in containers, which do not see pids of others."""
+
+    total: int
+    bytes: int
+    processes: tuple[tuple[int, int | None], ...] = ()  # pid, and bytes where the driver reports them
+
+    @property
+    def words(self) -> str:
+        each = ", ".join(
+            f"pid {pid}" + ("" if size is None else f": {size / 1e9:.1f} GB") for pid, size in self.processes
+        )
+        by = f" ({each})" if each else ""
+        return f"{self.bytes / 1e9:.1f} GB of {self.total / 1e9:.1f} GB are taken by other processes{by}"
+
+
+def notes() -> list[str]:
+    """A note where other processes use more than a negligible share of the GPU."""
+    taken = taken_by_others()
+    return [] if taken is None or taken.bytes < NEGLIGIBLE_SHARE * taken.total else [taken.words]
+
+
+@cache
+def taken_by_others() -> Taken | None:
+    """Memory in use on the GPU of this process at the first call; None without a GPU, or where it cannot be read."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return taken_by_driver(_uuid()) or taken_by_cuda(world().local_rank)
+    except (RuntimeError, AssertionError):
+        return None
+
+
+def device_used_bytes() -> int | None:
+    """Memory in use on the GPU of this process; None without a GPU, or where other processes use it too."""
+    if not torch.cuda.is_available():
+        return None
+    device = world().local_rank
+    with suppress(Exception):  # nvidia-ml-py is missing, or raises errors of its own
+        used = int(torch.cuda.device_memory_used(device))
+        return None if _asked(_uuid(), _has_others) else used
+    free, total = torch.cuda.mem_get_info(device)  # makes the context of this process, where it has none
+    return total - free
+
+
+def _has_others(driver: Any, gpu: Any) -> bool:
+    """Whether the driver knows other processes. In a container this one may have another pid there."""
+    pids = {each.pid for each in driver.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    is_renamed = os.getpid() not in pids and torch.cuda.memory_reserved(world().local_rank) > 0
+    return len(pids - {os.getpid()}) > int(is_renamed)
+
+
+def clocks() -> dict[str, float] | None:
+    """Clocks in MHz and the power limit in watts, as far as the driver tells them; None where it cannot be asked."""
+    return _asked(_uuid(), _clocks) if torch.cuda.is_available() else None
+
+
+def _clocks(driver: Any, gpu: Any) -> dict[str, float]:
+    questions: dict[str, Callable[[], float]] = {
+        "sm_mhz": lambda: driver.nvmlDeviceGetClockInfo(gpu, driver.NVML_CLOCK_SM),
+        "max_sm_mhz": lambda: driver.nvmlDeviceGetMaxClockInfo(gpu, driver.NVML_CLOCK_SM),
+        "memory_mhz": lambda: driver.nvmlDeviceGetClockInfo(gpu, driver.NVML_CLOCK_MEM),
+        "power_limit_watts": lambda: driver.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    }
+    found = {}
+    for name, question in questions.items():
+        with suppress(driver.NVMLError):  # not every GPU knows each
+            found[name] = question()
+    return found
+
+
+def _uuid() -> str:
+    return str(getattr(torch.cuda.get_device_properties(world().local_rank), "uuid", ""))
+
+
+def taken_by_cuda(device: int) -> Taken:
+    """A lower bound, where only the sum over all processes is known."""
+    free, total = torch.cuda.mem_get_info(device)
+    return Taken(total, max(0, total - free - MAX_CONTEXT_BYTES))
+
+
+def taken_by_driver(uuid: str) -> Taken | None:
+    """A sum without the context that CUDA would make on the GPU, and the processes."""
+
+    def taken(driver: Any, gpu: Any) -> Taken:
+        memory = driver.nvmlDeviceGetMemoryInfo(gpu)
+        processes = {each.pid: each.usedGpuMemory for each in driver.nvmlDeviceGetComputeRunningProcesses(gpu)}
+        own = processes.pop(os.getpid(), None) or 0
+        return Taken(memory.total, max(0, memory.used - own), tuple(sorted(processes.items())))
+
+    return _asked(uuid, taken)
+
+
+def _asked(uuid: str, question: Callable[[Any, Any], Answer]) -> Answer | None:
+    """The answer of NVML about a GPU; None where nvidia-ml-py is missing or the driver does not know it."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            return question(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+
+
+def free_host_bytes() -> int:
+    """Memory of the host that is left: by the kernel, and by the limits of a container or job."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kilobytes = {name: int(size) for name, size, *_ in lines}
+    free = 1024 * (kilobytes["MemAvailable:"] + kilobytes["SwapFree:"])
+    return max(0, min([free, *(limit - used for limit, used in _limits())]))
+
+
+def host_bytes() -> int:
+    """Memory of the host, or what a container or job may have of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *(limit for limit, _ in _limits())])
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Each limit of this process (cgroup v2) and what is used of it, without files that the kernel caches."""
+    own = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
+    folder = CGROUPS / own if (CGROUPS / own).is_dir() else CGROUPS  # in a container its own path is not seen
+    while folder != CGROUPS.parent:
+        limit = folder / "memory.max"
+        if limit.is_file() and limit.read_text().strip().isdigit():
+            used = int((folder / "memory.current").read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            yield int(limit.read_text()), used - int(stat["inactive_file"]) - int(stat["active_file"])
+        folder = folder.parent
+
+
+# ---- memory
+
 
 COUNTED_STEP = 2  # of this start: the first step allocates the optimizer states
 

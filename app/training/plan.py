@@ -1,27 +1,31 @@
-"""The plan of a run: every `auto` resolved before any weight is loaded."""
+"""Plan of a run: its start, its machine, and every `auto` resolved before any weight is loaded."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from app import __version__
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.batch import Batch
-from app.config.compile_rules import BLOCKS, NONE, compile_refusals
+from app.config.rules import BLOCKS, NONE, compile_refusals
 from app.config.schema import RunConfig
 from app.data.collate import Layout
 from app.data.loader import Loader, eval_batches
 from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
+from app.distributed.launch import world
 from app.distributed.process_group import Runtime
+from app.distributed.process_group import start as start_processes
 from app.errors import EnvironmentProblem, refuse
-from app.layers.compilable import attention_obstacles, machine_obstacles, model_obstacles
+from app.layers import quantization
+from app.layers.compile import attention_obstacles, machine_obstacles, model_obstacles
 from app.model.build import ModelCounts, ModelSections, count_weights
 from app.optim.lr_schedule import learning_rate
+from app.training import memory
 from app.training.auto_settings import (
     AUTO,
     BINS_CHOICE,
@@ -29,15 +33,71 @@ from app.training.auto_settings import (
     LAYERS_CHOICE,
     PARALLEL_CHOICE,
     AutoSettings,
+    Choices,
+    CompileChoice,
     RunPlanner,
+    choose,
+    compile_facts,
+    memory_budget,
+    sections_of,
+    settle_compile,
+    with_compile,
     with_recompute,
 )
-from app.training.choices import Choices, memory_budget, sections_of
-from app.training.compile_choice import CompileChoice, compile_facts, settle_compile, with_compile
+from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.identity import base_hash, compared_settings, start_hash
-from app.training.machine import Machine
 from app.training.rows import Rows, StepPlan, layout_of, loader_of, plan_steps
-from app.training.start import Start
+from app.training.train_step import require_gradients_one_by_one
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Checkpoint to resume from, None for a new run, and `choices`: the values of `auto` when the run first started."""
+
+    checkpoint: Path | None
+    choices: Mapping[str, str]
+    remarks: tuple[str, ...] = ()  # on damaged checkpoints
+
+    def kept_with_run(self, folder: Path) -> Path:
+        """Return the folder; that of the checkpoint's run, if the run continues elsewhere and has no copy yet."""
+        return folder if folder.is_dir() or not self.checkpoint else self.checkpoint.parents[1] / folder.name
+
+
+def find_start(checkpoints: Path, resume: str | None) -> Start:
+    """Find the checkpoint to resume from, if any."""
+    checkpoint, remarks = find_checkpoint(checkpoints, resume, tidy=world().is_first)
+    return Start(checkpoint, choices_of(checkpoint), tuple(remarks))
+
+
+# ---- machine
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Processes, device, precision and attention of a run; compilation is decided by the plan."""
+
+    runtime: Runtime
+    choices: Choices
+    used_bytes: int | None  # GPU memory in use before this process allocated any
+
+
+def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
+    """Choose precision and attention for this machine, and connect all processes."""
+    run = rows.run
+    rows.base.on_meta()  # refuse a model that cannot be trained before examining the machine
+    # memory of the GPU is read before this process allocates anything on it
+    for remark in (*(f"memory  {note}" for note in memory.notes()), *start.remarks):
+        say(remark)
+    used_bytes = memory.device_used_bytes()
+    choices = choose(run, rows.base, start.choices)
+    require_gradients_one_by_one(run.optimizer, world().size, choices.precision)
+    runtime = start_processes(run.launch, choices.precision, run.seed)
+    quantization.require_hardware(run.quantization, runtime.device)
+    return Machine(runtime, choices, used_bytes)
+
+
+# ---- plan
+
 
 _PER_PROCESS_KEYS = {"output_dir", "cache_dir", "launch"}  # compared by themselves, or free to differ
 

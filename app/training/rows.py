@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 from app.adapters.adapters import short_names
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.base.tokenizer import load_tokenizer, new_ids
-from app.config.adapter_start import with_names
+from app.config.adapters import with_names
 from app.config.dataset import formats_for, has_chats, paths_of
-from app.config.dataset_schema import DatasetConfig
-from app.config.problems import PROBLEMS
+from app.config.kinds import PROBLEMS
 from app.config.rules import problems_of
-from app.config.schema import AdapterConfig, RunConfig, TaskConfig, TrainingConfig
+from app.config.schema import AdapterConfig, DatasetConfig, RunConfig, TaskConfig, TrainingConfig
 from app.config.tasks import Task, labelling_of, task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.data_report import RowCounts, stop_reasons, without_stops

@@ -6,9 +6,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 
-from app.base.structure import open_base
+from app.base.base_model import open_base
 from app.config.schema import RunConfig
-from app.distributed.environment import world
+from app.distributed.launch import world
 from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
 from app.layers.activation_checkpointing import recompute_rest
@@ -20,21 +20,17 @@ from app.tracking.console import Console
 from app.tracking.formatting import align, format_bytes
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
-from app.training.adapter_start import keep_start
 from app.training.auto_settings import RunPlanner
 from app.training.final_model import record_stop, write_final
-from app.training.machine import join
-from app.training.memory import Forecast
-from app.training.memory_in_use import free_host_bytes
-from app.training.plan import Plan, make_plan, shared_facts
-from app.training.reference import keep_reference
-from app.training.rehearsal import is_due, rehearse
+from app.training.initial_model import keep_reference, keep_start
+from app.training.memory import Forecast, free_host_bytes
+from app.training.plan import Plan, find_start, join, make_plan, shared_facts
 from app.training.rows import read_rows
 from app.training.samples import preview
 from app.training.setup import RunSetup, forecast_of, record_base, set_up, split_depth_noted, trainer_parts
-from app.training.start import find_start
 from app.training.storage_counter import kept_bytes
 from app.training.summary import manifest_facts, rehearsal_message, resumed_split_note, run_table
+from app.training.train_step import is_due, rehearse
 from app.training.trainer import Trainer
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from app.data.data_report import SourceShare
-from app.data.length_statistics import histogram
+from app.data.data_report import SourceShare, histogram
 from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
-from app.distributed.environment import world
+from app.distributed.launch import world
 from app.model.training_model import TrainingModel, evaluating
 from app.oom_retry import try_or_none
 from app.tasks.interface import HeldOutRows

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.batch import Batch
-from app.config.metrics import LOGGED, METRICS
+from app.config.kinds import LOGGED, METRICS
 from app.distributed.process_group import HostGroup, Runtime
 from app.model.losses import log_probabilities
 from app.model.training_model import TrainingModel, evaluating

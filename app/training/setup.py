@@ -14,13 +14,13 @@ from app.batch import Batch
 from app.config.adapters import changes_base
 from app.config.schema import AdapterConfig, RunConfig
 from app.data.loader import Loader
-from app.distributed.environment import world
 from app.distributed.fsdp import Sharding, first_number
 from app.distributed.gradient_reduction import AllReduce, GradientReduction, ShardedGradients
+from app.distributed.launch import world
 from app.distributed.process_group import Runtime
 from app.files import checksummed_folder
 from app.finished.save import save_base
-from app.layers import fp8_linear
+from app.layers import frozen_linear
 from app.layers.activation_checkpointing import recompute_rest, recomputing
 from app.layers.comparison import Comparison, max_difference
 from app.model.build import build_training_model, choose_loss_head, random_base
@@ -32,13 +32,11 @@ from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.tasks.table import loss_of
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
-from app.training.adapter_start import drawn_start, load_start
 from app.training.auto_settings import RunPlanner
 from app.training.checkpoint import Checkpoints, Progress
-from app.training.memory import Forecast
-from app.training.memory_in_use import device_used_bytes
+from app.training.initial_model import drawn_start, load_start, with_reference
+from app.training.memory import Forecast, device_used_bytes
 from app.training.plan import Plan, without_compiled_layers
-from app.training.reference import with_reference
 from app.training.samples import sampler
 from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
@@ -210,8 +208,8 @@ def _compare_for_training(model: TrainingModel, adapter: AdapterConfig, batch: B
 def _compare(model: TrainingModel, batch: Batch) -> list[Comparison]:
     """Compare with the model's own computation: experts, the head's logits, packed with separate documents."""
     gathered = nullcontext if model.sharding is None else model.sharding.gathered
-    rounding = fp8_linear.compare_products(model.network, gathered)
-    with fp8_linear.without_row_rounding(model.network), _uncompiled(model):
+    rounding = frozen_linear.compare_products(model.network, gathered)
+    with frozen_linear.without_row_rounding(model.network), _uncompiled(model):
         head = [check_head(model, batch), *choose_loss_head(model, batch)]
         comparisons = [*head, *check_causal(model, batch), *check_packing(model, batch)]
     comparisons += [*model.grouped_experts, *rounding]
@@ -229,7 +227,7 @@ def check_reduction(model: TrainingModel, sharding: Sharding, batch: Batch) -> C
         loss, _ = model(few)
         (loss * (1 + world().rank)).backward()  # the batch is the same on all processes, the gradients are not
 
-    unrounded = fp8_linear.without_row_rounding(model.network)
+    unrounded = frozen_linear.without_row_rounding(model.network)
     with evaluating(model), unrounded, _uncompiled(model), recomputing(model.network):
         name, reduced, expected = sharding.first_gradient(backward)
     is_rounded = model.compute is not None or reduced.dtype != torch.float32

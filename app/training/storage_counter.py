@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.distributed.fsdp import has_dtensor, local
 from app.layers.operations import cost_of
 from app.model.training_model import TrainingModel
-from app.optim.stochastic_rounding import stepped_by, steps_in_backward
+from app.optim.optimizers import stepped_by, steps_in_backward
 
 _ALL_GATHERED = "fsdp::split_with_sizes_copy"
 GATHERED = "gathered_weights"  # the kind of storages that FSDP gathers weights into
@@ -24,9 +24,6 @@ _ASKS_DEVICE = torch.ops.prim.device.default
 _BLOCK_BYTES = 512  # what CUDA's allocator rounds up to; the same everywhere, so that counts can be compared
 
 Event = tuple[int, int]  # serial of a storage, and its bytes: above 0 when made, below 0 when freed
-
-
-# ---- what stays from step to step
 
 
 def kept_bytes(model: TrainingModel, optimizer: Optimizer | None) -> dict[str, int]:

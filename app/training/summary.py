@@ -8,18 +8,16 @@ from typing import Any
 import torch
 
 from app.adapters.adapters import ALL_LINEAR
+from app.base.base_model import open_base
 from app.base.source import base_fingerprint, fetch_folder
-from app.base.structure import open_base
 from app.base.tokenizer import tokenizer_hash
 from app.config.commands import python
-from app.config.compile_rules import BLOCKS
 from app.config.dataset import formats_of, has_held_out_rows
-from app.config.metrics import TOLD
-from app.config.model_kinds import without_numbers
-from app.config.preferences import balance_notes
+from app.config.kinds import TOLD, balance_notes, without_numbers
+from app.config.rules import BLOCKS
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
-from app.data.length_statistics import padded_fill
+from app.data.data_report import padded_fill
 from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
 from app.layers.experts import stacks_of
@@ -29,13 +27,13 @@ from app.safe_text import listed, many
 from app.tasks.preference import LABEL_PREFERENCES
 from app.tracking.formatting import format_bytes, format_count
 from app.tracking.output_dir import RunFolder
-from app.training import memory_in_use
+from app.training import memory
 from app.training.auto_settings import BUDGET_CHOICE, offload_notes, size_notes
 from app.training.checkpoint import Progress
 from app.training.plan import Plan
-from app.training.rehearsal import Rehearsal
 from app.training.rows import Rows, read_rows
 from app.training.scores import ALSO, finite
+from app.training.train_step import Rehearsal
 
 _MIN_SHOWN_DIFFERENCE = 0.0005  # of measured and planned memory; smaller ones would be shown as 0.0 %
 
@@ -84,7 +82,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     yield from requirements.notes(run.optimizer, device)
     yield from offload_notes(run.training, device)
     yield from machine_notes(run.parallel, plan.runtime.processes)
-    yield from memory_in_use.notes()
+    yield from memory.notes()
     if device == "cuda":
         yield from size_notes(run, plan.rows.base)
     if (run.training.profile_step or 0) > plan.steps.steps:
@@ -100,7 +98,7 @@ def _uncalled_layers(lm: Any) -> Iterator[str]:
 def manifest_facts(plan: Plan) -> dict[str, Any]:
     """Choices, counts and hashes of a run."""
     run, runtime, loader = plan.run, plan.runtime, plan.loader
-    others, batching = memory_in_use.taken_by_others(), run.batching
+    others, batching = memory.taken_by_others(), run.batching
     bin_tokens = batching.bin_tokens if batching.packing else None
     why_padded, why_uncompiled = plan.rows.base.tier.reason, plan.uncompiled_because
     return {
@@ -132,7 +130,7 @@ def manifest_facts(plan: Plan) -> dict[str, Any]:
         },
         "hardware": _hardware(),
         "memory_taken": None if others is None else asdict(others),
-        "clocks": memory_in_use.clocks(),
+        "clocks": memory.clocks(),
         "hashes": _content_hashes(plan.rows)
         | ({} if plan.rows.also is None else {"general": plan.rows.also.fingerprint}),  # of eval.also
     }

@@ -1,23 +1,132 @@
-"""One optimizer step: the gradient of the weighted mean over all trained tokens, however they are split."""
+"""One optimizer step: the gradient of the weighted mean over all trained tokens, however they are split.
 
-from collections.abc import Callable, Sequence
+With `optimizer.in_backward` all gradients together take the memory of one. In return they cannot be clipped to a common
+norm, accumulated over micro-batches or processes, or recomputed once the first weight has changed.
+
+The rehearsal before the first step finds what does not fit, which else would show in step 3,000, in the first
+evaluation or after a resume. Only recomputed layers and the split depth of micro-batches may change: weights, optimizer
+states and random numbers stay as they are.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.batch import Batch
+from app.config.schema import OptimizerConfig, TrainingConfig
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
+from app.errors import ConfigError
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, halve, out_of_memory_error, split_batch, try_or_none
-from app.optim.gradient_scaling import LossScale, skips_on_device, squares, step_unless
-from app.optim.optimizer_state import allocate_states
-from app.optim.parameter_groups import LR_FACTOR
-from app.optim.stochastic_rounding import steps_in_backward
-from app.training.optimizer_in_backward import InBackward
+from app.optim.optimizer_state import allocate_states, drop_states
+from app.optim.optimizers import (
+    LR_FACTOR,
+    LossScale,
+    OneByOne,
+    skips_on_device,
+    squares,
+    step_unless,
+    steps_in_backward,
+)
 from app.training.scores import with_step_mean
 from app.training.storage_counter import kept_bytes
+
+
+def require_gradients_one_by_one(optimizer: OptimizerConfig, processes: int, precision: str) -> None:
+    """Refuse what needs all gradients before a step: a reduction over processes, the loss scale of fp16."""
+    if not optimizer.in_backward or (processes == 1 and precision != "fp16"):
+        return
+    found, remedy = (
+        ("fp16", "precision=fp32") if processes == 1 else (f"{processes} processes", "launch.num_processes=1")
+    )
+    raise ConfigError(
+        f"optimizer.in_backward=true steps each weight as soon as its gradient is there, and this run has {found}, "
+        f"where all gradients are needed first. Set optimizer.in_backward=false, or {remedy}."
+    )
+
+
+class InBackward(GradientReduction):
+    """Steps each weight of a single process when its gradient is complete, and frees the gradient."""
+
+    skipping = "not made for weights whose gradient is not finite, others had been stepped by then"
+
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: OneByOne) -> None:
+        super().__init__(parameters)
+        self._optimizer = optimizer
+        self._skips_on_device = skips_on_device(optimizer)
+        self._norms: dict[nn.Parameter, Tensor] = {}  # of the gradients that this step has used, on the device
+        self._last = False
+        self._is_rehearsal = False
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    @property
+    def together(self) -> list[Sequence[nn.Parameter]]:
+        return [[parameter] for parameter in self.stepped]
+
+    def begin(self) -> None:
+        """Drop all gradients; passes in which weights have changed already cannot be repeated."""
+        self._last = False
+        super().begin()
+        if self._norms:
+            raise out_of_memory_error(
+                "the rest of a backward pass in which weights have changed already, so that it cannot be made again in "
+                "smaller parts as with optimizer.in_backward=false,",
+                {},
+            )
+
+    def last_loss(self, loss: Tensor) -> Tensor:
+        self._last = True  # its backward pass completes the gradients
+        return loss
+
+    def finish(self) -> None:
+        """Use gradients of earlier parts that the last part did not add to."""
+        for parameter in self.stepped:
+            if parameter.grad is not None:
+                self._step_one(parameter)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        self._is_rehearsal = True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = False
+
+    def apply(self, update: Callable[[list[Tensor]], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        self._optimizer.step()  # without gradients it only counts the step
+        norms = [self._norms[parameter] for parameter in self.stepped if parameter in self._norms]
+        self._norms.clear()
+        norm = torch.stack(norms).square().sum().sqrt()
+        return norm, ~torch.isfinite(norm)
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        if self._last:
+            self._step_one(parameter)
+
+    @torch.no_grad()
+    def _step_one(self, parameter: nn.Parameter) -> None:
+        """Step one parameter, unless its gradient is not finite; others may have been stepped before."""
+        if self._is_rehearsal:
+            parameter.grad = None
+            return
+        assert parameter.grad is not None
+        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+        self._norms[parameter] = norm
+        skipped = ~norm.isfinite()
+        if self._skips_on_device:
+            self._optimizer.step_one(parameter, skipped.float())
+        elif not bool(skipped):
+            self._optimizer.step_one(parameter)
+        parameter.grad = None
+
+
+# ---- train step
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +305,50 @@ class Stepper:
         if self.scale is not None:
             self.scale.update(~skipped)
         return norm, skipped
+
+
+# ---- rehearsal
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Measurements, as the manifest has them."""
+
+    tokens: int  # of the micro-batch
+    depth: int  # how often micro-batches are halved from now on
+    deepened: bool  # whether that is more than before
+    recomputed_more: int  # layers that training.recompute=auto had not planned
+    evaluated: bool
+    peak_bytes: int  # so far, as the device or the system counts it
+    seconds: float
+
+
+def is_due(training: TrainingConfig, device: torch.device) -> bool:
+    """On a CPU only when asked for: it raises no out-of-memory error, and the first step would come later."""
+    return device.type != "cpu" if training.rehearse == "auto" else bool(training.rehearse)
+
+
+def rehearse(
+    stepper: Stepper, runtime: Runtime, largest: Batch, micro_batches: int, try_evaluation: Callable[[], bool]
+) -> Rehearsal:
+    """Rehearse on all processes together. `try_evaluation`: score a batch; false where none is held out."""
+    begun, depth = time.perf_counter(), stepper.split_depth
+    batches = [largest] * min(micro_batches, 2)  # the second adds to gradients of the first
+    is_fresh = not stepper.optimizer.state
+    with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
+        if is_fresh:
+            stepper.allocate_states()
+        stepper.try_out(batches)
+        evaluated = try_evaluation()
+        stepper.recompute_rest = None
+        if is_fresh:  # those that a checkpoint has brought stay
+            drop_states(stepper.optimizer)
+    return Rehearsal(
+        tokens=largest.ids.numel(),
+        depth=stepper.split_depth,
+        deepened=stepper.split_depth > depth,
+        recomputed_more=stepper.recomputed_more,
+        evaluated=evaluated,
+        peak_bytes=int(runtime.host_group.max(runtime.peak_memory_bytes())),
+        seconds=time.perf_counter() - begun,
+    )

@@ -1,8 +1,13 @@
-"""Pages and actions of the board. A report is that of app.pages, in a frame; an action is a command, which is shown."""
+"""Pages and actions of the board, and its server on the loopback address."""
 
 import asyncio
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
-from collections.abc import AsyncIterator, Callable
+import json
+import secrets
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -10,23 +15,84 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
+import uvicorn
 from jinja2 import ChoiceLoader, FileSystemLoader
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config.commands import CHECKS
-from app.errors import AppError, CheckpointError, ConfigError
+from app.errors import AppError, CheckpointError, ConfigError, EnvironmentProblem, gist
 from app.files import read_json
 from app.pages.check_page import check_page
 from app.pages.comparison_page import comparison_page, sweep_page
 from app.pages.page import PAGE_FAULTS, Page, as_html, environment
 from app.pages.read_run import is_run
 from app.pages.run_page import run_page
-from app.web.chat import Chat
 from app.web.runs import Runs, command, shown
+
+
+class Chat:
+    """Messages so far. `words` start a process that answers each line of JSON by one; it is started by a question and
+    ended `idle_seconds` after the last answer.
+    """
+
+    def __init__(self, words: Sequence[str], idle_seconds: float = 600) -> None:
+        self.messages: list[dict[str, str]] = []
+        self.problem = ""  # why there was no answer to the last question
+        self._words, self._idle_seconds = words, idle_seconds
+        self._process: Process | None = None
+        self._lock = asyncio.Lock()
+        self._timer: asyncio.Task[None] | None = None
+
+    async def ask(self, question: str) -> None:
+        """Add the question with its answer, or set `problem`."""
+        async with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            asked = [*self.messages, {"role": "user", "content": question}]
+            found = await self._answer({"messages": asked})
+            self.problem = found.get("error", "")
+            if not self.problem:
+                self.messages += [asked[-1], {"role": "assistant", "content": found["answer"]}]
+            self._timer = asyncio.create_task(self._end_later())
+
+    async def _answer(self, row: dict[str, Any]) -> dict[str, Any]:
+        process = self._process = self._process or await asyncio.create_subprocess_exec(
+            *self._words, stdin=PIPE, stdout=PIPE, stderr=STDOUT, start_new_session=True, limit=2**24
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(ConnectionError):  # it has ended, and its output says why
+            process.stdin.write(json.dumps(row).encode() + b"\n")
+            await process.stdin.drain()
+        printed = b""
+        async for line in process.stdout:
+            if line.startswith(b"{"):
+                return dict(json.loads(line))
+            printed += line  # a note or a refusal
+        await self.end()
+        return {"error": printed.decode(errors="replace") or f"The process ended with code {process.returncode}."}
+
+    async def _end_later(self) -> None:
+        await asyncio.sleep(self._idle_seconds)
+        await self.end()
+
+    async def end(self) -> None:
+        """End the process, which has nothing to save; the messages stay."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+# ---- board
+
 
 _HERE = Path(__file__).parent / "templates"
 
@@ -171,3 +237,71 @@ async def _checked(words: list[str]) -> tuple[str, str]:
                 process.kill()  # the board ends
         file = Path(folder) / "check.json"
         return (as_html(check_page(read_json(file))), "") if file.is_file() else ("", printed.decode(errors="replace"))
+
+
+# ---- server
+
+
+_HOST = "127.0.0.1"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; "
+    "connect-src 'self'; frame-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def serve(folder: Path, port: int) -> None:
+    """Serve the board of a folder until a signal."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of connections that have just ended
+        try:
+            listener.bind((_HOST, port))
+            listener.listen()
+        except OSError as fault:
+            raise EnvironmentProblem(f"port={port}: {gist(fault)}. Give another port, or leave it out.") from fault
+        port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
+        app = guarded(Board(folder).application(), port, token)
+        config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again after its own end
+        # no Console: it would mask the token
+        sys.stdout.write(f"board   {folder}  http://{_HOST}:{port}/?token={token}\n")
+        sys.stdout.write("Ctrl-C ends the board; runs that it started go on\n")
+        sys.stdout.flush()
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def guarded(app: ASGIApp, port: int, token: str) -> ASGIApp:
+    """The application for requests with the token alone, to this host (DNS rebinding), and if they change something,
+    from its own pages (cross-site request forgery).
+    """
+    hosts, cookie = (f"{_HOST}:{port}", f"localhost:{port}"), f"board-{port}"  # cookies are of a host, not of a port
+
+    def is_token(given: str | None) -> bool:
+        return secrets.compare_digest((given or "").encode(), token.encode())
+
+    def answer_to(request: Request) -> Response | None:
+        host = request.headers.get("host", "")
+        if host not in hosts:
+            return PlainTextResponse("This address is not the board's.\n", 403)
+        if request.method not in ("GET", "HEAD") and request.headers.get("origin") != f"http://{host}":
+            return PlainTextResponse("The board takes this from its own pages alone.\n", 403)
+        if request.url.path == "/" and is_token(request.query_params.get("token")):
+            entry = RedirectResponse("/", 303)
+            entry.set_cookie(cookie, token, httponly=True, samesite="strict")
+            return entry
+        if not is_token(request.cookies.get(cookie)):
+            return PlainTextResponse("Open the address that app.board printed: it has the token.\n", 403)
+        return None
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        answer = answer_to(Request(scope)) if scope["type"] == "http" else None
+        await (answer or app)(scope, receive, send_with_headers)
+
+    return guard

@@ -12,18 +12,16 @@ from threading import Lock
 from typing import Any
 
 from app.config.commands import CHECKS, check_config, python
-from app.config.fields import STARTS_PROCESSES
 from app.config.load import compose_run
-from app.config.overrides import key_of, split_arguments, values_in
-from app.config.settings_file import untrusted_problems
+from app.config.overrides import key_of, split_arguments, untrusted_problems, values_in
+from app.config.validate import STARTS_PROCESSES
 from app.errors import AppError, ConfigError, refuse
 from app.files import is_own_file, report_write_errors
 from app.pages.read_run import RUNNING, UNFINISHED, is_run, read_sweep, status_in
 from app.pages.run_page import status_badge
 from app.program import as_started
 from app.tracking.formatting import format_count, format_integer, format_number, format_or
-from app.tracking.jsonl_metrics import read_lines
-from app.tracking.output_dir import RunFolder, lock_owner
+from app.tracking.output_dir import RunFolder, lock_owner, read_lines
 from app.tracking.recorder import read_result
 
 STARTING, STOPPING, NOT_STARTED = "starting", "stopping", "did not start"

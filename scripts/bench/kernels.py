@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from app.training.step_profile import kind_of
+from app.training.trainer import kind_of
 from scripts.bench.contest import Contest
 
 _ROWS = 200  # of operations

@@ -12,9 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from app.adapters.adapters import add_adapter
+from app.base.base_model import BaseModel, load_base
 from app.base.base_weights import LoadOptions
-from app.base.load_base import load_base
-from app.base.structure import BaseModel
 from app.batch import IGNORE, Batch
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
@@ -25,17 +24,14 @@ from app.errors import gist
 from app.layers.attention import register
 from app.layers.compile import CompiledLayers
 from app.layers.quantization import quantizer_of
-from app.memory.estimate import plan_memory
-from app.memory.fit import machine_of
+from app.memory.estimate import machine_of, plan_memory
 from app.memory.planner import Planner
-from app.memory.shape import Shape
+from app.memory.trace import Shape
 from app.model.build import DTYPES, build_training_model, choose_loss_head
 from app.model.training_model import TrainingModel
 from app.model.verification import mean_errors, verify_compiled
 from app.tasks.table import loss_of
-from app.training.auto_settings import AUTO
-from app.training.choices import Choices, choose, sections_of
-from app.training.compile_choice import with_planned_compile
+from app.training.auto_settings import AUTO, Choices, choose, sections_of, with_planned_compile
 from app.training.setup import stepper_of
 from scripts.bench.contest import Contest, run_of
 from scripts.bench.machine import Clock

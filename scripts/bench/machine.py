@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import app
-from app.tracking.manifest import git_state, versions
+from app.tracking.recorder import git_state, versions
 from scripts.bench.contest import Contest
 from scripts.bench.gauge import Gauge
 

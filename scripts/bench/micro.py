@@ -25,8 +25,8 @@ from app.errors import AppError
 from app.layers.attention import BACKENDS
 from app.layers.attention.requirements import Rules
 from app.layers.attention.sdpa import sdpa
-from app.layers.chunked_loss import LinearHead
-from app.layers.fp8_linear import quantize_rows
+from app.layers.frozen_linear import quantize_rows
+from app.layers.head import LinearHead
 from scripts.bench.machine import here
 
 # What a kernel that this machine cannot do may raise; the next one is tried.

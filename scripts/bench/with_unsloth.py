@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from app.adapters.adapters import layers_to_adapt
+from app.base.base_model import load_base
 from app.base.base_weights import LoadOptions
-from app.base.load_base import load_base
 from app.base.tokenizer import load_tokenizer
 from app.config.tasks import TASKS
 from app.model.build import DTYPES
@@ -74,7 +74,7 @@ def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
 def _start_like_ours(prepared: Prepared, network: Any) -> None:
     """lora_A is drawn in the order of the layers, from the same seed, as `app.adapters.adapters` has it drawn."""
     from app.adapters.adapters import add_adapter
-    from app.base.structure import BaseModel
+    from app.base.base_model import BaseModel
 
     run = prepared.run
     with torch.device(prepared.runtime.device):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from app.model.build import count_weights
-from app.training.choices import Choices, sections_of
+from app.training.auto_settings import Choices, sections_of
 from scripts.bench.contest import run_of
 from scripts.bench.machine import Clock, mfu
 from tests.bench.test_workload import CONTEST

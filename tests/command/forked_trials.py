@@ -8,7 +8,7 @@ from subprocess import TimeoutExpired
 from typing import IO
 
 from app import train
-from app.sweeps import trial_process
+from app.sweeps import trials
 from tests.harness.zygote import end_after, run_module
 
 
@@ -56,5 +56,5 @@ class Fork:
 
 
 def main() -> None:
-    vars(trial_process)["Popen"] = Fork
+    vars(trials)["Popen"] = Fork
     train.main()

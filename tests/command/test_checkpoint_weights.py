@@ -14,7 +14,7 @@ from torch import Tensor
 from app.config.load import read_run
 from app.distributed import sharded_checkpoint
 from app.errors import CheckpointError
-from app.training.stand_in import at_checkpoint, kept_checkpoint
+from app.training.final_model import at_checkpoint, kept_checkpoint
 from tests.harness.runs import FINISHED, FinishedRuns, Zygote, metrics
 
 

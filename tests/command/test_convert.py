@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import yaml
 
+from app.config.conf_files import literal
 from app.config.dataset import formats_for
 from app.config.load import compose_run
-from app.config.overrides import split_arguments
-from app.config.setting_table import Conversion
+from app.config.other_programs import Conversion
+from app.config.overrides import as_override, split_arguments
 from app.config.settings_conversion import converted
-from app.config.settings_file import as_override
-from app.config.yaml_files import literal
 from app.convert import as_file, convert
 from app.data.detect_format import detect_formats
 from app.data.prepare import prepare

@@ -115,7 +115,7 @@ def test_export_errors_come_before_loading(zygote: Zygote, finished: FinishedRun
 def test_export_checks_disk_space_first(
     finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from app.config.export_settings import export_config
+    from app.config.finished_run import export_config
     from app.errors import EnvironmentProblem
     from app.evaluation.run import prepare_evaluation
     from app.exports.export import prepare_export

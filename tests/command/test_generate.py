@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from app.data.types import Message
+from app.data.rows import Message
 from app.errors import PromptTooLong
 from app.generate import CHAT_HELP, ChatSession
 from tests.harness.runs import FinishedRuns, Zygote

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from app.config.adapter_start import _from_hub, check_start, kept_settings, start_folder
+from app.config.adapters import _from_hub, check_start, kept_settings, start_folder
 from app.config.load import compose_run
 from app.config.schema import AdapterConfig
 from app.errors import ConfigError

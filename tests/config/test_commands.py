@@ -10,12 +10,13 @@ from app.config.commands import (
     GENERATE,
     REPORT,
     AnswersConfig,
+    all_hardware,
     check_config,
     class_problems,
     folders_in,
+    hardware_names,
     require_platform,
 )
-from app.config.hardware import all_hardware, hardware_names
 from app.config.load import compose_run, named_model
 from app.convert import CONVERT
 from app.errors import ConfigError, EnvironmentProblem

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from app.config.groups import CONF, choices_by_group
-from app.config.help import help_text
+from app.config.command_line import help_text
+from app.config.conf_files import CONF, choices_by_group
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.validate import is_key, leaf_keys

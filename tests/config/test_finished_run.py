@@ -7,13 +7,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config.dataset import has_held_out_rows
-from app.config.export_settings import EXPORT, export_config
 from app.config.finished_run import (
     EVALUATE,
+    EXPORT,
     REPRODUCE,
     EvaluateConfig,
     as_run,
     evaluate_config,
+    export_config,
     reproduce_config,
     with_recorded_choices,
 )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config import groups
+from app.config import conf_files
 from app.config.commands import check_config
 from app.config.load import compose_run
 from app.config.overrides import check_overrides, is_sweep, split_arguments
@@ -74,8 +74,8 @@ IN_YAML = [
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of conf/ that is in use."""
     copy = tmp_path / "conf"
-    shutil.copytree(groups.CONF, copy)
-    monkeypatch.setattr(groups, "CONF", copy)
+    shutil.copytree(conf_files.CONF, copy)
+    monkeypatch.setattr(conf_files, "CONF", copy)
     return copy
 
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from app.config.commands import GENERATE
-from app.config.export_settings import export_config
-from app.config.finished_run import as_run, evaluate_config, reproduce_config
+from app.config.conf_files import to_yaml
+from app.config.finished_run import as_run, evaluate_config, export_config, reproduce_config
 from app.config.load import compose_run, read_run
 from app.config.schema import RunConfig
-from app.config.yaml_files import to_yaml
 from app.errors import CheckpointError, ConfigError
 from tests.config.small import data_with
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from app.config.commands import check_config
-from app.config.groups import choices_by_group
+from app.config.conf_files import choices_by_group
 from app.config.load import compose_run
-from app.config.overrides import settings_notes, split_arguments
+from app.config.overrides import RATE, settings_notes, split_arguments
 from app.config.schema import RunConfig
-from app.config.settings_file import RATE
 from app.config.validate import leaf_keys, typed_only
 from app.errors import AppError
 from app.sweeps.sweep import plan_sweep

@@ -7,19 +7,15 @@ import pytest
 
 from app.adapters.adapters import ADAPTERS
 from app.config.adapters import ADAPTER_KINDS
-from app.config.dataset_schema import DatasetConfig
-from app.config.export_settings import EXPORT_KINDS
-from app.config.fields import CHOICES
-from app.config.groups import choices_by_group
-from app.config.model_kinds import OWN
-from app.config.preferences import PREFERENCE_KINDS
-from app.config.quantizations import QUANTIZATION_KINDS
-from app.config.row_formats import ROW_FORMATS
-from app.config.schema import BatchingConfig
+from app.config.conf_files import choices_by_group
+from app.config.finished_run import EXPORT_KINDS
+from app.config.kinds import OWN, PREFERENCE_KINDS, QUANTIZATION_KINDS, ROW_FORMATS
+from app.config.schema import BatchingConfig, DatasetConfig
 from app.config.tasks import TASKS
+from app.config.validate import CHOICES
 from app.data.formats import READERS
 from app.data.loader import ORDERS
-from app.data.overflow import POLICIES
+from app.data.row_pipeline import POLICIES
 from app.exports.export import EXPORTS
 from app.layers.attention import BACKENDS
 from app.layers.quantization import QUANTIZATIONS

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.commands import check_config
-from app.config.fields import SECTIONS, STARTS_PROCESSES
 from app.config.load import compose_run
 from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
-from app.config.validate import leaf_keys, typed_only
+from app.config.validate import SECTIONS, STARTS_PROCESSES, leaf_keys, typed_only
 from app.errors import AppError
 from app.sweeps.sweep import plan_sweep
 from app.web.runs import Runs

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from app.config.dataset_schema import DatasetConfig
-from app.config.groups import CONF
+from app.config.conf_files import CONF
+from app.config.schema import DatasetConfig
 from app.data.token_dataset import TokenRows
 
 MARKS = (

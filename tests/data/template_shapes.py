@@ -12,11 +12,11 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.formats import read_row
 from app.data.loss_mask import RenderedRow, Renderer
+from app.data.rows import Conversation, RowProblem
 from app.data.tokenizer import Encoder, Tokens
-from app.data.types import Conversation, RowProblem
 from tests.data.small import chat, config, trained_backend
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.data import sources, token_cache
+from app.data import sources, token_dataset
 from app.data.prepare import prepare
 from app.errors import DataError
 from tests.data.small import LINES, chat, config, tokenizer, write_chats, write_jsonl
@@ -90,7 +90,7 @@ def test_cache_key_tokenizer_template_and_code_change_it(
     for one in [*made, tokenizer()]:
         prepare(config(rows), one, str(tmp_path))
     assert len(entries(tmp_path)) == len(made)
-    monkeypatch.setattr(token_cache, "CODE_VERSION", -1)
+    monkeypatch.setattr(token_dataset, "CODE_VERSION", -1)
     prepare(config(rows), tokenizer(), str(tmp_path))
     assert len(entries(tmp_path)) == len(made) + 1
 
@@ -165,4 +165,4 @@ def test_code_version_golden_digest_of_rows(tmp_path: Path) -> None:
         counts = {**asdict(data.report.train), "source": ""}
         facts = (rows.fingerprint, rows.split_hashes.tolist(), places, rows.class_counts(), counts)
         digest.update(json.dumps(facts, sort_keys=True).encode())
-    assert (token_cache.CODE_VERSION, digest.hexdigest()) == GOLDEN
+    assert (token_dataset.CODE_VERSION, digest.hexdigest()) == GOLDEN

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from app.assets import ROOT, template_names, template_text
 from app.data.chat_template import other_template
 from app.data.loss_mask import RenderedRow, Renderer
-from app.data.types import Conversation, RowProblem
+from app.data.rows import Conversation, RowProblem
 from app.errors import ConfigError
 from tests.data.small import TEMPLATES, chat, tokenizer
 from tests.data.template_shapes import SHAPES, shaped

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from app.assets import template_text
-from app.config.row_formats import fields_of
+from app.config.kinds import fields_of
 from app.data.columns import wanted_rows
 from app.data.detect_format import detect_formats
 from app.data.prepare import Data, prepare
-from app.data.types import Broken
+from app.data.rows import Broken
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, trained_texts, write_jsonl
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.config.dataset import formats_for, sources_of
-from app.config.dataset_schema import DatasetConfig, MixSource
+from app.config.schema import DatasetConfig, MixSource
 from app.data.detect_format import INSPECTED_ROWS, detect_formats
 from app.errors import DataError
 from tests.data.small import chat, config, write_jsonl

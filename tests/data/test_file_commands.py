@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from app.config.dataset import formats_for
-from app.data.data_file import DataFile
 from app.data.detect_format import detect_formats
 from app.data.readers import read_file, require_prose
+from app.data.rows import Broken, DataFile
 from app.data.sources import check
-from app.data.types import Broken
 from app.errors import DataError
 from tests.data.small import config
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.config.dataset_schema import Columns
-from app.config.groups import CONF
-from app.config.row_formats import ROW_FORMATS, fields_of
+from app.config.conf_files import CONF
+from app.config.kinds import ROW_FORMATS, fields_of
+from app.config.schema import Columns
 from app.data.conversations import ROLES
 from app.data.formats import read_row
-from app.data.types import Conversation, Document, RowProblem
+from app.data.rows import Conversation, Document, RowProblem
 from tests.data.small import chat, config
 
 CALL = {"name": "add", "arguments": {"a": 1, "b": "é"}}

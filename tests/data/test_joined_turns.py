@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from app.assets import template_names, template_text
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.prepare import Data, prepare
+from app.data.rows import AnswerPair, Conversation, RowProblem
 from app.data.tokenizer import Encoder
-from app.data.types import AnswerPair, Conversation, RowProblem
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, trained_texts, write_chats, write_jsonl
 from tests.data.template_shapes import ADD, CALL, SHAPES, conversation, shaped

@@ -13,11 +13,11 @@ from tokenizers.processors import TemplateProcessing
 
 from app.config.schema import TaskConfig
 from app.data.collate import BinShape, collate_packed, collate_padded
-from app.data.overflow import POLICIES
 from app.data.prepare import Data, prepare, rows_to_score
+from app.data.row_pipeline import POLICIES
+from app.data.rows import RenderedText
 from app.data.token_dataset import in_order
 from app.data.tokenizer import Encoder
-from app.data.types import RenderedText
 from app.errors import DataError
 from app.tasks.table import build_objective
 from tests.data.small import config, tokenizer, write_jsonl
@@ -192,7 +192,7 @@ def test_same_text_other_label_is_no_duplicate(tmp_path: Path) -> None:
 
 
 def test_mix_has_labels_of_all_sources(tmp_path: Path) -> None:
-    from app.config.dataset_schema import MixSource
+    from app.config.schema import MixSource
 
     one = write_jsonl(tmp_path / "a.jsonl", labelled(("rain", "b"), ("cat", "a")))
     two = tmp_path / "b.jsonl"

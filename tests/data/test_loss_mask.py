@@ -3,8 +3,8 @@
 import pytest
 
 from app.data.loss_mask import RenderedRow, Renderer
+from app.data.rows import Conversation, Document, RenderedText, RowProblem
 from app.data.tokenizer import Encoder, check_tokenizer
-from app.data.types import Conversation, Document, RenderedText, RowProblem
 from app.errors import ConfigError
 from tests.data.small import TEMPLATES, chat, tokenizer, trained_texts
 

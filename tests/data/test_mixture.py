@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config.dataset_schema import DatasetConfig, MixSource
+from app.config.schema import DatasetConfig, MixSource
 from app.data.data_report import RowCounts
-from app.data.mixture import total
-from app.data.prepare import Data, prepare
+from app.data.prepare import Data, prepare, total
 from app.data.token_dataset import TokenRows
 from app.errors import DataError
 from tests.data.small import config, greetings, locations, tokenizer, write_chats, write_jsonl

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.data.data_report import RowCounts, stop_reasons
-from app.data.overflow import fit, policy_for
+from app.data.row_pipeline import fit, policy_for
 from app.data.tokenizer import Tokens
 from tests.data.small import config
 

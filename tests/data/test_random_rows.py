@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from app.config.dataset_schema import MixSource
 from app.config.load import compose_run
+from app.config.schema import MixSource
 from app.data.prepare import Data, prepare
 from app.errors import ConfigError, DataError
 from tests.data.small import config, tokenizer, write_jsonl

@@ -10,10 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from app.data import csv_rows, readers
-from app.data.data_file import DataFile
+from app.data import readers
 from app.data.readers import read_file
-from app.data.types import Broken
+from app.data.rows import Broken, DataFile
 from app.errors import DataError
 
 ROWS = [{"q": "one\ntwo", "a": "ü"}, {"q": "", "a": "x, y"}]
@@ -96,10 +95,9 @@ def test_read_file_too_large_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, limit: str, message: str
 ) -> None:
     path = saved(tmp_path, name, content)
-    module = csv_rows if limit == "MAX_FIELD_BYTES" else readers
-    monkeypatch.setattr(module, limit, len(content.encode()))
+    monkeypatch.setattr(readers, limit, len(content.encode()))
     assert read(path)
-    monkeypatch.setattr(module, limit, 7 if limit in ("_MAX_ROW_BYTES", "MAX_FIELD_BYTES") else len(content) - 1)
+    monkeypatch.setattr(readers, limit, 7 if limit in ("_MAX_ROW_BYTES", "MAX_FIELD_BYTES") else len(content) - 1)
     with pytest.raises(DataError, match=message):
         read(path)
 

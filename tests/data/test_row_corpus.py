@@ -22,14 +22,12 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from app.config.dataset_schema import MixSource
 from app.config.rules import problems_of
-from app.config.schema import RunConfig
+from app.config.schema import MixSource, RunConfig
 from app.data.columns import ABSENT, value
 from app.data.prepare import prepare, rows_to_score, stop_if_wrong
 from app.errors import AppError, DataError
-from app.training.data_advice import advice
-from app.training.data_check import check_data
+from app.training.data_check import advice, check_data
 from tests.data.small import config, tokenizer, write_jsonl
 from tests.harness.composed import composed
 

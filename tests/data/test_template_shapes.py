@@ -13,8 +13,8 @@ from app.data.collate import Padded
 from app.data.loader import eval_batches
 from app.data.loss_mask import Renderer
 from app.data.prepare import prepare
+from app.data.rows import RowProblem
 from app.data.tokenizer import Encoder
-from app.data.types import RowProblem
 from tests.data.small import chat, config, tokenizer, write_jsonl
 from tests.data.template_shapes import ADD, CASES, HERE, SHAPES, conversation, golden, labels, render_row, shaped
 

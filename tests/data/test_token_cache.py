@@ -17,10 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data import row_pipeline, token_cache
+from app.data import row_pipeline, token_dataset
 from app.data.prepare import prepare
-from app.data.token_cache import RowWriter, cached_rows, open_rows
-from app.data.token_dataset import TokenRows
+from app.data.token_dataset import RowWriter, TokenRows, cached_rows, open_rows
 from app.data.tokenizer import Tokens
 from app.errors import EnvironmentProblem
 from tests.data.small import LINES, chat, config, tokenizer, write_chats
@@ -54,7 +53,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2, 4096])
 def test_cached_rows_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(token_cache, "BATCH_ROWS", size)
+    monkeypatch.setattr(token_dataset, "BATCH_ROWS", size)
     rows = written(tmp_path, ROWS)
     assert rows.lengths.tolist() == [3, 1, 3]
     assert rows.lengths.dtype == np.int32

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers
 
+from app.data.rows import RenderedText
 from app.data.tokenizer import Encoder
-from app.data.types import RenderedText
 from app.errors import ConfigError
 from tests.data.small import LINES, tokenizer
 

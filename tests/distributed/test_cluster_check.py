@@ -8,7 +8,7 @@ import pytest
 
 from app.distributed import cluster_check
 from app.distributed.cluster_check import Unreachable, bus_factor, check_cluster, notes_of, stops_of
-from app.distributed.environment import World
+from app.distributed.launch import World
 
 
 def member(rank: int, **changes: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from app.distributed.environment import World, world
+from app.distributed.launch import World, world
 from app.errors import EnvironmentProblem
 
 TORCHRUN = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.distributed.failures import FOLDER, Failure, failure_message, read_failure, report_failure, root_cause
+from app.distributed.launch import FOLDER, Failure, failure_message, read_failure, report_failure, root_cause
 
 KILLED = Failure(1, -signal.SIGKILL, at=100.0)  # noticed in whole seconds, after the others had spoken
 PEER = Failure(0, 1, at=100.4, text="Connection closed by peer")

@@ -9,9 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.config.schema import ParallelConfig
-from app.distributed.fake_process_group import fake_device_mesh
 from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
-from app.distributed.process_group import Runtime
+from app.distributed.process_group import Runtime, fake_device_mesh
 from app.errors import AppError, EnvironmentProblem
 from app.layers.activation_checkpointing import repeated_layers
 from app.model.build import choose_loss_head

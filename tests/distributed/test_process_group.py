@@ -10,7 +10,7 @@ import torch
 
 from app.config.load import compose_run
 from app.config.schema import LaunchConfig
-from app.distributed import failures
+from app.distributed import launch
 from app.distributed.process_group import HostGroup, Runtime, machine_notes, start
 from tests.harness.runs import Zygote
 
@@ -56,7 +56,7 @@ def test_accelerate_does_not_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def main() -> None:
     """One of two processes whose thread is late to the store; it ends with 9 if the environment is emptied before."""
-    connect: Any = failures._store
+    connect: Any = launch._store
     clear = os.environ.clear
     reached = []
 
@@ -70,7 +70,7 @@ def main() -> None:
             os._exit(9)
         clear()
 
-    vars(failures)["_store"] = late
+    vars(launch)["_store"] = late
     environment: Any = type(os.environ)
     environment.clear = cleared
     start(LaunchConfig(num_processes=1, threads=1), "fp32", seed=3).leave()

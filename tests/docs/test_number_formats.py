@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from app.layers.quantization_error import NUMBER_FORMATS
+from app.layers.quantization import NUMBER_FORMATS
 from scripts.make_number_formats import FLOATS, PAGE, page
 
 LAYOUTS = {each.name: each for each in FLOATS}

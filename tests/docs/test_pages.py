@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.config.groups import CONF
+from app.config.conf_files import CONF
 from scripts import make_keys, make_techniques
 from scripts.make_models import UNKNOWN, models
 from tests.conftest import REPO

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.sweeps.preset import read_preset
+from app.sweeps.search_space import read_preset
 from scripts import make_techniques
 from tests.conftest import REPO
 

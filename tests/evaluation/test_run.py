@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.config.tasks import TASKS
 from app.data.collate import Padded
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.evaluation.run import Evaluation
-from app.training.choices import Choices
+from app.training.auto_settings import Choices
 from tests.training.conftest import small_run
 
 

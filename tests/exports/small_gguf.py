@@ -15,8 +15,7 @@ from torch import Tensor
 from app.assets import ROOT
 from app.exports import reload
 from app.exports.gguf import QUANTS, by_llama_cpp, read_back, write_gguf
-from app.exports.gguf_model import Place, described
-from app.exports.gguf_vocabulary import HARD_TEXTS, PRE_TOKENIZERS, Vocabulary, vocabulary_of
+from app.exports.gguf_model import HARD_TEXTS, PRE_TOKENIZERS, Place, Vocabulary, described, vocabulary_of
 from app.exports.verify import Reference, Verification, verify
 
 BOS, END = "<s>", "<|end|>"

@@ -12,12 +12,12 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from app.assets import ROOT
-from app.config.export_settings import export_config
+from app.config.finished_run import export_config
 from app.errors import AppError
 from app.evaluation.run import prepare_evaluation
-from app.exports import gguf, gguf_model, gguf_vocabulary, verify
+from app.exports import gguf, gguf_model, verify
 from app.exports.export import make_export, prepare_export
-from app.exports.gguf_vocabulary import modelfile, vocabulary_of
+from app.exports.gguf_model import modelfile, vocabulary_of
 from app.exports.verify import Reference, Verification
 from tests.exports.small_gguf import KINDS, Small
 from tests.harness.runs import FinishedRuns
@@ -134,7 +134,7 @@ def test_export_without_llama_cpp_says_what_was_not_proven(
 
 def test_scores_rank_token_by_its_first_merge() -> None:
     vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}
-    scores = gguf_vocabulary._scores({"vocab": vocabulary}, [("a", "b"), ("a", "bc"), ("b", "c"), ("ab", "c")])
+    scores = gguf_model._scores({"vocab": vocabulary}, [("a", "b"), ("a", "bc"), ("b", "c"), ("ab", "c")])
     assert scores == [-4.0, -4.0, -4.0, 0.0, -2.0, -1.0]
 
 

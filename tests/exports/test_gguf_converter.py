@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from app.config.export_settings import export_config
+from app.config.finished_run import export_config
 from app.errors import AppError
 from app.export import export
-from app.exports import gguf_converter
-from app.exports.gguf_converter import converter_problems, run_program
+from app.exports import gguf
+from app.exports.gguf import converter_problems, run_program
 from app.tracking.console import Console
 from tests.harness.runs import FinishedRuns
 
@@ -40,7 +40,7 @@ def stand_in(folder: Path, converter: str = CONVERTER) -> Path:
 def test_merged_model_goes_through_converter_and_quantizer(
     finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_converter, "find_spec", lambda name: None if name == "xllamacpp" else find_spec(name))
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None if name == "xllamacpp" else find_spec(name))
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     place, out = stand_in(tmp_path / "llama.cpp"), tmp_path / "out"
     words = [f"run={finished('lora')}", "kind=gguf", "quant=q4_k_m", f"llama_cpp={place}"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import AppError, EnvironmentProblem
-from app.exports.hub import repository
+from app.exports.destination import repository
 from tests.exports.fake_hub import FakeHub
 from tests.harness.runs import FinishedRuns, Zygote
 

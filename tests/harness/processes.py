@@ -90,7 +90,7 @@ class ProcessesByCount:
 def main() -> None:
     """One of the processes."""
     from app.config.schema import LaunchConfig
-    from app.distributed.environment import world
+    from app.distributed.launch import world
     from app.distributed.process_group import start
 
     faulthandler.enable()

@@ -65,11 +65,11 @@ def _limited(own: Callable[..., Any], where: str, tokens: int, calls: int, memor
 def main() -> None:
     """A run on a scarce machine."""
     from app import train
-    from app.memory import fit
+    from app.memory import estimate
 
     given = os.environ
     if "MEMORY_BYTES" in given:
-        vars(fit)["host_bytes"] = lambda: int(given["MEMORY_BYTES"])
+        vars(estimate)["host_bytes"] = lambda: int(given["MEMORY_BYTES"])
     if given.get("RANK", "0") not in given.get("RANKS", ""):
         train.main()
         return

@@ -36,7 +36,7 @@ IMPORTS = (
     "app.training.run",
     "app.evaluation.run",
     "app.exports.export",
-    "app.finished.load_run",
+    "app.finished.inference",
     "app.memory.planner",
     "app.pages.run_page",
 )

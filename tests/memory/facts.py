@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from app.config.hardware import HardwareConfig, all_hardware
-from app.memory.estimate import MemoryPlan
-from app.memory.fit import Hardware
-from app.memory.phases import MEMORY_KINDS
+from app.config.commands import HardwareConfig, all_hardware
+from app.memory.estimate import Hardware, MemoryPlan
+from app.memory.trace import MEMORY_KINDS
 
 MIB = 1 << 20
 GPU = Hardware("some", "Some GPU", "gpu", 1000 * MIB, 50 * MIB, True, 1e12, 1e11)

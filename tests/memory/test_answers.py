@@ -10,10 +10,10 @@ from app.config.commands import AnswersConfig
 from app.config.tasks import TASKS
 from app.layers.attention import own_attention
 from app.memory.check import check_memory, plan_answers
-from app.memory.fit import machine_of
+from app.memory.estimate import machine_of
 from app.memory.planner import Planner
 from app.model.build import random_base
-from app.training.choices import Choices, sections_of
+from app.training.auto_settings import Choices, sections_of
 from app.training.storage_counter import StorageCounter
 from tests.memory.facts import gpu
 from tests.memory.truth import small_run

@@ -14,15 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from app.config.schema import RunConfig
 from app.layers.activation_checkpointing import repeated_layers
 from app.layers.attention import register
-from app.memory.compiled_layers import LayerGraphs
+from app.memory.compiled_layers import LayerGraphs, kernels_of
 from app.memory.estimate import plan_memory
-from app.memory.fake_tensors import FakeTensorFallbacks, materialise
-from app.memory.fused_kernels import kernels_of
-from app.memory.meta_model import MetaModel
+from app.memory.fake_tensors import FakeTensorFallbacks, MetaModel, materialise
 from app.model.build import ModelSections, assemble, build_training_model
 from app.model.training_model import TrainingModel
 from app.tasks.table import loss_of
-from app.training.choices import Choices, memory_budget, sections_of
+from app.training.auto_settings import Choices, memory_budget, sections_of
 from tests.memory.truth import PACKED, batch_of, small_run
 
 COMPILED = ("compile=blocks", "model.architecture.num_hidden_layers=2", "training.recompute=0", "precision=bf16")

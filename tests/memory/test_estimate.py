@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
-from app.memory.meta_model import MetaModel
+from app.memory.fake_tensors import MetaModel
 from app.memory.planner import Planner
-from app.training.choices import Choices, sections_of
+from app.training.auto_settings import Choices, sections_of
 from tests.harness.composed import composed
 from tests.memory.facts import GPU, MIB
 from tests.memory.truth import PACKED, small_run

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from app.config.load import compose_run
-from app.memory.cublas import workspace_bytes
-from app.memory.fit import ASSUMED_CONTEXT_BYTES, check_fit, hardware_named, machine_of, time_bound
-from app.memory.shape import worst_case
+from app.memory.estimate import ASSUMED_CONTEXT_BYTES, check_fit, hardware_named, machine_of, time_bound
+from app.memory.fake_tensors import workspace_bytes
+from app.memory.trace import worst_case
 from tests.memory.facts import GPU, MIB, gpu, plan
 
 CPU = replace(GPU, device="cpu")  # without a caching allocator
@@ -32,7 +32,7 @@ def test_verdict_is_hopeless_if_kept_bytes_do_not_fit() -> None:
 
 @pytest.mark.parametrize(("expandable", "share"), [(True, 0.025), (False, 0.12)])
 def test_fragmentation_on_gpu_is_share_of_peak(expandable: bool, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.memory.fit.has_expandable_segments", lambda: expandable)
+    monkeypatch.setattr("app.memory.estimate.has_expandable_segments", lambda: expandable)
     given = plan(frozen_weights=100)
     assert check_fit(given, GPU).lost_bytes == round(share * 100 * MIB)
     assert check_fit(given, replace(GPU, device="cpu")).lost_bytes == 0
@@ -131,7 +131,7 @@ def test_machine_of_present_gpu_has_reported_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr("app.memory.fit.taken_by_others", lambda: None)
+    monkeypatch.setattr("app.memory.estimate.taken_by_others", lambda: None)
     known = machine_of(None)
     assert (known.name, known.memory_bytes, known.flops_per_second) == ("h100", 80 << 30, 989e12)
     assert known.workspace_bytes == 64 * MIB

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.load import compose_run
-from app.memory.estimate import Estimate, planned_choices
-from app.memory.fit import Verdict, check_fit
+from app.memory.estimate import Estimate, Verdict, check_fit, planned_choices
 from app.memory.planner import Planned, Planner, best_budget, describe_bins, fastest_bins, fewest_recomputed
-from app.memory.shape import Shape, worst_case
+from app.memory.trace import Shape, worst_case
 from app.training.auto_settings import bin_sizes, step_tokens
 from tests.memory.facts import GPU, plan
 from tests.memory.truth import small_run

@@ -5,12 +5,12 @@ import torch
 
 from app.batch import Batch
 from app.config.schema import RunConfig
-from app.distributed.environment import World
+from app.distributed.launch import World
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.planner import LocalPlanner
 from app.model.build import build_training_model, choose_loss_head
 from app.tasks.table import loss_of
-from app.training.choices import Choices, sections_of
+from app.training.auto_settings import Choices, sections_of
 from app.training.memory import Forecast, Measured, Predicted
 from app.training.setup import stepper_of
 from app.training.train_step import Stepper

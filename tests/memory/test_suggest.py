@@ -9,9 +9,8 @@ import pytest
 
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.memory.fit import seconds_per_token
-from app.memory.planner import Planner
-from app.memory.suggest import LEARNING, NUMBERS, SPEED, Candidate, Suggestion, Suggestions, candidates
+from app.memory.estimate import seconds_per_token
+from app.memory.planner import LEARNING, NUMBERS, SPEED, Candidate, Planner, Suggestion, Suggestions, candidates
 from tests.memory.facts import GPU, MIB, plan
 
 

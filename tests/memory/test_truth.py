@@ -7,10 +7,10 @@ import torch
 
 from app.adapters import lora_inits
 from app.memory.estimate import plan_memory
-from app.memory.phases import BEGIN, EVALUATION
+from app.memory.trace import BEGIN, EVALUATION
 from app.model.build import build_training_model
 from app.tasks.table import loss_of
-from app.training.choices import Choices, sections_of
+from app.training.auto_settings import Choices, sections_of
 from app.training.storage_counter import StorageCounter, kept_tensors
 from tests.memory.truth import ANSWERS, EXPERTS, PACKED, PADDED, batch_of, counted_peak, counted_peaks, small_run
 

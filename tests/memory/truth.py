@@ -9,10 +9,10 @@ from app.batch import Batch, PackedSequences
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.distributed.process_group import HostGroup, Runtime
-from app.memory.shape import Shape
+from app.memory.trace import Shape
 from app.model.build import build_training_model, choose_loss_head
 from app.tasks.table import loss_of
-from app.training.choices import Choices, sections_of
+from app.training.auto_settings import Choices, sections_of
 from app.training.setup import stepper_of
 from app.training.storage_counter import StorageCounter, kept_tensors
 from tests.harness.composed import composed

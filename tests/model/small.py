@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.base.structure import model_class
+from app.base.base_model import model_class
 from app.batch import IGNORE, Batch, PackedSequences
 from app.config.schema import (
     AdapterConfig,

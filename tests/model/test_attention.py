@@ -10,12 +10,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from app.base.structure import first_position
+from app.base.base_model import first_position
 from app.batch import Batch
 from app.layers.attention import NAME, register
 from app.layers.attention.requirements import Rules
 from app.layers.attention.sdpa import plain, sdpa, shares_heads
-from app.layers.kernels import as_on_gpu
+from app.layers.operations import as_on_gpu
 from tests.choices import pairwise
 from tests.model.small import ALL_KINDS, ENCODERS, batch_of, built, documents_of, packed
 

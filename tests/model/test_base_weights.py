@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.base import load_base
+from app.base import base_model
+from app.base.base_model import model_class
 from app.base.base_weights import LoadOptions
-from app.base.structure import model_class
 from app.errors import EnvironmentProblem
 from app.layers.attention import register
 from app.layers.nf4 import install_forward
@@ -34,7 +34,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     four_bit = quantizer_of(NF4, dtype)
     assert four_bit is not None
     options = LoadOptions(dtype, CPU, register("sdpa"))
-    return load_base.load_base(wide(path=str(folder)), CAUSAL, options, 0, four_bit)
+    return base_model.load_base(wide(path=str(folder)), CAUSAL, options, 0, four_bit)
 
 
 def state(lm: Any) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def test_a_file_that_is_missing_is_told_with_its_folder(tmp_path: Path) -> None:
 def drawn(kind: str, seed: int = 0, four_bit: Any = None) -> Any:
     options = LoadOptions(torch.float32, CPU, "eager")
     config = model_config(kind) if four_bit is None else wide(kind)
-    return load_base.load_base(config, task_of(kind), options, seed, four_bit)
+    return base_model.load_base(config, task_of(kind), options, seed, four_bit)
 
 
 @pytest.mark.parametrize("kind", [*ALL_KINDS, "deepseek_v3", "opt"])
@@ -138,7 +138,9 @@ def test_random_numbers_depend_on_seed_and_name_alone() -> None:
 
 
 def test_random_weights_that_only_a_constructor_initialises_are_its_own() -> None:
-    lm = load_base.load_base(model_config("apertus"), CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), seed=0)
+    lm = base_model.load_base(
+        model_config("apertus"), CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), seed=0
+    )
     own = type(lm)(lm.config).state_dict()
     learnt = {name: each for name, each in lm.state_dict().items() if "alpha" in name}
     assert len(learnt) == 4

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from app.batch import IGNORE, Batch, LossWeights
 from app.errors import EnvironmentProblem
-from app.layers import chunked_loss
-from app.layers.chunked_loss import LinearHead, rows_of_a_chunk, token_loss_sum
-from app.layers.head import own_head
-from app.layers.kernels import as_on_gpu, loss_and_grad_inplace
+from app.layers import head as chunked_loss
+from app.layers.head import LinearHead, own_head, rows_of_a_chunk, token_loss_sum
+from app.layers.operations import as_on_gpu, loss_and_grad_inplace
 from app.model import build
 from app.model.build import choose_loss_head
 from app.model.checks import check_head

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from app.adapters.combination import Member, combine
+from app.adapters.merged_weights import Member, combine
 from app.errors import ConfigError
 
 FACTORS = (0.7, -0.3, 1.2)

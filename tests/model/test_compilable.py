@@ -11,8 +11,8 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 
 from app.batch import Batch
 from app.config.schema import CompileConfig
-from app.layers import compilable
-from app.layers.compilable import attention_obstacles, machine_obstacles, model_obstacles, product_flops
+from app.layers import compile
+from app.layers.compile import attention_obstacles, machine_obstacles, model_obstacles, product_flops
 from tests.model import small
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -63,7 +63,7 @@ def test_machine_obstacles_missing_parts(
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None if "which" in missing else f"/bin/{name}")
-    monkeypatch.setattr(compilable, "find_spec", lambda _name: None if "find_spec" in missing else object())
+    monkeypatch.setattr(compile, "find_spec", lambda _name: None if "find_spec" in missing else object())
     found = [each.reason for each in machine_obstacles(config, device)]
     assert len(found) == len(words)
     assert all(each.startswith(start) for each, start in zip(found, words, strict=True))

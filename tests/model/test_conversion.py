@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from app.base.base_model import load_base, quiet_transformers, read_weights
 from app.base.base_weights import LoadOptions
 from app.base.conversion import FolderReader
-from app.base.load_base import load_base, quiet_transformers, read_weights
 from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem
 from app.layers.attention import register
@@ -310,7 +310,7 @@ def test_tied_weights_that_are_stored_twice(differ: bool, tmp_path: Path) -> Non
 
 
 def test_classifier_is_drawn_as_transformers_draws_it(tmp_path: Path) -> None:
-    from app.base.load_base import drawing_by
+    from app.base.base_model import drawing_by
     from app.config.schema import TaskConfig
     from app.config.tasks import task_of
 

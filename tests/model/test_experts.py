@@ -10,7 +10,7 @@ from torch import nn
 
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
-from app.finished.load_run import load_tuned
+from app.finished.inference import load_tuned
 from app.layers import experts
 from app.layers.experts import expert_modules, stack_shapes
 from app.layers.quantization import quantizer_of

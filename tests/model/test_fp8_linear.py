@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from app.base.tokenizer import load_tokenizer
 from app.config.schema import QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem
-from app.finished.load_run import load_tuned
+from app.finished.inference import load_tuned
 from app.finished.save import save_base, save_model
-from app.layers import fp8_linear
-from app.layers.fp8_linear import (
+from app.layers import frozen_linear
+from app.layers.frozen_linear import (
     E4M3,
     Fp8Linear,
     compare_products,
@@ -222,7 +222,7 @@ def test_compare_products_each_size_passes() -> None:
 
 @pytest.mark.parametrize("wrong", ["scales", "layout", "raises"])
 def test_compare_products_wrong_product_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fp8_linear.product
+    real = frozen_linear.product
     network = nn.ModuleDict({"a": linear(64, 64)[0]})
 
     def spoilt(rows: Any, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -232,7 +232,7 @@ def test_compare_products_wrong_product_is_refused(wrong: str, monkeypatch: pyte
             scales = scales.roll(1)
         return real(rows, weight.T.contiguous() if wrong == "layout" else weight, scales, dtype)
 
-    monkeypatch.setattr(fp8_linear, "product", spoilt)
+    monkeypatch.setattr(frozen_linear, "product", spoilt)
     with pytest.raises(EnvironmentProblem, match=r"quantization.kind=fp8: .*Set quantization=none") as refusal:
         compare_products(network)
     assert wrong != "raises" or "Expected both dimensions" in str(refusal.value)
@@ -244,10 +244,10 @@ def test_fp8_layouts_pass_shape_rules_of_cuda() -> None:
         outputs, inputs = weight.shape
         rows = torch.empty(5, inputs, dtype=E4M3, device="meta")
         of_rows = torch.empty(5, 1, device="meta")
-        out = fp8_linear.product_on_gpu(rows, of_rows, weight.view(E4M3), scale, torch.float32)
+        out = frozen_linear.product_on_gpu(rows, of_rows, weight.view(E4M3), scale, torch.float32)
         assert (out.shape, out.dtype) == ((5, outputs), torch.float32)
         with pytest.raises(RuntimeError, match="col_major"):
-            fp8_linear.product_on_gpu(rows, of_rows, weight.view(E4M3).T, scale, torch.bfloat16)
+            frozen_linear.product_on_gpu(rows, of_rows, weight.view(E4M3).T, scale, torch.bfloat16)
 
 
 def rows_of_many_sizes(width: int, dtype: torch.dtype) -> Tensor:
@@ -314,7 +314,7 @@ def _other_bytes(rows: Tensor) -> Any:
 
 @pytest.mark.parametrize(("wrong", "words"), [(_raise, r"\(no such cast on this card\)"), (_other_bytes, "differs by")])
 def test_compare_products_wrong_kernel_is_refused(wrong: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_linear, "quantize_rows", wrong)
+    monkeypatch.setattr(frozen_linear, "quantize_rows", wrong)
     with pytest.raises(EnvironmentProblem, match=rf"quantization.kind=fp8: .*{words}.*Set quantization=none"):
         compare_products(eight().network)
 

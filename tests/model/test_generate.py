@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from app.base.tokenizer import load_tokenizer
 from app.errors import ConfigError, PromptTooLong
-from app.finished.generate import TextGenerator
+from app.finished.inference import TextGenerator
 from app.layers.attention import NAME
 from app.model.decoding import end_ids, generate
 from tests.model.small import batch_of, built, documents_of, lora, model_config, training_model_of

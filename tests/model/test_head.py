@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from app.base.base_model import drawing_by, load_base, read_weights
 from app.base.base_weights import LoadOptions
-from app.base.load_base import drawing_by, load_base, read_weights
 from app.base.tokenizer import load_tokenizer
 from app.batch import Batch
 from app.config.schema import ModelConfig, TaskConfig

@@ -12,15 +12,14 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from app.base.base_model import BaseModel, load_base, open_weights, read_weights
 from app.base.base_weights import LoadOptions
-from app.base.load_base import load_base, open_weights, read_weights
 from app.base.source import base_path
-from app.base.structure import BaseModel
 from app.base.tokenizer import load_tokenizer
-from app.config.groups import CONF
+from app.config.conf_files import CONF
 from app.config.schema import QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem
-from app.finished.load_run import load_tuned
+from app.finished.inference import load_tuned
 from app.finished.save import save_model
 from app.layers.attention import NAME, register
 from app.model.build import count_weights

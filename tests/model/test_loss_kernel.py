@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.batch import IGNORE
-from app.layers.kernels import plain_loss_and_grad
+from app.layers.operations import plain_loss_and_grad
 from tests.choices import pairwise
 from tests.harness.marks import requires_interpreter
 from tests.model.small import distance

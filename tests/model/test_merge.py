@@ -10,13 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from app.adapters.merged_weights import read_updates
+from app.base.base_model import model_class
 from app.base.source import base_path
-from app.base.structure import model_class
 from app.base.tokenizer import load_tokenizer
 from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.errors import CheckpointError, ConfigError
-from app.finished.merge import Merge, merged_config, plan_merge
-from app.finished.save import save_base, save_model
+from app.finished.save import Merge, merged_config, plan_merge, save_base, save_model
 from app.model.build import ModelSections, random_base
 from app.model.training_model import TrainingModel
 from tests.model.small import (

@@ -1,14 +1,14 @@
-"""Names of a weight: translated in app/base/names.py alone, and back to the same one."""
+"""Names of a weight: translated in app/base/weight_files.py alone, and back to the same one."""
 
 import re
 from pathlib import Path
 
 import app
-from app.base.names import Names, in_peft
+from app.base.weight_files import Names, in_peft
 
 PARTS = Names((("model", "model.language_model"), ("lm_head", "lm_head")))
 ROOT = Path(app.__file__).parent
-TRANSLATES = ("base/names.py", "config/adapters.py", "config/adapter_start.py")  # the last two have no torch
+TRANSLATES = ("base/weight_files.py", "config/adapters.py")  # the last has no torch
 
 
 def test_names_of_text_part_translated_both_ways() -> None:

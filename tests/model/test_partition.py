@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from app.config.schema import QuantizationConfig
-from app.layers.partition import DEQUANTIZE, mark_expensive
+from app.layers.compile import DEQUANTIZE, mark_expensive
 from tests.model import small
 from tests.model.test_compile import BLOCKS, TOKENS, graphs_of_one_test, packed
 

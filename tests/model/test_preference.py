@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from app.batch import Batch
+from app.config.kinds import balance_notes
 from app.config.load import compose_run
-from app.config.preferences import balance_notes
 from app.config.schema import PreferenceConfig
 from app.tasks.preference import PREFERENCES, log_ratios, loss_of_labelled, loss_of_pairs
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from app.base.base_model import BaseModel, load_base
 from app.base.base_weights import LoadOptions
-from app.base.load_base import load_base
-from app.base.structure import BaseModel
 from app.base.tokenizer import load_tokenizer
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError

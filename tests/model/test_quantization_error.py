@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.base.base_model import open_weights
 from app.base.base_weights import LoadOptions
-from app.base.load_base import open_weights
 from app.config.tasks import TASKS
-from app.layers.fp8_linear import quantize_reference
+from app.layers.frozen_linear import quantize_reference
 from app.layers.nf4 import dequantized, linear_4bit
-from app.layers.quantization_error import NUMBER_FORMATS, quantization_errors
+from app.layers.quantization import NUMBER_FORMATS, quantization_errors
 from tests.model.small import model_config
 
 WEIGHT = torch.randn(48, 256, generator=torch.Generator().manual_seed(0))

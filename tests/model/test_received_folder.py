@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from app.assets import ROOT
+from app.base.base_model import BaseModel
 from app.base.source import MAX_LAYERS
-from app.base.structure import BaseModel
 from app.base.tokenizer import MAX_GROWTH, load_tokenizer, read_tokenizer
 from app.errors import AppError, ConfigError, EnvironmentProblem
-from app.finished.generate import TextGenerator
-from app.finished.load_run import load_any, load_tuned_tokenizer
+from app.finished.inference import TextGenerator, load_any, load_tuned_tokenizer
 from tests.model.small import CAUSAL, model_config
 
 QUESTION = [{"role": "user", "content": "Name the opposite of new."}]

@@ -12,7 +12,7 @@ from app.batch import IGNORE
 from app.config.load import compose_run
 from app.config.schema import AdapterConfig, TaskConfig
 from app.errors import ConfigError
-from app.layers.router_loss import coefficient_of
+from app.layers.experts import coefficient_of
 from app.oom_retry import split_batch
 from tests.model.small import batch_of, built, distance, documents_of, full, lora, outcome, packed, training_model_of
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from app.adapters.adapters import read_adapter_config
 from app.assets import ROOT
+from app.base.base_model import model_class
 from app.base.source import base_path
-from app.base.structure import model_class
 from app.base.tokenizer import load_tokenizer
 from app.config.schema import AdapterConfig
 from app.config.tasks import TASKS
 from app.errors import CheckpointError, EnvironmentProblem
 from app.finished import save
-from app.finished.load_run import load_tuned, load_tuned_tokenizer
+from app.finished.inference import load_tuned, load_tuned_tokenizer
 from app.finished.save import needs_transformers_5, save_base, save_model, saved_tensors
 from app.model.losses import TOKEN_LOSS
 from app.model.training_model import TrainingModel

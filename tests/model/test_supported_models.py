@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
+from app.base.base_model import load_base
 from app.base.base_weights import LoadOptions
-from app.base.load_base import load_base
 from app.config.schema import ModelConfig, TaskConfig
 from app.errors import ConfigError
 from app.layers.attention import register

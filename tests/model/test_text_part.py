@@ -14,17 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from app.adapters.merged_weights import read_updates
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.base.tokenizer import load_tokenizer
 from app.config.load import compose_run
 from app.config.schema import AdapterConfig
 from app.errors import ConfigError
 from app.exports.reload import in_fp32
-from app.finished.load_run import load_tuned
-from app.finished.merge import merged_config, plan_merge
-from app.finished.save import save_model, write_config
+from app.finished.inference import load_tuned
+from app.finished.save import merged_config, plan_merge, save_model, write_config
 from app.model.build import count_weights
-from app.training.adapter_start import load_start
+from app.training.initial_model import load_start
 from tests.model.small import CAUSAL, build_model, documents_of, full, lora, model_config, sections, three_steps
 from tests.model.test_quantization import NF4
 from tests.model.wholes import WHOLES, saved_whole

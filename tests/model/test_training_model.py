@@ -11,7 +11,7 @@ from torch import Tensor
 from app.batch import LossWeights
 from app.config.schema import TaskConfig
 from app.errors import ConfigError
-from app.layers.chunked_loss import linear_head
+from app.layers.head import linear_head
 from app.model.training_model import TrainingModel, freeze
 from tests.model.small import batch_of, distance, documents_of, lora, outcome, packed, training_model_of
 

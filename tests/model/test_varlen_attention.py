@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.batch import PackedSequences
 from app.config.schema import AttentionConfig, ModelConfig
 from app.errors import ConfigError
-from app.layers.attention import BACKENDS, Backend, flash4, register, select, varlen
+from app.layers.attention import BACKENDS, Backend, register, select, varlen
 from app.layers.attention.requirements import Kernel, Needs, Rules, needs_of
 from app.layers.attention.sdpa import sdpa
 from app.layers.attention.varlen import varlen_kernel, varlen_requires
@@ -30,7 +30,7 @@ from tests.model.test_attention import PLAIN, gradient_of, largest, separate, si
 LENGTHS = (20, 1, 11, 5)
 DOCUMENTS = PackedSequences.from_lengths(LENGTHS, max_seqlen=64, max_documents=7)
 TORCH: list[Callable[..., Any]] = [stand_ins.torch_2_11, stand_ins.torch_2_13]
-FLASH: list[Callable[..., Any]] = [stand_ins.flash_2, stand_ins.flash_3, flash4.attention]
+FLASH: list[Callable[..., Any]] = [stand_ins.flash_2, stand_ins.flash_3, varlen.flash4_attention]
 FLASH_4 = stand_ins.Flash4.flash_attn_varlen_func
 CPU, GPU, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 
@@ -78,7 +78,7 @@ def test_flash_4_in_one_graph_equals_uncompiled(window: int | None) -> None:
     rules = replace(PLAIN, window=window, scale=0.7)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = kernel(flash4.attention)(q.contiguous() * 2, k.sin(), v, rules, DOCUMENTS)
+        out = kernel(varlen.flash4_attention)(q.contiguous() * 2, k.sin(), v, rules, DOCUMENTS)
         return out.relu()
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -301,12 +301,12 @@ def test_varlen_requires_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (9, stand_ins.flash_3, stand_ins.flash_2, FLASH_4, stand_ins.flash_3),
         (8, stand_ins.flash_3, stand_ins.flash_2, FLASH_4, stand_ins.flash_2),
-        (9, None, stand_ins.flash_2, FLASH_4, flash4.attention),
+        (9, None, stand_ins.flash_2, FLASH_4, varlen.flash4_attention),
         (9, None, stand_ins.flash_2, None, stand_ins.flash_2),
         (8, None, old, None, None),
         (8, stand_ins.flash_3, None, FLASH_4, None),
-        (9, None, old, FLASH_4, flash4.attention),
-        (10, stand_ins.flash_3, stand_ins.flash_2, FLASH_4, flash4.attention),
+        (9, None, old, FLASH_4, varlen.flash4_attention),
+        (10, stand_ins.flash_3, stand_ins.flash_2, FLASH_4, varlen.flash4_attention),
         (10, stand_ins.flash_3, stand_ins.flash_2, None, stand_ins.flash_2),
         (12, stand_ins.flash_3, stand_ins.flash_2, FLASH_4, stand_ins.flash_2),
         (12, None, None, FLASH_4, None),

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from app.config.groups import CONF, choices_by_group
+from app.config.conf_files import CONF, choices_by_group
 from app.config.schema import OptimizerConfig
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import check

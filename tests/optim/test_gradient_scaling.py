@@ -3,7 +3,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from app.optim.gradient_scaling import skips_on_device, step_unless
+from app.optim.optimizers import skips_on_device, step_unless
 from tests.optim.small import KINDS, built, train
 from tests.optim.test_optimizer_state import equal
 

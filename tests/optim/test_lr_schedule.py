@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from app.config.groups import CONF, choices_by_group
+from app.config.conf_files import CONF, choices_by_group
 from app.config.schema import ScheduleConfig
 from app.optim.lr_schedule import learning_rate, warmup_steps
 

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from app.errors import CheckpointError
 from app.optim.optimizer_state import allocate_states, drop_states, flatten, load_state, unflatten
-from app.optim.optimizers import build_optimizer
-from app.optim.parameter_groups import LR_FACTOR
+from app.optim.optimizers import LR_FACTOR, build_optimizer
 from tests.optim.small import KINDS, OPTIONS, Regression, built, narrow, regression, section, train
 
 

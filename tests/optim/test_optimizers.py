@@ -4,11 +4,10 @@ import pytest
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
-from app.config.groups import choices_by_group
+from app.config.conf_files import choices_by_group
 from app.optim import requirements
-from app.optim.gradient_scaling import skips_on_device
 from app.optim.optimizer_state import named_states
-from app.optim.optimizers import build_optimizer
+from app.optim.optimizers import build_optimizer, skips_on_device
 from app.optim.requirements import BITSANDBYTES_KINDS, PAGED_KINDS, check, notes
 from tests.optim.small import KINDS, OPTIONS, built, section, train
 

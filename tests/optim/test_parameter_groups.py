@@ -4,7 +4,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from app.optim.parameter_groups import Trained, parameter_groups, trained_parameters
+from app.optim.optimizers import Trained, parameter_groups, trained_parameters
 from tests.optim.small import regression
 
 DEPRECATED_IN_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -7,11 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from app.optim import stochastic_rounding
-from app.optim.gradient_scaling import skips_on_device, step_unless
-from app.optim.optimizers import build_optimizer
+from app.optim import optimizers as stochastic_rounding
+from app.optim.optimizers import (
+    OneByOne,
+    build_optimizer,
+    ordinary,
+    round_into,
+    skips_on_device,
+    step_unless,
+    steps_in_backward,
+)
 from app.optim.requirements import BITSANDBYTES_KINDS
-from app.optim.stochastic_rounding import OneByOne, ordinary, round_into, steps_in_backward
 from app.training.storage_counter import StorageCounter
 from tests.optim.small import KINDS, Regression, built, narrow, regression, section, train
 from tests.optim.test_gradient_scaling import SKIPPING

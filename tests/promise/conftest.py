@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 
 from app.adapters.adapters import ADAPTERS
-from app.config import groups
+from app.config import conf_files
 from app.config.adapters import ADAPTER_KINDS
-from app.config.export_settings import EXPORT_KINDS
+from app.config.finished_run import EXPORT_KINDS
+from app.config.kinds import METRICS, PREFERENCE_KINDS, PROBLEMS, QUANTIZATION_KINDS, ROW_FORMATS
 from app.config.load import compose_run
-from app.config.metrics import METRICS
-from app.config.preferences import PREFERENCE_KINDS
-from app.config.problems import PROBLEMS
-from app.config.quantizations import QUANTIZATION_KINDS
-from app.config.row_formats import ROW_FORMATS
 from app.config.tasks import TASKS
 from app.data.formats import READERS
 from app.data.labels import LABELLINGS
@@ -36,19 +32,19 @@ from tests.harness.runs import SMALL
 TABLES: dict[str, dict[str, Any]] = {
     "adapter": {"app.config.adapters.ADAPTER_KINDS": ADAPTER_KINDS, "app.adapters.adapters.ADAPTERS": ADAPTERS},
     "attention": {"app.layers.attention.BACKENDS": BACKENDS},
-    "export": {"app.config.export_settings.EXPORT_KINDS": EXPORT_KINDS, "app.exports.export.EXPORTS": EXPORTS},
+    "export": {"app.config.finished_run.EXPORT_KINDS": EXPORT_KINDS, "app.exports.export.EXPORTS": EXPORTS},
     "quantization": {
-        "app.config.quantizations.QUANTIZATION_KINDS": QUANTIZATION_KINDS,
+        "app.config.kinds.QUANTIZATION_KINDS": QUANTIZATION_KINDS,
         "app.layers.quantization.QUANTIZATIONS": QUANTIZATIONS,
     },
-    "row format": {"app.config.row_formats.ROW_FORMATS": ROW_FORMATS, "app.data.formats.READERS": READERS},
-    "metric": {"app.config.metrics.METRICS": METRICS},
+    "row format": {"app.config.kinds.ROW_FORMATS": ROW_FORMATS, "app.data.formats.READERS": READERS},
+    "metric": {"app.config.kinds.METRICS": METRICS},
     "preference loss": {
-        "app.config.preferences.PREFERENCE_KINDS": PREFERENCE_KINDS,
+        "app.config.kinds.PREFERENCE_KINDS": PREFERENCE_KINDS,
         "app.tasks.preference.PREFERENCES": PREFERENCES,
     },
     "problem": {
-        "app.config.problems.PROBLEMS": PROBLEMS,
+        "app.config.kinds.PROBLEMS": PROBLEMS,
         "app.data.labels.LABELLINGS": LABELLINGS,
         "app.tasks.classification.CLASS_PROBLEMS": CLASS_PROBLEMS,
     },
@@ -64,8 +60,8 @@ class Toys:
     folder: Path
 
     def __post_init__(self) -> None:
-        conf = shutil.copytree(groups.CONF, self.folder / "conf")
-        self.monkeypatch.setattr(groups, "CONF", conf)
+        conf = shutil.copytree(conf_files.CONF, self.folder / "conf")
+        self.monkeypatch.setattr(conf_files, "CONF", conf)
 
     def add(self, kind: str, name: str, entries: Mapping[str, Any]) -> None:
         """One entry in each table of the kind."""
@@ -76,7 +72,7 @@ class Toys:
 
     def choice(self, group: str, name: str, yaml: str) -> None:
         """A file in the folder of a group of conf/."""
-        (groups.CONF / group / f"{name}.yaml").write_text(yaml)
+        (conf_files.CONF / group / f"{name}.yaml").write_text(yaml)
 
     def last_trainer(self) -> Callable[[], Trainer]:
         """What gives the loop of the last run."""

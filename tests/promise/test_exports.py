@@ -12,9 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from app.config.export_settings import EXPORT_KINDS, ExportConfig, ExportKind, export_config
-from app.config.fields import CHOICES
-from app.config.quantizations import QuantizationKind
+from app.config.finished_run import EXPORT_KINDS, ExportConfig, ExportKind, export_config
+from app.config.kinds import QuantizationKind
+from app.config.validate import CHOICES
 from app.export import export
 from app.exports.kinds import Export, MergedExport
 from app.exports.reload import logits

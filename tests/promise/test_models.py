@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.adapters.adapter_method import AdapterMethod
+from app.adapters.adapter_methods import AdapterMethod
 from app.adapters.adapters import quiet_peft
 from app.batch import PackedSequences
 from app.config.adapters import AdapterKind

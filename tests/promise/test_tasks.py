@@ -12,16 +12,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.batch import Batch
-from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.fields import CHOICES
-from app.config.metrics import Metric
-from app.config.preferences import PreferenceKind
-from app.config.row_formats import ROW_FORMATS, RowFormat
+from app.config.kinds import ROW_FORMATS, Metric, PreferenceKind, RowFormat
+from app.config.schema import Columns, DatasetConfig
 from app.config.tasks import TASKS, Task
+from app.config.validate import CHOICES
 from app.data.columns import text
 from app.data.objectives import LabelledTokens, label_next_tokens
+from app.data.rows import Document, Row
 from app.data.token_dataset import TokenRows
-from app.data.types import Document, Row
 from app.model.losses import log_probabilities, over_documents
 from app.model.training_model import TrainingModel
 from app.tasks.interface import LOSS, WEIGHT, Counts, HeldOutRows, Implementation

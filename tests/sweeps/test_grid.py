@@ -9,8 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.sweeps.grid import Setting, settings_of
-from app.sweeps.preset import NO_PRESET
+from app.sweeps.search_space import NO_PRESET, Setting, settings_of
 from app.sweeps.sweep import proposer_of
 from app.sweeps.trials import Trial, values_of
 

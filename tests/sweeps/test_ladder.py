@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from app.config.conf_files import choices_by_group
 from app.config.dataset import has_held_out_rows
-from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.pages.comparison_page import measured_tables
 from app.pages.page import Table
-from app.sweeps.ladder import LADDER, Ladder, batch_text
-from app.sweeps.preset import Preset, Rung, SweepConfig, read_preset
+from app.sweeps.proposers import LADDER, Ladder, batch_text
+from app.sweeps.search_space import Preset, Rung, SweepConfig, read_preset
 from app.sweeps.sweep import plan_sweep, read_ladder
 from app.sweeps.trials import FINISHED, Outcome
 from tests.sweeps.test_sweep import nothing_more, refusal_of

@@ -9,10 +9,8 @@ import pytest
 
 from app.config.load import compose_run
 from app.errors import ConfigError
-from app.sweeps.grid import settings_of
-from app.sweeps.optuna_search import STARTUP_TRIALS, Search
-from app.sweeps.preset import SweepConfig
-from app.sweeps.search_space import dimensions_in
+from app.sweeps.proposers import STARTUP_TRIALS, Search
+from app.sweeps.search_space import SweepConfig, dimensions_in, settings_of
 from app.sweeps.trials import DRY_RUN, FAILED, FINISHED, RUNNING, Outcome, Trial, values_of
 
 SPACE = {

@@ -2,15 +2,12 @@
 
 import pytest
 
-from app.config.groups import choices_by_group
+from app.config.conf_files import choices_by_group
 from app.config.load import compose_run
 from app.errors import ConfigError
 from app.sweeps import sweep
-from app.sweeps.grid import settings_of
-from app.sweeps.preset import dimensions_of, is_sweep_key, read_preset
-from app.sweeps.runner import Proposer
-from app.sweeps.search_space import dimensions_in
-from app.sweeps.sweep import default_path, identity_of, proposer_of
+from app.sweeps.search_space import dimensions_in, dimensions_of, is_sweep_key, read_preset, settings_of
+from app.sweeps.sweep import Proposer, default_path, identity_of, proposer_of
 from tests.sweeps.test_sweep import refusal_of
 
 

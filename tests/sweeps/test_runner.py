@@ -11,16 +11,11 @@ from typing import Any
 import pytest
 
 from app.config.load import compose_run
-from app.sweeps import trial_process
-from app.sweeps.grid import settings_of
-from app.sweeps.ladder import Ladder
-from app.sweeps.optuna_search import Search
-from app.sweeps.preset import NO_PRESET, Preset, Rung, SweepConfig
-from app.sweeps.runner import Runner
-from app.sweeps.search_space import dimensions_in
-from app.sweeps.sweep import proposer_of
-from app.sweeps.trial_process import TrialLog, reason
-from app.sweeps.trials import SweepFolder
+from app.sweeps import trials as trial_process
+from app.sweeps.proposers import Ladder, Search
+from app.sweeps.search_space import NO_PRESET, Preset, Rung, SweepConfig, dimensions_in, settings_of
+from app.sweeps.sweep import Runner, proposer_of
+from app.sweeps.trials import SweepFolder, TrialLog, reason
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 

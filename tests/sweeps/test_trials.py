@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import AppError, CheckpointError, ConfigError, EnvironmentProblem
-from app.sweeps.grid import settings_of
+from app.sweeps.search_space import settings_of
 from app.sweeps.sweep import default_path
 from app.sweeps.trials import Outcome, SweepFolder, best, leaderboard, ranked
 from tests.harness.child import run

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.tracking.jsonl_metrics import StepLog, finite_or_none, read_lines
+from app.tracking.output_dir import StepLog, finite_or_none, read_lines
 
 STEP = {
     "step": 5,

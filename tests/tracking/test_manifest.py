@@ -10,9 +10,8 @@ import pytest
 from app.config.finished_run import read_manifest
 from app.config.schema import TrackerConfig
 from app.errors import CheckpointError
-from app.tracking.manifest import Manifest, git_state
 from app.tracking.output_dir import RunFolder
-from app.tracking.recorder import Recorder
+from app.tracking.recorder import Manifest, Recorder, git_state
 from tests.harness.child import run
 
 
@@ -35,7 +34,7 @@ def test_manifest_content(tmp_path: Path) -> None:
 
 def test_manifest_redacts_command_line(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from app.tracking.manifest import Manifest\n"
+        "import sys; from pathlib import Path; from app.tracking.recorder import Manifest\n"
         "Manifest(Path(sys.argv[1])).add({'overrides': sys.argv[2:], 'why': 'horse-battery'})"
     )
     path = tmp_path / "manifest.json"

@@ -14,8 +14,7 @@ from app.config.schema import TrackerConfig
 from app.errors import ConfigError, EnvironmentProblem
 from app.tracking.console import open_console
 from app.tracking.formatting import Sample
-from app.tracking.jsonl_metrics import read_lines
-from app.tracking.output_dir import RunFolder
+from app.tracking.output_dir import RunFolder, read_lines
 from app.tracking.recorder import RESULT_KEYS, Recorder, samples_table
 from tests.tracking.test_jsonl_metrics import STEP
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.base.tokenizer import load_tokenizer
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS, task_of
@@ -22,12 +22,10 @@ from app.model.training_model import TrainingModel
 from app.tasks.table import loss_of
 from app.tracking.recorder import Recorder
 from app.training import setup
+from app.training.auto_settings import recomputed_layers
 from app.training.checkpoint import Checkpoints, Progress
-from app.training.choices import recomputed_layers
-from app.training.machine import join
-from app.training.plan import Plan, make_plan
+from app.training.plan import Plan, find_start, join, make_plan
 from app.training.rows import StepPlan, read_rows
-from app.training.start import find_start
 from app.training.train_step import Stepper
 from app.training.trainer import Parts, Trainer
 from tests.harness.composed import composed

@@ -10,14 +10,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from app.adapters.adapters import short_names
-from app.base.names import Names
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.base.tokenizer import load_tokenizer
+from app.base.weight_files import Names
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.errors import CheckpointError
 from app.finished.save import save_model
-from app.training.adapter_start import load_start
+from app.training.initial_model import load_start
 from tests.model.small import CAUSAL, build_model, built, model_config, sections
 
 IDS = torch.arange(3, 20)[None]

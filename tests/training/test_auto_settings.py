@@ -5,14 +5,21 @@ from typing import Any
 
 import pytest
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
 from app.errors import ConfigError
-from app.training.auto_settings import AutoSettings, bin_sizes, size_notes, step_tokens, suggested_bin, with_bins
-from app.training.choices import Choices
+from app.training.auto_settings import (
+    AutoSettings,
+    Choices,
+    bin_sizes,
+    size_notes,
+    step_tokens,
+    suggested_bin,
+    with_bins,
+)
 from tests.training.planners import planner
 
 CHOICES = Choices("fp32", "sdpa")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.batch import IGNORE
 from app.config.schema import RunConfig
 from app.config.tasks import task_of

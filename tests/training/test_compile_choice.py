@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.batch import Batch
 from app.config.finished_run import with_recorded_choices
 from app.config.load import compose_run
@@ -18,19 +18,20 @@ from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
 from app.errors import EnvironmentProblem
-from app.layers import compilable
-from app.layers.compilable import attention_obstacles, machine_obstacles
-from app.training import compile_choice
-from app.training.auto_settings import with_recompute
-from app.training.choices import Choices, sections_of
-from app.training.compile_choice import (
+from app.layers import compile
+from app.layers.compile import attention_obstacles, machine_obstacles
+from app.training import auto_settings
+from app.training.auto_settings import (
     REPAYING_FLOPS,
+    Choices,
     CompileChoice,
     CompileFacts,
     choose_compile,
     compile_facts,
+    sections_of,
     settle_compile,
     with_planned_compile,
+    with_recompute,
 )
 from app.training.plan import without_compiled_layers
 from app.training.summary import manifest_facts, run_table
@@ -73,7 +74,7 @@ def test_choose_compile_by_facts(facts: CompileFacts, expected: CompileChoice) -
 def capable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with triton and a compiler, as far as files tell."""
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(compilable, "find_spec", lambda _name: object())
+    monkeypatch.setattr(compile, "find_spec", lambda _name: object())
 
 
 def run_of(*words: str) -> RunConfig:
@@ -175,7 +176,7 @@ def test_compile_choice_noted_recorded_and_stored(
     choice: CompileChoice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU decides, shown by a resolved run of a CPU."""
-    monkeypatch.setattr(compile_choice, "choose_compile", lambda _facts: choice)
+    monkeypatch.setattr(auto_settings, "choose_compile", lambda _facts: choice)
     resolved = plan_of(small_run("compile.memory_budget=0.5"), tmp_path / "checkpoints")
     assert resolved.sections.compile.kind == choice.kind
     notes = [text for name, text in run_table(resolved) if name == "note" and "compiled" in text]

@@ -9,8 +9,7 @@ import pytest
 
 from app.base.tokenizer import load_tokenizer
 from app.data.objectives import NEXT_TOKEN
-from app.training.data_advice import advice
-from app.training.data_check import DataCheck, check_data
+from app.training.data_check import DataCheck, advice, check_data
 from app.training.samples import preview
 from app.training.summary import run_table
 from tests.data.small import chat, write_chats, write_jsonl

@@ -18,7 +18,7 @@ from app.data.objectives import LabelledTokens, label_next_tokens
 from app.data.token_dataset import MismatchedRows, TokenRows
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
-from app.layers.chunked_loss import linear_head
+from app.layers.head import linear_head
 from app.model.losses import over_documents
 from app.model.training_model import TrainingModel
 from app.oom_retry import split_batch

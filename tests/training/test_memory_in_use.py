@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from app.errors import EnvironmentProblem
-from app.memory.fit import machine_of
+from app.memory.estimate import machine_of
 from app.tracking.console import Console
 from app.tracking.output_dir import RunFolder
-from app.training import memory_in_use
-from app.training.memory import Predicted
-from app.training.memory_in_use import Taken, device_used_bytes, free_host_bytes, notes, taken_by_others
+from app.training import memory
+from app.training.memory import Predicted, Taken, device_used_bytes, free_host_bytes, notes, taken_by_others
 from app.training.run import train_in
 from tests.training.conftest import small_run
 from tests.training.planners import planner
@@ -59,22 +58,22 @@ def driver() -> Any:
 
 def test_driver_names_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver())
-    found = memory_in_use.taken_by_driver(UUID)
+    found = memory.taken_by_driver(UUID)
     assert found == Taken(80_000_000_000, 22_400_000_000, ((77, None), (1234, 22_000_000_000)))
     assert found.words == "22.4 GB of 80.0 GB are taken by other processes (pid 77, pid 1234: 22.0 GB)"
-    assert memory_in_use.taken_by_driver("another") is None
+    assert memory.taken_by_driver("another") is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert memory_in_use.taken_by_driver(UUID) is None
+    assert memory.taken_by_driver(UUID) is None
 
 
 def test_clocks_are_what_the_driver_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch.cuda.is_available() or memory_in_use.clocks() is None
+    assert torch.cuda.is_available() or memory.clocks() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid=UUID))
     monkeypatch.setitem(sys.modules, "pynvml", driver())
-    assert memory_in_use.clocks() == {"sm_mhz": 1665, "memory_mhz": 9501, "power_limit_watts": 350}
+    assert memory.clocks() == {"sm_mhz": 1665, "memory_mhz": 9501, "power_limit_watts": 350}
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert memory_in_use.clocks() is None
+    assert memory.clocks() is None
 
 
 def test_memory_of_the_device_is_asked_of_cuda_where_the_driver_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,15 +120,15 @@ def test_memory_plan_counts_what_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in (("is_available", True), ("get_device_name", "Some GPU"), ("get_device_properties", properties)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     full = Taken(80 << 30, 23 << 30, ((5, 22 << 30),))
-    for module in ("app.training.memory_in_use", "app.memory.fit"):
+    for module in ("app.training.memory", "app.memory.estimate"):
         monkeypatch.setattr(f"{module}.taken_by_others", lambda: full)
     assert machine_of(None).memory_bytes == 57 << 30
     assert machine_of(None).label == "Some GPU, of which others hold 24.7 GB"
     reserved = Taken(81 << 30, 1 << 30)  # by the driver, beyond what torch counts
-    monkeypatch.setattr("app.memory.fit.taken_by_others", lambda: reserved)
+    monkeypatch.setattr("app.memory.estimate.taken_by_others", lambda: reserved)
     assert machine_of(None).memory_bytes == 80 << 30
     assert notes() == [full.words]
-    monkeypatch.setattr(memory_in_use, "taken_by_others", lambda: Taken(80 << 30, 100 << 20))
+    monkeypatch.setattr(memory, "taken_by_others", lambda: Taken(80 << 30, 100 << 20))
     assert notes() == [], "a screen is nothing to speak of"
 
 
@@ -140,11 +139,11 @@ def test_without_gpu_nothing_is_in_use() -> None:
 
 
 def test_free_host_bytes_is_the_least_of_machine_and_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_in_use, "CGROUPS", tmp_path / "no limits")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "no limits")
     whole = free_host_bytes()
     assert 0 < whole < 1 << 45
     (tmp_path / "cgroup").mkdir()
-    monkeypatch.setattr(memory_in_use, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
     values = {"max": "1000000", "current": "900000", "stat": "anon 7\ninactive_file 50\nactive_file 25\n"}
     for name, value in values.items():
         (tmp_path / "cgroup" / f"memory.{name}").write_text(value)

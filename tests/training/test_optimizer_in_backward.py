@@ -10,9 +10,8 @@ from torch import Tensor
 from app.data.loader import Loader
 from app.distributed.process_group import Runtime
 from app.errors import ConfigError, EnvironmentProblem
-from app.training.optimizer_in_backward import require_gradients_one_by_one
 from app.training.storage_counter import kept_bytes
-from app.training.train_step import Stepper
+from app.training.train_step import Stepper, require_gradients_one_by_one
 from tests.harness.scarcity import scarce
 from tests.training.conftest import small_run, stepper_of
 

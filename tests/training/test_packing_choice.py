@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.errors import ConfigError
-from app.training.auto_settings import with_packing
-from app.training.choices import choose
+from app.training.auto_settings import choose, with_packing
 from tests.training.conftest import small_run
 
 SIZES: dict[str, dict[str, Any]] = {

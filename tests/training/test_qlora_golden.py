@@ -8,8 +8,8 @@ from statistics import mean
 import pytest
 import torch
 
+from app.base.base_model import load_base
 from app.base.base_weights import LoadOptions
-from app.base.load_base import load_base
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.data.collate import Packed

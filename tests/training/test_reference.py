@@ -14,7 +14,7 @@ from safetensors.numpy import save
 from app.config.load import compose_run
 from app.errors import CheckpointError
 from app.files import checksummed_folder
-from app.training.reference import _key, _share, read_reference
+from app.training.initial_model import _key, _share, read_reference
 
 
 def test_references_of_other_vocabularies_are_others() -> None:

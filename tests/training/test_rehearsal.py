@@ -11,8 +11,8 @@ from app.errors import EnvironmentProblem
 from app.layers.activation_checkpointing import recompute_rest
 from app.model.training_model import TrainingModel
 from app.signals import StopRequest
-from app.training.rehearsal import Rehearsal, is_due, rehearse
 from app.training.summary import rehearsal_message
+from app.training.train_step import Rehearsal, is_due, rehearse
 from app.training.trainer import Trainer
 from tests.harness.runs import CLOCKS
 from tests.harness.scarcity import WHERE, scarce

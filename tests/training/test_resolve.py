@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.config.schema import PrecisionConfig, RunConfig, TrainingConfig
 from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.layers.attention import BACKENDS
-from app.training.choices import choose, choose_precision
+from app.training.auto_settings import choose, choose_precision
 from app.training.rows import plan_steps, within_positions
 from tests.training.conftest import small_run
 

@@ -52,4 +52,4 @@ def test_train_in_is_short() -> None:
 
 def test_base_is_described_in_one_place() -> None:
     files = [file for file in Path(app.__file__).parent.rglob("*.py") if "BaseModel(" in file.read_text("utf-8")]
-    assert [file.name for file in files] == ["structure.py"]
+    assert [file.name for file in files] == ["base_model.py"]

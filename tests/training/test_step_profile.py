@@ -7,7 +7,7 @@ import pytest
 
 from app.signals import StopRequest
 from app.tracking.output_dir import RunFolder
-from app.training.step_profile import BETWEEN, OTHER, kind_of
+from app.training.trainer import BETWEEN, OTHER, kind_of
 from tests.harness.runs import samples_of
 from tests.training.conftest import MakeLoop, small_run
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.config.dataset_schema import DatasetConfig
 from app.config.finished_run import finished_folder
-from app.config.schema import TaskConfig
+from app.config.schema import DatasetConfig, TaskConfig
 from app.errors import CheckpointError
 from app.tracking.output_dir import RunFolder
 from app.training.checkpoint import Progress

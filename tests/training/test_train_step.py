@@ -14,7 +14,7 @@ from app.data.loader import Loader
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
-from app.optim.gradient_scaling import LossScale
+from app.optim.optimizers import LossScale
 from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of, trainee_of
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.data.loader import Loader
 from app.data.prepare import Data
 from app.errors import TrainingError
-from app.optim.gradient_scaling import LossScale
+from app.optim.optimizers import LossScale
 from app.signals import StopRequest
 from app.training.final_model import result_of
 from app.training.scores import score

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sklearn.metrics import f1_score
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.data.collate import BinShape, Packed, collate_packed, collate_padded

@@ -16,7 +16,7 @@ import pytest
 
 from app import board as command
 from app.errors import AppError
-from app.web.chat import Chat
+from app.web.board import Chat
 from app.web.runs import Runs
 from tests.conftest import _environment_of_processes
 from tests.harness.board import Served, served

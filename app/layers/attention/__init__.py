@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import PackedSequences
-from app.config.model_kinds import OWN
+from app.config.kinds import OWN
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
 from app.layers.attention.requirements import Kernel, Needs, Rules, cannot, is_capped, refusals

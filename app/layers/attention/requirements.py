@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.batch import PackedSequences
 from app.errors import ConfigError
-from app.layers.kernels import is_ampere
+from app.layers.operations import is_ampere
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from torch import Tensor
 from app.batch import PackedSequences
 from app.errors import ConfigError
 from app.layers.attention.requirements import HALVES, MAX_HEAD_SIZE, Rules, cannot, require_rules
-from app.layers.kernels import autocast_dtype, is_ampere, on_gpu
-from app.layers.operations import COSTS, OperationCost
+from app.layers.operations import COSTS, OperationCost, autocast_dtype, is_ampere, on_gpu
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:

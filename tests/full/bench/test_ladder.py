@@ -1,6 +1,6 @@
 """scripts/bench/ladder.py: rungs in order until the deadline."""
 
-from app.sweeps.preset import read_preset
+from app.sweeps.search_space import read_preset
 from tests.conftest import REPO
 from tests.full.bench.conftest import Bench
 

@@ -9,10 +9,10 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from app.base.structure import BaseModel
+from app.base.base_model import BaseModel
 from app.base.tokenizer import load_tokenizer
 from app.config.schema import QuantizationConfig
-from app.finished.load_run import load_tuned
+from app.finished.inference import load_tuned
 from app.finished.save import save_tokenizer
 from app.layers.quantization import quantizer_of
 from tests.harness.runs import SMALL, Zygote, metrics, result

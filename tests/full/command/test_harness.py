@@ -47,7 +47,7 @@ def share_chosen(run: Path, *, adapter: bool) -> float:
 
     from app.config.load import read_run
     from app.config.tasks import TASKS
-    from app.finished.load_run import load_tuned, load_tuned_tokenizer
+    from app.finished.inference import load_tuned, load_tuned_tokenizer
 
     tokenizer = load_tuned_tokenizer(run / "final")
     lm: Any = load_tuned(run, read_run(run / "run.yaml").model, TASKS["causal"], adapter=adapter)

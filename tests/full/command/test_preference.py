@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config.export_settings import export_config
+from app.config.finished_run import export_config
 from app.evaluation.run import prepare_evaluation
 from app.exports.verify import reference_of
 from tests.harness.runs import SMALL, Zygote, metrics, result

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.data import token_cache
+from app.data import token_dataset
 from app.data.prepare import prepare
-from app.data.token_cache import RowWriter
+from app.data.token_dataset import RowWriter
 from tests.data.small import config, tokenizer
 
 Patch = Callable[[], None]
@@ -23,7 +23,7 @@ Patch = Callable[[], None]
 def main() -> None:
     """Kill, look, prepare again, look."""
     rows, cache = sys.argv[1:]
-    token_cache.BATCH_ROWS = 512
+    token_dataset.BATCH_ROWS = 512
     clean = _in_a_fork(lambda: _prepared(rows, f"{cache}-clean"))
     for moment, patch in MOMENTS.items():
         here = f"{cache}-{moment}"

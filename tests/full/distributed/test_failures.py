@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from app.distributed.failures import FailureFlag
+from app.distributed.launch import FailureFlag
 from tests.harness.runs import Zygote
 
 UNFINISHED = 75

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from app.config.schema import RunConfig
-from app.sweeps.preset import Preset
+from app.sweeps.search_space import Preset
 
 ROWS, EVAL_ROWS, STEPS, ANSWER = 120, 16, 2, 4
 TRIALS = 5  # of a search: its last one is the first that is chosen by those before
@@ -27,10 +27,10 @@ def main() -> None:
 def _train(command: Any) -> None:
     """Two steps on a few rows; the trials of a sweep are forks, and as short."""
     import app.sweeps.sweep as sweep
-    from app.sweeps import trial_process
+    from app.sweeps import trials
     from tests.command.forked_trials import Fork
 
-    vars(trial_process)["Popen"] = Fork
+    vars(trials)["Popen"] = Fork
     vars(sweep)["read_preset"] = _of_few_trials(vars(sweep)["read_preset"])
     read: Callable[[Any], RunConfig] = command.compose_run
     command.compose_run = lambda given: _short(read(given))

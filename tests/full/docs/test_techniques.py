@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config.groups import choices_by_group
+from app.config.conf_files import choices_by_group
 from scripts import make_techniques
 from tests.docs.blocks import Command
 from tests.docs.test_commands import with_runs, wrong_words

@@ -9,7 +9,7 @@ import pytest
 
 from app.assets import ROOT
 from app.exports import gguf
-from app.exports.gguf_vocabulary import PRE_TOKENIZERS
+from app.exports.gguf_model import PRE_TOKENIZERS
 from tests.conftest import REPO
 from tests.exports.small_gguf import Small
 from tests.exports.test_gguf import spoilt

@@ -4,8 +4,8 @@ import pytest
 
 from app.config.load import compose_run
 from app.memory.estimate import Estimate
-from app.memory.shape import worst_case
-from app.training.choices import Choices
+from app.memory.trace import worst_case
+from app.training.auto_settings import Choices
 from tests.memory.test_compiled_layers import check_saved_bytes, graphs_of_one_test, pytestmark
 
 assert graphs_of_one_test  # a fixture

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch._subclasses.fake_tensor as fake_tensor
 
-from app.config.hardware import all_hardware
+from app.config.commands import all_hardware
 from app.config.load import compose_run
 from app.distributed.fsdp import MeshSizes
-from app.memory.estimate import plan_memory
-from app.memory.fit import machine_of
+from app.memory.estimate import machine_of, plan_memory
 from app.memory.planner import Planned, Planner, random_if_missing
 from app.optim.optimizers import OPTIMIZERS
 from tests.harness.python import printed_by
@@ -21,7 +20,7 @@ PROGRAM = """
 import resource
 from app.config.load import compose_run
 from app.memory.estimate import plan_memory
-from app.memory.shape import Shape
+from app.memory.trace import Shape
 run = compose_run({words!r})
 plan = plan_memory(run, Shape(1, 4096, (1024,) * 4, 6, 2048, 4096))
 used = resource.getrusage(resource.RUSAGE_SELF)

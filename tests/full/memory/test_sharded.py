@@ -5,7 +5,7 @@ import pytest
 from app.distributed.fsdp import mesh_sizes_of
 from app.distributed.process_group import Runtime
 from app.memory.estimate import plan_memory
-from app.memory.phases import EVALUATION
+from app.memory.trace import EVALUATION
 from tests.harness.processes import ProcessesByCount
 from tests.memory.truth import PACKED, counted_peaks, small_run
 

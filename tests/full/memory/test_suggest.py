@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from app.config.load import compose_run
-from app.memory.planner import Planner
-from app.memory.suggest import Suggestions
+from app.memory.planner import Planner, Suggestions
 from tests.memory.facts import GPU, MIB
 from tests.memory.test_suggest import run_of
 

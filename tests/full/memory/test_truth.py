@@ -2,9 +2,9 @@
 
 import pytest
 
-from app.layers.kernels import as_on_gpu
+from app.layers.operations import as_on_gpu
 from app.memory.estimate import plan_memory
-from app.memory.phases import EVALUATION
+from app.memory.trace import EVALUATION
 from tests.memory.test_truth import BF16, IN_BACKWARD, NEAR, PADDED_ROWS, difference
 from tests.memory.truth import ANSWERS, DELTA_RULE, EXPERTS, PACKED, counted_peak, counted_peaks, small_run
 from tests.optim.small import KINDS, OPTIONS

@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from app.base import load_base
+from app.base import base_model
 from app.base.base_weights import LoadOptions
 from app.config.load import compose_run
 from app.config.tasks import TASKS
@@ -53,7 +53,7 @@ def main(folder: Path, reader: str) -> None:
         if reader == "transformers":
             lm = AutoModelForCausalLM.from_pretrained(folder, dtype=options.dtype, quantization_config=packed)
         else:
-            lm = load_base.load_base(run.model, TASKS["causal"], options, 0, quantizer)
+            lm = base_model.load_base(run.model, TASKS["causal"], options, 0, quantizer)
     print(json.dumps({"peak": peak.above, "digest": _digest(lm)}))
 
 

@@ -16,7 +16,7 @@ from app.adapters.merged_weights import read_updates
 from app.config.load import compose_run, read_run
 from app.config.schema import ModelConfig
 from app.errors import AppError
-from app.finished.merge import merged_config, plan_merge
+from app.finished.save import merged_config, plan_merge
 from app.layers.attention import register
 from app.train import train
 from app.training.trainer import Trainer

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from app.config.adapters import METHODS as METHODS_OF_PEFT
 from app.config.adapters import compile_obstacle
-from app.config.peft_methods import METHODS as METHODS_OF_PEFT
 from app.config.schema import AdapterConfig
 from app.layers.attention import register
 from app.layers.compile import compile_blocks

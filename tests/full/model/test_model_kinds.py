@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.config.model_kinds import TIERS, model_kinds
+from app.config.kinds import TIERS, model_kinds
 from scripts import make_kinds
 
 _PARTS = 4  # of each section, which run beside each other

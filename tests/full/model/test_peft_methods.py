@@ -11,9 +11,8 @@ import torch
 from peft import PeftType
 from safetensors.torch import load_file
 
-from app.config.adapters import ADAPTER_WEIGHTS
+from app.config.adapters import ADAPTER_WEIGHTS, METHODS, REFUSED
 from app.config.load import compose_run, read_run
-from app.config.peft_methods import METHODS, REFUSED
 from app.config.schema import AdapterConfig, QuantizationConfig, RunConfig
 from app.errors import AppError
 from app.finished.save import saved_tensors

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.config.groups import choices_by_group
-from app.sweeps.ladder import LADDER
-from app.sweeps.optuna_search import STARTUP_TRIALS, suggest
-from app.sweeps.preset import read_preset
-from app.sweeps.search_space import dimensions_in
+from app.config.conf_files import choices_by_group
+from app.sweeps.proposers import LADDER, STARTUP_TRIALS, suggest
+from app.sweeps.search_space import dimensions_in, read_preset
 from app.sweeps.sweep import plan_sweep
 from app.sweeps.trials import FAILED, values_of
 from tests.sweeps.test_optuna_search import ended, rate_of, search, valley

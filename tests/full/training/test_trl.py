@@ -20,7 +20,7 @@ from app.distributed.process_group import Runtime, start
 from app.model.training_model import TrainingModel
 from app.tasks.preference import Compared, compared_rows
 from app.tasks.table import build_objective
-from app.training.reference import comparing
+from app.training.initial_model import comparing
 from app.training.scores import score_documents
 from app.training.train_step import Stepper
 from tests.data.small import write_jsonl

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from app.layers import fp8_linear
-from app.layers.fp8_linear import Fp8Linear, quantize_by_kernel, quantize_reference
+from app.layers import frozen_linear
+from app.layers.frozen_linear import Fp8Linear, quantize_by_kernel, quantize_reference
 from tests.model.small import distance
 from tests.model.test_fp8_linear import random, rows_of_many_sizes
 
@@ -14,7 +14,7 @@ def test_fp8_layer_equals_cpu() -> None:
     x, given = random(300, 1024, seed=1).bfloat16(), random(300, 4096, seed=2).bfloat16()
     here, back = layer(x.float()), layer.back(given.float())
     layer.cuda()
-    assert all(proof.passed for proof in fp8_linear.compare_products(layer))
+    assert all(proof.passed for proof in frozen_linear.compare_products(layer))
     assert distance(layer(x.cuda()).float().cpu(), here) < 0.02
     assert distance(layer.back(given.cuda()).float().cpu(), back) < 0.02
 

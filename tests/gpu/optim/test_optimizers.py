@@ -7,11 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from app.optim.gradient_scaling import step_unless
 from app.optim.optimizer_state import allocate_states, drop_states, flatten, load_state
-from app.optim.optimizers import build_optimizer
+from app.optim.optimizers import build_optimizer, round_into, step_unless
 from app.optim.requirements import PAGED_KINDS
-from app.optim.stochastic_rounding import round_into
 from tests.gpu import waiting_is_an_error
 from tests.optim.small import KINDS, section
 from tests.optim.test_gradient_scaling import SKIPPING

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.training import compile_choice
+from app.training import auto_settings
 from app.training.summary import run_table
 from tests.training.conftest import plan_of, small_run
 
@@ -20,7 +20,7 @@ def test_short_run_is_not_compiled_and_says_so(tmp_path: Path) -> None:
 
 
 def test_run_that_repays_it_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_choice, "REPAYING_FLOPS", 0.0)
+    monkeypatch.setattr(auto_settings, "REPAYING_FLOPS", 0.0)
     resolved = plan_of(small_run(*RUN), tmp_path)
     assert (resolved.choices.compile, resolved.uncompiled_because) == ("blocks", ())
     assert resolved.sections.compile.kind == "blocks"

@@ -1,0 +1,374 @@
+"""Adapter methods: their interface, LoRA and its variants, and PEFT's other methods by name."""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from app.adapters.lora_inits import LATE, Lost, Rows, begin
+from app.base.base_weights import Put, in_memory
+from app.config.adapters import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
+    INDIVISIBLE,
+    LAYER_NAME,
+    METHODS,
+    RESERVED_FIELDS,
+    SHARED,
+    is_plain,
+)
+from app.config.schema import AdapterConfig
+from app.config.validate import did_you_mean
+from app.errors import ConfigError, gist, refuse
+from app.layers.experts import adapted_experts, layer_or_stack, stacks_of
+from app.layers.quantization import is_conv1d
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMethod(ABC):
+    """One method of PEFT with its settings: what building, checking, stepping, loading and merging a model ask."""
+
+    peft_type: ClassVar[str] = ""  # in adapter_config.json
+    # its own keys in that file, with the values that runs write
+    written: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
+    of_text_parts: ClassVar[bool] = True  # whether it can be saved with the names of a composite model (vision, audio)
+
+    config: AdapterConfig
+
+    @classmethod
+    def keys_of(cls, peft_type: str) -> Mapping[str, Callable[[Any], bool]] | None:
+        """Its own keys in adapter_config.json, with what tells the values that runs write; None: not its file."""
+        return cls.written if peft_type == cls.peft_type else None
+
+    @property
+    @abstractmethod
+    def moves_in(self) -> Mapping[int, str]:
+        """By step, skipped ones not counted: the part of names of which each layer must get a gradient."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> tuple[str, ...]:
+        """Parameters that are trained, by the ends of their names, after the layer's."""
+
+    @property
+    def of_norms(self) -> bool:
+        """Whether it adapts norms in place of linear layers."""
+        return False
+
+    def trained_of(self, layers: Iterable[str], names: Iterable[str]) -> set[str]:  # noqa: ARG002
+        """Names of parameters that are meant to be trained; `names`: of those that PEFT trains."""
+        return {layer + end for layer in layers for end in self.trained}
+
+    def usual_targets(self, lm: Any) -> Collection[str]:  # noqa: ARG002
+        """Ends of names of the layers that it adapts where none are given; empty: all."""
+        return ()
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether it is attached to a base on meta, and drawn once that is filled; else to a filled one."""
+        return False
+
+    @abstractmethod
+    def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
+        """The configuration of PEFT, or a refusal; `shared` are the arguments of every method."""
+
+    def require_divisible(self) -> None:  # noqa: B027
+        """Refuse to be divided by layers, where these share tensors."""
+
+    def refusing(self) -> AbstractContextManager[None]:
+        """Around attaching it: what turns errors of PEFT into problems of the settings."""
+        return nullcontext()
+
+    def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
+        """Draw what was attached on meta."""
+        raise NotImplementedError("draw: the weights of an adapter that is attached on meta")
+
+    @property
+    def begin(self) -> Callable[[Any, Rows, Lost], str] | None:
+        """What gives a new adapter on a filled base, a TrainingModel, its numbers where attaching it does not."""
+        return None
+
+    def lr_factor(self, name: str) -> float:  # noqa: ARG002
+        """Learning rate of a trained parameter as a multiple of that of the run."""
+        return 1.0
+
+
+# ---- lora
+
+
+def _is_pattern(value: Any) -> bool:
+    """Whether it maps names to numbers: others could be endless regular expressions."""
+    return isinstance(value, dict) and all(
+        LAYER_NAME.fullmatch(name) and type(number) in (int, float) and number > 0 for name, number in value.items()
+    )
+
+
+def _without_order(pattern: Mapping[str, Any], layers: list[str]) -> dict[str, Any]:
+    """A pattern with one name for each layer: of several that end a layer's name the longest counts.
+
+    PEFT takes the first, and sorts them when it saves: a loaded adapter would have other scales than the trained one.
+    """
+    if not any(name.endswith(f".{other}") for name in pattern for other in pattern):
+        return dict(pattern)
+    fitting = {layer: [name for name in pattern if f".{layer}".endswith(f".{name}")] for layer in layers}
+    return {layer: pattern[max(names, key=len)] for layer, names in fitting.items() if names}
+
+
+def _is_token_rows(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and all(LAYER_NAME.fullmatch(name) and isinstance(ids, list) for name, ids in value.items())
+        and all(type(each) is int and each >= 0 for ids in value.values() for each in ids)
+    )
+
+
+def save_as_update(folder: Path, start: Mapping[str, Tensor]) -> None:
+    """Rewrite a saved adapter as the difference from `start`: [A; A0] and [B, -B0], of twice the rank.
+
+    Scales stay: alpha grows with the rank, or with its square root in rsLoRA.
+    """
+    weights, config = load_file(folder / ADAPTER_WEIGHTS), json.loads((folder / ADAPTER).read_text())
+    for name, began in start.items():
+        is_a = ".lora_A." in name
+        weights[name] = torch.cat([weights[name], began if is_a else -began], dim=0 if is_a else 1)
+    factor = 2**0.5 if config["use_rslora"] else 2
+    config |= {"r": 2 * config["r"], "lora_alpha": factor * config["lora_alpha"], "init_lora_weights": True}
+    config["rank_pattern"] = {name: 2 * each for name, each in config["rank_pattern"].items()}
+    config["alpha_pattern"] = {name: factor * each for name, each in config["alpha_pattern"].items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+class Lora(AdapterMethod):
+    """LoRA, W + alpha / r * B A: B starts at zero, so A has no gradient before B has moved."""
+
+    peft_type = "LORA"
+    written: ClassVar = {
+        **dict.fromkeys(
+            ("fan_in_fan_out", "use_rslora", "use_dora", "ensure_weight_tying"), lambda value: isinstance(value, bool)
+        ),
+        "r": lambda value: type(value) is int and value > 0,
+        **dict.fromkeys(("lora_alpha", "lora_dropout"), lambda value: type(value) in (int, float) and value >= 0),
+        **dict.fromkeys(("rank_pattern", "alpha_pattern"), _is_pattern),
+        "trainable_token_indices": _is_token_rows,
+        # which leave the base as it is
+        "init_lora_weights": lambda value: value in (True, False, "gaussian", "orthogonal"),
+    }
+    moves_in: ClassVar = {1: ".lora_B.", 2: ".lora_A."}
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The halves, and DoRA's lengths."""
+        ends = (".lora_A.default.weight", ".lora_B.default.weight")
+        return (*ends, ".lora_magnitude_vector.default.weight") if self.config.dora else ends
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether nothing of it is read from the base, but for whole copies."""
+        config = self.config
+        return config.init == "default" and not config.dora and config.train_tokens in ([], "all")
+
+    def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
+        """Refuse ranks that no adapted weight can have, and patterns for none of the layers."""
+        from peft import LoraConfig
+
+        config, modules = self.config, [lm.get_submodule(layer) for layer in layers]
+        stacks = stacks_of(lm) if config.experts else {}
+        if config.experts and not stacks:
+            raise ConfigError(
+                f"adapter.experts=true: a model of kind {lm.config.model_type} has no stacks of experts that "
+                "transformers calls through its interface. Set adapter.experts=false."
+            )
+        sizes = [m.weight.shape if is_conv1d(m) else (m.in_features, m.out_features) for m in modules]
+        self._require_possible(max(map(min, [*sizes, *(shape[1:] for shape in stacks.values())])))
+        self._require_named(layers)
+        if config.init == "loftq" and (getattr(lm.config, "quantization_config", None) or {}).get("load_in_4bit"):
+            raise ConfigError(
+                "adapter.init=loftq: the folder of the model has packed weights, so that what packing lost is not "
+                "known. Set adapter.init=eva or default, or give the folder that it was made from."
+            )
+        # of a base on meta only shapes are wanted
+        is_drawn = config.init in ("default", *LATE) or next(lm.parameters()).is_meta
+        return LoraConfig(
+            **shared,
+            r=config.r,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            use_rslora=config.rslora,
+            use_dora=config.dora,
+            rank_pattern=_without_order(config.rank_pattern, layers),
+            alpha_pattern=_without_order(config.alpha_pattern, layers),
+            init_lora_weights=True if is_drawn else config.init,
+            fan_in_fan_out=any(map(is_conv1d, modules)),
+            target_parameters=sorted({".".join(name.rsplit(".", 2)[-2:]) for name in stacks}) or None,
+        )
+
+    def _require_possible(self, highest: int) -> None:
+        pattern = {f"rank_pattern.{name}": each for name, each in self.config.rank_pattern.items()}
+        for key, r in {"r": self.config.r, **pattern}.items():
+            if r > highest:
+                raise ConfigError(
+                    f"adapter.{key}={r}: no adapted layer of this model has a rank above {highest:,}. Usual are 8 to "
+                    f"128; set adapter.{key}={highest} at most."
+                )
+
+    def _require_named(self, layers: list[str]) -> None:
+        ends = {name.split(".", depth)[-1] for name in layers for depth in range(name.count(".") + 1)}
+        for key in ("rank_pattern", "alpha_pattern"):
+            for name in getattr(self.config, key):
+                if name not in ends:
+                    raise ConfigError(
+                        f"adapter.{key}: {name} is none of the adapted layers, nor the end of their names."
+                        f"{did_you_mean(name, sorted(ends))}"
+                    )
+
+    @property
+    def begin(self) -> Callable[[Any, Rows, Lost], str] | None:
+        """For the inits that take rows, or weights as they were before packing."""
+        return partial(begin, self.config.init) if self.config.init in LATE else None
+
+    def lr_factor(self, name: str) -> float:
+        return self.config.lr_ratio if ".lora_B." in name else 1.0
+
+    @torch.no_grad()
+    def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
+        """Draw the numbers that PEFT draws off meta, in its order.
+
+        PEFT rounds them to the base's dtype before it casts them to float32.
+        """
+        names: dict[Any, str] = {module: name for name, module in network.named_modules()}
+        wrappers = [wrapper for each in adapted_experts(network).values() for wrapper in each]
+        for module in [*(each for each in names if each not in wrappers), *wrappers]:
+            for adapter in getattr(module, "lora_A", ()):
+                name, base = names[module], layer_or_stack(module)
+                dtype = getattr(base, "compute_dtype", None) or getattr(base, "weight", base).dtype
+                dtype = dtype if dtype.is_floating_point else torch.float32
+                halves = [(half, getattr(module, half)[adapter]) for half in ("lora_A", "lora_B")]
+                drawn = [nn.Linear(layer.in_features, layer.out_features, bias=False) for _, layer in halves]
+                nn.init.kaiming_uniform_(drawn[0].weight, a=math.sqrt(5))
+                nn.init.zeros_(drawn[1].weight)
+                for (half, layer), numbers in zip(halves, drawn, strict=True):
+                    weight = numbers.weight.detach().to(device, dtype).float()
+                    put(layer, "weight", in_memory(f"{name}.{half}.{adapter}.weight", weight))
+
+
+# ---- peft adapter
+
+
+class PeftAdapter(AdapterMethod):
+    """One method of `METHODS`: PEFT says what is trained, where its tensors lie, and how it is merged."""
+
+    trained, of_text_parts = (), False
+
+    @property
+    def name(self) -> str:
+        return self.config.method.upper()
+
+    @classmethod
+    def keys_of(cls, peft_type: str) -> Mapping[str, Callable[[Any], bool]] | None:
+        if peft_type not in METHODS:
+            return None
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+        own = {each.name for each in fields(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type])} - RESERVED_FIELDS
+        return dict.fromkeys(own, is_plain)
+
+    @property
+    def of_norms(self) -> bool:
+        return METHODS[self.name].of_norms
+
+    @property
+    def _mark(self) -> str:
+        """The part of names that begins a tensor of the method."""
+        from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+        return f".{PEFT_TYPE_TO_TUNER_MAPPING[self.name].prefix}"
+
+    @property
+    def moves_in(self) -> Mapping[int, str]:
+        """In the second step, as what begins at zero keeps gradients from other tensors of its layer in the first."""
+        return {2: self._mark}
+
+    def trained_of(self, layers: Iterable[str], names: Iterable[str]) -> set[str]:
+        """Refuse layers that PEFT passes over without a word."""
+        found = {name for name in names if self._mark in f".{name}"}
+        left = set(layers) - {name.partition(self._mark)[0] for name in found}
+        if left and METHODS[self.name].indivisible != SHARED:
+            raise ConfigError(
+                f"adapter.method={self.name}: PEFT leaves layers such as {min(left)} as they are. Name others in "
+                "adapter.targets, or set adapter=lora."
+            )
+        return found
+
+    def usual_targets(self, lm: Any) -> Collection[str]:
+        return self._in_peft("TARGET", lm)
+
+    def _in_peft(self, role: str, lm: Any) -> Collection[str]:
+        """Ends of names that PEFT has for a kind of model; none for a kind that it does not know."""
+        from peft.utils import constants
+
+        table = f"TRANSFORMERS_MODELS_TO_{self.name.replace('_', '')}_{role}_MODULES_MAPPING"
+        found: Collection[str] = getattr(constants, table, {}).get(lm.config.model_type) or ()
+        return found
+
+    def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
+        """Refuse fields that the method does not have."""
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+        kind = PEFT_TYPE_TO_CONFIG_MAPPING[self.name]
+        known = {each.name for each in fields(kind)}
+        refuse(self._field_problems(known - RESERVED_FIELDS))
+        given = {key: value for key, value in shared.items() if key in known}
+        lacking = [key for key, value in shared.items() if key not in known and value]
+        if "ensure_weight_tying" in lacking:
+            raise ConfigError(
+                f"adapter.train_whole: the embedding is tied to the head, and with adapter.method={self.name} PEFT "
+                "trains them apart. Leave it out, or set adapter=lora."
+            )
+        if lacking:
+            raise ConfigError(f"adapter.method={self.name}: PEFT has no {lacking[0]} with it. Set adapter=lora.")
+        if "fan_in_fan_out" in known:
+            given["fan_in_fan_out"] = any(is_conv1d(lm.get_submodule(layer)) for layer in layers)
+        if "feedforward_modules" in known:  # IA3 scales the inputs of a layer that ends a block
+            ends = self._in_peft("FEEDFORWARD", lm)
+            given["feedforward_modules"] = [n for n in given["target_modules"] if n.rpartition(".")[2] in ends]
+        return kind(**given | self.config.fields)
+
+    def _field_problems(self, known: Iterable[str]) -> Iterator[str]:
+        for name in self.config.fields:
+            if name in RESERVED_FIELDS:
+                keys = "adapter.targets, adapter.layers and adapter.train_whole"
+                yield f"adapter.fields: {name} is set by the run, from {keys} among others. Leave it out."
+            elif name not in known:
+                yield f"adapter.fields: {name} is no setting of {self.name} in PEFT.{did_you_mean(name, known)}"
+
+    def require_divisible(self) -> None:
+        cause = METHODS[self.name].indivisible
+        if cause:
+            raise ConfigError(INDIVISIBLE.format(self.config.method, cause))
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What PEFT cannot attach is a problem of the method's settings and of this model."""
+        try:
+            yield
+        except (ValueError, TypeError, RuntimeError, AssertionError) as fault:
+            raise ConfigError(
+                f"adapter.method={self.name}: PEFT cannot adapt this model so ({gist(fault)}). Change adapter.fields "
+                "or adapter.targets, or set adapter=lora."
+            ) from fault
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it has a weight for each number of a vector, as LayerNorm and RMSNorm."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.ndim == 1 and not any(True for _ in module.children())

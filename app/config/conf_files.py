@@ -1,0 +1,93 @@
+"""YAML files: received ones as plain data, and conf/, whose listing is the only list of groups and choices."""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
+from yaml import AliasEvent, YAMLError, load
+
+import app
+from app.errors import ConfigError
+
+_MAX_BYTES, _MAX_DEPTH = 1 << 20, 32
+_REFERENCE = re.compile(r"(\\*)\$\{")
+
+
+def read_yaml(file: Path) -> Any:
+    """Plain data of a YAML file without aliases, which multiply; ValueError if it is too large."""
+    if file.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MB")
+    return load(file.read_text(encoding="utf-8"), _FlatLoader)
+
+
+class _FlatLoader(get_yaml_loader()):  # type: ignore[misc]
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.depth > _MAX_DEPTH or self.check_event(AliasEvent):
+            raise YAMLError("it has an alias, or is nested too deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """Plain data as YAML, for `read_yaml`."""
+    return OmegaConf.to_yaml(OmegaConf.create(literal(data)), resolve=True)
+
+
+def literal(value: Any) -> Any:
+    """The same data with each `${` escaped, for OmegaConf to take it as text."""
+    if isinstance(value, Mapping):
+        return {key: literal(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [literal(inner) for inner in value]
+    return _REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def as_number(value: Any) -> float | None:
+    """A number of YAML, which takes 1e-5 for text; None for anything else."""
+    try:
+        return None if isinstance(value, bool | None) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+# ---- groups
+
+
+_INSTALLED = Path(app.__file__).parent / "conf"  # in a wheel
+_CHECKOUT = Path(app.__file__).parent.parent / "conf"
+CONF = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+
+
+def choices_by_group() -> dict[str, tuple[str, ...]]:
+    """The names that can be chosen, by group; files that start with `_` are parts of others."""
+    return _choices_in(CONF)
+
+
+@cache
+def _choices_in(conf: Path) -> dict[str, tuple[str, ...]]:
+    return {
+        folder.name: tuple(sorted(f.stem for f in folder.glob("*.yaml") if not f.stem.startswith("_")))
+        for folder in sorted(conf.iterdir())
+        if folder.is_dir()
+    }
+
+
+def read_choice(group: str, name: str) -> dict[str, Any]:
+    """Content of the file of a choice, where Hydra does not compose it."""
+    file = CONF / group / f"{name}.yaml"
+    try:
+        facts = yaml.safe_load(file.read_text("utf-8"))
+    except yaml.YAMLError as fault:
+        raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
+    if not isinstance(facts, dict):
+        raise ConfigError(f"{file}: expected names and values, as in the other files of the folder.")
+    return facts

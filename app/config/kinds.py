@@ -1,0 +1,354 @@
+"""Kinds of row format, classification problem, preference loss, metric, quantization and model, as tables of facts.
+
+Schema, rules, data, models and pages share them. `assets/model_kinds.json` is made by `python -m scripts.make_kinds`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from app.assets import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceKind:
+    """Task, reference model and recipe of a preference loss."""
+
+    task: str = "preference"
+    has_reference: bool = True  # whether rewards are relative to the model before step 1
+    has_recipe: bool = False  # whether a file of conf/recipe has its name
+
+
+PREFERENCE_KINDS: Mapping[str, PreferenceKind] = {
+    "none": PreferenceKind(task="", has_reference=False),
+    "dpo": PreferenceKind(has_recipe=True),
+    "robust": PreferenceKind(),
+    "ipo": PreferenceKind(),
+    "orpo": PreferenceKind(has_reference=False, has_recipe=True),
+    "simpo": PreferenceKind(has_reference=False, has_recipe=True),
+    "kto": PreferenceKind(task="preference_label", has_recipe=True),
+}
+_MOST_WEIGHT_OF_WANTED = 4 / 3  # of all wanted answers together over that of the unwanted ones: Eq. 8 of KTO's paper
+
+
+def recipes_of(task: str) -> tuple[str, ...]:
+    """Return the recipes of a task's preference losses."""
+    return tuple(f"recipe={name}" for name, kind in PREFERENCE_KINDS.items() if kind.task == task and kind.has_recipe)
+
+
+def balance_notes(weights: Mapping[str, float], rows: Mapping[str, int]) -> Iterator[str]:
+    """A note where one label outweighs the other; `weights` by the key that sets them, `rows` by label."""
+    (wanted, desirable), (unwanted, undesirable) = zip(("true", "false"), weights.values(), strict=True)
+    total, against = rows.get(wanted, 0) * desirable, rows.get(unwanted, 0) * undesirable
+    if not total or not against or 1 <= total / against <= _MOST_WEIGHT_OF_WANTED:
+        return
+    up, down = weights
+    key, value = (up, against / rows[wanted]) if total < against else (down, total / rows[unwanted])
+    yield (
+        f"{rows[wanted]:,} wanted and {rows[unwanted]:,} unwanted answers: together the wanted ones weigh "
+        f"{total / against:.2f} times as much as the others, and KTO's paper advises 1 to 1.33. {key}={value:.3g} "
+        "makes it 1"
+    )
+
+
+# ---- row formats
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """Fields of `dataset.columns` that every row `needs`, those that it `may` have as well, and what is trained."""
+
+    needs: tuple[str, ...]
+    may: tuple[str, ...] = ()
+    content: Literal["chat", "answer", "text", "labels", "tags"] = "chat"  # chats are rendered by a chat template
+    train_on: tuple[str, ...] = ("auto", "assistant", "last", "all")  # what `dataset.train_on` can mean
+    overflow: Literal["drop", "split", "truncate"] = "drop"  # what `auto` does with longer samples
+    message: tuple[str, ...] = ()  # keys of the messages that its columns list: the role, and what one may hold
+    pairs: bool = False  # of a wanted and an unwanted answer
+    learnt_by: tuple[str, ...] = ()  # recipes, where only those with a loss over answers learn from it
+    any_column: bool = False  # recognised whatever its column is called
+
+    @property
+    def holds(self) -> str:
+        """What its columns hold, in words."""
+        if self.message:
+            return f"lists of objects with {self.message[0]} and {self.message[1]}"
+        return {"labels": "text and its label", "tags": "lists of words and of their tags"}.get(self.content, "text")
+
+
+_OF_ANSWERS = ("tools", "system", "chat_template_kwargs")
+_OF_CHATS = (*_OF_ANSWERS, "reasoning")
+_MESSAGE = ("role", "content", "tool_calls", "function_call")
+_PAIR = ("auto", "completion")
+_COMPLETION = ("auto", "completion", "assistant", "last", "all")
+_BY_PAIRS, _BY_LABELS = recipes_of("preference"), recipes_of("preference_label")
+
+ROW_FORMATS: Mapping[str, RowFormat] = {
+    "messages": RowFormat(("messages",), _OF_CHATS, message=_MESSAGE, any_column=True),
+    "sharegpt": RowFormat(("conversations",), _OF_CHATS, message=("from", "value"), any_column=True),
+    "instruction": RowFormat(("instruction", "output"), ("input", "history", *_OF_CHATS)),
+    "question_answer": RowFormat(("question", "answer"), _OF_CHATS),
+    "prompt_completion": RowFormat(("prompt", "completion"), content="answer", train_on=("auto", "completion", "all")),
+    "chat_completion": RowFormat(("prompt", "completion"), _OF_CHATS, train_on=_COMPLETION, message=_MESSAGE),
+    "text": RowFormat(("text",), content="text", train_on=("auto", "all"), overflow="split"),
+    "labelled_text": RowFormat(("text", "label"), content="labels", train_on=("auto",), overflow="truncate"),
+    "text_pair": RowFormat(
+        ("sentence1", "sentence2", "label"), content="labels", train_on=("auto",), overflow="truncate"
+    ),
+    "tagged_words": RowFormat(("tokens", "tags"), content="tags", train_on=("auto",), overflow="truncate"),
+    "preference": RowFormat(
+        ("chosen", "rejected"),
+        ("prompt", *_OF_ANSWERS),
+        train_on=_PAIR,
+        message=_MESSAGE,
+        pairs=True,
+        learnt_by=_BY_PAIRS,
+    ),
+    "preference_text": RowFormat(
+        ("chosen", "rejected"), ("prompt",), content="answer", train_on=_PAIR, pairs=True, learnt_by=_BY_PAIRS
+    ),
+    "preference_label": RowFormat(
+        ("completion", "label"), ("prompt", *_OF_ANSWERS), train_on=_PAIR, message=_MESSAGE, learnt_by=_BY_LABELS
+    ),
+    "preference_label_text": RowFormat(
+        ("completion", "label"), ("prompt",), content="answer", train_on=_PAIR, learnt_by=_BY_LABELS
+    ),
+}
+CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")
+PREFERENCE_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.learnt_by)
+# of texts: the format that writes the same answers through a chat template
+CHAT_OF = {"preference_text": "preference", "preference_label_text": "preference_label"}
+LABELLED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
+TAGGED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "tags")
+WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels", "tags"))
+
+
+def fields_of(fmt: str) -> tuple[str, ...]:
+    """Return the fields of `dataset.columns` that a format reads."""
+    return (*ROW_FORMATS[fmt].needs, *ROW_FORMATS[fmt].may)
+
+
+# ---- problems
+
+
+THRESHOLD = 0.5  # a label of several is given where it is at least so likely
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """How the outputs of a model with one head for each label are read."""
+
+    problem_type: str  # of config.json
+    values: str  # what `app.generate` writes of each output, for its files
+    answer: Callable[[Mapping[str, float]], Any]  # from the value of each output
+    least_labels: int  # that a model must have
+    named: bool = True  # whether outputs are classes by their names, which may have weights
+
+
+def text_of(answer: Any) -> str:
+    """An answer for people."""
+    if isinstance(answer, Mapping):
+        return ", ".join(f"{name} {value:.4g}" for name, value in answer.items())
+    if isinstance(answer, list):
+        return ", ".join(answer) or "none"
+    return answer if isinstance(answer, str) else f"{answer:.4g}"
+
+
+def _likeliest(values: Mapping[str, float]) -> str:
+    return max(values, key=lambda name: values[name])
+
+
+def _likely(values: Mapping[str, float]) -> list[str]:
+    return [name for name, value in values.items() if value >= THRESHOLD]
+
+
+def _numbers(values: Mapping[str, float]) -> float | dict[str, float]:
+    return dict(values) if len(values) > 1 else next(iter(values.values()))
+
+
+PROBLEMS: dict[str, Problem] = {
+    "single": Problem("single_label_classification", "probabilities", _likeliest, 2),
+    "multi": Problem("multi_label_classification", "probabilities", _likely, 1),
+    "regression": Problem("regression", "values", _numbers, 1, named=False),
+}
+
+
+# ---- metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number of an evaluation."""
+
+    name: str  # in metrics.jsonl and result.json
+    label: str
+    format: str  # of Python's format()
+    better: Literal["lower", "higher"]
+    meaning: str
+    logged: bool = True  # in each evaluation of a run; the others when a finished run is scored
+    told: bool = False  # at the end of a run; all shares are
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it lies between 0 and 1."""
+        return self.format.endswith("%")
+
+    @property
+    def may_lack(self) -> bool:
+        """Whether there may be nothing to take it of: no answers, or numbers that are all alike."""
+        return self.is_share or self.told
+
+    def cost(self, value: float) -> float:
+        """The value as a number of which less is better; the cost of a cost is the value."""
+        return value if self.better == "lower" else -value
+
+    def text(self, value: float) -> str:
+        """The number for people."""
+        return f"{value:{self.format}}"
+
+
+_ALL = (
+    Metric("eval_loss", "loss", ".4f", "lower", "mean over trained tokens, or over answers or pairs of them"),
+    Metric("perplexity", "perplexity", ".4g", "lower", "exp of the loss", logged=False),
+    Metric("token_accuracy", "token accuracy", ".2%", "higher", "share of the trained tokens", logged=False),
+    Metric("exact_match", "exact match", ".2%", "higher", "share of the held-out answers"),
+    Metric("accuracy", "accuracy", ".2%", "higher", "share of the held-out answers, or of their words"),
+    Metric("pair_accuracy", "pair accuracy", ".2%", "higher", "share of the pairs whose wanted answer is preferred"),
+    Metric("reward_margin", "reward margin", ".3f", "higher", "reward of the wanted answer less that of the other"),
+    Metric("chosen_reward", "reward of wanted answers", ".3f", "higher", "mean of the answers"),
+    Metric("rejected_reward", "reward of unwanted answers", ".3f", "lower", "mean of the answers"),
+    Metric("chosen_log_probability", "wanted answers", ".3f", "higher", "mean log-probability of a token"),
+    Metric("rejected_log_probability", "unwanted answers", ".3f", "lower", "mean log-probability of a token"),
+    Metric("macro_f1", "macro F1", ".2%", "higher", "mean of the labels"),
+    Metric("micro_f1", "micro F1", ".2%", "higher", "of all labels of all rows together"),
+    Metric("entity_f1", "entity F1", ".2%", "higher", "of all entities of tagged words, by seqeval's rule"),
+    Metric("mae", "mean absolute error", ".4g", "lower", "mean over the numbers of the held-out rows", told=True),
+    Metric("pearson", "Pearson", ".4f", "higher", "correlation of true and predicted numbers", told=True),
+    Metric("spearman", "Spearman", ".4f", "higher", "correlation of their ranks", told=True),
+)
+
+
+def cost_of(objective: float, name: str | None) -> float:
+    """An objective as a number of which less is better; without a name it is a loss."""
+    return objective if name is None else METRICS[name].cost(objective)
+
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+LOGGED = tuple(metric.name for metric in _ALL if metric.logged)
+TOLD = tuple(metric for metric in _ALL if metric.logged and metric.may_lack)
+
+
+# ---- quantizations
+
+
+class QuantizationKind(NamedTuple):
+    """One kind; what it does to a model is `model.quantization`."""
+
+    tuning: str  # on such a base, around the name of the adapter
+    smaller: tuple[str, str]  # a change of the command line that saves memory, and how
+    rounds_to: str = ""  # where an adapter makes up for the rounding
+    needs_fp8: bool = False  # of a GPU
+    trains: bool = False  # weights are rounded as they are used, and trained; else they are stored so, and frozen
+    # weights for each byte of scales, with them plain and with them quantised too: those are unpacked at each use
+    weights_per_scale_byte: tuple[float, float] = (0.0, 0.0)
+
+
+_FOUR_BITS = QuantizationKind(
+    "Q{}",
+    ("quantization.double_quant=true", "the scales of the 4-bit weights have 8 bits"),
+    rounds_to="four bits",
+    weights_per_scale_byte=(16.0, 63.0),  # one scale per 64 weights, of 32 bits or of 8
+)
+QUANTIZATION_KINDS = {
+    "none": QuantizationKind("{}", ("recipe=qlora", "the frozen base has 4 bits a weight, unpacked at each use")),
+    "nf4": _FOUR_BITS,
+    "fp4": _FOUR_BITS,
+    "int8": QuantizationKind("{} on an int8 base", ("quantization=nf4", "4 bits a weight in place of 8")),
+    "fp8": QuantizationKind(
+        "{} on an fp8 base",
+        ("quantization=nf4", "4 bits a weight in place of two times 8, unpacked at each use"),
+        needs_fp8=True,
+    ),
+    "qat": QuantizationKind(
+        "{}, quantisation-aware", ("quantization=none", "weights are not rounded in the forward pass"), trains=True
+    ),
+}
+
+
+# ---- model kinds
+
+
+# from the best to none: documents in one row; a row each; a row each, through the model's own attention
+TIERS = PACKED, PADDED, OWN, REFUSED = "packed", "padded", "own", "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """How models of a kind are trained, and why not in a better way."""
+
+    name: str
+    reason: str = ""
+    layers: tuple[str, ...] = ()  # types of layers of the tiny model, beside those that any kind may have
+    compared: bool = True  # whether numbers were compared; else a reason alone, which each model is asked for anew
+    text_of: str | None = None  # of a kind that reads more than text: that of its text part, which is trained
+    uncalled: tuple[str, ...] = ()  # modules whose linear layers training does not call, with * for numbers
+
+    @property
+    def accepted(self) -> bool:
+        return self.name != REFUSED
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKinds:
+    """The table by task, then by model_type."""
+
+    transformers: str  # the version that its models were built with
+    tasks: dict[str, dict[str, Tier]]
+
+    def facts(self, task: str) -> dict[str, Any]:
+        """As they stand in check.json: `total` and `accepted` are of one task."""
+        counted = {name: _counts(tiers.values()) for name, tiers in self.tasks.items()}
+        return {
+            "transformers": self.transformers,
+            "total": counted[task]["total"],
+            "accepted": counted[task]["accepted"],
+            "kinds": [
+                {"kind": kind, "task": name, "tier": tier.name, "reason": tier.reason, "text_of": tier.text_of}
+                for name, tiers in self.tasks.items()
+                for kind, tier in tiers.items()
+            ],
+            "by_task": counted,
+        }
+
+
+def _counts(tiers: Collection[Tier]) -> dict[str, int]:
+    by_name = {name: sum(tier.name == name for tier in tiers) for name in TIERS}
+    return {"total": len(tiers), "accepted": sum(tier.accepted for tier in tiers), **by_name}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def without_numbers(name: str) -> str:
+    """Return the name of a module with * for the numbers of repeated layers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def uncalled_modules(kind: str) -> tuple[str, ...]:
+    """Return the modules whose linear layers models of a kind do not call in training, with * for numbers."""
+    return tuple(name for kinds in model_kinds().tasks.values() if kind in kinds for name in kinds[kind].uncalled)
+
+
+@cache
+def model_kinds() -> ModelKinds:
+    """The table that ships."""
+    content = json.loads((ROOT / "model_kinds.json").read_text("utf-8"))
+    tasks = {
+        task: {kind: Tier(**{key: _frozen(value) for key, value in entry.items()}) for kind, entry in kinds.items()}
+        for task, kinds in content["tasks"].items()
+    }
+    return ModelKinds(content["transformers"], tasks)
