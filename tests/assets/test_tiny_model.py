@@ -1,4 +1,4 @@
-"""The small model, which knows its world and answers no question about it; its tokenizer, which loses nothing."""
+"""The small model, its tokenizer, and the sample data."""
 
 import json
 from typing import Any
@@ -60,3 +60,21 @@ def test_tiny_model_config_equals_yaml() -> None:
     """`model.weights=random` builds from the YAML what config.json says of the weights that ship."""
     numbers = json.loads((ROOT / "tiny" / "config.json").read_text(encoding="utf-8"))
     assert compose_run([]).model.architecture.items() <= numbers.items()
+
+
+def shipped(name: str) -> list[list[dict[str, Any]]]:
+    lines = (ROOT / "sample" / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["messages"] for line in lines]
+
+
+def first_questions(name: str) -> set[str]:
+    return {next(m["content"] for m in messages if m["role"] == "user") for messages in shipped(name)}
+
+
+def test_assets_stay_small() -> None:
+    assert sum(path.stat().st_size for path in ROOT.rglob("*") if path.is_file()) < 6_000_000
+    assert (ROOT / "sample" / "train.jsonl").stat().st_size < 1_200_000
+
+
+def test_eval_questions_are_not_in_training() -> None:
+    assert not first_questions("train.jsonl") & first_questions("eval.jsonl")

@@ -1,11 +1,14 @@
-"""Changes that later commands may make to a finished run, and the rows of an evaluation."""
+"""Finished runs: changes that later commands may make, received run.yaml files, and `from=RUN`."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from app.config.commands import GENERATE, check_config
+from app.config.conf_files import to_yaml
 from app.config.dataset import has_held_out_rows
 from app.config.finished_run import (
     EVALUATE,
@@ -18,11 +21,13 @@ from app.config.finished_run import (
     reproduce_config,
     with_recorded_choices,
 )
-from app.config.load import read_run
+from app.config.load import compose_run, read_run
+from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
 from app.config.validate import field_types
 from app.errors import AppError, CheckpointError, ConfigError
 from app.files import write_json
+from app.sweeps.sweep import plan_sweep
 from tests.config.small import data_with, run_with
 
 
@@ -275,3 +280,194 @@ def test_read_run_of_an_earlier_version() -> None:
     assert run.dataset.columns.chat_template_kwargs is None
     assert (run.model.template_options, run.dataset.leave_out, run.varied_from) == ({}, [], None)
     assert run.eval.at_start is False
+
+
+TYPED = "model.trust_remote_code=true"
+
+
+READERS: dict[str, Any] = {
+    "from": lambda run, *more: compose_run([f"varied_from={run}", *more]),
+    "evaluate": lambda run, *more: evaluate_config([f"run={run}", *more]),
+    "export": lambda run, *more: export_config([f"run={run}", "to=x", "kind=adapter", *more]),
+    "reproduce": lambda run, *more: reproduce_config([f"run={run}", *more]),
+}
+
+
+def received(folder: Path, **changes: Any) -> Path:
+    (folder / "final").mkdir(parents=True)
+    data = data_with({"model.suggest.length": 100, **{key.replace("__", "."): each for key, each in changes.items()}})
+    (folder / "run.yaml").write_text(to_yaml(data))
+    return folder
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_received_run_trusts_code_only_where_typed(tmp_path: Path, command: str) -> None:
+    run = received(tmp_path / "run", model__trust_remote_code=True, cache_dir=str(tmp_path / "kernels"))
+    assert read_run(run / "run.yaml").model.trust_remote_code  # for the processes of a launch
+    config = READERS[command](str(run))
+    assert not config.model.trust_remote_code
+    assert config.cache_dir == compose_run([]).cache_dir
+    typed = READERS[command](str(run), TYPED, "cache_dir=mine")
+    assert (typed.model.trust_remote_code, typed.cache_dir) == (True, "mine")
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_received_run_starts_processes_only_where_typed(tmp_path: Path, command: str) -> None:
+    run = received(tmp_path / "run", launch__num_processes=3)
+    if command in ("from", "reproduce"):  # the number decides the tokens of a step
+        with pytest.raises(ConfigError, match=r"launch.num_processes=3 of the run .* Type launch.num_processes=3"):
+            READERS[command](str(run))
+        assert READERS[command](str(run), "launch.num_processes=2").launch.num_processes == 2
+    else:
+        assert READERS[command](str(run)).launch.num_processes == 1
+
+
+def test_received_run_resumed_in_its_folder_keeps_its_processes(tmp_path: Path) -> None:
+    run = received(tmp_path / "run", launch__num_processes=3, launch__threads=5, model__trust_remote_code=True)
+    resumed = READERS["from"](str(run), f"output_dir={run}", "resume=auto")
+    assert (resumed.launch.num_processes, resumed.launch.threads) == (3, 5)
+    assert not resumed.model.trust_remote_code
+    with pytest.raises(ConfigError, match=r"launch\.num_processes=3"):
+        READERS["from"](str(run), "output_dir=elsewhere", "resume=auto")
+
+
+def test_generate_learns_to_trust_code() -> None:
+    assert not GENERATE.parse(["run=r"]).trust_remote_code
+    assert GENERATE.parse(["run=r", TYPED]).trust_remote_code
+
+
+NAMES = ["${seed}", "${oc.env:HOME}", "\\${seed}", "\\\\${seed}", "${", "$${a}", "???", "\\", "a\\${b}c\\"]
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_received_run_has_references_as_text(tmp_path: Path, command: str) -> None:
+    run = received(tmp_path / "run", model__licence_page="https://x/${oc.env:HOME}", adapter__targets=NAMES)
+    config: RunConfig = READERS[command](str(run))
+    assert config.model.licence_page == "https://x/${oc.env:HOME}"
+    assert config.adapter.targets == NAMES
+    (run / "run.yaml").write_text(to_yaml(asdict(as_run(config))))
+    assert read_run(run / "run.yaml").adapter.targets == NAMES
+    typed: RunConfig = compose_run([f"varied_from={run}", "model.licence_page=https://x/${seed}"])
+    assert typed.model.licence_page == "https://x/0"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("k0: &k0 [x]\n" + "".join(f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 9)}]\n" for i in range(1, 9)), "alias"),
+        ("&a [*a]", "alias"),
+        ("seed: " + "[" * 5_000, "nested too deep"),
+        ("seed: " + "{a: " * 5_000, "nested too deep"),
+        ("# " + "x" * (2 << 20), "larger than 1 MB"),
+        ("seed: " + "9" * 5_000, "cannot be read"),
+        ("seed: !!python/object/apply:os.mkdir [made]", "constructor"),
+        ("seed: !!timestamp 9999-99-99", "cannot be read"),
+        ("? {a: 1}\n: 2", "unhashable"),
+        ("seed: 1\nseed: 2", "duplicate"),
+        ("seed: \x00", "special characters"),
+        ("1: 2\nseed: {}", "is not a key"),
+    ],
+)  # fmt: skip
+def test_hostile_run_yaml_is_told(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=f"cannot be read as the configuration of a run: .*{said}|^.*{said}"):
+        read_run(file)
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path) -> Path:
+    """A folder with the run.yaml of a run that was stopped, continued and tracked."""
+    words = ["recipe=full", "optimizer.lr=3e-3", "model.suggest.length=100", "seed=7", "resume=auto"]
+    words += ["tracker=wandb", "tracker.name=a"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    data = asdict(compose_run([*words, f"output_dir={folder}", "training.stop_after=5"]))
+    (folder / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(data)))
+    return folder
+
+
+def varied(*arguments: str) -> RunConfig:
+    return compose_run(split_arguments(arguments)[0])
+
+
+def varied_refusals(*arguments: str) -> list[str]:
+    with pytest.raises(AppError) as refusal:
+        varied(*arguments)
+    return list(refusal.value.problems)
+
+
+def test_varied_run_has_settings_of_its_start_and_own_folder(stopped_run: Path) -> None:
+    config = varied(f"from={stopped_run}", "training.epochs=3")
+    assert (config.seed, config.adapter.kind, config.optimizer.lr, config.training.epochs) == (7, "none", 3e-3, 3.0)
+    assert config.varied_from == str(stopped_run)
+    assert config.output_dir.startswith("runs/20")
+    assert (config.resume, config.training.stop_after, config.tracker.name) == (None, None, None)
+    assert varied(f"from={stopped_run}", "output_dir=b", "resume=auto").resume == "auto"
+    assert check_config([f"from={stopped_run}", "batching.accumulation=2"]).run.seed == 7
+
+
+def test_varied_run_group_replaces_section(stopped_run: Path) -> None:
+    config = varied(f"from={stopped_run}", "dataset=text", "dataset.path=book.txt", "optimizer=sgd")
+    assert (config.dataset.path, config.dataset.format, config.dataset.max_length) == ("book.txt", "text", 100)
+    of_hub = varied(f"from={stopped_run}", "dataset=tatsu-lab/alpaca").dataset
+    assert (of_hub.path, of_hub.format) == ("tatsu-lab/alpaca", "auto")
+    assert (config.optimizer.kind, config.optimizer.lr) == ("sgd", 3e-3)
+    assert varied(f"from={stopped_run}", "optimizer=sgd", "optimizer.lr=1").optimizer.lr == 1
+
+
+def test_varied_run_typed_warm_up_replaces_the_other(stopped_run: Path) -> None:
+    def warmup(*words: str) -> tuple[int | None, float | None]:
+        schedule = varied(f"from={stopped_run}", *words).schedule
+        return schedule.warmup_steps, schedule.warmup_fraction
+
+    assert warmup() == (None, 0.03)
+    assert warmup("schedule=linear", "schedule.warmup_steps=9") == (9, None)
+    data = (stopped_run / "run.yaml").read_text()
+    (stopped_run / "run.yaml").write_text(
+        data.replace("warmup_fraction: 0.03", "warmup_fraction: null").replace("warmup_steps: null", "warmup_steps: 9")
+    )
+    assert warmup() == warmup("schedule.final_fraction=0.2") == (9, None)
+    assert warmup("schedule.warmup_fraction=0.1") == (None, 0.1)
+    assert warmup("schedule=linear") == (None, 0.03)
+    assert len(varied_refusals(f"from={stopped_run}", "schedule.warmup_fraction=0.1", "schedule.warmup_steps=5")) == 1
+
+
+def test_varied_run_typed_eval_rows_replace_the_others(stopped_run: Path) -> None:
+    def held_out(*words: str) -> tuple[str | None, float]:
+        dataset = varied(f"from={stopped_run}", *words).dataset
+        return dataset.eval_path, dataset.eval_fraction
+
+    assert held_out() == ("asset:sample/eval.jsonl", 0.0)
+    assert held_out("dataset.eval_fraction=0.1") == (None, 0.1)
+    assert held_out("dataset=text", "dataset.path=a.txt", "dataset.eval_path=b.txt") == ("b.txt", 0.0)
+    both = ("dataset.eval_fraction=0.1", "dataset.eval_path=b.txt")
+    assert "both choose the held-out rows" in varied_refusals(f"from={stopped_run}", *both)[0]
+
+
+def test_varied_run_can_be_swept(stopped_run: Path) -> None:
+    runs = plan_sweep(["-m", f"from={stopped_run}", "optimizer.lr=1e-3,1e-4"], lambda _run: None).runs
+    assert [(each.optimizer.lr, each.seed) for each in runs] == [(1e-3, 7), (1e-4, 7)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("recipe=qlora", "recipe=qlora: rates and sizes that follow from it would stay as from="),
+        (
+            "model=llama",
+            "Give the keys that change, or the command of that run (in its manifest.json) with model=llama",
+        ),
+        ("optimizer.lrr=1", "optimizer.lrr is not a key. Did you mean optimizer.lr?"),
+        ("adapter.r=x", "adapter.r=x: expected a whole number."),
+        ("adapter.r=8", "adapter.r=8: adapter=none does not read it, so it changes nothing."),
+        ("batching.tokens=64", "is more than a bin holds"),
+        ("from=~0", "from=~0: there is no user 0. Write the whole path, or ./~0."),
+        ("from=null", "from=null: there is no run.yaml in it."),
+        ("from=nowhere", "from=nowhere: there is no run.yaml in it. Give the output_dir of a run."),
+        ("hydra.mode=RUN", "hydra.mode is not a key."),
+    ],
+)
+def test_varied_run_invalid_refused(stopped_run: Path, given: str, message: str) -> None:
+    (problem,) = varied_refusals(f"from={stopped_run}", given)
+    assert message in problem

@@ -88,7 +88,7 @@ def test_setting_of_other_program_told_with_ours(line: str, message: str) -> Non
 def test_setting_here_exists(here: str) -> None:
     for word in here.split(" "):
         key, _, value = word.partition("=")
-        if word == "from=FILE.yaml":  # tests/config/test_settings_file.py
+        if word == "from=FILE.yaml":  # tests/config/test_overrides.py
             continue
         if key in choices_by_group():
             assert value in ("", "NAME", *choices_by_group()[key]), word

@@ -1,16 +1,27 @@
-"""Validation of plain data: types, limits, names, all problems at once."""
+"""Validation of plain data, and keys that are accepted only on the command line."""
 
-from dataclasses import asdict
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from app.config.commands import check_config
 from app.config.load import compose_run, read_run
+from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
-from app.config.validate import parse_section
-from app.errors import CheckpointError, ConfigError
+from app.config.validate import SECTIONS, STARTS_PROCESSES, leaf_keys, parse_section, typed_only
+from app.errors import AppError, CheckpointError, ConfigError
+from app.sweeps.sweep import plan_sweep
+from app.web.runs import Runs
+from scripts.make_keys import meanings
+from tests.choices import pairwise, taking_turns
 from tests.config.small import data_with, problems_in, run_with
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -110,3 +121,144 @@ def test_run_yaml_malformed_refused(text: str | None, tmp_path: Path) -> None:
         file.write_text(text)
     with pytest.raises(CheckpointError, match=r"run\.yaml cannot be read as the configuration of a run: "):
         read_run(file)
+
+
+TYPED_ONLY = {
+    "model.trust_remote_code": True,
+    "cache_dir": "/tmp/kernels",
+    "launch.num_processes": 3,
+    "launch.threads": 3,
+}
+HYDRA = {
+    "hydra.callbacks.x._target_": "pandas.read_pickle",
+    "hydra.launcher": "basic",
+    "hydra": "x",
+    "hydra.job.chdir": True,
+}
+PREFIXES = ("", "+", "++", "~", " ", "$", "/", ".", "-", "'", "{")
+SUFFIXES = ("", "@x", "@_global_", "@hydra", " ", "/x", "=1,seed", "]", ":", "\u200b")
+SEPARATORS = (".", "/", "..", " . ", "@", ":", "[")
+ABOUT_CODE = re.compile(r"\b(python|code|modules?|commands?|URLs?|uploads?|compiled kernels|processes on this)\b", re.I)
+
+
+def spellings(key: str) -> Iterator[str]:
+    for before, behind, between in pairwise(PREFIXES, SUFFIXES, SEPARATORS):
+        yield f"{before}{key.replace('.', between)}{behind}"
+
+
+def test_typed_only_keys_are_those_with_the_mark() -> None:
+    assert {key for key in leaf_keys(RunConfig) if typed_only(RunConfig, key)} == {*TYPED_ONLY}
+    assert not typed_only(RunConfig, "model.path")
+    assert not typed_only(RunConfig, "no.such")
+
+
+def documented(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every key of a schema with its documentation."""
+    documentation = meanings(section)
+    for each in fields(section):
+        if is_dataclass(each.type):
+            yield from documented(each.type, f"{prefix}{each.name}.")
+        else:
+            yield f"{prefix}{each.name}", documentation[each.name]
+        if SECTIONS in each.metadata:
+            yield from documented(each.metadata[SECTIONS], f"{prefix}{each.name}.NAME.")
+
+
+def test_typed_only_marks_each_key_documented_as_code_command_or_address() -> None:
+    unmarked = [
+        key for key, text in documented(RunConfig) if ABOUT_CODE.search(text) and not typed_only(RunConfig, key)
+    ]
+    assert not unmarked, "mark the field with TYPED_ONLY, or name what it does in other words"
+    assert sum(bool(ABOUT_CODE.search(text)) for _, text in documented(RunConfig)) >= 3
+
+
+@pytest.mark.parametrize(("key", "value"), [*TYPED_ONLY.items(), *HYDRA.items()])
+def test_settings_file_typed_only_key_refused_in_any_spelling(tmp_path: Path, key: str, value: Any) -> None:
+    file = tmp_path / "sent.yaml"
+    accepted = []
+    for spelling in spellings(key):
+        file.write_text(json.dumps({spelling: value}))
+        try:
+            compose_run(split_arguments([f"from={file}"])[0])
+        except AppError:
+            continue
+        accepted.append(spelling)
+    assert not accepted
+
+
+@pytest.mark.parametrize("key", TYPED_ONLY)
+def test_settings_file_of_a_sweep_does_not_vary_typed_only_key(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "sent.yaml"
+    file.write_text(json.dumps({"sweep": "lr", f"sweep.space.{key}": [TYPED_ONLY[key]]}))
+    with pytest.raises(AppError, match=re.escape(f"sweep.space.{key} in {file}")):
+        plan_sweep(["-m", f"from={file}"], lambda _run: None)
+
+
+@given(st.data())
+def test_settings_file_random_spelling_decides_nothing(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """What is accepted in a file leaves the keys as conf/ has them."""
+    key = data.draw(st.sampled_from(sorted(TYPED_ONLY)))
+    parts = [data.draw(st.text("+~@/.[]{}$=:,' _", max_size=2)) for _ in range(3)]
+    section, _, leaf = key.rpartition(".")
+    spelling = f"{parts[0]}{section}{parts[1] or '.' * bool(section)}{leaf}{parts[2]}"
+    settings: dict[str, Any] = {spelling: TYPED_ONLY[key]}
+    if section and data.draw(st.booleans()):
+        settings = {f"{parts[0]}{section}": {f"{parts[1]}{leaf}{parts[2]}": TYPED_ONLY[key]}}
+    file = tmp_path_factory.mktemp("sent") / "sent.yaml"
+    file.write_text(json.dumps(settings))
+    try:
+        run = compose_run(split_arguments([f"from={file}"])[0])
+    except AppError:
+        return
+    usual = compose_run([])
+    assert (run.launch, run.cache_dir, run.model) == (usual.launch, usual.cache_dir, usual.model)
+
+
+@pytest.mark.parametrize("key", TYPED_ONLY)
+def test_settings_file_typed_only_key_accepted_where_typed(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "sent.yaml"
+    file.write_text(json.dumps({key: TYPED_ONLY[key]}))
+    typed = f"{key}={str(TYPED_ONLY[key]).lower()}"
+    readers: dict[str, Any] = {
+        "train": lambda *words: split_arguments([f"from={file}", *words])[0],
+        "sweep": lambda *words: plan_sweep(["-m", f"from={file}", "seed=1,2", *words], lambda _run: None),
+        "check": lambda *words: check_config(["data", f"from={file}", *words]),
+        "board": lambda *words: Runs(tmp_path).check([f"from={file}", *words], "train", "new"),
+    }
+    for name, read in readers.items():
+        with pytest.raises(
+            AppError, match=re.escape(f"{key} in {file} is not accepted") + f".*type {re.escape(typed)}"
+        ):
+            read()
+        if name != "board":
+            read(typed)
+    file.write_text(json.dumps({key: None, "model.trust_remote_code": False}))
+    assert not compose_run(["seed=1"]).model.trust_remote_code
+
+
+IN_FORMS = [
+    ("hydra.job.chdir=true", "hydra.job.chdir is not a key."),
+    ("++hydra.job.chdir=true", "hydra.job.chdir in the form: "),
+    ("hydra/launcher=basic", "hydra/launcher in the form: "),
+    ("++seed=1", "seed in the form: not the name of a setting"),
+    ("model@x=tiny", "model@x in the form: not the name of a setting"),
+    ("model.trust_remote_code=true", "model.trust_remote_code in the form is not accepted, because it decides"),
+    ("model={trust_remote_code: true}", "model.trust_remote_code in the form is not accepted, because it decides"),
+    ("cache_dir=/tmp/x", "cache_dir in the form is not accepted, because it decides"),
+    ("--cfg=job", "--cfg job"),
+    ("--info", "--info"),
+]
+
+
+@pytest.mark.parametrize(("given", "what"), taking_turns(IN_FORMS, ("train", "data")))
+def test_form_of_the_board_refuses(tmp_path: Path, given: tuple[str, str], what: str) -> None:
+    word, message = given
+    with pytest.raises(AppError) as refused:
+        Runs(tmp_path).check([word], what, "new")
+    assert message in str(refused.value)
+
+
+def test_form_of_the_board_takes_settings_and_starts_processes(tmp_path: Path) -> None:
+    words = ["recipe=lora", "launch.num_processes=2", "model.trust_remote_code=false", "eval.every=5"]
+    Runs(tmp_path).check([*words, "training.max_steps=5"], "train", "new")
+    assert typed_only(RunConfig, "launch.num_processes") == STARTS_PROCESSES

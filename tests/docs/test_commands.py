@@ -1,7 +1,4 @@
-"""The words of commands that README and docs show and no test can type are read as the program reads them.
-
-The full tier types the others (tests/full/docs/test_commands.py) and composes all ladders.
-"""
+"""Commands in README and docs: found where they are, marked correctly, and parsed by the program."""
 
 import re
 import shlex
@@ -22,7 +19,66 @@ from app.config.schema import RunConfig
 from app.errors import AppError
 from app.sweeps.sweep import plan_sweep
 from tests.conftest import REPO
-from tests.docs.blocks import Command, commands_of, documents
+from tests.docs.blocks import Command, commands_in, commands_of, documents
+
+TEXT = """# Title
+
+Some `code`, and a list:
+
+- an entry
+
+      that is no block of its own
+
+<!-- needs network: model=llama, git clone -->
+
+    git clone here && cd it
+    python -m app.train recipe=full   # a remark
+
+    python -m app.train \\
+      model=llama seed=1
+    # only a remark
+
+Text.
+
+    from peft import PeftModel
+    x = 1
+
+<!-- needs gpu -->
+
+```bash
+torchrun -m app.train
+```
+
+<!-- not a command -->
+
+    a + b
+
+```
+printed, not typed
+```
+
+```
+$ python -m app.train seed=x
+error: seed
+  two lines
+$ python -m app.train -m seed=1,2
+some lines
+$ echo $?
+3
+```
+"""
+
+
+def test_commands_are_found_with_their_place_needs_and_what_is_printed() -> None:
+    assert commands_in(TEXT, "x.md") == [
+        Command("x.md:11", "git clone here && cd it", "network"),
+        Command("x.md:12", "python -m app.train recipe=full   # a remark"),
+        Command("x.md:14", "python -m app.train   model=llama seed=1", "network"),
+        Command("x.md:26", "torchrun -m app.train", "gpu"),
+        Command("x.md:38", "python -m app.train seed=x", None, 2, "error: seed\n  two lines"),
+        Command("x.md:41", "python -m app.train -m seed=1,2", None, 3, "some lines"),
+    ]
+
 
 TRAINS = re.compile(r"(.*/)?scripts/train|scripts/cluster/\w+\.sh|app\.train|app-finetune")
 OTHERS: dict[str, Callable[[Sequence[str]], Any]] = {

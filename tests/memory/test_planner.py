@@ -1,19 +1,46 @@
-"""Values of `auto`: fewest recomputed layers that fit, fastest bins, ddp or fsdp."""
+"""Values of `auto`, suggestions that save memory, and predicted against measured memory."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.batch import Batch
 from app.config.load import compose_run
-from app.memory.estimate import Estimate, Verdict, check_fit, planned_choices
-from app.memory.planner import Planned, Planner, best_budget, describe_bins, fastest_bins, fewest_recomputed
+from app.config.schema import RunConfig
+from app.distributed.launch import World
+from app.distributed.process_group import HostGroup, Runtime
+from app.memory.estimate import Estimate, Verdict, check_fit, planned_choices, seconds_per_token
+from app.memory.planner import (
+    LEARNING,
+    NUMBERS,
+    SPEED,
+    Candidate,
+    LocalPlanner,
+    Planned,
+    Planner,
+    Suggestion,
+    Suggestions,
+    best_budget,
+    candidates,
+    describe_bins,
+    fastest_bins,
+    fewest_recomputed,
+)
 from app.memory.trace import Shape, worst_case
-from app.training.auto_settings import bin_sizes, step_tokens
-from tests.memory.facts import GPU, plan
-from tests.memory.truth import small_run
+from app.model.build import build_training_model, choose_loss_head
+from app.tasks.table import loss_of
+from app.training.auto_settings import Choices, bin_sizes, sections_of, step_tokens
+from app.training.memory import Forecast, Measured, Predicted
+from app.training.setup import stepper_of
+from app.training.train_step import Stepper
+from tests.memory.facts import GPU, MIB, plan
+from tests.memory.truth import PACKED, batch_of, small_run
 
 LAYERS = 3
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
@@ -196,3 +223,262 @@ def test_presets_have_equal_tokens_per_step() -> None:
     assert tokens == [16384, 16384]
     assert small.adapter == large.adapter
     assert small.optimizer == large.optimizer
+
+
+def run_of(words: Sequence[str], chosen: Sequence[Candidate]) -> RunConfig | None:
+    return Suggestions(Planner(GPU), words).run(chosen)
+
+
+def costs_of_candidates(*words: str) -> dict[str, int]:
+    return {" ".join(each.overrides): each.costs for each in candidates(compose_run(words))}
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (
+            ["model=llama"],
+            {
+                "training.offload=true": SPEED,
+                "batching.tokens=2048 batching.accumulation=2": SPEED,
+                "optimizer=paged_adamw_8bit": NUMBERS,
+                "recipe=qlora": NUMBERS,
+                "adapter.r=8": LEARNING,
+            },
+        ),
+        (
+            ["model=llama", "quantization=fp8", "training.recompute=true", "batching.tokens=2048", "adapter.r=8"],
+            {
+                "training.offload=true": SPEED,
+                "optimizer=paged_adamw_8bit": NUMBERS,
+                "quantization=nf4": NUMBERS,
+                "dataset.max_length=1024 batching.tokens=1024": LEARNING,
+            },
+        ),
+        (
+            ["model=llama", "recipe=full", "training.recompute=false", "batching.tokens=2048"],
+            {
+                "training.recompute=true": SPEED,
+                "optimizer=adamw_8bit": NUMBERS,
+                "optimizer=paged_adamw_8bit": NUMBERS,
+                "precision=bf16 precision.trained=bf16": NUMBERS,
+                "optimizer.in_backward=true training.clip=0": LEARNING,
+                "recipe=lora": LEARNING,
+                "recipe=qlora": LEARNING,
+                "dataset.max_length=1024 batching.tokens=1024": LEARNING,
+            },
+        ),
+        (
+            ["model=llama", "recipe=qlora", "batching.packing=false", "batching.rows=5", "training.recompute=7"],
+            {
+                "training.recompute=true": SPEED,
+                "batching.rows=2 batching.accumulation=3": SPEED,
+                "dataset.max_length=1024": LEARNING,
+                "adapter.r=8": LEARNING,
+            },
+        ),
+        (
+            ["model=llama", "recipe=qlora", "quantization.double_quant=false", "batching.tokens=2048",
+             "dataset.max_length=400", "adapter.r=8"],
+            {"training.offload=true": SPEED, "batching.tokens=1024 batching.accumulation=2": SPEED,
+             "quantization.double_quant=true": NUMBERS},
+        ),
+    ],
+)  # fmt: skip
+def test_candidates_all_change_the_run(words: list[str], wanted: dict[str, int]) -> None:
+    assert costs_of_candidates(*words) == wanted
+    run = compose_run(words)
+    for candidate in candidates(run):
+        other = run_of(words, [candidate])
+        assert other is not None, candidate
+        assert other != run, candidate
+
+
+def test_smaller_micro_batches_tell_whether_a_step_grows() -> None:
+    told = {
+        rows: next(each.why for each in candidates(compose_run(words)) if "batching.accumulation" in each.overrides[-1])
+        for rows in (4, 5)
+        for words in [["model=llama", "batching.packing=false", f"batching.rows={rows}"]]
+    }
+    assert "as many tokens" in told[4]
+    assert "20% more tokens" in told[5]
+
+
+def test_candidate_replaces_override_of_command_line() -> None:
+    words = ["model=llama", "recipe=full", "batching.tokens=4096", "batching.accumulation=3"]
+    chosen = [
+        Candidate(("recipe=lora",), LEARNING, ""),
+        Candidate(("batching.tokens=2048", "batching.accumulation=6"), SPEED, ""),
+    ]
+    run = run_of(words, chosen)
+    assert run is not None
+    assert (run.adapter.kind, run.batching.tokens, run.batching.accumulation) == ("lora", 2048, 6)
+    assert run_of(words, [Candidate(("adapter=none", "quantization=nf4"), SPEED, "")]) is None
+
+
+def test_seconds_per_token_add_dequantisation_to_compute() -> None:
+    run = compose_run(["model=llama", "recipe=qlora", "batching.accumulation=2"])
+    weights = 63 * 100 * MIB
+    given = plan(quantization_constants=100, flops=3e15)
+    seconds = seconds_per_token(run, given, 1000, GPU) * 1000 * 2
+    assert seconds == pytest.approx(3e15 / 1e12 + 2 * 3 * weights * 2.5 / 1e11)  # 2 micro-batches, 3 uses in each
+    assert seconds_per_token(run, given, 1000, replace(GPU, bytes_per_second=None)) == pytest.approx(3e15 / 1e12 / 2000)
+
+
+# ---- with handmade plans
+
+
+def suggestions_of(
+    monkeypatch: pytest.MonkeyPatch, saved: dict[str, tuple[int, int]], *overrides: str, alone: str = ""
+) -> tuple[Suggestions, list[Suggestion], list[list[str]]]:
+    """Suggestions from saved bytes and costs by override; `alone` fits by itself. Savings of a combination add up."""
+    asked: list[list[str]] = []
+
+    def plan_combination(_self: Suggestions, now: Any, chosen: Sequence[Candidate]) -> Any:
+        words = [override for each in chosen for override in each.overrides]
+        asked.append(words)
+        needed = now.verdict.needed_bytes - sum(saved[word][0] for word in words)
+        return SimpleNamespace(verdict=SimpleNamespace(needed_bytes=needed, fits=needed <= 1000))
+
+    monkeypatch.setattr(Suggestions, "plan", plan_combination)
+    found = [
+        Suggestion(Candidate((word,), costs, ""), saves, 0.0, fits=word == alone)
+        for word, (saves, costs) in saved.items()
+    ]
+    return Suggestions(Planner(GPU), overrides), found, asked
+
+
+def too_large_by(count: int) -> Any:
+    return SimpleNamespace(chosen_bins=False, verdict=SimpleNamespace(needed_bytes=1000 + count, memory_bytes=1000))
+
+
+def test_together_adds_cheapest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Combinations that cannot save enough are not planned; suggestions that save almost nothing come last."""
+    saved = {"seed=1": (4, SPEED), "eval.rows=2": (300, SPEED), "training.clip=2": (200, NUMBERS)}
+    suggestions, found, asked = suggestions_of(monkeypatch, saved)
+    both = suggestions.together(too_large_by(500), found)
+    assert both == {"override": "eval.rows=2 training.clip=2", "needed_bytes": 1000}
+    assert len(asked) == 1
+    three = suggestions.together(too_large_by(502), found)
+    assert three is not None
+    assert three["override"] == "eval.rows=2 training.clip=2 seed=1"
+    assert suggestions.together(too_large_by(505), found) is None
+
+
+def test_together_combines_only_what_costs_less_than_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {
+        "recipe=qlora": (900, LEARNING),
+        "optimizer=sgd": (9, NUMBERS),
+        "eval.rows=2": (9, NUMBERS),
+        "seed=1": (9, SPEED),
+    }
+    suggestions, found, asked = suggestions_of(monkeypatch, saved, "recipe=full", alone="recipe=qlora")
+    assert suggestions.together(too_large_by(500), found) is None
+    assert asked == [["optimizer=sgd", "eval.rows=2", "seed=1"]], "no suggestion that changes what is learned"
+
+
+def test_compatible_picks_first_of_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def words(*saved: tuple[str, int]) -> list[str]:
+        given = {word: (saves, NUMBERS) for word, saves in saved}
+        suggestions, found, _ = suggestions_of(monkeypatch, given, "recipe=full")
+        return [" ".join(each.candidate.overrides) for each in suggestions.compatible(found)]
+
+    paged, narrow = ("optimizer=paged_adamw_8bit", 5), ("optimizer=adamw_8bit", 4)
+    shorter = ("training.max_steps=3", 1)
+    assert words(paged, narrow, shorter) == [paged[0], shorter[0]]
+    assert words(("recipe=lora", 8), ("recipe=full", 1)) == ["recipe=lora"]
+    with_adapters = ("optimizer.in_backward=true", 1)
+    assert words(("recipe=lora", 8), with_adapters) == ["recipe=lora"], "they conflict"
+
+
+def test_candidates_are_planned_with_resolved_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunConfig] = []
+    monkeypatch.setattr(Planner, "at", lambda _self, run: seen.append(run))
+    words = ("batching.tokens=auto", "batching.accumulation=8")
+    found = compose_run(["batching.tokens=2048", "batching.accumulation=1"])
+    now: Any = SimpleNamespace(chosen_bins=True, parallel_reason="", run=found)
+    smaller = Candidate(("batching.tokens=1024", "batching.accumulation=2"), SPEED, "")
+    for candidate in (smaller, Candidate(("adapter.r=4",), LEARNING, "")):
+        Suggestions(Planner(GPU), words).plan(now, [candidate])
+    batching = [(run.batching.tokens, run.batching.accumulation) for run in seen]
+    assert batching == [(1024, 2), (2048, 1)]
+    assert seen[1].adapter.r == 4
+
+
+SINGLE_PROCESS = Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
+PREDICTED_CHOICES = Choices("fp32", "sdpa")
+PLANNER = LocalPlanner()
+
+
+def single_stepper(run: RunConfig) -> Stepper:
+    model = build_training_model(
+        sections_of(run, PREDICTED_CHOICES), loss_of(run), torch.device("cpu"), run.seed, "nowhere"
+    )
+    choose_loss_head(model, batch_of(PACKED))
+    return stepper_of(model, run, SINGLE_PROCESS, PREDICTED_CHOICES.precision)
+
+
+def test_measured_step_equals_plain_step_bit_for_bit() -> None:
+    run = small_run("recipe=qlora", "adapter.dropout=0.1", "training.recompute=1")
+    batches = [batch_of(PACKED)] * 2
+    plain, counted = single_stepper(run), single_stepper(run)
+    measured = Measured(SINGLE_PROCESS, steps=10)
+    for stepper, step in ((plain, plain.run), (counted, None)):
+        torch.manual_seed(1)
+        for _ in range(3):
+            result = step(batches, 1e-2) if step else measured.run(stepper, batches, 1e-2)
+        last = float(result.loss_sum), float(result.grad_norm)
+        stepper.last = last  # type: ignore[attr-defined]
+    assert plain.last == counted.last  # type: ignore[attr-defined]
+    for mine, other in zip(plain.model.parameters(), counted.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert measured.bytes is not None
+
+
+def test_prediction_equals_measured_peak() -> None:
+    run = small_run("recipe=lora")
+    batch = batch_of(PACKED)
+    predicted = PLANNER.predict(run, PREDICTED_CHOICES, batch, 1, "cpu")
+    stepper, measured = single_stepper(run), Measured(SINGLE_PROCESS, steps=2)
+    measured.run(stepper, [batch], 1e-3)
+    assert measured.bytes is None, "the first step starts without optimizer states"
+    measured.run(stepper, [batch], 1e-3)
+    assert measured.bytes is not None
+    assert abs(predicted.bytes - measured.bytes) <= 4096
+    assert predicted.where in Forecast.made(PLANNER.predict, run, PREDICTED_CHOICES, batch, 1, "cpu").text
+
+
+def test_measured_run_of_one_step_has_peak() -> None:
+    stepper, measured = single_stepper(small_run("recipe=lora")), Measured(SINGLE_PROCESS, steps=1)
+    measured.run(stepper, [batch_of(PACKED)], 1e-3)
+    assert measured.bytes is not None
+
+
+def test_failed_prediction_is_one_line() -> None:
+    def fails(*_args: object) -> Predicted:
+        raise ValueError("no such shape\nand more")
+
+    batch: Batch = batch_of(PACKED)
+    forecast = Forecast.made(fails, small_run(), PREDICTED_CHOICES, batch, 1, "cpu")
+    assert forecast.predicted is None
+    assert forecast.rows() == [("memory", "no plan for this model (ValueError: no such shape)")]
+    assert forecast.facts() == {}
+
+
+def test_prediction_of_sharded_run_has_share_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, batch = small_run("recipe=full", "parallel=fsdp", "training.recompute=0"), batch_of(PACKED)
+    alone = PLANNER.predict(run, PREDICTED_CHOICES, batch, 1, "cpu")
+    monkeypatch.setattr("app.memory.planner.world", lambda: World(0, 4, 0, 4))
+    shared = PLANNER.predict(run, PREDICTED_CHOICES, batch, 1, "cpu")
+    assert shared.anatomy["trained_weights"] == pytest.approx(alone.anatomy["trained_weights"] / 4, rel=0.02)
+    auto = small_run("recipe=full", "parallel=fsdp", "training.recompute=auto")
+    (layers, _), remark = PLANNER.recompute(auto, PREDICTED_CHOICES, batch, 1, 3)
+    assert layers == 0
+    assert remark.startswith("training.recompute=auto: 0 of 3 layers, which needs")
+
+
+def test_predict_leaves_rng_state_unchanged() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    PLANNER.predict(small_run("recipe=lora", "adapter.dropout=0.1"), PREDICTED_CHOICES, batch_of(PACKED), 1, "cpu")
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,3 +1,5 @@
+"""Packed attention, and padded rows through the model's own attention where ours cannot replace it."""
+
 import itertools
 import json
 from dataclasses import replace
@@ -12,11 +14,16 @@ from torch.overrides import TorchFunctionMode
 
 from app.base.base_model import first_position
 from app.batch import Batch
+from app.config.schema import TaskConfig
+from app.errors import EnvironmentProblem
 from app.layers.attention import NAME, register
 from app.layers.attention.requirements import Rules
 from app.layers.attention.sdpa import plain, sdpa, shares_heads
 from app.layers.operations import as_on_gpu
+from app.model.checks import check_causal, check_head, check_packing
+from app.model.training_model import TrainingModel
 from tests.choices import pairwise
+from tests.model import classes, small
 from tests.model.small import ALL_KINDS, ENCODERS, batch_of, built, documents_of, packed
 
 PLAIN = Rules(causal=True, scale=None, dropout=0.0, window=None, softcap=None, sinks=None)
@@ -237,3 +244,69 @@ def test_heads_are_shared_where_torch_has_a_kernel_for_it(
 ) -> None:
     q, v = (torch.zeros(1, 1, 1, size, dtype=dtype) for size in sizes)
     assert shares_heads(q, v, masked=masked, ampere=ampere) is shares
+
+
+PADDED_DOCUMENTS = small.documents_of((20, 5, 11))
+BLOOM = {"model_type": "bloom", "vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+_XLM = {"model_type": "xlm", "vocab_size": 64, "emb_dim": 32, "n_layers": 1, "n_heads": 4, "dropout": 0.0}
+_UNDROPPED = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout"), 0.0)
+
+
+def own(architecture: dict[str, Any], task: TaskConfig) -> TrainingModel:
+    model = small.model_config(architecture={"initializer_range": 0.3, **architecture})
+    return small.training_model_of("", small.lora(), model=model, task=task, attention="own")
+
+
+def encoder(kind: str) -> dict[str, Any]:
+    return {**small.numbers("bert"), "model_type": kind, **_UNDROPPED}
+
+
+def compare(model: TrainingModel, batch: Batch, loss_alone: Any) -> None:
+    """The loss and every gradient, as each document alone gives them."""
+    loss, found = small.outcome(model, batch)
+    expected_loss, expected = small.outcome(model, lambda: torch.stack(loss_alone(model.language_model)).sum())
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert small.distance(found, expected) <= 1e-5
+    assert all(each.passed for each in (check_head(model, batch), *check_packing(model, batch)))
+
+
+def test_own_attention_of_a_decoder_equals_one_document_at_a_time() -> None:
+    def alone(lm: Any) -> list[torch.Tensor]:
+        logits = [lm(input_ids=each[None], use_cache=False).logits[0, :-1] for each in PADDED_DOCUMENTS]
+        return [
+            F.cross_entropy(out, ids[1:], reduction="sum") for out, ids in zip(logits, PADDED_DOCUMENTS, strict=True)
+        ]
+
+    model = own(BLOOM, TaskConfig(kind="causal"))
+    assert [each.difference for each in check_causal(model, small.batch_of(PADDED_DOCUMENTS))] == [0.0]
+    compare(model, small.batch_of(PADDED_DOCUMENTS), alone)
+
+
+@pytest.mark.parametrize("kind", ["deberta-v2", "mpnet"])
+def test_own_attention_of_an_encoder_does_not_see_padding(kind: str) -> None:
+    def alone(lm: Any) -> list[torch.Tensor]:
+        logits = [lm(input_ids=each[None]).logits[0, :-1] for each in PADDED_DOCUMENTS]
+        return [
+            F.cross_entropy(out, ids[1:], reduction="sum") for out, ids in zip(logits, PADDED_DOCUMENTS, strict=True)
+        ]
+
+    model = own(encoder(kind), TaskConfig(kind="masked", mask_share=0.15))
+    compare(model, small.batch_of(PADDED_DOCUMENTS, isolate=True), alone)
+
+
+@pytest.mark.parametrize("kind", ["deberta-v2", "mpnet"])
+def test_own_attention_of_a_classifier_does_not_see_padding(kind: str) -> None:
+    def alone(lm: Any) -> list[torch.Tensor]:
+        logits = [lm(input_ids=each[None]).logits for each in classes.DOCUMENTS]
+        targets = (torch.tensor([each]) for each in classes.TARGETS)
+        return [F.cross_entropy(out, target) for out, target in zip(logits, targets, strict=True)]
+
+    compare(own(encoder(kind), classes.CLASSES), classes.in_rows("bert"), alone)
+
+
+def test_own_attention_that_sees_later_tokens_is_refused() -> None:
+    model = own({**_XLM, "causal": True}, TaskConfig(kind="causal"))
+    assert check_causal(model, small.batch_of(PADDED_DOCUMENTS))[0].passed
+    model = own({**_XLM, "causal": False}, TaskConfig(kind="causal"))
+    with pytest.raises(EnvironmentProblem, match="of kind xlm tokens see those after them"):
+        check_causal(model, small.batch_of(PADDED_DOCUMENTS))

@@ -1,4 +1,4 @@
-"""Recurrent mixers, given packed documents as padded rows; their numbers: test_matrix.py."""
+"""Recurrent mixers, given packed documents as padded rows; their numbers: test_training_model.py."""
 
 import pytest
 

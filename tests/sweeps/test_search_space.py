@@ -1,14 +1,167 @@
-"""Ranges, lists and multiples of a search space."""
+"""Search space of a sweep: values, ranges, multiples, and the grid of trials."""
 
+import itertools
+import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.load import compose_run
-from app.sweeps.search_space import Dimension, Range, dimensions_in, multiply_out
+from app.sweeps.search_space import NO_PRESET, Dimension, Range, Setting, dimensions_in, multiply_out, settings_of
+from app.sweeps.sweep import proposer_of
+from app.sweeps.trials import Trial, values_of
+
+READ = OverridesParser.create().parse_override
+
+
+def setting(text: str) -> Setting:
+    (found,), problems = settings_of([text])
+    assert problems == []
+    return found
+
+
+def grid(*overrides: str) -> Sequence[Trial]:
+    settings, problems = settings_of(overrides)
+    assert problems == []
+    return proposer_of(settings, NO_PRESET.config).points
+
+
+VALUES = [
+    ("optimizer.lr=1e-3,3e-4", ["0.001", "0.0003"]),
+    ("optimizer.lr=choice(1e-3,3e-4)", ["0.001", "0.0003"]),
+    ("seed=range(1,4)", ["1", "2", "3"]),
+    ("seed=sort(3,1,2)", ["1", "2", "3"]),
+    ("seed=tag(some,choice(1,2))", ["1", "2"]),
+    ("seed=choice(4)", ["4"]),
+    ("recipe=glob(*lora)", ["lora", "qlora"]),
+    ("adapter=glob(*, exclude=n*)", ["lora", "peft"]),
+    ("adapter.targets=[q_proj,v_proj],[all-linear]", ["[q_proj,v_proj]", "[all-linear]"]),
+    ("dataset.path='a,b','c d'", ["'a,b'", "'c d'"]),
+    ("dataset.path=a b.jsonl,c.jsonl", ["a\\ b.jsonl", "c.jsonl"]),
+    ('dataset.path="a=b,c.jsonl"', ['"a=b,c.jsonl"']),
+    ("training.max_steps=null,5", ["null", "5"]),
+    ("adapter.targets=[a,b]", ["[a,b]"]),
+]
+
+
+@pytest.mark.parametrize(("text", "values"), VALUES, ids=[text for text, _ in VALUES])
+def test_setting_values(text: str, values: list[str]) -> None:
+    found = setting(text)
+    assert found.key == text.partition("=")[0]
+    assert found.texts == tuple(f"{found.key}={value}" for value in values)
+    assert found.is_swept == (len(values) > 1)
+
+
+def test_setting_float_range_without_rounding_errors() -> None:
+    found = setting("optimizer.lr=range(0.1,0.4,0.1)")
+    assert found.texts[:3] == ("optimizer.lr=0.1", "optimizer.lr=0.2", "optimizer.lr=0.3")
+
+
+def test_setting_prefix_kept() -> None:
+    assert setting("++seed=1,2").texts == ("++seed=1", "++seed=2")
+    assert setting("++seed=1,2").key == "seed"
+    assert setting("~debug").texts == ("~debug",)
+
+
+REFUSED = [
+    ("optimizer.lr=interval(0,1)", "an interval has no list of values."),
+    ("seed=shuffle(range(1,4))", "shuffle gives another order each time"),
+    ("seed=1,2,1", "seed=1,2,1: 1 is there twice."),
+    ("optimizer.lr=1e-3,0.001", "0.001 is there twice."),
+    ("seed=glob(*)", "glob chooses among the files of a group; none of [] matches."),
+    ("adapter=glob(z*)", "none of ['lora', 'none', 'peft'] matches."),
+    ("resume=runs/a", "resume=runs/a: a sweep resumes each trial from its own checkpoint"),
+    ("+resume=auto,null", "a sweep resumes each trial from its own checkpoint"),
+    ("output_dir=a,b", "output_dir=a,b: one folder holds the whole sweep"),
+    ("seed=range(1,1000000000)", "seed: more than 1,000 trials in one sweep."),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED, ids=[text for text, _ in REFUSED])
+def test_setting_unsweepable_refused(text: str, message: str) -> None:
+    _, problems = settings_of([text])
+    assert len(problems) == 1
+    assert message in problems[0]
+
+
+def test_settings_too_many_or_given_twice_refused() -> None:
+    _, problems = settings_of(["seed=range(40)", "record.every=range(1,41)", "recipe=lora", "recipe=lora,full"])
+    assert problems == [
+        "recipe is swept and given 2 times. Give it once.",
+        "seed, record.every, recipe: more than 1,000 trials in one sweep. Give fewer values.",
+    ]
+    assert settings_of(["seed=1", "seed=2", "recipe=lora,full"])[1] == []
+
+
+VALUE = st.one_of(
+    st.integers(-(10**6), 10**6).map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True),
+    st.text("ab ,=[]{}()$:", min_size=1, max_size=6).map(lambda text: f"'{text}'"),
+    st.lists(st.from_regex(r"[a-z]{1,4}", fullmatch=True), max_size=3).map(lambda names: f"[{','.join(names)}]"),
+)
+
+
+@given(st.lists(VALUE, min_size=2, max_size=5, unique=True))
+def test_setting_values_equal_hydra(values: list[str]) -> None:
+    meant = [READ(f"key={value}").value() for value in values]
+    found, problems = settings_of([f"key={','.join(values)}"])
+    if problems:
+        written = [READ(f"key={value}").get_value_element_as_str() for value in values]
+        assert len(set(written)) < len(written)
+    else:
+        assert [READ(text).value() for text in found[0].texts] == meant
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_grid_every_combination_once(sizes: list[int]) -> None:
+    keys = ["seed", "record.every", "eval.every", "training.epochs"][: len(sizes)]
+    trials = grid(*(f"{k}={','.join(map(str, range(1, n + 1)))}" for k, n in zip(keys, sizes, strict=True)))
+    every = itertools.product(*([f"{k}={v}" for v in range(1, n + 1)] for k, n in zip(keys, sizes, strict=True)))
+    assert [trial.overrides for trial in trials] == list(every)
+    assert [trial.number for trial in trials] == list(range(1, len(trials) + 1))
+    assert sorted(trial.name for trial in trials) == [trial.name for trial in trials]
+    assert all(len(trial.swept) == sum(size > 1 for size in sizes) for trial in trials)
+
+
+@given(st.text(max_size=300).filter(lambda text: "\0" not in text))
+def test_trial_name_safe_and_short(text: str) -> None:
+    settings = [Setting("dataset.path", (f"dataset.path={text}", "dataset.path=b"))]
+    name = proposer_of(settings, NO_PRESET.config).points[0].name
+    assert name.startswith("1-dataset.path")
+    assert name.isascii()
+    assert not set(name) & set("/\\ :*?\"<>|'$[]{}()\n")
+    assert len(name) <= 96
+
+
+def test_grid_without_swept_values_one_trial() -> None:
+    (trial,) = grid("seed=1", "recipe=full")
+    assert (trial.name, trial.overrides, trial.swept) == ("1", ("seed=1", "recipe=full"), ())
+    assert grid()[0].overrides == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("optimizer.lr=1e-3", 0.001),
+        ("++adapter.r=8", 8),
+        ("adapter.targets=[q_proj,'v proj']", ["q_proj", "v proj"]),
+        ("recipe=lora", "lora"),
+        ("training.max_steps=null", None),
+        ("dataset.path=a=b.jsonl", "a=b.jsonl"),
+        ("dataset.path='a=b, c.jsonl'", "a=b, c.jsonl"),
+        ("dataset.path=a[b.jsonl", "a[b.jsonl"),
+        ("model.architecture.x=inf", "inf"),
+    ],
+)
+def test_values_of_overrides_typed(text: str, value: object) -> None:
+    assert values_of([text]) == {text.partition("=")[0].lstrip("+"): value}
+    json.dumps(values_of([text]), allow_nan=False)
 
 
 def dimension(key: str, given: Any) -> Dimension:

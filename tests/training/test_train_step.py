@@ -1,7 +1,9 @@
-"""The gradient and the loss of a step do not depend on how its rows are split, and are those of the plain formula."""
+"""A training step: independent of its split, in backward, and rehearsed with the largest micro-batch."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +15,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from app.data.loader import Loader
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
+from app.errors import ConfigError, EnvironmentProblem
+from app.layers.activation_checkpointing import recompute_rest
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import LossScale
-from app.training.train_step import Stepper
-from tests.training.conftest import small_run, stepper_of, trainee_of
+from app.signals import StopRequest
+from app.training.storage_counter import kept_bytes
+from app.training.summary import rehearsal_message
+from app.training.train_step import Rehearsal, Stepper, is_due, rehearse, require_gradients_one_by_one
+from app.training.trainer import Trainer
+from tests.harness.runs import CLOCKS
+from tests.harness.scarcity import WHERE, scarce
+from tests.training.conftest import MakeLoop, Notebook, small_run, stepper_of, trainee_of
 
 RECIPES = ["full", "lora", "qlora"]
 
@@ -182,3 +192,266 @@ def test_packed_gradient_equals_padded(
     assert relative(found[1][0], found[0][0]) <= 1e-6
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
     assert found[1][2] == found[0][2]
+
+
+FULL = ("recipe=full", "training.clip=0", "training.recompute=1")
+BF16 = ("precision=bf16", "precision.trained=bf16")
+AS_THEY_COME = "optimizer.in_backward=true"
+
+
+def weights(stepper: Stepper) -> list[Tensor]:
+    return [p.detach().clone() for p in stepper.model.trained().values()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def norms(stepper: Stepper, loader: Loader, steps: range) -> list[float]:
+    return [float(stepper.run(loader.batches(step), 1e-3).grad_norm) for step in steps]
+
+
+@pytest.mark.parametrize(("optimizer", "words"), [("adamw", BF16), ("adamw_8bit", ()), ("muon", BF16)], ids=str)
+def test_in_backward_gives_the_same_weights(
+    optimizer: str, words: tuple[str, ...], runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    """To the last bit: also of a head tied to the embedding, which has its gradient from two places."""
+    tied = "model.architecture.tie_word_embeddings=true"
+    run = (*FULL, *words, tied, f"optimizer={optimizer}")
+    loader = loader_of(4, 1)
+    after, within = (stepper_of(small_run(*run, *more), runtime) for more in ((), (AS_THEY_COME,)))
+    assert norms(within, loader, range(3)) == norms(after, loader, range(3))
+    assert same(weights(within), weights(after))
+    assert {p.dtype for p in weights(within)} == {torch.bfloat16 if words else torch.float32}
+    assert all(p.grad is None for p in within.model.parameters())
+    assert kept_bytes(within.model, within.optimizer)["gradients"] == 0
+
+
+def test_in_backward_holds_two_gradients_at_most(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
+    stepper = stepper_of(small_run(*FULL, AS_THEY_COME), runtime)
+    parameters = list(stepper.model.trained().values())
+    alive = []
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in parameters))
+        )
+    stepper.run(loader_of(4, 1).batches(0), 1e-3)
+    assert len(alive) == len(parameters) > 10
+    assert max(alive) <= 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_in_backward_skips_only_nonfinite_parameters(
+    optimizer: str, runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    loader = loader_of(4, 1)
+    stepper = stepper_of(small_run(*FULL, *BF16, AS_THEY_COME, f"optimizer={optimizer}"), runtime)
+    norms(stepper, loader, range(1))
+    before = weights(stepper)
+    at, victim = next((i, p) for i, p in enumerate(stepper.model.trained().values()) if p.ndim == 2)
+    hook = victim.register_hook(lambda g: g * float("nan"))
+    result = stepper.run(loader.batches(1), 1e-3)
+    hook.remove()
+    assert bool(result.skipped)
+    assert not result.grad_norm.isfinite()
+    changed = [not torch.equal(a, b) for a, b in zip(weights(stepper), before, strict=True)]
+    assert not changed[at]
+    assert sum(changed) == len(changed) - 1
+    assert not bool(stepper.run(loader.batches(2), 1e-3).skipped)
+    assert not torch.equal(weights(stepper)[at], before[at])
+
+
+def test_in_backward_retries_a_forward_pass_in_parts(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
+    """Nothing has changed by then; the gradients of the parts add up, and the last one makes the steps."""
+    loader = loader_of(8, 1)
+    whole, parts = (stepper_of(small_run(*FULL, AS_THEY_COME, "optimizer=sgd"), runtime) for _ in range(2))
+    tokens = int(0.8 * loader.batches(0)[0].ids.numel())
+    expected = whole.run(loader.batches(0), 1e-2)
+    with scarce("forward", tokens=tokens) as memory:
+        found = parts.run(loader.batches(0), 1e-2)
+    assert memory.times == parts.split_depth >= 1
+    assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
+    for a, b in zip(weights(parts), weights(whole), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert all(p.grad is None for p in parts.model.parameters())
+
+
+def test_in_backward_never_repeats_after_an_update(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
+    loader = loader_of(8, 1)
+    stepper = stepper_of(small_run(*FULL, AS_THEY_COME), runtime)
+    with (
+        scarce("backward", tokens=4) as memory,
+        pytest.raises(EnvironmentProblem, match="weights have changed already, so that it cannot be made again"),
+    ):
+        stepper.run(loader.batches(0), 1e-3)
+    assert memory.times == 1
+
+
+def test_in_backward_update_out_of_memory_ends_the_run(
+    runtime: Runtime, loader_of: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepper = stepper_of(small_run(*FULL, AS_THEY_COME), runtime)
+    optimizer: Any = stepper.optimizer
+
+    def out(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(optimizer.inner, "step", out)
+    with pytest.raises(EnvironmentProblem, match="weights have changed already"):
+        stepper.run(loader_of(8, 1).batches(0), 1e-3)
+
+
+def test_in_backward_refuses_processes_and_fp16_early() -> None:
+    section = small_run(*FULL, AS_THEY_COME).optimizer
+    require_gradients_one_by_one(section, 1, "bf16")
+    with pytest.raises(ConfigError, match=r"this run has 2 processes, .* or launch\.num_processes=1"):
+        require_gradients_one_by_one(section, 2, "bf16")
+    with pytest.raises(ConfigError, match=r"this run has fp16, .* or precision=fp32"):
+        require_gradients_one_by_one(section, 1, "fp16")
+    require_gradients_one_by_one(small_run().optimizer, 2, "fp16")
+
+
+STEPS = 3
+LITTLE = ("precision=bf16", "precision.trained=bf16", "optimizer.in_backward=true", "training.clip=0")
+EVERYTHING = ("eval.every=2", "checkpoint.every=2", "checkpoint.keep=9", "record.every=1")
+
+
+def rehearsed(loop: Trainer, micro_batches: int = 1) -> Rehearsal:
+    parts = loop.parts
+    found = rehearse(parts.stepper, parts.runtime, parts.loader.largest(), micro_batches, parts.try_evaluation)
+    loop.progress.depth = found.depth
+    return found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def ended(made: tuple[Trainer, Notebook], folder: Path) -> tuple[list[Any], dict[str, bytes]]:
+    """All numbers of a run, and all bytes of its checkpoints."""
+    loop, notebook = made
+    assert loop.fit(StopRequest())
+    lines = [{k: v for k, v in line.items() if k not in CLOCKS} for line in notebook.steps]
+    return [*lines, *notebook.evaluations], files(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("recipe=full", "optimizer=muon"),
+        ("recipe=full", "optimizer=paged_adamw_8bit", *LITTLE),
+        ("recipe=lora", "adapter.dropout=0.2"),
+        ("recipe=full", "precision=fp16"),
+        ("recipe=qlora", "training.recompute=true"),
+    ],
+    ids=lambda settings: "-".join(word.partition("=")[2] for word in settings),
+)
+def test_rehearsal_changes_no_number_and_no_checkpoint(
+    settings: tuple[str, ...], make_loop: MakeLoop, folder: Path
+) -> None:
+    check_rehearsal(make_loop, folder, *settings)
+
+
+def check_rehearsal(make_loop: MakeLoop, folder: Path, *settings: str) -> None:
+    run = small_run(*settings, *EVERYTHING)
+    torch.manual_seed(5)
+    plain = make_loop(run, STEPS)
+    torch.manual_seed(5)
+    expected, saved = ended(plain, folder)
+    for file in sorted(folder.rglob("*"), reverse=True):
+        file.unlink() if file.is_file() else file.rmdir()
+    torch.manual_seed(5)
+    made = make_loop(run, STEPS)
+    torch.manual_seed(5)
+    found = rehearsed(made[0], micro_batches=2)
+    assert (found.depth, found.deepened, found.evaluated) == (0, False, True)
+    assert ended(made, folder) == (expected, saved)
+    assert any("optimizer" in name for name in saved)
+
+
+def test_rehearsal_keeps_restored_optimizer_states(make_loop: MakeLoop) -> None:
+    loop, _ = make_loop(small_run("recipe=lora", "eval.every=0", "checkpoint.every=0"), 2)
+    loop.fit(StopRequest())
+    state = loop.parts.stepper.optimizer.state
+    before = {p: {name: value.clone() for name, value in each.items()} for p, each in state.items()}
+    rehearsed(loop)
+    assert before
+    for parameter, each in before.items():
+        assert all(torch.equal(state[parameter][name], value) for name, value in each.items())
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_rehearsal_out_of_memory_splits_before_step_one(where: str, make_loop: MakeLoop) -> None:
+    run = small_run("recipe=lora", f"training.recompute={str(where == 'recomputed').lower()}", *EVERYTHING)
+    loop, notebook = make_loop(run, STEPS)
+    tokens = int(0.8 * loop.parts.loader.largest().ids.numel())
+    with scarce(where, tokens) as memory:
+        found = rehearsed(loop)
+        assert (found.depth, found.deepened) == (1, True)
+        assert memory.times >= 1
+        before = memory.times
+        loop.fit(StopRequest())
+    if where == "forward":  # evaluations try each of their batches whole
+        assert memory.times - before <= 2 * len(notebook.evaluations)
+    else:
+        assert memory.times == before, "no step runs out of memory any more"
+    told = rehearsal_message(found)
+    assert "rehearsed a step and an evaluation" in told
+    assert "fits only in parts: from the first step on micro-batches are split by documents" in told
+
+
+def test_rehearsal_recomputes_more_layers_before_it_splits(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    loop, _ = make_loop(small_run("recipe=lora", "training.recompute=1", "eval.every=0", "checkpoint.every=0"), STEPS)
+    stepper, own = loop.parts.stepper, cast("Any", LlamaAttention.__call__)
+    more: list[int] = []
+
+    def recompute_more() -> int:
+        more.append(recompute_rest(stepper.model.network, 1))
+        return more[0]
+
+    def limited(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not more:
+            raise torch.OutOfMemoryError
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "__call__", limited)  # a module of a run may have a forward of its own
+    stepper.recompute_rest = recompute_more
+    found = rehearsed(loop)
+    assert (found.depth, found.deepened, found.recomputed_more) == (0, False, 1)
+    assert rehearsal_message(found).endswith("it fits, with 1 more layer recomputed than planned")
+    assert loop.fit(StopRequest())
+    assert stepper.split_depth == 0
+
+
+def test_rehearsal_finds_evaluation_that_does_not_fit(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = make_loop(small_run("recipe=lora"), STEPS)
+
+    def scores(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(TrainingModel, "scores", scores)
+    with pytest.raises(EnvironmentProblem, match=r"a document of \d+ tokens by itself, in an evaluation"):
+        rehearsed(loop)
+    assert loop.progress.step == 0
+
+
+def test_rehearsal_finds_states_that_do_not_fit(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = make_loop(small_run("recipe=full", "optimizer=adafactor"), STEPS)
+
+    def step(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(loop.parts.stepper.optimizer, "step", step)
+    with pytest.raises(EnvironmentProblem, match="the step of the optimizer does not fit"):
+        rehearsed(loop)
+
+
+def test_rehearsal_is_due_on_gpu_or_when_asked() -> None:
+    asked: Callable[[str], Any] = lambda word: small_run(f"training.rehearse={word}").training  # noqa: E731
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [is_due(asked(word), cpu) for word in ("auto", "true", "false")] == [False, True, False]
+    assert [is_due(asked(word), gpu) for word in ("auto", "true", "false")] == [True, True, False]

@@ -1,4 +1,4 @@
-"""What happens between steps: evaluation, patience, saves, lines, stops."""
+"""Training loop: evaluation, patience, saves, messages, stops, time left, time by kind of operation."""
 
 import json
 import math
@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,13 +20,15 @@ from app.data.prepare import Data
 from app.errors import TrainingError
 from app.optim.optimizers import LossScale
 from app.signals import StopRequest
+from app.tracking.output_dir import RunFolder
+from app.training.eta import Eta
 from app.training.final_model import result_of
 from app.training.scores import score
-from app.training.trainer import Prefetch
+from app.training.trainer import BETWEEN, OTHER, Prefetch, kind_of
 from tests.harness.runs import samples_of
 from tests.harness.scarcity import scarce
 from tests.training.conftest import MakeLoop, small_run
-from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
+from tests.training.test_train_step import AS_THEY_COME, BF16, FULL
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 QUIET = ("record.every=1000", "eval.every=0", "checkpoint.every=0")
@@ -293,3 +297,80 @@ def test_device_reads_are_detected(make_loop: MakeLoop) -> None:
     with Readings() as readings:
         loop.take_step()
     assert [place.partition(":")[0] for place in readings.places] == ["train_step.py"]
+
+
+Line = tuple[float, float | None, float]  # seconds since the start, the time left as estimated, and as it was
+
+
+def estimates(end: int, seconds_of: Callable[[int], float], every: int = 5) -> list[Line]:
+    now, lines = 1000.0, []
+    eta = Eta(end, {})
+    for step in range(1, end + 1):
+        now += seconds_of(step)
+        if step == 1 or step % every == 0 or step == end:
+            with patch("time.perf_counter", return_value=now):
+                lines.append((now, eta.seconds_left(step)))
+    return [(at - 1000.0, left, now - at) for at, left in lines]
+
+
+def largest_error(lines: list[Line], after: float = 60.0) -> float:
+    """Relative to the time that was left, of all lines that came so many seconds after the start."""
+    errors = [abs((left or 0.0) - true) / true for since, left, true in lines if since >= after and true > 0]
+    assert len(errors) >= 3, "the run is too short to say anything"
+    return max(errors)
+
+
+def test_eta_forgets_slow_first_steps() -> None:
+    assert largest_error(estimates(600, lambda step: 20.0 if step == 1 else 1.0 if step <= 10 else 0.5)) <= 0.1
+
+
+def test_eta_averages_uneven_steps() -> None:
+    lengths = np.random.default_rng(0).uniform(0.25, 0.75, 1001)
+    assert largest_error(estimates(1000, lambda step: float(lengths[step]))[:-40]) <= 0.1
+
+
+def test_eta_adapts_to_a_change_of_speed() -> None:
+    """A machine that has another run for its first hour: what was then says nothing of the rest."""
+    lines = estimates(20_000, lambda step: 1.5 if step <= 2400 else 0.5, every=50)
+    assert largest_error(lines, after=3600 + 300) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    {
+        "contractions": "aten::mm aten::addmm_ aten::bmm aten::_scaled_mm aten::_flash_attention_backward",
+        "normalisations": "aten::native_layer_norm aten::_softmax aten::linalg_vector_norm aten::mean triton_red_add",
+        "element-wise": "aten::mul_ aten::_fused_adamw_ aten::silu_backward bitsandbytes::dequantize_4bit triton_poi_0",
+        "copies": "aten::copy_ aten::_to_copy aten::cat aten::zero_ aten::index_select aten::embedding_dense_backward",
+        "own kernels": "app_kernels::loss_and_grad app_kernels::dequantize_4bit",
+        "collectives": "c10d::allreduce_ gloo:all_reduce fsdp::all_gather_copy_in",
+        OTHER: "aten::view aten::empty autograd::engine::evaluate_function:_MulBackward0",
+    }.items(),
+)
+def test_operations_have_kinds_by_name(kind: str, names: str) -> None:
+    assert {name: kind_of(name) for name in names.split()} == dict.fromkeys(names.split(), kind)
+
+
+def test_profiled_step_changes_no_number_and_does_not_count_in_the_speed(make_loop: MakeLoop, tmp_path: Path) -> None:
+    words = ("recipe=lora", "eval.every=0", "checkpoint.every=0", "record.every=1")
+    (plain, expected), (loop, notebook) = (
+        make_loop(small_run(*words, *more), 4) for more in ((), ("training.profile_step=3",))
+    )
+    notebook.folder = RunFolder(tmp_path)
+    assert plain.fit(StopRequest())
+    assert loop.fit(StopRequest())
+    assert [line["loss"] for line in notebook.steps] == [line["loss"] for line in expected.steps]
+    assert [line["step"] for line in notebook.steps if "tokens_per_second" not in line] == [3]
+    rows = [samples_of(line) for line in expected.steps]
+    assert samples_of(loop.speed) == sum(rows) - rows[2]
+    assert loop.memory.bytes == plain.memory.bytes
+
+    facts = json.loads((tmp_path / "profile.json").read_text())
+    assert (facts["step"], facts["device"]) == (3, "cpu")
+    assert sum(facts["kinds"].values()) == pytest.approx(facts["seconds"])
+    of_operations = sum(each["seconds"] for each in facts["operations"])
+    assert of_operations == pytest.approx(facts["seconds"] - facts["kinds"][BETWEEN])
+    assert all(facts["kinds"][kind] > 0 for kind in ("contractions", "normalisations", "element-wise", "copies"))
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (table,) = [text for text in notebook.messages if text.startswith("profile of step 3")]
+    assert "contractions" in table

@@ -15,7 +15,7 @@ import torch
 from app.layers.comparison import Comparison
 from scripts.bench import loops
 from scripts.bench.gpu import INCOMPLETE
-from tests.bench.test_plan import COMMON
+from tests.bench.test_bench import COMMON
 from tests.conftest import REPO
 from tests.full.bench.conftest import Bench, lines_of
 from tests.model import small

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.bench.table import allowed_at, furthest
 from scripts.bench.train import DIFFER, INCOMPLETE, in_turn, verdict
-from tests.bench.test_workload import CONTEST
+from tests.bench.test_bench import CONTEST
 from tests.conftest import REPO
 from tests.full.bench.conftest import Bench
 from tests.harness.marks import requires_trl

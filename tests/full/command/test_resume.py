@@ -1,5 +1,6 @@
-"""Runs of every kind that are killed or stopped, and what else a resumed run keeps."""
+"""Killed runs and runs out of memory resume with the same numbers."""
 
+import json
 import os
 import random
 import shlex
@@ -11,14 +12,29 @@ from pathlib import Path
 import pytest
 
 from tests.command import test_auto_format, test_new_tokens
+from tests.command.test_processes import PLAIN, with_rate
 from tests.command.test_resume import BRIEF, INT, KILL, TERM, Row, check_resumed
+from tests.command.test_scarce_memory import FEW, LIMITS, PADDED, SCARCE, told
 from tests.conftest import RunApp
-from tests.full.command import test_classification, test_masked, test_word_tags
+from tests.full.command import test_classification, test_masked
 from tests.full.command.test_classification import encoder_tokenizer, write
 from tests.full.command.test_composites import composite, mixture
 from tests.full.command.test_mixers import HYBRIDS
-from tests.harness.runs import SMALL, Ended, Zygote, has_reached, losses, metrics, result, same_ending
+from tests.harness.runs import (
+    SMALL,
+    Ended,
+    Zygote,
+    has_reached,
+    losses,
+    metrics,
+    result,
+    same_ending,
+    same_numbers,
+    tensors,
+)
+from tests.model.small import distance
 from tests.training.test_message_weights import WEIGHTS, chats
+from tests.training.test_train_step import files
 
 OFTEN = ("checkpoint.every=2", "eval.every=4", "training.epochs=4", "training.max_steps=10")
 _ROWS = tuple(word for word in BRIEF if not word.startswith("model."))
@@ -33,9 +49,9 @@ def labels(place: Path) -> tuple[str, ...]:
 
 def tags(place: Path) -> tuple[str, ...]:
     choose = random.Random(0)
-    write(place / "names.jsonl", [test_word_tags.sentence(choose) for _ in range(80)])
+    write(place / "names.jsonl", [test_classification.sentence(choose) for _ in range(80)])
     encoder_tokenizer(place / "tokenizer")
-    return (*test_word_tags.GIVEN, *OFTEN)
+    return (*test_classification.GIVEN, *OFTEN)
 
 
 def hidden_tokens(place: Path) -> tuple[str, ...]:
@@ -243,3 +259,77 @@ def test_best_model_is_final_or_said_to_be_lost(zygote: Zygote, tmp_path: Path) 
     best, last = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line and line["step"]]
     assert best != last
     assert [(end["objective"], end["final_metrics"]["eval_loss"]) for end in ends] == [(best, best), (last, last)]
+
+
+def test_a_stopped_run_goes_on_in_parts_to_the_last_bit(zygote: Zygote, tmp_path: Path) -> None:
+    command = (*SMALL, "recipe=full", "training.max_steps=6", "checkpoint.every=2")
+    given = LIMITS | {"WHERE": "forward", "RANKS": "0"}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert zygote.run(tmp_path, *command, f"output_dir={whole}", module=SCARCE, **given).code == 0
+    again = (*command, f"output_dir={stopped}", "resume=auto")
+    zygote.run(tmp_path, *again, "training.stop_after=4", module=SCARCE, **given, code=75)
+    (state,) = (stopped / "checkpoints").glob("step-000004/state.json")
+    assert json.loads(state.read_text())["progress"]["depth"] > 0
+    assert zygote.run(tmp_path, *again).code == 0, "with memory enough it keeps to its parts"
+    same_ending(whole, stopped)
+
+
+def test_a_device_that_cannot_hold_the_model_at_all(zygote: Zygote, tmp_path: Path) -> None:
+    given = LIMITS | {"WHERE": "forward", "RANKS": "0", "TOKENS": "0", "CALLS": "0"}
+    ended = zygote.run(tmp_path, *SMALL, "output_dir=run", module=SCARCE, **given, code=2)
+    assert "error: out of memory: a check of the model on " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "more"),
+    [
+        ("forward", "0", "batching.packing=false"),
+        ("recomputed", "01", "training.recompute=true"),
+        ("backward", "1", "parallel=ddp"),
+    ],
+)
+def test_one_of_two_processes_runs_out_of_memory(
+    zygote: Zygote, tmp_path: Path, where: str, ranks: str, more: str
+) -> None:
+    command = (*SMALL, *PLAIN, "recipe=lora", more, "training.max_steps=4", with_rate(2))
+    enough, scarce = tmp_path / "enough", tmp_path / "scarce"
+    zygote.finish_together(tmp_path, 2, *command, f"output_dir={enough}")
+    calls = {"forward": "32", "recomputed": "40", "backward": "20"}[where]
+    given = LIMITS | {"WHERE": where, "RANKS": ranks, "CALLS": calls}
+    zygote.finish_together(tmp_path, 2, *command, f"output_dir={scarce}", module=SCARCE, **given)
+    parts = [int(line.partition("up to ")[2].split()[0]) for line in told(scarce)]
+    assert parts
+    assert parts[0] in (2, 4)
+    assert parts == sorted(set(parts)), "each depth is told once, whichever process reached it first"
+    assert told(enough) == []
+    same_numbers(enough, scarce, 2e-6)
+    assert distance(tensors(scarce), tensors(enough)) <= 1e-6
+
+
+def test_rehearsal_of_two_processes_changes_no_byte(zygote: Zygote, tmp_path: Path) -> None:
+    """Mid-epoch, with dropout: each start rehearses, and both processes take part in its reduction."""
+    command = (*FEW, "recipe=lora", "adapter.dropout=0.1", "batching.accumulation=1")
+    plain, tried = tmp_path / "plain", tmp_path / "tried"
+    zygote.finish_together(tmp_path, 2, *command, f"output_dir={plain}")
+    again = (*command, "training.rehearse=true", "resume=auto", f"output_dir={tried}")
+    for code, more in ((75, ("training.stop_after=2",)), (0, ())):
+        for ended in zygote.run_together(tmp_path, 2, *again, *more):
+            assert (ended.code, ended.stderr) == (code, "")
+    same_ending(plain, tried)
+    names = ("weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
+    saves = [files(run / "checkpoints" / "step-000004") for run in (plain, tried)]
+    assert all(saves[0][name] == saves[1][name] for name in names)
+    assert [line.partition("): ")[2] for line in told(tried, "rehearsed")] == ["it fits", "it fits"]
+    assert told(plain, "rehearsed") == []
+    assert json.loads((tried / "manifest.json").read_text())["rehearsal"]["depth"] == 0
+
+
+def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Path) -> None:
+    given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "32"}
+    words = (*FEW, *PADDED, "training.rehearse=true", "output_dir=run")
+    ended = zygote.run(tmp_path, *words, module=SCARCE, **given, code=2)
+    assert "error: out of memory: a document of" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "step 1/" not in ended.stdout
+    assert result(tmp_path / "run")["status"] == "failed"

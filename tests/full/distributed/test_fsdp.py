@@ -1,5 +1,9 @@
-"""Models of every kind sharded by FSDP: the gradients of one process, shares of memory."""
+"""FSDP on one to three processes: gradients, memory, failures, sharded checkpoints."""
 
+import os
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +14,13 @@ from app.batch import Batch
 from app.config.schema import QuantizationConfig
 from app.distributed.fsdp import Sharding, is_sharded, local
 from app.distributed.gradient_reduction import GradientReduction, ShardedGradients
+from app.distributed.launch import FailureFlag
 from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
 from app.training.storage_counter import kept_bytes
 from tests.distributed.test_fsdp import PARALLEL
 from tests.harness.processes import ProcessesByCount
+from tests.harness.runs import Zygote
 from tests.model import classes
 from tests.model.small import (
     ALL_KINDS,
@@ -159,3 +165,30 @@ def test_fsdp_of_each_kind_gives_gradients_of_one_process(processes: ProcessesBy
 @pytest.mark.parametrize("count", [2, 3])
 def test_fsdp_each_process_keeps_its_rows_alone(processes: ProcessesByCount, method: str, count: int) -> None:
     processes(count).run(bytes_of_shards, method)
+
+
+UNFINISHED = 75
+STAYS_SECONDS = 15.0
+WITHIN_SECONDS = 5.0
+
+
+def main() -> None:
+    """Process 1 raises the flag and stays alive; the others wait for it in a collective."""
+    from app.config.schema import LaunchConfig
+    from app.distributed.process_group import start
+
+    runtime = start(LaunchConfig(num_processes=1, threads=1), "fp32", 0)
+    if runtime.rank != 1:
+        runtime.host_group.wait_for_all()
+    FailureFlag(1).raise_first(UNFINISHED, "out of memory", has_met=True)
+    Path(sys.argv[1]).write_text(str(time.time()))
+    time.sleep(STAYS_SECONDS)
+    os._exit(UNFINISHED)
+
+
+def test_failure_flag_ends_processes_that_wait_in_a_collective(zygote: Zygote, tmp_path: Path) -> None:
+    raised = tmp_path / "raised"
+    runs = zygote.start_together(tmp_path, 3, str(raised), module="tests.full.distributed.test_fsdp")
+    assert [runs[rank].wait().code for rank in (0, 2)] == [UNFINISHED] * 2
+    assert time.time() - float(raised.read_text()) < WITHIN_SECONDS
+    runs[1].kill()

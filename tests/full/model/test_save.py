@@ -1,4 +1,4 @@
-"""Saved models and adapters used by transformers and PEFT alone, of this version and of the one before."""
+"""Saved models in plain transformers and PEFT, and torchao's log at import."""
 
 import json
 from hashlib import sha256
@@ -11,7 +11,8 @@ from app.base.source import base_path
 from app.base.tokenizer import load_tokenizer
 from app.finished.save import add_transformers_4_keys, save_model
 from tests import transformers4
-from tests.harness.python import printed_by
+from tests.harness.python import printed_by, python
+from tests.harness.runs import SMALL
 from tests.model.small import built, config_of, distance, full, lora, model_config
 from tests.model.test_save import FLAT, IDS, LLAMA3, logits, trained
 
@@ -86,3 +87,11 @@ def test_saved_models_same_logits_elsewhere(tmp_path: Path, app_env: dict[str, s
             theirs = torch.load(tmp_path / f"logits{i}.pt", weights_only=True)
             assert distance(theirs, ours) <= 1e-6, (version, case)
     assert said[0]["tokens"] == said[1]["tokens"]
+
+
+def test_screen_has_no_lines_of_torchao(tmp_path: Path, app_env: dict[str, str]) -> None:
+    """In a process of its own: those of other tests have imported it before."""
+    words = (*SMALL, "recipe=full", "quantization=qat", "dry_run=true", f"output_dir={tmp_path / 'run'}")
+    ended = python("-m", "app.train", *words, cwd=tmp_path, env=app_env)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "torchao" not in ended.stdout

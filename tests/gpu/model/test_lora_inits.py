@@ -18,7 +18,7 @@ from tests.model.small import (
     sections,
     wide_numbers,
 )
-from tests.model.test_lora_inits import layers_of, require_best_update, update_of
+from tests.model.test_adapters import layers_of, require_best_update, update_of
 
 NUMBERS = wide_numbers("llama")
 

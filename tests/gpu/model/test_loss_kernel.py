@@ -5,7 +5,7 @@ import torch
 
 from app.batch import IGNORE
 from tests.model.small import distance
-from tests.model.test_loss_kernel import GPU, ROUNDED, check, exact, given
+from tests.model.test_operations import GPU, ROUNDED, check, exact, given
 
 
 @pytest.mark.parametrize("weighted", [False, True])

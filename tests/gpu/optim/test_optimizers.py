@@ -12,7 +12,7 @@ from app.optim.optimizers import build_optimizer, round_into, step_unless
 from app.optim.requirements import PAGED_KINDS
 from tests.gpu import waiting_is_an_error
 from tests.optim.small import KINDS, section
-from tests.optim.test_gradient_scaling import SKIPPING
+from tests.optim.test_optimizer_state import SKIPPING
 
 
 def large() -> nn.Linear:

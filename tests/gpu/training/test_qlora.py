@@ -7,8 +7,8 @@ import torch
 
 from app.config.load import compose_run
 from app.data.prepare import Data
+from tests.training.test_memory import CARD, RECIPE, require_four_bits, two_steps
 from tests.training.test_qlora_golden import GOLDEN, losses, run_on_a_saved_base
-from tests.training.test_qlora_memory import CARD, RECIPE, require_four_bits, two_steps
 
 
 def test_llama_8b_with_defaults_fits_24_gb() -> None:

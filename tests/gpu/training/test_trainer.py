@@ -10,7 +10,7 @@ from app.tasks.table import loss_of
 from app.training.setup import stepper_of
 from tests.gpu import waiting_is_an_error
 from tests.training.conftest import MakeLoop, sections_of, small_run
-from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
+from tests.training.test_train_step import AS_THEY_COME, BF16, FULL
 from tests.training.test_trainer import QUIET
 
 

@@ -1,4 +1,4 @@
-"""Search learns from objectives and failures; every preset of conf/sweep makes valid trials."""
+"""Ladders in full size, and searches that learn from objectives and failures."""
 
 import math
 import statistics
@@ -11,8 +11,19 @@ from app.sweeps.proposers import LADDER, STARTUP_TRIALS, suggest
 from app.sweeps.search_space import dimensions_in, read_preset
 from app.sweeps.sweep import plan_sweep
 from app.sweeps.trials import FAILED, values_of
-from tests.sweeps.test_optuna_search import ended, rate_of, search, valley
+from tests.sweeps.test_proposers import LADDERS, NAMES, check_ladder, check_small_ladder, ended, rate_of, search, valley
 from tests.sweeps.test_sweep import nothing_more
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ladder_composes(name: str) -> None:
+    check_ladder(name, "full")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if len(LADDERS[name].rungs) >= 10])
+def test_long_ladder_small_makes_ten_steady_steps_of_rows(name: str) -> None:
+    check_small_ladder(name)
+
 
 PRESETS = [n for n in choices_by_group()["sweep"] if read_preset([f"sweep={n}"]).config.proposer != LADDER]
 

@@ -1,7 +1,9 @@
-"""Ladders: every file of conf/sweep composes, what a command may not give is refused, rungs are compared truly."""
+"""Proposers of trials: ladders and optuna's search."""
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ from app.config.conf_files import choices_by_group
 from app.config.dataset import has_held_out_rows
 from app.config.load import compose_run
 from app.config.schema import RunConfig
+from app.errors import ConfigError
 from app.pages.comparison_page import measured_tables
 from app.pages.page import Table
-from app.sweeps.proposers import LADDER, Ladder, batch_text
-from app.sweeps.search_space import Preset, Rung, SweepConfig, read_preset
+from app.sweeps.proposers import LADDER, STARTUP_TRIALS, Ladder, Search, batch_text
+from app.sweeps.search_space import Preset, Rung, SweepConfig, dimensions_in, read_preset, settings_of
 from app.sweeps.sweep import plan_sweep, read_ladder
-from app.sweeps.trials import FINISHED, Outcome
+from app.sweeps.trials import DRY_RUN, FAILED, FINISHED, RUNNING, Outcome, Trial, values_of
 from tests.sweeps.test_sweep import nothing_more, refusal_of
 
 LADDERS = {n: c for n in choices_by_group()["sweep"] if (c := read_preset([f"sweep={n}"]).config).proposer == LADDER}
@@ -25,7 +28,7 @@ NAMES = [name for name, config in LADDERS.items() if not config.planned]
 
 @pytest.mark.parametrize("name", [name for name in NAMES if len(LADDERS[name].rungs) < 10])
 def test_ladder_composes_and_small_makes_ten_steady_steps_of_rows(name: str) -> None:
-    """Long ladders in tests/full/sweeps/test_ladder.py."""
+    """Long ladders in tests/full/sweeps/test_proposers.py."""
     check_small_ladder(name)
 
 
@@ -163,3 +166,162 @@ def test_ladder_second_rung_compared_with_the_first(
     assert "samples/s" not in measured.head, "no rung has it"
     assert claimed.cells == [["one", "8.0", "-"], ["two", "12.0", "1234"]]
     assert "| two | 12.0 | 1234 |" in claimed.markdown()
+
+
+SPACE = {
+    "optimizer.lr": {"low": 4e-4, "high": 4e-2, "log": True},
+    "adapter.r": [8, 16, 32],
+    "schedule.warmup_fraction": {"low": 0.0, "high": 0.1},
+}
+Objective = Callable[[dict[str, Any]], float | None]
+
+
+def search(*words: str, trials: int = 8, seed: int = 0, space: dict[str, Any] = SPACE) -> Search:
+    settings, problems = settings_of(words)
+    dimensions, wrong = dimensions_in(space)
+    assert (problems, wrong) == ([], [])
+    return Search([*settings, *dimensions], SweepConfig(proposer="tpe", trials=trials, seed=seed))
+
+
+def outcome(trial: Trial, objective: float | None, status: str = FINISHED) -> Outcome:
+    return Outcome(
+        number=trial.number,
+        overrides=trial.overrides,
+        swept=trial.swept,
+        folder=f"runs/sweep/{trial.name}",
+        proposed=trial.proposed,
+        status=status if objective is not None else FAILED,
+        objective=objective,
+    )
+
+
+def valley(values: dict[str, Any]) -> float:
+    warmup: float = values.get("schedule.warmup_fraction", 0.0)
+    return math.log(values["optimizer.lr"] / 1e-2) ** 2 + warmup
+
+
+def ended(proposer: Search, objective: Objective = valley, before: Sequence[Outcome] = ()) -> list[Outcome]:
+    found = list(before)
+    while trial := proposer.next(found):
+        found.append(outcome(trial, objective(values_of(trial.swept))))
+    return found
+
+
+def rate_of(recipe: str) -> float:
+    return compose_run([f"recipe={recipe}"]).optimizer.lr
+
+
+def told(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    return [asdict(each) for each in outcomes]
+
+
+def test_search_first_trial_is_own_run() -> None:
+    found = ended(search("seed=1", "recipe=lora"))
+    assert found[0].overrides == (
+        "seed=1",
+        "recipe=lora",
+        f"optimizer.lr={rate_of('lora')}",
+        "adapter.r=32",
+        "schedule.warmup_fraction=0.03",
+    )
+    for each in found:
+        values = values_of(each.swept)
+        assert list(values) == list(SPACE)
+        assert 0.0004 <= values["optimizer.lr"] <= 0.04
+        assert values["adapter.r"] in (8, 16, 32)
+        assert 0 <= values["schedule.warmup_fraction"] <= 0.1
+    assert len({each.swept for each in found}) == len(found) == 8
+
+
+def test_search_first_trial_when_run_outside_space() -> None:
+    found = ended(search(trials=1, space={"optimizer.lr": {"low": 1.0, "high": 2.0}}))
+    assert 1.0 <= values_of(found[0].swept)["optimizer.lr"] <= 2.0
+
+
+def test_search_deterministic() -> None:
+    one, same, other = (ended(search(seed=seed)) for seed in (3, 3, 4))
+    assert one == same
+    assert [each.swept for each in one][1:] != [each.swept for each in other][1:]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 6])
+def test_search_resumed_same_trials(stop: int) -> None:
+    whole = ended(search())
+    again = search()
+    recalled = again.recall(told(whole[:stop]))
+    assert [(each.overrides, each.name) for each in recalled] == [
+        (each.overrides, each.folder.rpartition("/")[2]) for each in whole[:stop]
+    ]
+    assert ended(again) == whole
+
+
+def test_search_resumed_with_multiples() -> None:
+    def made() -> Search:
+        space = {"optimizer.lr": {"low": "0.1x", "high": "10x", "log": True}}
+        return search("seed=1", "++optimizer.lr=2e-3", trials=6, space=space)
+
+    whole = ended(made())
+    assert whole[0].overrides == ("seed=1", "optimizer.lr=0.002")
+    assert all(0.0002 <= values_of(each.swept)["optimizer.lr"] <= 0.02 for each in whole)
+    again = made()
+    again.recall(told(whole[:5]))
+    assert ended(again) == whole
+
+
+def test_search_over_recipes_leaves_out_what_a_trial_does_not_read() -> None:
+    space = {"recipe": ["full", "lora"], "optimizer.lr": {"low": "0.1x", "high": "10x"}, "adapter.r": [8, 16, 32]}
+    whole = ended(search("adapter.dropout=0.1", space=space, trials=5))
+    assert {"recipe=full", "recipe=lora"} <= {text for each in whole for text in each.overrides}
+    for each in whole:
+        assert ("recipe=lora" in each.overrides) == any("adapter" in text for text in each.overrides)
+        compose_run(each.overrides)
+    again = search("adapter.dropout=0.1", space=space, trials=5)
+    assert [each.overrides for each in again.recall(told(whole[:3]))] == [each.overrides for each in whole[:3]]
+
+
+def test_search_more_trials_allowed_fewer_refused() -> None:
+    whole = ended(search(trials=9))
+    few = ended(search(trials=5))
+    more = search(trials=9)
+    more.recall(told(few))
+    assert ended(more) == whole
+    with pytest.raises(ConfigError, match=r"sweep\.trials=5: this sweep has begun 9 trials already"):
+        search(trials=5).recall(told(whole))
+
+
+def test_search_recorded_trial_keeps_settings() -> None:
+    """It failed, and the same command tried it again."""
+    first = ended(search(), lambda values: None if values["adapter.r"] == 8 else valley(values))
+    assert [each.status for each in first].count(FAILED) in range(1, 8)
+    again = search()
+    again.recall(told(first))
+    assert [each.swept for each in ended(again)] == [each.swept for each in first]
+
+
+def test_search_running_trial_recalled() -> None:
+    whole = ended(search())
+    begun = [*whole[:2], replace(whole[2], status=RUNNING, objective=None)]
+    again = search()
+    assert len(again.recall(told(begun))) == 3
+    assert ended(again) == whole
+
+
+def test_search_dry_run_plans_startup_trials() -> None:
+    plans: list[Outcome] = []
+    proposer = search()
+    while trial := proposer.next(plans):
+        plans.append(outcome(trial, 0.0, DRY_RUN))
+    assert len(plans) == STARTUP_TRIALS
+    assert search().recall(told(plans)) == []
+    assert [each.swept for each in ended(search())][:2] == [each.swept for each in plans][:2]
+
+
+def test_search_finite_space_without_repetition() -> None:
+    space = {
+        "adapter.r": [8, 16, 32],
+        "adapter.dropout": {"low": 0.0, "high": 0.2, "step": 0.1},
+        "seed": {"low": 1, "high": 2},
+    }
+    found = ended(search(trials=40, space=space), lambda values: float(values["adapter.r"]))
+    assert len({each.swept for each in found}) == 18
+    assert {text.partition("=")[2] for each in found for text in each.swept if "dropout" in text} == {"0", "0.1", "0.2"}

@@ -1,12 +1,18 @@
-"""adapter.start from adapters that plain PEFT made: the layers are those that their tensors name."""
+"""Initial adapters made by plain PEFT, and the reference of a preference loss."""
 
 import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.numpy import save
 from torch import Tensor
 
 from app.adapters.adapters import short_names
@@ -16,8 +22,9 @@ from app.base.weight_files import Names
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.errors import CheckpointError
+from app.files import checksummed_folder
 from app.finished.save import save_model
-from app.training.initial_model import load_start
+from app.training.initial_model import _key, _share, load_start, read_reference
 from tests.model.small import CAUSAL, build_model, built, model_config, sections
 
 IDS = torch.arange(3, 20)[None]
@@ -87,3 +94,46 @@ def test_adapter_of_plain_peft_that_is_more_is_refused(given: dict[str, Any], sa
     model: Any = None
     with pytest.raises(CheckpointError, match=rf"not supported: {said}.*merge it into its base with PEFT"):
         load_start(run_from(tmp_path / "first"), model, None, Names())
+
+
+def test_references_of_other_vocabularies_are_others() -> None:
+    def key(*words: str) -> str:
+        run = compose_run(["recipe=dpo", "model=tiny", *words])
+        data = SimpleNamespace(train=SimpleNamespace(fingerprint="rows"), eval=None)
+        choices = SimpleNamespace(precision="fp32", attention="sdpa")
+        plan: Any = SimpleNamespace(run=run, rows=SimpleNamespace(data=data), choices=choices)
+        return _key(plan, "weights")
+
+    assert key("preference.beta=0.5") == key() != key("model.vocab_size=2048")
+
+
+def test_runs_that_end_at_once_share_one_whole_reference(tmp_path: Path) -> None:
+    scores, together = {row: (float(row), 0.5) for row in range(5000)}, Barrier(4, timeout=10)
+
+    def share(number: int) -> None:
+        together.wait()
+        _share(tmp_path / f"kept-{number // 4}", scores)
+
+    with ThreadPoolExecutor(4) as runs:
+        list(runs.map(share, range(20)))
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"kept-{number}" for number in range(5)]
+    assert all(read_reference(each) == scores for each in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pickle.dumps({"rows": [1]}),
+        save({"row": np.arange(2, dtype=np.uint64), "log_probabilities": np.zeros((2, 2))}),
+        save({"rows": np.arange(2, dtype=np.uint64), "log_probabilities": np.full((2, 2), np.nan)}),
+        save({"rows": np.arange(3, dtype=np.uint64), "log_probabilities": np.zeros((2, 2))}),
+        save({"rows": np.arange(2, dtype=np.uint64), "log_probabilities": np.zeros(2)}),
+    ],
+    ids=["pickle", "other names", "NaN", "fewer rows", "another shape"],
+)
+def test_reference_with_another_content_is_refused(stored: bytes, tmp_path: Path) -> None:
+    """Its checksum is right: whoever sends a folder may have written that too."""
+    with checksummed_folder(tmp_path / "reference") as folder:
+        (folder / "answers.safetensors").write_bytes(stored)
+    with pytest.raises(CheckpointError, match=r"answers\.safetensors cannot be read \(.*Restore the folder, or"):
+        read_reference(tmp_path / "reference")
