@@ -191,7 +191,9 @@ class BatchingConfig:
     packing: bool | str = MISSING
     tokens: int | str = number(at_least=8)  # tokens of a micro-batch with packing; auto: as many as fit into memory
     rows: int = number(at_least=1)  # rows of a micro-batch without packing
-    order: str = choice("random", "sequential")  # order of the rows in each epoch; sequential: that of the files
+    order: str = choice(
+        "random", "sequential", default="random"
+    )  # order of the rows in each epoch; sequential: that of the files
     # micro-batches of an optimizer step, on each process: the more, the larger the step and the fewer of them
     accumulation: int = number(at_least=1)
 

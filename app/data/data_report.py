@@ -1,16 +1,11 @@
-"""Report on the rows of a dataset: lengths, counts by source, what was dropped, cut or skipped, and notes on it."""
+"""Fate of the rows: counts, lines for people, and the reasons why a run would stop at them."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from app.config.schema import DatasetConfig
-from app.data.collate import WIDTH_MULTIPLE
-from app.data.packing import min_bins, plan_bins
 from app.data.refused_columns import ColumnPlace, Way, unread_problems
 from app.data.rows import escaped
 from app.data.sources import Source
@@ -358,97 +353,3 @@ def bad_row_problems(counts: RowCounts) -> list[str]:
         skip = "To skip bad rows, set dataset.on_bad_row=skip"
         problems[-1] += f"\n    {skip if counts.bad_rows < counts.rows_read else all_bad}"
     return problems
-
-
-# ---- length statistics
-
-
-_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
-_MAX_CLASSES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Fill of bins, and a lower bound of their number."""
-
-    bins: int
-    least: int
-    fill: float | None  # None: no bins
-
-
-def packed(lengths: NDArray[np.int32], capacity: int) -> Packing:
-    """Plan bins of `capacity` as a run does."""
-    bins = len(plan_bins(lengths, capacity)[1])
-    fill = int(lengths.sum(dtype=np.int64)) / (bins * capacity) if bins else None
-    return Packing(bins, min_bins(lengths, capacity), fill)
-
-
-def padded_fill(lengths: NDArray[np.int32], per_batch: int, per_step: int) -> float | None:
-    """Share of tokens in padded micro-batches, over steps of `per_step` rows that are sorted by length."""
-    if not len(lengths):
-        return None
-    shuffled = np.random.default_rng(0).permutation(lengths)
-    steps = -(-len(shuffled) // per_step)
-    whole = np.zeros(steps * per_step, np.int64)
-    whole[: len(shuffled)] = shuffled
-    batches = np.sort(whole.reshape(steps, per_step), axis=1)[:, ::-1].reshape(-1, per_batch)
-    widths = -(-batches[:, 0] // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    return int(whole.sum()) / int((widths * (batches > 0).sum(axis=1)).sum())
-
-
-def percentiles(rows: NDArray[np.int32], counts: RowCounts) -> dict[str, int] | None:
-    """Percentiles of all samples before any was dropped or cut off; None where there are none.
-
-    Over-long samples count with the end of their class (8 tokens wide, or a 32nd of the length); the longest is
-    exact. Texts that were split count by their pieces.
-    """
-    lengths, samples = _before_policy(rows, counts)
-    if not len(lengths):
-        return None
-    reached = np.cumsum(samples)
-    at = [int(np.searchsorted(reached, reached[-1] * percent / 100)) for percent in _PERCENTS]
-    longest = int(lengths[-1]) if counts.pieces else counts.longest
-    found = {f"p{percent}": int(lengths[i]) for percent, i in zip(_PERCENTS, at, strict=True)}
-    return {**found, "max": longest}
-
-
-def length_that_keeps(share: float, rows: NDArray[np.int32], counts: RowCounts) -> int | None:
-    """The smallest dataset.max_length that keeps this share of samples whole, as far as their classes tell."""
-    lengths, samples = _before_policy(rows, counts)
-    if not len(lengths) or counts.pieces:
-        return None
-    reached = np.cumsum(samples)
-    return int(lengths[np.searchsorted(reached, reached[-1] * share - 1e-9)])
-
-
-def share_within(length: int, rows: NDArray[np.int32], counts: RowCounts) -> float:
-    """Share of all samples that are no longer than `length`."""
-    lengths, samples = _before_policy(rows, counts)
-    return float(samples[lengths <= length].sum() / samples.sum())
-
-
-def histogram(rows: NDArray[np.int32]) -> dict[str, list[int]]:
-    """Count samples in classes of equal width."""
-    width = max(1, -(-int(rows.max(initial=1)) // _MAX_CLASSES))
-    samples = np.bincount(np.maximum(rows - 1, 0) // width, minlength=1)
-    return {"edges": [1 + width * at for at in range(len(samples) + 1)], "samples": samples.tolist()}
-
-
-def over_long(counts: RowCounts) -> list[dict[str, int]]:
-    """Classes of over-long samples, from the shortest."""
-    ends: Mapping[str, int] = counts.over_long_up_to
-    return [{"up_to": int(end), "samples": ends[end]} for end in sorted(ends, key=int)]
-
-
-def _before_policy(rows: NDArray[np.int32], counts: RowCounts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lengths, ascending, and how many samples have each, before the overflow policy."""
-    samples = np.bincount(rows)
-    if counts.pieces:
-        kept = np.flatnonzero(samples)
-        return kept, samples[kept]
-    if counts.truncated and len(samples):
-        samples[-1] = max(0, samples[-1] - counts.truncated)  # truncated ones have max_length
-    kept = np.flatnonzero(samples)
-    ends = over_long(counts)
-    lengths = np.concatenate([kept, np.array([min(each["up_to"], counts.longest) for each in ends], np.int64)])
-    return lengths, np.concatenate([samples[kept], np.array([each["samples"] for each in ends], np.int64)])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from app.base.base_model import BaseModel, open_base
 from app.config.dataset import formats_of, sources_of, trains_answers
 from app.config.schema import RunConfig
-from app.data import data_report
+from app.data import length_statistics
 from app.data.chat_template import other_template
 from app.data.data_report import MAX_DROPPED_SHARE, MAX_EVAL_FRACTION, MIN_EVAL_ROWS, RowCounts, eval_remedy
 from app.data.loader import Loader
@@ -32,7 +32,7 @@ class DataCheck:
     run: RunConfig
     data: Data
     documents_per_row: int
-    packing: data_report.Packing
+    packing: length_statistics.Packing
     padded_fill: float | None
     loader: Loader
     plan: StepPlan | None  # None where no row is left
@@ -64,9 +64,9 @@ class DataCheck:
             "lower_bound_bins": self.packing.least,
             "padded_fill": self.padded_fill,
             **self._steps(),
-            "length_percentiles": data_report.percentiles(self.sample_lengths, train),
-            "lengths": data_report.histogram(self.sample_lengths),
-            "overlong_lengths": data_report.over_long(train),
+            "length_percentiles": length_statistics.percentiles(self.sample_lengths, train),
+            "lengths": length_statistics.histogram(self.sample_lengths),
+            "overlong_lengths": length_statistics.over_long(train),
             "sources": self._sources(),
             "eval": None
             if held is None or self.data.eval is None
@@ -133,8 +133,8 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         run=config,
         data=prepared.data,
         documents_per_row=prepared.objective.documents_per_row,
-        packing=data_report.packed(lengths, max(batching.bin_tokens, config.dataset.max_length)),
-        padded_fill=data_report.padded_fill(lengths, batching.rows, rows_per_step),
+        packing=length_statistics.packed(lengths, max(batching.bin_tokens, config.dataset.max_length)),
+        padded_fill=length_statistics.padded_fill(lengths, batching.rows, rows_per_step),
         loader=loader,
         plan=plan_steps(config.training, loader.steps_per_epoch) if loader.num_units else None,
         processes=processes,
@@ -213,12 +213,12 @@ def _bad_rows(check: DataCheck) -> Iterator[Advice]:
 def _over_long(check: DataCheck) -> Iterator[Advice]:
     run, counts, lengths = check.run, check.data.report.train, check.sample_lengths
     limit = run.dataset.max_length
-    needed = data_report.length_that_keeps(KEPT_SHARE, lengths, counts)
+    needed = length_statistics.length_that_keeps(KEPT_SHARE, lengths, counts)
     if not counts.tokens_lost or needed is None or needed <= limit:
         return
     lost = f"{many(counts.tokens_lost, 'token')} are lost now"
     kept = check.base.longest_row(needed)
-    then, now = (data_report.share_within(length, lengths, counts) for length in (kept, limit))
+    then, now = (length_statistics.share_within(length, lengths, counts) for length in (kept, limit))
     if kept > limit and then > now:
         room = kept * check.documents_per_row
         bins = f" batching.tokens={room}" if run.batching.packing and room > run.batching.bin_tokens else ""
@@ -348,7 +348,7 @@ def _filling(check: DataCheck) -> Iterator[Advice]:
             yield "batching.packing=true", f"padded micro-batches are {padded:.0%} full, {bins}"
     elif fill < MIN_BIN_FILL and check.packing.bins > 1:
         larger = 2 * batching.bin_tokens
-        then = data_report.packed(check.data.train.lengths, larger).fill or 0.0
+        then = length_statistics.packed(check.data.train.lengths, larger).fill or 0.0
         if then > fill:
             yield f"batching.tokens={larger}", f"bins are {fill:.0%} full, these would be {then:.0%}"
 

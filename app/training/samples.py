@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from app.data.data_report import SourceShare, histogram
+from app.data.data_report import SourceShare
+from app.data.length_statistics import histogram
 from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
 from app.distributed.launch import world

@@ -17,7 +17,7 @@ from app.config.kinds import TOLD, balance_notes, without_numbers
 from app.config.rules import BLOCKS
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
-from app.data.data_report import padded_fill
+from app.data.length_statistics import padded_fill
 from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
 from app.layers.experts import stacks_of

@@ -34,7 +34,7 @@ def test_merged_export_is_verified(zygote: Zygote, finished: FinishedRuns, tmp_p
     assert {"README.md", "config.json", "tokenizer.json", "chat_template.jinja"} <= names
     assert not [name for name in names if "adapter" in name or "base" in name]
     card = (tmp_path / "out" / "README.md").read_text()
-    (line,) = (line for line in card.splitlines() if line.startswith("| eval\\_loss |"))
+    (line,) = (line for line in card.splitlines() if line.startswith("| eval_loss |"))
     assert "±" in line
     assert str(tmp_path) not in card
     assert "PeftModel" not in card
