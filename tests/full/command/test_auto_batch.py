@@ -39,7 +39,13 @@ def test_resumed_run_keeps_its_bins(zygote: Zygote, tmp_path: Path) -> None:
     assert "batching.tokens=auto: 64 tokens, 8 micro-batches a step, the smallest bins, and the plan" in said
     said = on(zygote, tmp_path, 8, *words)
     assert AUTO_TOKENS not in said
-    assert settings(tmp_path / "run", "batching") == {"packing": True, "tokens": 64, "rows": 4, "accumulation": 8}
+    assert settings(tmp_path / "run", "batching") == {
+        "packing": True,
+        "tokens": 64,
+        "rows": 4,
+        "order": "random",
+        "accumulation": 8,
+    }
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["choices"]["tokens"] == 64
     on(zygote, tmp_path, 8, "batching.tokens=64", "batching.accumulation=8", "output_dir=told")
     same_ending(tmp_path / "told", tmp_path / "run")
