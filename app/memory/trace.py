@@ -30,6 +30,7 @@ from app.memory.compiled_layers import Compiled
 from app.memory.fake_tensors import PLANNED_AS, CudaAutocast, FakeTensorFallbacks, MetaModel, PagedStates, materialise
 from app.model import losses
 from app.model.build import assemble, group_experts
+from app.model.losses import Loss
 from app.optim.optimizers import ordinary
 from app.tasks.table import IMPLEMENTATIONS, loss_of
 from app.training.rows import layout_of
@@ -384,10 +385,7 @@ def trace(
         materialise(network, sections)
         _wrap_layers(network, step_flops, compiled, on_gpu=settings.on_gpu)
         host = HostOffload("meta" if settings.on_gpu else "cpu") if sections.offload else None
-        loss = loss_of(run)
-        over_documents = loss.of_rows is not None
-        if over_documents:  # any function of a number per document: its memory is nothing next to the head's two passes
-            loss = losses.over_documents(lambda sums, _batch: sums)
+        loss = _planned_loss(run)
         training_model = assemble(network, sections, loss, None, host)
         if sharding is not None:
             training_model.divide(sharding)
@@ -400,13 +398,9 @@ def trace(
         if settings.on_gpu:  # on a CPU, paged states are in the planned memory
             paged.attach(ordinary(stepper.optimizer))
         stepper.allocate_states()
-        blank = partial(loss.blank_targets, outputs=training_model.language_model.config.num_labels)
-
-        def batch_of(shape: Shape) -> Batch:
-            return _batch(shape, blank(shape.label_rows), over_documents=over_documents)
-
-        batch = batch_of(settings.shape)
-        evaluated = None if settings.evaluated is None else batch_of(settings.evaluated)
+        outputs = training_model.language_model.config.num_labels
+        batch = _batch(settings.shape, loss, outputs)
+        evaluated = None if settings.evaluated is None else _batch(settings.evaluated, loss, outputs)
         counter = _counter(settings, stepper, [batch, *([evaluated] if evaluated else [])])
         register_phases(stepper, counter, step_flops, recomputed)
         if settings.on_gpu:
@@ -419,6 +413,12 @@ def trace(
         **{(name,): count for name, count in step_flops.totals(settings.passes).items()},
         **(dict(zip(MOMENTS, moment_bytes(run.adapter.init, network), strict=True)) if settings.begins else {}),
     }
+
+
+def _planned_loss(run: RunConfig) -> Loss:
+    """Return the loss of a run; over documents any function takes the memory of the head's two passes alone."""
+    loss = loss_of(run)
+    return loss if loss.of_rows is None else losses.over_documents(lambda sums, _batch: sums)
 
 
 def _wrap_layers(network: Any, step_flops: StepFlops, compiled: Compiled | None, *, on_gpu: bool) -> None:
@@ -503,7 +503,7 @@ def _set_gradients(training_model: nn.Module, _args: Any) -> None:
             parameter.grad = torch.empty_like(parameter)
 
 
-def _batch(shape: Shape, targets: torch.Tensor, *, over_documents: bool) -> Batch:
+def _batch(shape: Shape, loss: Loss, outputs: int) -> Batch:
     documents = None
     if shape.documents:
         bounds = torch.zeros(shape.places + 1, dtype=torch.int32)
@@ -512,12 +512,12 @@ def _batch(shape: Shape, targets: torch.Tensor, *, over_documents: bool) -> Batc
         ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
         positions=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
         label_rows=torch.zeros(shape.label_rows, dtype=torch.int64),
-        targets=targets,
+        targets=loss.blank_targets(shape.label_rows, outputs),
         lengths=shape.documents or (shape.width,) * shape.rows,
         num_labels=shape.label_rows,
         num_tokens=shape.tokens,
         documents=documents,
         weights=LossWeights(torch.ones(shape.label_rows), float(shape.label_rows)) if shape.weighted else None,
         token_type_ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64) if shape.pairs else None,
-        document_of_label=torch.zeros(shape.label_rows, dtype=torch.int64) if over_documents else None,
+        document_of_label=torch.zeros(shape.label_rows, dtype=torch.int64) if loss.of_rows is not None else None,
     )
