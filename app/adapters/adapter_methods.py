@@ -265,7 +265,7 @@ class Lora(AdapterMethod):
 
 
 class PeftAdapter(AdapterMethod):
-    """One method of `METHODS`: PEFT says what is trained, where its tensors lie, and how it is merged."""
+    """A method of `METHODS`; PEFT defines its trainable tensors, their names, and how they are merged."""
 
     trained, of_text_parts = (), False
 

@@ -440,7 +440,7 @@ def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, 
     with init_empty_weights(include_buffers=False):  # buffers are computed
         lm = build(config, task, numbers, options.dtype, options.attention)
     require_packed_alike(config, lm, quantizer)
-    vars(lm.config).pop("quantization_config", None)  # what is trained is no longer what is stored
+    vars(lm.config).pop("quantization_config", None)  # trained weights are no longer quantized
     if quantizer is not None:
         quantizer.require_quantizable(config, lm)
     lm.tie_weights()
@@ -456,7 +456,7 @@ def drawing_by(seed: int) -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Silence bars and warnings of models: one line of ours says what is loaded, and a missing weight is refused."""
+    """Turn off bars and warnings of transformers: one line of ours reports loading; missing weights are refused."""
     transformers.logging.disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_warning)
 

@@ -278,11 +278,11 @@ class ConvertedWeights:
 
     @property
     def names(self) -> dict[str, _Group]:
-        """The groups by the names of what is saved of them."""
+        """Return the groups by the names of their saved tensors."""
         return {name: group for group in self.groups for name in group.saved}
 
     def in_place(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
-        """The tensors of a folder with what is saved in place of what was stored, where the first of a group was."""
+        """Return the tensors of a folder, with saved ones in place of the first stored one of each group."""
         of_stored = {name: group for group in self.groups for name in group.stored}
         found: dict[str, StoredTensor] = {}
         for name, place in tensors.items():
