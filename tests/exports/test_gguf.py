@@ -15,10 +15,9 @@ from app.assets import ROOT
 from app.config.finished_run import export_config
 from app.errors import AppError
 from app.evaluation.run import prepare_evaluation
-from app.exports import gguf, gguf_model, verify
+from app.exports import gguf, gguf_model
 from app.exports.export import make_export, prepare_export
 from app.exports.gguf_model import modelfile, vocabulary_of
-from app.exports.verify import Reference, Verification
 from tests.exports.small_gguf import KINDS, Small
 from tests.harness.runs import FinishedRuns
 
@@ -31,6 +30,13 @@ def test_kind_gives_llama_cpp_the_same_tokens_and_loss(tmp_path: Path, kind: str
     assert found.passed, found.lines()
     assert found.same_choice == 1
     assert KINDS.keys() == gguf_model.KINDS.keys()
+
+
+@pytest.mark.parametrize(("window", "context"), [(None, 256), (64, 64), (512, 256)])
+def test_gguf_context_length_does_not_exceed_the_window(tmp_path: Path, window: int | None, context: int) -> None:
+    numbers = transformers.MistralConfig(max_position_embeddings=256, sliding_window=window)
+    written = gguf_model.described(numbers, "bf16").writer(tmp_path / "model.gguf").kv_data[0]
+    assert written["llama.context_length"].value == context
 
 
 def spoilt(small: Small, trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +142,3 @@ def test_scores_rank_token_by_its_first_merge() -> None:
     vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}
     scores = gguf_model._scores({"vocab": vocabulary}, [("a", "b"), ("a", "bc"), ("b", "c"), ("ab", "c")])
     assert scores == [-4.0, -4.0, -4.0, 0.0, -2.0, -1.0]
-
-
-def test_loss_without_logits_is_relative_to_a_loss_above_one() -> None:
-    found = Verification(tolerance=0.1, tolerance_is="", loss_before=4.0, rows=1, positions=1, rows_are="")
-    reference = Reference({}, [], [], "")
-    assert verify._with_loss(found, reference, 4.2, None).loss_difference == pytest.approx(0.05)
-    below = verify._with_loss(replace(found, loss_before=0.5), reference, 0.7, None)
-    assert below.loss_difference == pytest.approx(0.2)

@@ -51,6 +51,7 @@ _FINISHED = (*SMALL, "model.architecture.initializer_range=0.1", "training.max_s
 FINISHED = {
     "lora": (*_FINISHED, "recipe=lora", RATE),
     "qlora": (*_FINISHED, "recipe=qlora", RATE, "precision=bf16"),
+    "loftq": (*_FINISHED, "recipe=qlora", RATE, "precision=bf16", "adapter.init=loftq"),
     "qlora in fp32": (*_FINISHED, "recipe=qlora", RATE),
     "full": (*_FINISHED, "recipe=full", "optimizer.lr=1e-2"),
 }

@@ -176,8 +176,9 @@ def test_ends_are_those_of_model_and_tokenizer(
 
 def test_answers_end_at_the_last_position(tokenizer: Any) -> None:
     notes: list[str] = []
-    asked = answerer(tokenizer, "gpt2", chat=False, max_new=256, note=notes.append)
     prompts = [[user("word " * n)] for n in (40, 8)]
+    fits = 256 - len(answerer(tokenizer, "gpt2", chat=False).ids(prompts[1]))  # beside the shorter one alone
+    asked = answerer(tokenizer, "gpt2", chat=False, max_new=fits, note=notes.append)
     alone = dict(enumerate(dict(asked.answers([each], 1))[0] for each in prompts))
     assert dict(asked.answers(prompts, 2)) == alone
     assert notes[0].endswith(f"the model reads 256 at most, and the prompt has {len(asked.ids(prompts[0]))}")

@@ -15,11 +15,12 @@ from app.adapters.merged_weights import Member, combine, read_updates
 from app.base.base_model import model_class
 from app.base.source import base_path
 from app.base.tokenizer import load_tokenizer
-from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
+from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.errors import CheckpointError, ConfigError
 from app.finished.save import Merge, merged_config, plan_merge, save_base, save_model
 from app.model.build import ModelSections, random_base
 from app.model.training_model import TrainingModel
+from tests.model.classes import CLASSES
 from tests.model.small import (
     build_model,
     distance,
@@ -44,11 +45,20 @@ NOISE = 2e-6  # of logits in fp32: W x + B (A x) is summed up in another order t
 class Tuned:
     """A training_model whose adapter, or weights, are far from where they began, and its folders."""
 
-    def __init__(self, place: Path, kind: str, adapter: AdapterConfig, precision: str, nf4: bool) -> None:
+    def __init__(
+        self,
+        place: Path,
+        kind: str,
+        adapter: AdapterConfig,
+        precision: str,
+        *,
+        nf4: bool = False,
+        task: TaskConfig | None = None,
+    ) -> None:
         self.final, self.base = place / "final", place / "base"
         architecture = (wide_numbers if nf4 else numbers)(kind)
         config = model_config(kind, architecture=architecture)
-        parts = sections(config, adapter, precision, quantization=NF4 if nf4 else None)
+        parts = sections(config, adapter, precision, quantization=NF4 if nf4 else None, task=task)
         self.training_model = build_model(parts, CPU, 0, base_path(config, self.base)).eval()
         generator = torch.Generator().manual_seed(3)
         for parameter in self.training_model.trained().values():
@@ -63,8 +73,9 @@ class Tuned:
         self.parts = sections(model, adapter, precision, quantization=parts.quantization, task=parts.task)
 
     def plan(self, dtype: str = "fp32", parts: ModelSections | None = None) -> Merge:
-        updates = read_updates(self.final) if self.weights == self.base else {}
-        return plan_merge(parts or self.parts, updates, dtype, CPU)
+        if self.weights == self.final:
+            return plan_merge(parts or self.parts, {}, dtype, CPU)
+        return plan_merge(parts or self.parts, read_updates(self.final), dtype, CPU, self.final)
 
     def merged(self, place: Path, dtype: str = "fp32", shard_bytes: float = GIB) -> Any:
         """The model that transformers loads from what was written."""
@@ -87,7 +98,7 @@ def tuned(
     *,
     nf4: bool = False,
 ) -> Tuned:
-    return Tuned(place, kind, adapter or lora(), precision, nf4)
+    return Tuned(place, kind, adapter or lora(), precision, nf4=nf4)
 
 
 @torch.no_grad()
@@ -215,6 +226,13 @@ def test_weights_are_rounded_once(tmp_path: Path, dtype: str, bound: float) -> N
     assert sum(t.numel() * t.element_size() for t in stored.values()) == rounded.bytes
     again = run.merged(tmp_path / "again", dtype)
     assert 0 < distance(logits(again.float()), in_fp32(run.training_model)) <= bound * 16**0.5
+
+
+def test_merge_adapter_head_of_bf16_base_stays_fp32(tmp_path: Path) -> None:
+    run = Tuned(tmp_path, "llama", lora(), "bf16", task=CLASSES)
+    (head,) = (each for name, each in run.training_model.trained().items() if "score" in name)
+    assert not head.equal(head.bfloat16().float())
+    assert run.plan("fp32").weight("score.weight")[0].equal(head)
 
 
 def test_only_what_changes_counts_as_rounded(tmp_path: Path) -> None:

@@ -76,7 +76,14 @@ def test_failed_export_leaves_only_its_report(quick_zygote: Zygote, finished: Fi
     check_spoilt(quick_zygote, finished, tmp_path, ("qlora", "careless"), ("lora", "cut"))
 
 
-@pytest.mark.parametrize(("recipe", "quant", "bits"), [("full", "int8", 8), ("qlora", "fp4", 4.5)])
+@pytest.mark.parametrize(
+    ("recipe", "quant", "bits", "loss"),
+    [
+        ("full", "int8", 8, 2e-3),
+        ("qlora", "fp4", 4.5, 3e-2),
+        ("loftq", "nf4", 4.5, 1e-2),  # 5e-3; 1.6e-2 from the base as it is stored, where LoftQ's start is added twice
+    ],
+)
 def test_quantized_export_of_each_quant(
     quick_zygote: Zygote,
     finished: FinishedRuns,
@@ -85,8 +92,11 @@ def test_quantized_export_of_each_quant(
     recipe: str,
     quant: str,
     bits: float,
+    loss: float,
 ) -> None:
     check_quantized(quick_zygote, finished, tmp_path, recipe, quant, bits)
+    found = report(tmp_path / "out")
+    assert found["loss_after"] == pytest.approx(found["loss_before"], abs=loss)
     code_of_card(tmp_path / "out", app_env, tmp_path)
 
 
