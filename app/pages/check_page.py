@@ -1,6 +1,6 @@
 """Findings of app.check as sections of a page, which a terminal shows too."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -11,7 +11,6 @@ from app.pages.run_page import PARTS, training_samples
 from app.safe_text import many
 from app.tracking.formatting import format_bytes, format_count
 
-_NAMED_BY = {"data": "source", "memory": "subject", "quantization": "model", "ladder": "sweep"}  # key of the facts
 _BEYOND_TENSORS = ("lost_bytes", "context_bytes", "margin_bytes")
 _MAX_REASONS = 5
 _MAX_LAYERS = 5
@@ -20,17 +19,13 @@ Found = Mapping[str, Any]  # of a check, in check.json
 
 def check_page(found: Mapping[str, Found]) -> Page:
     """The page for check.json, which has a section for each check."""
-    memory, models = found.get("memory"), found.get("models")
+    memory = found.get("memory")
     stops = [problem for facts in found.values() for problem in facts["stops"]]
     badges = [("a run would stop", "bad") if stops else ("nothing stops a run", "good")]
     if memory:
         fits = ("fits", "good") if memory["fits"] else ("does not fit", "bad")
         badges.append((f"{fits[0]} {memory['label']}", fits[1]))
-    name = next((found[key][of] for key, of in _NAMED_BY.items() if key in found), "")
-    if not name:
-        name = f"models of transformers {models['transformers']}" if models else counted_processes(found["cluster"])
-    if "data" in found:  # the folders stand below
-        name = " + ".join(PurePath(each).name for each in name.split(" + "))
+    name = next((subject(found[key]) for key, subject in _SUBJECTS.items() if key in found), next(iter(found)))
     return Page(
         title=f"Check: {name}",
         heading=name,
@@ -255,4 +250,13 @@ SECTIONS = {
     "quantization": quantization_sections,
     "models": models_sections,
     "ladder": planned_tables,
+}
+# of a page with several checks the first names it
+_SUBJECTS: dict[str, Callable[[Found], str]] = {
+    "data": lambda facts: " + ".join(PurePath(each).name for each in facts["source"].split(" + ")),
+    "memory": lambda facts: str(facts["subject"]),
+    "quantization": lambda facts: str(facts["model"]),
+    "ladder": lambda facts: str(facts["sweep"]),
+    "models": lambda facts: f"models of transformers {facts['transformers']}",
+    "cluster": counted_processes,
 }
