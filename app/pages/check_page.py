@@ -21,7 +21,7 @@ def check_page(found: Mapping[str, Found]) -> Page:
     """The page for check.json, which has a section for each check."""
     memory = found.get("memory")
     stops = [problem for facts in found.values() for problem in facts["stops"]]
-    badges = [("a run would stop", "bad") if stops else ("nothing stops a run", "good")]
+    badges = [("training would fail", "bad") if stops else ("no problems found", "good")]
     if memory:
         fits = ("fits", "good") if memory["fits"] else ("does not fit", "bad")
         badges.append((f"{fits[0]} {memory['label']}", fits[1]))
@@ -30,7 +30,7 @@ def check_page(found: Mapping[str, Found]) -> Page:
         title=f"Check: {name}",
         heading=name,
         badges=badges,
-        about=[Paragraph("before any training", "soft small")],
+        about=[Paragraph("checked before training", "soft small")],
         notes=[("bad", problem) for problem in stops],
         sections=[section for key, make in SECTIONS.items() if key in found for section in make(found[key])],
     )
@@ -46,7 +46,7 @@ def data_sections(facts: Found) -> list[Section]:
         text = "  ".join(f"{name} {length:,}" for name, length in percentiles.items())
         dropped = (f">{facts['max_length']:,}", facts["dropped"]) if facts["dropped"] else None
         bars = Bars(length_bars(facts["lengths"], dropped), counts=True)
-        sections.append(Section("Tokens of a sample, before any was cut", [Facts([("lengths", text)]), bars]))
+        sections.append(Section("Sample lengths (before truncation)", [Facts([("lengths", text)]), bars]))
     return [
         *sections,
         Section("First samples", [samples] if samples else [], label="samples"),
@@ -64,25 +64,25 @@ def memory_sections(facts: Found) -> list[Section]:
         knobs.append(Code(str(each["override"]), why=f"{saves}: {each['why']}"))
     if facts["together"]:
         needed = format_bytes(facts["together"]["needed_bytes"])
-        knobs.append(Code(str(facts["together"]["override"]), why=f"together: {needed}, which fits"))
+        knobs.append(Code(str(facts["together"]["override"]), why=f"together: {needed}, fits"))
     most = max(facts["memory_bytes"], facts["needed_bytes"])
     bars = [
         Bar(PARTS.get(name, name), size / most, format_bytes(size), name in _BEYOND_TENSORS)
         for name, size in _parts(facts)
     ]
-    peak = Facts([("peak", f"{format_bytes(facts['peak_bytes'])}, {facts['peak_where']}")])
+    peak = Facts([("peak", f"{format_bytes(facts['peak_bytes'])} ({facts['peak_where']})")])
     sections = [
-        Section("What is planned", [Facts([("memory", facts["subject"]), ("worst", facts["worst_case"])])]),
+        Section("Planned run", [Facts([("memory", facts["subject"]), ("largest micro-batch", facts["worst_case"])])]),
         Section("Memory at the peak", [peak, Bars(bars)]),
         Section("Verdict", [Facts(list(_verdict(facts)))]),
     ]
     if answers := facts.get("answers"):
         size = f"{answers['rows']} of {answers['length']:,} tokens, {many(answers['beams'], 'beam')}"
-        needs = f"{_needed({**facts, **answers})}, {'fits' if answers['fits'] else 'does not fit'}"
+        needs = f"{_needed({**facts, **answers})}: {'fits' if answers['fits'] else 'does not fit'}"
         most = max(most, answers["needed_bytes"])
         parts = [Bar(PARTS.get(name, name), n / most, format_bytes(n)) for name, n in answers["anatomy"].items()]
         sections.append(Section("Memory of answers", [Facts([("answers", size), ("", needs)]), Bars(parts)]))
-    return [*sections, Section("What brings it down, the cheapest first", knobs, label="knobs")]
+    return [*sections, Section("Memory-saving options, cheapest first", knobs, label="options")]
 
 
 def _parts(facts: Found) -> list[tuple[str, int]]:
@@ -101,12 +101,12 @@ def cluster_sections(facts: Found) -> list[Section]:
     for row in facts["collectives"]:
         algorithm, bus = (format_bytes(row[f"{kind}_bytes_per_second"]) for kind in ("algorithm", "bus"))
         took = f"{row['bytes'] / 2**20:.3g} MiB in {1000 * row['seconds']:.2f} ms"
-        rates.append(("" if row["name"] == before else row["name"], f"{took}: {algorithm}/s, on the bus {bus}/s"))
+        rates.append(("" if row["name"] == before else row["name"], f"{took}: {algorithm}/s, bus {bus}/s"))
         before = row["name"]
     notes = [("note", text) for text in facts["notes"]]
     return [
         Section("Processes", [Facts(members)], label="processes"),
-        Section("Collectives", [Facts(rates or [("timed", "nothing, because of what would stop a run")])]),
+        Section("Collectives", [Facts(rates or [("timed", "skipped: training would fail")])]),
         Section("Notes", [Facts([*notes, ("took", f"{facts['seconds']:.1f} s")])]),
     ]
 
@@ -122,13 +122,13 @@ def quantization_sections(facts: Found) -> list[Section]:
     outliers = [
         (
             "" if at else "outliers",
-            f"{layer['layer']}: the largest is {layer['largest_in_stds']:.1f} standard deviations, "
-            f"{layer['outlier_share']:.2%} are beyond 6",
+            f"{layer['layer']}: maximum {layer['largest_in_stds']:.1f} standard deviations, "
+            f"{layer['outlier_share']:.2%} beyond 6",
         )
         for at, layer in enumerate(layers)
     ]
     of = f"{facts['weights']:,} weights in {len(facts['layers'])} linear layers, {facts['seconds']:.1f} s"
-    title = "Error of the weights, by format"
+    title = "Quantization error by format"
     return [
         Section(title, [Facts([("weights", of)]), Bars(bars)]),
         Section("Layers with the largest outliers", [Facts(outliers)]),
@@ -137,12 +137,7 @@ def quantization_sections(facts: Found) -> list[Section]:
 
 def models_sections(facts: Found) -> list[Section]:
     """Sections for `models` of check.json: counts by task, then each kind that is not packed."""
-    words = {
-        "packed": "packed",
-        "padded": "padded",
-        "own": "padded with their own attention",
-        "refused": "not trainable",
-    }
+    words = {"packed": "packed", "padded": "padded", "own": "padded with own attention", "refused": "not trainable"}
     counts = [
         (task, f"{', '.join(f'{each[tier]} {text}' for tier, text in words.items())}, of {many(each['total'], 'kind')}")
         for task, each in facts["by_task"].items()
@@ -153,8 +148,8 @@ def models_sections(facts: Found) -> list[Section]:
         (each["kind"], f"{each['task']}, {each['tier']}: {of_whole.get(each['kind'], '')}{each['reason']}".strip(": "))
         for each in others
     ]
-    of = f"Kinds of transformers {facts['transformers']}"
-    title = "Not packed, and why" if len(rows) != 1 else "This model"
+    of = f"Model kinds of transformers {facts['transformers']}"
+    title = "Not packed" if len(rows) != 1 else "This model"
     return [Section(of, [Facts(counts)]), Section(title, [Facts(rows)])]
 
 
@@ -175,7 +170,7 @@ def _member(each: Found) -> str:
 def out_of_memory_problem(facts: Found) -> str:
     """Problem of a run that does not fit: the needed memory by part, and the cheapest remedy."""
     parts = ", ".join(f"{PARTS.get(name, name)} {format_bytes(size)}" for name, size in _parts(facts))
-    return f"it needs {_needed(facts)}: {parts}; the peak is in: {facts['peak_where']}. {_way_in(facts)}"
+    return f"it needs {_needed(facts)}: {parts}; peak: {facts['peak_where']}. {_way_in(facts)}"
 
 
 def _data_rows(facts: Found) -> Iterator[tuple[str, str]]:
@@ -200,10 +195,10 @@ def _bad_rows(label: str, reasons: Sequence[Found]) -> Iterator[tuple[str, str]]
 def _packing(facts: Found) -> str:
     if facts["fill"] is None:
         return "nothing to pack"
-    least = f"at least {facts['lower_bound_bins']:,} needed"
+    least = f"lower bound {facts['lower_bound_bins']:,}"
     bins = f"{many(facts['bins'], 'bin')} of {facts['bin_tokens']:,} tokens, {facts['fill']:.2%} full, {least}"
     padded = f"{facts['padded_fill']:.1%} full"
-    return f"{bins}; padded rows would be {padded}" if facts["packing"] else f"off: padded rows, {padded}; on: {bins}"
+    return f"{bins}; padded rows: {padded}" if facts["packing"] else f"off: padded rows, {padded}; on: {bins}"
 
 
 def _steps(facts: Found) -> str:
@@ -211,27 +206,27 @@ def _steps(facts: Found) -> str:
     shared = f", shared by {facts['processes']} processes" if facts["processes"] > 1 else ""
     tokens = f"about {facts['tokens_per_step']:,.0f} tokens, {facts['trained_tokens_per_step']:,.0f} trained"
     epochs = f"{facts['epochs']:.3g} {'epoch' if facts['epochs'] == 1 else 'epochs'}"
-    return f"{facts['steps']:,} ({epochs}) of {size}, {tokens}{shared}"
+    return f"{facts['steps']:,} ({epochs}), {size} per step, {tokens}{shared}"
 
 
 def _verdict(facts: Found) -> Iterator[tuple[str, str]]:
-    yield "needs", f"{_needed(facts)}, {'fits' if facts['fits'] else 'does not fit'}"
+    yield "needs", f"{_needed(facts)}: {'fits' if facts['fits'] else 'does not fit'}"
     for text in facts["notes"]:
         yield "", text
     bound, flops = facts["bound"], facts["flops_per_token"]
-    speed = f"{flops / 1e9:,.1f} GFLOP a token" if flops >= 1e9 else f"{flops / 1e6:,.1f} MFLOP a token"
+    speed = f"{flops / 1e9:,.1f} GFLOP per token" if flops >= 1e9 else f"{flops / 1e6:,.1f} MFLOP per token"
     if bound is not None:
         rate = f"{format_count(bound['tokens_per_second'])} tokens/s on {facts['label']}"
-        speed = f"{speed}; at most {rate}, a bound that no run reaches"
+        speed = f"{speed}; upper bound {rate} (hardware peak)"
     yield "speed", speed
     if not facts["knobs"]:
-        yield "knobs", "none is needed" if facts["fits"] else "none saves memory"
+        yield "options", "none needed" if facts["fits"] else "none saves memory"
     traced = "every layer" if facts["exact"] else f"{facts['traced_layers']} layers"
-    yield "took", f"{facts['seconds']:.1f} s, {traced} traced{'' if facts['exact'] else ', the others like them'}"
+    yield "took", f"{facts['seconds']:.1f} s, {traced} traced{'' if facts['exact'] else ', the rest extrapolated'}"
 
 
 def _needed(facts: Found) -> str:
-    return f"{format_bytes(facts['needed_bytes'])} of the {format_bytes(facts['memory_bytes'])} of {facts['label']}"
+    return f"{format_bytes(facts['needed_bytes'])} of {format_bytes(facts['memory_bytes'])} on {facts['label']}"
 
 
 def _way_in(facts: Found) -> str:
@@ -240,7 +235,7 @@ def _way_in(facts: Found) -> str:
     for knob in facts["knobs"]:
         if knob["fits"]:
             return f"Set {knob['override']}, which saves {format_bytes(knob['saves_bytes'])}."
-    return "No setting brings it in: choose a smaller model or more memory."
+    return "No setting makes it fit: choose a smaller model or a larger GPU."
 
 
 SECTIONS = {

@@ -30,13 +30,13 @@ from app.tracking.formatting import (
 _UNCOMPARED_KEYS = ("output_dir", "resume")
 _OF_HELD_OUT_ROWS = (*LOGGED, "objective")
 _RESULTS = (
-    ("held-out loss", "eval_loss", METRICS["eval_loss"].text, min),
+    ("eval loss", "eval_loss", METRICS["eval_loss"].text, min),
     *((metric.label, metric.name, metric.text, min if metric.better == "lower" else max) for metric in TOLD),
-    ("last training loss", "train_loss_last", format_number, min),
+    ("final training loss", "train_loss_last", format_number, min),
     ("best objective", "objective", format_number, None),
     ("steps", "steps", format_integer, None),
-    ("tokens a second", "tokens_per_second", format_count, max),
-    ("samples a second", "samples_per_second", format_count, max),
+    ("tokens/s", "tokens_per_second", format_count, max),
+    ("samples/s", "samples_per_second", format_count, max),
     ("peak memory", "peak_memory_bytes", format_bytes, min),
 )
 _MAX_CURVES = 6  # of the best trials
@@ -61,17 +61,20 @@ def comparison_page(folders: Sequence[Path]) -> Page:
         ["time", *(format_or(run.seconds(), format_duration, NO_VALUE) for run in runs)],
     ]
     settings, answers = _settings(runs), last_answers(named)
-    equal = Paragraph("None: every key has the same value.")
+    equal = Paragraph("None: all settings are equal.")
     return Page(
         title=f"{len(runs)} runs: {', '.join(names)}",
-        heading=f"{len(runs)} runs beside each other",
+        heading=f"Comparison of {len(runs)} runs",
         notes=[("warn", f"{name}: {remark}") for name, run in named for remark in run.remarks],
         sections=[
             Section("Results", [Table(["", *names], results)]),
-            Section("Curves, by step", _curves(named)),
+            Section("Training curves", _curves(named)),
             Section("Settings that differ", [Table(["", *names], settings) if settings else equal]),
-            Section("Lines, program and data", [block for each in named[1:] for block in _origin(*each, *named[0])]),
-            Section("Last answers on held-out rows", [answers] if answers else []),
+            Section(
+                "Differences in metrics, program and data",
+                [block for each in named[1:] for block in _origin(*each, *named[0])],
+            ),
+            Section("Final answers to eval prompts", [answers] if answers else []),
         ],
     )
 
@@ -113,7 +116,7 @@ def _results(runs: Sequence[SavedRun]) -> Iterator[Sequence[Inline]]:
             Span(format_or(each, formatter) or NO_VALUE, "best" if each is not None and each == best else "")
             for each in known
         ]
-        yield [f"{name} (different rows)" if unlike else name, *cells]
+        yield [f"{name} (different eval sets)" if unlike else name, *cells]
 
 
 def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
@@ -131,9 +134,9 @@ def _origin(name: str, run: SavedRun, first_name: str, first: SavedRun) -> Itera
     """Differences between a run and the first."""
     then, now = first.manifest, run.manifest
     rows = [(each.name, each.then, each.now) for each in (*compare_programs(then, now), *compare_content(then, now))]
-    yield Paragraph(f"{name} against {first_name}", "heading")
+    yield Paragraph(f"{name} compared with {first_name}", "heading")
     yield Paragraph(compare_lines(first.lines, run.lines).summary(), "lines")
-    equal = Paragraph("Versions, commit, hardware, rows, tokenizer and base are the same.")
+    equal = Paragraph("Same versions, commit, hardware, data, tokenizer and base model.")
     yield Table(["", first_name, name], rows) if rows else equal
 
 
@@ -149,7 +152,7 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> Page:
     objective = _objective([run for _, run in runs])
     charts = [chart for key in keys if (chart := _chart(key, trials, objective))]
     leaderboard = [] if ladder else [_leaderboard(ranked, keys, objective, folder, target)]
-    again = Code(shlex.join(content["command"]), intro="The same command goes on with what is left:")
+    again = Code(shlex.join(content["command"]), intro="Run the same command to continue:")
     failed = [
         block
         for trial in trials
@@ -167,10 +170,10 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> Page:
             Section("Best trial", _best(content, folder, objective)),
             *(measured_tables(ladder) if ladder else ()),
             Section("Leaderboard", leaderboard),
-            Section("What the values did", [Charts(charts)] if charts else []),
-            Section(f"Curves of the {'first rungs' if ladder else 'best trials'}, by step", _curves(runs)),
+            Section("Effect of each setting", [Charts(charts)] if charts else []),
+            Section(f"Training curves of the {'first rungs' if ladder else 'best trials'}", _curves(runs)),
             Section("Failed", failed),
-            Section("Run it again", [again]),
+            Section("Rerun", [again]),
         ],
     )
 
@@ -194,10 +197,10 @@ def _folder(folder: Path, trial: Trial) -> Path:
 def _notes(trials: Sequence[Trial]) -> Iterator[tuple[str, str]]:
     counts = Counter(trial["status"] for trial in trials)
     if counts["failed"]:
-        yield "bad", f"{counts['failed']} of {len(trials)} trials failed; their errors stand below."
+        yield "bad", f"{counts['failed']} of {len(trials)} trials failed; errors below."
     left = sum(counts[each] for each in _UNFINISHED)
     if left:
-        yield "busy", f"{left} of {len(trials)} trials are not done: the ranking may change."
+        yield "busy", f"{left} of {len(trials)} trials are unfinished; the ranking may change."
 
 
 def _objective(runs: Sequence[SavedRun]) -> str:
@@ -208,7 +211,7 @@ def _objective(runs: Sequence[SavedRun]) -> str:
     name = known[0].get("objective_is", "eval_loss")
     if name is None or known[0].get("eval_loss") is None:
         return "training loss"
-    return "held-out loss" if name == "eval_loss" else METRICS[name].label
+    return "eval loss" if name == "eval_loss" else METRICS[name].label
 
 
 def _tiles(ranked: Sequence[Trial], objective: str) -> Iterator[tuple[str, str | None]]:
@@ -216,7 +219,7 @@ def _tiles(ranked: Sequence[Trial], objective: str) -> Iterator[tuple[str, str |
     done = sum(trial["status"] == "finished" for trial in ranked)
     yield f"best {objective} ({_better(ranked)} is better)", format_number(known[0]) if known else None
     yield f"finished of {len(ranked)} trials", str(done)
-    yield "time of all trials", format_duration(sum(trial["seconds"] for trial in ranked))
+    yield "total time", format_duration(sum(trial["seconds"] for trial in ranked))
 
 
 def _better(trials: Sequence[Trial]) -> str:
@@ -287,7 +290,7 @@ _MEASURED: RungColumns = {
     "samples_per_second": ("samples/s", "{:,.2f}".format),
     "ratio": ("x first", "{:.2f}".format),
     "tokens_per_second": ("tokens/s", format_count),
-    "memory_predicted_bytes": ("planned", _megabytes),
+    "memory_predicted_bytes": ("estimated", _megabytes),
     "memory_measured_bytes": ("measured", _megabytes),
     "device_used_bytes": ("device", _megabytes),
     "train_loss_last": ("loss", "{:.6f}".format),
@@ -299,14 +302,14 @@ _MEASURED: RungColumns = {
 
 def measured_tables(ladder: Mapping[str, Any]) -> list[Section]:
     """The tables for `ladder` of sweep.json."""
-    return [_table("Measured here", _MEASURED, ladder["rungs"]), *_claimed_tables(ladder["source"], ladder["rungs"])]
+    return [_table("Measured", _MEASURED, ladder["rungs"]), *_claimed_tables(ladder["source"], ladder["rungs"])]
 
 
 def planned_tables(facts: Mapping[str, Any]) -> list[Section]:
     """The tables for `ladder` of check.json: parts, each where it is largest, the peak, and the source's figures."""
     columns = {key: (PARTS.get(key, key), _megabytes) for key in (*PARTS, "tensors", "needs")}
     planned = _table(
-        f"Planned on {facts['label']}: each part at its largest, tensors at the peak",
+        f"Estimated on {facts['label']}: maximum of each part, tensors at the peak",
         {**_RUNG, **columns},
         facts["rungs"],
     )
@@ -333,5 +336,5 @@ def _table(title: str, columns: RungColumns, rungs: Rungs) -> Section:
     for rung in rungs:
         if (own := rung.get("clocks", first)) != first:
             limits = ", ".join(f"{name} {first.get(name)} -> {own.get(name)}" for name in {**first, **own})
-            notes.append(f"{rung['name']}: the limits of the GPU are not those of the first rung: {limits}")
+            notes.append(f"{rung['name']}: GPU limits differ from the first rung: {limits}")
     return Section(title, [Table([head for head, _ in shown.values()], rows, notes=notes)])

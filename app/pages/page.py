@@ -268,7 +268,7 @@ def write_page(target: Path, make: Callable[[], Page]) -> str:
     try:
         write_text(target, as_html(make()))
     except Exception as fault:  # noqa: BLE001  a fault of a page must not fail the run that it reports
-        return f"report  could not be made ({type(fault).__name__}: {fault}); nothing else is missing"
+        return f"report  could not be written ({type(fault).__name__}: {fault}); all other files are complete"
     return f"report  {target}"
 
 

@@ -93,7 +93,7 @@ def status_in(folder: Path, result: Mapping[str, Any]) -> str:
 def read_run(folder: Path) -> SavedRun:
     """Read the run of a folder that `is_run`."""
     own, links = RunFolder(folder), sorted(each.name for each in folder.iterdir() if each.is_symlink())
-    remarks = [f"{name} is a link, which is not followed." for name in links]
+    remarks = [f"{name} is a link and was not followed." for name in links]
     result = read_result(folder)
     return SavedRun(
         folder=folder,
@@ -124,7 +124,7 @@ def _mapping(path: Path, remarks: list[str]) -> dict[str, Any]:
         values = None
     if isinstance(values, dict):
         return values
-    remarks.append(f"{path.name} cannot be read; what it would tell is missing here.")
+    remarks.append(f"{path.name} cannot be read; its content is missing here.")
     return {}
 
 

@@ -41,7 +41,7 @@ from app.tracking.formatting import (
 # names of parts of the planned memory
 PARTS = {
     "frozen_weights": "frozen weights",
-    "quantization_constants": "scales of 4-bit weights",
+    "quantization_constants": "quantization constants",
     "trained_weights": "trained weights",
     "gradients": "gradients",
     "optimizer_states": "optimizer states",
@@ -67,26 +67,25 @@ _COUNTS = {
     "samples": "samples",
     "tokens": "tokens",
     "trained_tokens": "trained tokens",
-    "longest": "longest sample, in tokens",
+    "longest": "longest sample (tokens)",
     "bad_rows": "bad rows skipped",
-    "rows_lost": "rows of which nothing is left",
+    "rows_lost": "rows with no sample left",
     "dropped": "dropped as too long",
-    "truncated": "cut off",
+    "truncated": "truncated",
     "split": "split",
     "tokens_lost": "tokens lost",
-    "unstable": "conversations that the template rewrites",
-    "left_over": "left over by a limit of rows",
-    "held_out": "held out of these",
+    "unstable": "conversations rewritten by the template",
+    "left_over": "beyond the row limit",
+    "held_out": "of these held out for eval",
 }
 _SHORT = "{:.3g}".format
 _TILES = ("exact_match", "accuracy", "mae", "pearson", "eval_loss")
-_HASHES = {"train": "rows to train on", "eval": "rows held out", "tokenizer": "tokenizer", "base": "base"}
-_CHOICES = {"recompute": "recompute of layers", "tokens": "tokens of a micro-batch", "padded_because": "padded because"}
+_HASHES = {"train": "training data", "eval": "eval data", "base": "base model"}
+_CHOICES = {"recompute": "gradient checkpointing", "tokens": "micro-batch tokens", "padded_because": "padded because"}
 _PROCESS_MEMORY = (
-    "These are the tensors of the training. The process takes more, as its peak above shows: Python, torch and other "
-    "libraries."
+    "Tensors of the training only. The peak of the process, above, includes Python, torch and other libraries."
 )
-_ASSETS = {"asset:tiny": "the small model", "asset:sample/train.jsonl": "the sample rows"}
+_ASSETS = {"asset:tiny": "bundled tiny model", "asset:sample/train.jsonl": "bundled sample data"}
 _MODULE = "app.train"
 _MAX_LABELS = 50
 _MIN_DIFFERENCE = 0.005  # of measured and planned memory, as a fraction
@@ -108,7 +107,7 @@ _SCORES = {
 _OTHERS = {
     "lr": Quantity("Learning rate", "", from_zero=True),
     "grad_norm": Quantity("Gradient norm", "before clipping", may_log=True, from_zero=True),
-    "tokens_per_second": Quantity("Speed", "tokens a second", formatter=format_count, from_zero=True),
+    "tokens_per_second": Quantity("Throughput", "tokens/s", formatter=format_count, from_zero=True),
     "peak_memory_bytes": Quantity("Peak memory", "", formatter=format_bytes, from_zero=True),
 }
 _MAX_PROMPTS = 24
@@ -123,17 +122,17 @@ def run_page(folder: Path) -> Page:
         title=f"{run.name}: {badge[0]}",
         heading=run.name,
         badges=[badge],
-        about=[Paragraph(method(run)), Paragraph(_begun(run), "soft small")],
+        about=[Paragraph(method(run)), Paragraph(_started(run), "soft small")],
         notes=list(_notes(run)),
         tiles=list(_tiles(run)),
         sections=[
-            Section("Answers on held-out rows", [answers] if answers else []),
-            Section("Curves, by step", [Charts(charts) if charts else Paragraph("Nothing has been logged.", "soft")]),
-            Section("Scores of app.evaluate", [block for scores in run.scores for block in _scores(scores)]),
+            Section("Answers to eval prompts", [answers] if answers else []),
+            Section("Training curves", [Charts(charts) if charts else Paragraph("No metrics logged.", "soft")]),
+            Section("Evaluation scores", [block for scores in run.scores for block in _scores(scores)]),
             Section("Data", list(_data(run))),
             Section("Memory", list(_memory(run))),
             _checks(run),
-            Section("Run it again", list(_commands(run))),
+            Section("Reproduce", list(_commands(run))),
             Section("Environment", list(_environment(run))),
             Section(
                 "Configuration",
@@ -161,7 +160,7 @@ def method(run: SavedRun) -> str:
 
 
 def _named(path: Any) -> str:
-    """A model or a dataset; what ships with the program is named by what it is."""
+    """Return the path of a model or dataset, or a name for bundled ones."""
     return _ASSETS.get(path, str(path))
 
 
@@ -183,26 +182,26 @@ def _setting(run: SavedRun, *path: str) -> str:
     return "" if value is None else str(value)
 
 
-def _begun(run: SavedRun) -> str:
+def _started(run: SavedRun) -> str:
     if not run.starts:
         return str(run.folder)
     first, last = run.starts[0], run.starts[-1]
-    begun = first["time"].replace("T", " ").replace("+00:00", " UTC")
-    more = f", started {len(run.starts)} times" if len(run.starts) > 1 else ""
-    return f"begun {begun} on {last['host']}{more} · {run.folder}"
+    started, resumed = first["time"].replace("T", " ").replace("+00:00", " UTC"), len(run.starts) - 1
+    more = "" if not resumed else ", resumed once" if resumed == 1 else f", resumed {resumed} times"
+    return f"started {started} on {last['host']}{more} · {run.folder}"
 
 
 def _notes(run: SavedRun) -> Iterator[tuple[str, str]]:
     if run.status == "failed":
-        yield "bad", f"It failed. {run.result.get('error') or ''}"
+        yield "bad", f"Failed. {run.result.get('error') or ''}"
     if run.status == RUNNING:
-        yield "busy", "The run is still at work: the page shows it as it was when the page was made."
+        yield "busy", "Running. This page is a snapshot, made at the time given at its end."
     if run.status == UNFINISHED:
-        yield "warn", "The run has no result: it was killed, or its machine was."
+        yield "warn", "No result: the process or its machine was killed."
     if run.status in ("stopped", UNFINISHED):
         words = _typed(run) or ["python", "-m", _MODULE, f"output_dir={run.folder}"]
         command = [word for word in words if not word.startswith("resume=")]
-        yield "warn", f"This continues it from its last checkpoint: {shlex.join([*command, 'resume=auto'])}"
+        yield "warn", f"Resume with: {shlex.join([*command, 'resume=auto'])}"
     for remark in run.remarks:
         yield "warn", remark
 
@@ -229,9 +228,9 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     of = f" of {planned:,}" if planned and planned != steps else ""
     yield f"for {format_integer(steps)}{of} steps", format_or(run.seconds() if steps else None, format_duration)
     samples = format_or(result.get("samples_per_second"), format_count)
-    speed = f"tokens a second{f', {samples} samples' if samples else ''}"
+    speed = f"tokens/s{f', {samples} samples/s' if samples else ''}"
     yield speed, format_or(result.get("tokens_per_second"), format_count)
-    yield f"peak memory of the {run.memory_owner}", format_or(result.get("peak_memory_bytes"), format_bytes)
+    yield f"peak {run.memory_owner} memory", format_or(result.get("peak_memory_bytes"), format_bytes)
 
 
 def _scores(scores: Mapping[str, Any]) -> Iterator[Block]:
@@ -263,7 +262,7 @@ def _data(run: SavedRun) -> Iterator[Block]:
         return
     left: list[Block] = [
         Paragraph((f"{name}: ", Span(side["source"], "code")), "small")
-        for name, side in zip(("train", "held out"), sides, strict=True)
+        for name, side in zip(("train", "eval"), sides, strict=True)
         if side
     ]
     left += [_of_both("", counts)] if counts else []
@@ -276,12 +275,12 @@ def _data(run: SavedRun) -> Iterator[Block]:
     more = len(labels) - _MAX_LABELS
     remarks = [*([f"{more} more labels."] if more > 0 else []), *_packing(run), *counted.get("notes", ())]
     left += [Paragraph(text, "remark") for text in remarks]
-    yield from [Bars(lengths, "Samples by their length in tokens", beside=left)] if lengths else left
+    yield from [Bars(lengths, "Sample lengths (tokens)", beside=left)] if lengths else left
     yield from [samples] if samples else []
 
 
 def _of_both(name: str, rows: Sequence[tuple[str | None, ...]]) -> Table:
-    return Table([name, "train", "held out"], rows, numbers=(1, 2))
+    return Table([name, "train", "eval"], rows, numbers=(1, 2))
 
 
 def training_samples(preview: Mapping[str, Any], title: str = "") -> TrainingSamples | None:
@@ -289,7 +288,7 @@ def training_samples(preview: Mapping[str, Any], title: str = "") -> TrainingSam
     rows = [
         (
             f"{row['place']}, {format_integer(row['tokens'])} tokens, "
-            f"{format_integer(row['trained_tokens'])} of them marked",
+            f"{format_integer(row['trained_tokens'])} highlighted",
             [
                 (each["text"], each["trained"], f"(weight {each['weight']:g})" if "weight" in each else "")
                 for each in row["pieces"]
@@ -316,7 +315,7 @@ def _packing(run: SavedRun) -> Iterator[str]:
     full = "" if counts.get("fill") is None else f", {counts['fill']:.1%} full"
     each = counts["units_per_step"]
     unit = counts["unit_name"] if each > 1 else counts["unit_name"].removesuffix("s")
-    yield f"{-(-counts['units'] // each):,} steps an epoch, each of {each:,} {unit}{full}."
+    yield f"{-(-counts['units'] // each):,} steps per epoch, {each:,} {unit} per step{full}."
 
 
 def _memory(run: SavedRun) -> Iterator[Block]:
@@ -326,15 +325,15 @@ def _memory(run: SavedRun) -> Iterator[Block]:
         return
     trained = f"{counts['trained_weights']:,} ({counts['trained_weights'] / counts['weights']:.1%})"
     facts = [
-        ("planned before the run", format_bytes(plan["bytes"])),
-        ("at its highest in", plan["where"].replace("backward", "backward pass")),
+        ("estimated peak", format_bytes(plan["bytes"])),
+        ("peak during", plan["where"].replace("backward", "backward pass")),
         ("measured", format_or(run.result.get("memory_measured_bytes"), lambda size: _off(size, plan["bytes"]))),
-        ("weights", format_integer(counts["weights"])),
-        ("trained weights", trained),
+        ("parameters", format_integer(counts["weights"])),
+        ("trainable parameters", trained),
     ]
     parts = {name: size for name, size in plan["anatomy"].items() if format_bytes(size) != format_bytes(0)}
     bars = [Bar(PARTS.get(name, name), size / plan["bytes"], format_bytes(size)) for name, size in parts.items()]
-    yield Bars(bars, "Parts of the planned memory", beside=[Facts(facts)])
+    yield Bars(bars, "Estimated memory by part", beside=[Facts(facts)])
     if run.memory_owner == "process":
         yield Paragraph(_PROCESS_MEMORY, "remark")
 
@@ -342,8 +341,8 @@ def _memory(run: SavedRun) -> Iterator[Block]:
 def _off(measured: float, planned: float) -> str:
     difference = measured / planned - 1
     if abs(difference) < _MIN_DIFFERENCE:
-        return "as planned"
-    return f"{format_bytes(measured)}, {abs(difference):.1%} {'more' if difference > 0 else 'less'} than planned"
+        return "as estimated"
+    return f"{format_bytes(measured)}, {abs(difference):.1%} {'more' if difference > 0 else 'less'} than estimated"
 
 
 def _checks(run: SavedRun) -> Section:
@@ -354,8 +353,8 @@ def _checks(run: SavedRun) -> Section:
         badge = Span("passed", "badge good") if is_passed else Span("failed", "badge bad")
         rows.append((badge, each["what"], *(format_number(each[key]) for key in ("difference", "allowed"))))
         are_passed &= is_passed
-    table = Table(["", "what was compared", "difference", "allowed"], rows, numbers=(2, 3))
-    fold = Fold(f"{len(rows)} comparisons before the first step", [table], is_open=not are_passed)
+    table = Table(["", "comparison", "difference", "allowed"], rows, numbers=(2, 3))
+    fold = Fold(f"{len(rows)} checks before the first step", [table], is_open=not are_passed)
     return Section("Checks passed" if are_passed else "Checks failed", [fold] if rows else [])
 
 
@@ -370,9 +369,9 @@ def _typed(run: SavedRun) -> list[str]:
 def _commands(run: SavedRun) -> Iterator[Code]:
     """Commands that reproduce the run, and the one that was typed."""
     again = shlex.join(["python", "-m", "app.reproduce", f"run={run.folder}"])
-    yield Code(again, intro="The same run from its own files, compared line by line:")
+    yield Code(again, intro="Reproduce and compare:")
     if typed := _typed(run):
-        yield Code(shlex.join(typed), intro=f"As it was typed in {run.starts[0]['folder']}:")
+        yield Code(shlex.join(typed), intro=f"Original command (in {run.starts[0]['folder']}):")
 
 
 def _environment(run: SavedRun) -> Iterator[Block]:
@@ -390,24 +389,24 @@ def _environment_facts(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     hardware, choices = section_of(manifest, "hardware"), section_of(manifest, "choices")
     program = section_of(manifest, "program")
     git = section_of(program, "git")
-    changes = " with changes that are in no commit" if git.get("dirty") else ""
+    changes = " with uncommitted changes" if git.get("dirty") else ""
     commit = f"commit {git['commit']}{changes}" if git else "installed"
     yield "program", f"app {program['version']}, {commit}" if program else None
     yield "device", hardware.get("gpu") or hardware.get("device")
     yield "CPU", f"{hardware.get('cpu') or ''}, {manifest['cpus']} cores".strip(", ") if program else None
     words = {key: {True: "yes", False: "no"}[each] if isinstance(each, bool) else each for key, each in choices.items()}
-    yield "decided at the start", ", ".join(f"{_CHOICES.get(key, key)} {each}" for key, each in words.items())
+    yield "auto settings", ", ".join(f"{_CHOICES.get(key, key)} {each}" for key, each in words.items())
     for key in ("python", "platform", "seed"):
         yield key, None if manifest.get(key) is None else str(manifest[key])
     for key, value in section_of(manifest, "hashes").items():
-        yield f"hash of {_HASHES.get(key, key)}", value
+        yield f"{_HASHES.get(key, key)} hash", value
 
 
 def curves(run: SavedRun) -> list[LineChart]:
     """Charts of a run; none if nothing was logged."""
-    losses = [*_training_loss("train", run), Series("held out", run.points("eval_loss"), 1)]
+    losses = [*_training_loss("train", run), Series("eval", run.points("eval_loss"), 1)]
     losses += [Series("general", points, 2)] if (points := run.points("also_eval_loss")) else []
-    memory = replace(_OTHERS["peak_memory_bytes"], title=f"Peak memory of the {run.memory_owner}")
+    memory = replace(_OTHERS["peak_memory_bytes"], title=f"Peak {run.memory_owner} memory")
     kinds = {**_SCORES, **_OTHERS, "peak_memory_bytes": memory}
     lines = {key: Series(key.replace("_", " "), run.points(key), int(key in _SCORES)) for key in kinds}
     return _logged([LineChart(_LOSS, losses), *(LineChart(kinds[key], [line]) for key, line in lines.items())])
@@ -416,7 +415,7 @@ def curves(run: SavedRun) -> list[LineChart]:
 def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
     """Charts of several named runs, each in its own colour."""
     losses = {
-        "eval_loss": replace(_LOSS, title="Loss on held-out rows"),
+        "eval_loss": replace(_LOSS, title="Eval loss"),
         "loss": replace(_LOSS, title="Training loss", axis="smoothed"),
     }
 
@@ -461,7 +460,7 @@ def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> AnswerTable 
     if not answered:
         return None
     counts = (f"{sum(map(_is_right, given.values()))} of {len(given)} {moment}" for moment, given in answered.items())
-    return _shown(answered, list(list(answered.values())[-1]), f"As expected: {', '.join(counts)}.")
+    return _shown(answered, list(list(answered.values())[-1]), f"Exact matches: {', '.join(counts)}.")
 
 
 def last_answers(runs: Sequence[tuple[str, SavedRun]]) -> AnswerTable | None:

@@ -37,12 +37,7 @@ def compare_programs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Di
 
 def compare_content(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Different hashes of rows, tokenizer and base; hashes that the older manifest lacks are left out."""
-    names = {
-        "train": "rows to train on",
-        "eval": "rows held out",
-        "tokenizer": "tokenizer",
-        "base": "weights of the base",
-    }
+    names = {"train": "training data", "eval": "eval data", "tokenizer": "tokenizer", "base": "weights of the base"}
     known = {key: value for key, value in then.get("hashes", {}).items() if key in names}
     short = [{names[key]: _short(side.get(key)) for key in known} for side in (known, now.get("hashes", {}))]
     return _different(*short)
@@ -109,7 +104,7 @@ def _different(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differen
 def _code(manifest: Mapping[str, Any]) -> dict[str, Any]:
     program = manifest.get("program", {})
     git = program.get("git") or {}
-    changes = " with changes that are in no commit" if git.get("dirty") else ""
+    changes = " with uncommitted changes" if git.get("dirty") else ""
     commit = f"{_short(git['commit'])}{changes}" if git else None
     return {"program": program.get("version"), "commit": commit}
 

@@ -140,7 +140,7 @@ class Board:
         name, folder = self._named(request, self._runs.folders())
         row, can_ask = self._runs.row(name), (folder / "final").is_dir()
         commands = {
-            "its page": is_run(folder) and shown(command("report", f"run={folder}")),
+            "Report": is_run(folder) and shown(command("report", f"run={folder}")),
             "resume": row["action"] == "resume" and shown(self._runs.command(name)),
             "stop": self._runs.stop_command(name),
             "ask": can_ask and shown(command("generate", f"run={folder}")),
@@ -154,7 +154,7 @@ class Board:
         marked, known = request.query_params.getlist("run"), self._runs.folders()
         folders = [folder for name, folder in known.items() if name in marked and is_run(folder)]
         if len(folders) < 2:
-            raise ConfigError("A comparison needs two runs at least. Mark them in the list.")
+            raise ConfigError("Select at least two runs to compare.")
         words = command("report", f"runs={','.join(map(str, folders))}", "to=comparison.html")
         return self._framed(f"{len(folders)} runs", words, _report(lambda: comparison_page(folders)))
 
@@ -267,7 +267,7 @@ def serve(folder: Path, port: int) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again after its own end
         # no Console: it would mask the token
         sys.stdout.write(f"board   {folder}  http://{_HOST}:{port}/?token={token}\n")
-        sys.stdout.write("Ctrl-C ends the board; runs that it started go on\n")
+        sys.stdout.write("Ctrl-C stops the board; runs started from it keep running\n")
         sys.stdout.flush()
         uvicorn.Server(config).run(sockets=[listener])
 
@@ -284,15 +284,15 @@ def guarded(app: ASGIApp, port: int, token: str) -> ASGIApp:
     def answer_to(request: Request) -> Response | None:
         host = request.headers.get("host", "")
         if host not in hosts:
-            return PlainTextResponse("This address is not the board's.\n", 403)
+            return PlainTextResponse("Wrong host in the address of the board.\n", 403)
         if request.method not in ("GET", "HEAD") and request.headers.get("origin") != f"http://{host}":
-            return PlainTextResponse("The board takes this from its own pages alone.\n", 403)
+            return PlainTextResponse("Requests are accepted from the pages of the board only.\n", 403)
         if request.url.path == "/" and is_token(request.query_params.get("token")):
             entry = RedirectResponse("/", 303)
             entry.set_cookie(cookie, token, httponly=True, samesite="strict")
             return entry
         if not is_token(request.cookies.get(cookie)):
-            return PlainTextResponse("Open the address that app.board printed: it has the token.\n", 403)
+            return PlainTextResponse("Open the address printed by app.board; it contains the token.\n", 403)
         return None
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:

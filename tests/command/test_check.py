@@ -36,7 +36,7 @@ def test_check_data_equals_the_facts_of_a_run(zygote: Zygote, tmp_path: Path) ->
     assert [key for key in KEYS if key not in facts] == []
     assert facts["preview"]["rows"][0]["place"] == "train.jsonl:1"
     assert f"{facts['bins']:,} bins of" in " ".join(said.split())
-    assert '<span class="badge good">nothing stops a run</span>' in (tmp_path / "run" / "check.html").read_text()
+    assert '<span class="badge good">no problems found</span>' in (tmp_path / "run" / "check.html").read_text()
     entries = sorted((tmp_path / "cache" / "tokens").iterdir())
 
     zygote.finish(tmp_path, *words, "dry_run=true")

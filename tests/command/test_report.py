@@ -25,7 +25,7 @@ def test_run_writes_its_report(finished: FinishedRuns) -> None:
     assert page.badges == [("finished", "good")]
     assert [y for _, y in lines(page, "Loss")["train"]] == [line["loss"] for line in logged if "loss" in line]
     evals = [(line["step"], line["eval_loss"]) for line in logged if "eval_loss" in line]
-    assert lines(page, "Loss")["held out"] == evals
+    assert lines(page, "Loss")["eval"] == evals
     proofs = manifest["proofs"]
     assert len(proofs) == 4, "head, its faster way, packing twice"
     (checks,) = all_of(Table, section(page, "Checks passed"))
@@ -104,7 +104,7 @@ def test_report_bug_does_not_fail_the_run(tmp_path: Path) -> None:
         raise ZeroDivisionError("of ours")
 
     told = write_page(tmp_path / "report.html", broken)
-    assert told == "report  could not be made (ZeroDivisionError: of ours); nothing else is missing"
+    assert told == "report  could not be written (ZeroDivisionError: of ours); all other files are complete"
     told = write_page(tmp_path / "absent" / "report.html", lambda: Page("page", []))
-    assert told.startswith("report  could not be made (EnvironmentProblem: ")
+    assert told.startswith("report  could not be written (EnvironmentProblem: ")
     assert list(tmp_path.iterdir()) == []

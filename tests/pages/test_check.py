@@ -15,25 +15,25 @@ DATA_TEXTS = (
     "train: 3 bad rows skipped: chat.jsonl:7",
     "chat.jsonl:7 and 2 more rows: no role",
     "held.jsonl:2: no answer",
-    "640 bins of 64 tokens, 97.66% full, at least 638 needed; padded rows would be 55.0% full",
-    "640 (1 epoch) of 1 bin, about 62 tokens, 16 trained",
+    "640 bins of 64 tokens, 97.66% full, lower bound 638; padded rows: 55.0% full",
+    "640 (1 epoch), 1 bin per step, about 62 tokens, 16 trained",
     "the chat template writes a date",
     "p5 11 p50 30 max 900",
-    "chat.jsonl:1, 9 tokens, 4 of them marked",
+    "chat.jsonl:1, 9 tokens, 4 highlighted",
     "keeps 99.2% of the samples whole",
 )
 MEMORY_TEXTS = (
     "some/model-8B: LoRA of rank 32, adamw",
     "4,096 tokens, rows of up to 2,048, 4,096 tokens trained",
-    "20.0 GB, backward",
+    "20.0 GB (backward)",
     "frozen weights 15.0 GB",
     "allocator 500 MB",
-    "22.1 GB of the 25.2 GB of RTX 4090, fits",
+    "22.1 GB of 25.2 GB on RTX 4090: fits",
     "the context of this GPU was not measured yet",
-    "48.0 GFLOP a token; at most 3.4k tokens/s on RTX 4090, a bound that no run reaches",
+    "48.0 GFLOP per token; upper bound 3.4k tokens/s on RTX 4090 (hardware peak)",
     "saves 1.9 GB (enough), 31% slower: more arithmetic",
     "saves 10.9 GB (enough), as fast: 4 bits a weight",
-    "3.2 s, 3 layers traced, the others like them",
+    "3.2 s, 3 layers traced, the rest extrapolated",
 )
 
 CLUSTER_TEXTS = (
@@ -41,7 +41,7 @@ CLUSTER_TEXTS = (
     "torch 2.13.0, nccl 2.28.9",
     "gpu1; H100, 16 cores; 700 TFLOP/s; clock +0.0 s",
     "clock +2.5 s",
-    "1 MiB in 0.05 ms: 20.0 GB/s, on the bus 30.0 GB/s",
+    "1 MiB in 0.05 ms: 20.0 GB/s, bus 30.0 GB/s",
     "the clock of process 1 (gpu2) is +2.5 s off",
     "21.2 s",
 )
@@ -58,7 +58,7 @@ QUANTIZATION = {
 }
 QUANTIZATION_TEXTS = (
     "1,000 weights in 7 linear layers, 1.0 s",
-    "layers.6.up_proj: the largest is 11.0 standard deviations, 0.20% are beyond 6",
+    "layers.6.up_proj: maximum 11.0 standard deviations, 0.20% beyond 6",
 )
 CHECKS = {
     "data": (DATA, DATA_TEXTS, "chat.jsonl"),
@@ -79,10 +79,10 @@ def test_check_page_complete(check: str) -> None:
 
 def test_check_page_of_several_checks() -> None:
     page = check_page({"data": DATA, "memory": MEMORY})
-    assert page.badges == [("nothing stops a run", "good"), ("fits RTX 4090", "good")]
+    assert page.badges == [("no problems found", "good"), ("fits RTX 4090", "good")]
     assert page.heading == "chat.jsonl"
     assert titles(page)[0] == "Data"
-    assert titles(page)[-1] == "What brings it down, the cheapest first"
+    assert titles(page)[-1] == "Memory-saving options, cheapest first"
     (samples,) = all_of(TrainingSamples, *page.sections)
     assert samples.marked == "to be predicted"
     assert [text for _, pieces in samples.samples for text, trained, _ in pieces if trained] == ["Hello"]
@@ -123,12 +123,12 @@ def test_check_of_an_empty_dataset() -> None:
 
 def test_check_page_problems_first() -> None:
     page = check_page({"data": {**DATA, "stops": ["chat.jsonl:7: no role"]}, "memory": TOO_LARGE})
-    assert page.badges == [("a run would stop", "bad"), ("does not fit RTX 4090", "bad")]
+    assert page.badges == [("training would fail", "bad"), ("does not fit RTX 4090", "bad")]
     assert page.notes == [("bad", "chat.jsonl:7: no role"), ("bad", "it needs 30.1 GB")]
     together = {"override": "a=1 b=2", "needed_bytes": 9e9}
-    knobs = all_of(Code, section(check_page({"memory": {**TOO_LARGE, "together": together}}), "What brings"))
+    knobs = all_of(Code, section(check_page({"memory": {**TOO_LARGE, "together": together}}), "Memory-saving"))
     assert [each.text for each in knobs] == ["training.recompute=true", "recipe=qlora", "a=1 b=2"]
-    assert knobs[-1].why == "together: 9.0 GB, which fits"
+    assert knobs[-1].why == "together: 9.0 GB, fits"
 
 
 def test_check_page_of_a_ladder_has_its_tables() -> None:
@@ -141,11 +141,11 @@ def test_check_page_of_a_ladder_has_its_tables() -> None:
 
 def test_out_of_memory_problem_parts_and_remedy() -> None:
     told = out_of_memory_problem(TOO_LARGE)
-    assert told.startswith("it needs 30.1 GB of the 25.2 GB of RTX 4090: frozen weights 15.0 GB, trained weights")
-    assert "margin 757 MB; the peak is in: backward." in told
+    assert told.startswith("it needs 30.1 GB of 25.2 GB on RTX 4090: frozen weights 15.0 GB, trained weights")
+    assert "margin 757 MB; peak: backward." in told
     assert told.endswith("Set recipe=qlora, which saves 10.9 GB.")
     none = {**TOO_LARGE, "knobs": TOO_LARGE["knobs"][:1]}
     together = {"override": "a=1 b=2", "needed_bytes": 1}
     assert out_of_memory_problem({**none, "together": together}).endswith("Set a=1 b=2.")
     assert out_of_memory_problem({**TOO_LARGE, "together": together}).endswith("Set a=1 b=2."), "it costs less"
-    assert out_of_memory_problem(none).endswith("choose a smaller model or more memory.")
+    assert out_of_memory_problem(none).endswith("choose a smaller model or a larger GPU.")

@@ -29,24 +29,24 @@ def test_comparison_page_content(tmp_path: Path) -> None:
     )
     page = comparison_page([first, second])
     results = cells(page, "Results")
-    assert results["last training loss"] == ["3", "2 ✓"]
+    assert results["final training loss"] == ["3", "2 ✓"]
     assert "objective" not in results, "it is the training loss"
     assert results["peak memory"] == ["548 MB", "548 MB"]
     assert lines(page, "Training loss")["b"] == [(1.0, 4.0), (2.0, 2.0)]
-    (charts,) = all_of(Charts, section(page, "Curves"))
+    (charts,) = all_of(Charts, section(page, "Training curves"))
     assert charts.legend == [("a", 0), ("b", 1)]
     assert cells(page, "Settings that differ") == {"optimizer.lr": ["0.001", "0.01"], "schedule.kind": ["cosine", "-"]}
     assert "2 lines up to step 2\nfirst: loss of step 2, 3 then and 2 now" in texts(page)
-    origin = cells(page, "Lines, program and data")
+    origin = cells(page, "Differences in metrics, program and data")
     assert origin["torch"] == ["2.13.0", "2.14.0"]
-    assert origin["rows to train on"] == ["aa" * 6, "dd" * 6]
-    (answers,) = all_of(AnswerTable, section(page, "Last answers"))
+    assert origin["training data"] == ["aa" * 6, "dd" * 6]
+    (answers,) = all_of(AnswerTable, section(page, "Final answers"))
     ((prompt, given),) = answers.prompts
     assert (prompt, [each.text for each in given]) == ("2+2?", ["4", "4", "5"])
 
 
 @pytest.mark.parametrize(
-    ("rows", "name", "told"), [("bb", "exact match", "90.00% ✓"), ("dd", "exact match (different rows)", "90.00%")]
+    ("rows", "name", "told"), [("bb", "exact match", "90.00% ✓"), ("dd", "exact match (different eval sets)", "90.00%")]
 )
 def test_comparison_page_best_score_of_the_same_rows_only(rows: str, name: str, told: str, tmp_path: Path) -> None:
     other = {**MANIFEST, "hashes": {**MANIFEST["hashes"], "eval": rows * 32}}
@@ -60,9 +60,9 @@ def test_comparison_page_best_score_of_the_same_rows_only(rows: str, name: str, 
 def test_comparison_page_equal_runs(tmp_path: Path) -> None:
     runs = [made_run(tmp_path / name / "run", lines_of([4.0, 3.0])) for name in ("a", "b")]
     page = comparison_page(runs)
-    assert "every key has the same value" in texts(page)
+    assert "all settings are equal" in texts(page)
     assert "2 lines up to step 2, to the last bit" in texts(page)
-    assert "Versions, commit, hardware, rows, tokenizer and base are the same." in texts(page)
+    assert "Same versions, commit, hardware, data, tokenizer and base model." in texts(page)
     assert page.title == "2 runs: a/run, b/run"
 
 

@@ -44,7 +44,7 @@ def tiles(page: Page) -> dict[str, str | None]:
 
 
 def commands(page: Page) -> list[str]:
-    return [each.text for each in all_of(Code, section(page, "Run it again"))]
+    return [each.text for each in all_of(Code, section(page, "Reproduce"))]
 
 
 def test_run_page_finished_run(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
     method, _ = page.about
     assert (
         method.text
-        == "LoRA, rank 32 · the small model with random weights · the sample rows · adamw, cosine · fp32, sdpa, cpu"
+        == "LoRA, rank 32 · bundled tiny model with random weights · bundled sample data · adamw, cosine · fp32, sdpa, cpu"
     )
     assert notes(page) == []
     assert tiles(page) == {
@@ -62,11 +62,11 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
         "exact match, was 0.00%": "97.14%",
         "last training loss, was 4": "2.5000",
         "for 3 of 100 steps": "0:01:30",
-        "tokens a second, 31.1 samples": "5.2k",
-        "peak memory of the process": "548 MB",
+        "tokens/s, 31.1 samples/s": "5.2k",
+        "peak process memory": "548 MB",
     }
-    assert lines(page, "Loss") == {"train": [(1, 4.0), (2, 3.0), (3, 2.5)], "held out": [(3, 2.75)]}
-    others = {"Learning rate": 1e-3, "Gradient norm": 1.25, "Speed": 5200.0, "Peak memory of the process": 548e6}
+    assert lines(page, "Loss") == {"train": [(1, 4.0), (2, 3.0), (3, 2.5)], "eval": [(3, 2.75)]}
+    others = {"Learning rate": 1e-3, "Gradient norm": 1.25, "Throughput": 5200.0, "Peak process memory": 548e6}
     for title, value in others.items():
         ((line),) = lines(page, title).values()
         assert line == [(at, value) for at in (1, 2, 3)]
@@ -76,13 +76,13 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
         "python -m app.train optimizer.lr=1e-3 'dataset.path=a b.jsonl'",
     ]
     data = section(page, "Data")
-    assert "156 steps an epoch, each of 1 bin, 99.1% full." in as_text(data)
+    assert "156 steps per epoch, 1 bin, 99.1% full." in as_text(data)
     assert ["trained tokens", "210 (21%)", "21 (21%)"] in cells(data)
     (samples,), (bars,) = all_of(TrainingSamples, data), all_of(Bars, data)
     assert samples.marked == "to be predicted"
     assert [text for _, pieces in samples.samples for text, trained, _ in pieces if trained] == ["hi<end>"]
     assert [(bar.label, bar.text) for bar in bars.bars] == [("1-2", "4"), ("3-4", "60"), ("5-6", "24")]
-    assert "with changes that are in no commit" in as_text(section(page, "Environment"))
+    assert "with uncommitted changes" in as_text(section(page, "Environment"))
     assert "lr: 0.001" in as_text(section(page, "Configuration"))
 
 
@@ -90,7 +90,7 @@ def test_run_page_has_scores_of_own_and_other_rows(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "mine", LINES, result=result_of(LINES))
     (folder / "evaluate-new-3fa9c1.json").write_text(json.dumps({"eval_loss": 2.5, "rows": 9, "dataset": "new.jsonl"}))
     (folder / "evaluate.json").write_text(json.dumps({"eval_loss": 1.5, "rows": 300, "dataset": "own.jsonl"}))
-    scores = section(run_page(folder), "Scores of app.evaluate")
+    scores = section(run_page(folder), "Evaluation scores")
     assert cells(scores) == [["loss", "1.5000"], ["loss", "2.5000"]]
     assert [each.text for each in all_of(Paragraph, scores)] == ["300 rows of own.jsonl", "9 rows of new.jsonl"]
 
@@ -98,7 +98,7 @@ def test_run_page_has_scores_of_own_and_other_rows(tmp_path: Path) -> None:
 def test_run_page_memory_without_repetition(tmp_path: Path) -> None:
     anatomy = {"frozen_weights": 300_000_000, "gathered_weights": 0, "gradients": 90_000, "loss_head": 100_000_000}
     plan = {"bytes": 400_090_000, "where": "head", "anatomy": anatomy}
-    for measured, told in ((400_090_000, "as planned"), (390_000_000, "390 MB, 2.5% less than planned")):
+    for measured, told in ((400_090_000, "as estimated"), (390_000_000, "390 MB, 2.5% less than estimated")):
         folder = made_run(
             tmp_path / str(measured),
             LINES,
@@ -109,7 +109,7 @@ def test_run_page_memory_without_repetition(tmp_path: Path) -> None:
         (facts,), (bars,) = all_of(Facts, memory), all_of(Bars, memory)
         assert [value for _, value in facts.facts] == ["400 MB", "head", told, "2,827,968", "466,944 (16.5%)"]
         assert [(bar.label, bar.text) for bar in bars.bars] == [("frozen weights", "300 MB"), ("loss head", "100 MB")]
-        assert "The process takes more" in as_text(memory)
+        assert "The peak of the process" in as_text(memory)
         assert "548 MB" not in as_text(memory), "it has a tile"
 
 
@@ -139,7 +139,7 @@ def test_run_page_counts_of_held_out_rows_and_labels(tmp_path: Path) -> None:
         rows = cells(data)
         assert [row for row in rows if row[0] in ("trained tokens", "labels", "bad", "good")] == told
         assert ["rows read", "90", ""] in rows
-        assert ["longest sample, in tokens", "40", ""] in rows
+        assert ["longest sample (tokens)", "40", ""] in rows
 
 
 def test_run_page_scores_are_drawn_from_the_start(tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ def test_run_page_scores_are_drawn_from_the_start(tmp_path: Path) -> None:
     assert (len(raw.points), raw.kind, mean.kind) == (80, "raw", "mean")
     middle = [y for _, y in mean.points[4:-4]]
     assert middle == pytest.approx([3.0] * len(middle), rel=0.04), "means over nine lines"
-    assert [name for name, _ in chart(page, LineChart, "Loss").plot().legend] == ["train, smoothed", "held out"]
+    assert [name for name, _ in chart(page, LineChart, "Loss").plot().legend] == ["train, smoothed", "eval"]
     assert tiles(page)["last training loss, was 4"] == "2.0000", "as the terminal and result.json have it"
-    assert titles(page)[0] == "Curves, by step"
+    assert titles(page)[0] == "Training curves"
 
 
 def test_run_page_failed_check_is_open(tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_run_page_answers_judged(tmp_path: Path) -> None:
         sample(100, "Name?", "Ada", "Bob"),
     ]
     page = run_page(made_run(tmp_path / "mine", LINES, samples=samples))
-    assert titles(page)[:2] == ["Answers on held-out rows", "Curves, by step"]
+    assert titles(page)[:2] == ["Answers to eval prompts", "Training curves"]
     (table,) = all_of(AnswerTable, section(page, "Answers"))
-    assert table.summary == "As expected: 1 of 2 before training, 1 of 2 after step 100."
+    assert table.summary == "Exact matches: 1 of 2 before training, 1 of 2 after step 100."
     assert {prompt: [(each.label, each.text, each.right) for each in given] for prompt, given in table.prompts} == {
         "2+2?": [("expected", "4", None), ("before training", "fish", False), ("after step 100", " 4\n", True)],
         "Name?": [("expected", "Ada", None), ("before training", "Ada", True), ("after step 100", "Bob", False)],
@@ -183,7 +183,7 @@ def test_run_page_answers_judged(tmp_path: Path) -> None:
 
 def test_run_page_status(tmp_path: Path) -> None:
     for status, said in {
-        "failed": "It failed. error: no memory",
+        "failed": "Failed. error: no memory",
         "stopped": "python -m app.train optimizer.lr=1e-3 'dataset.path=a b.jsonl' resume=auto",
         "dry_run": None,
     }.items():
@@ -201,7 +201,7 @@ def test_run_page_without_result_running_or_killed(tmp_path: Path) -> None:
     with RunFolder.claim(str(folder), "auto"):
         running = run_page(folder)
     assert running.badges == [("still running", "busy")]
-    assert "still at work" in notes(running)[0]
+    assert "snapshot" in notes(running)[0]
 
 
 def test_run_page_unreadable_files_reported(tmp_path: Path) -> None:
@@ -211,8 +211,7 @@ def test_run_page_unreadable_files_reported(tmp_path: Path) -> None:
         (folder / name).write_text(text)
     page = run_page(folder)
     told = [
-        f"{name} cannot be read; what it would tell is missing here."
-        for name in ("manifest.json", "preview.json", "run.yaml")
+        f"{name} cannot be read; its content is missing here." for name in ("manifest.json", "preview.json", "run.yaml")
     ]
     assert sorted(notes(page)) == told
     assert len(lines(page, "Loss")["train"]) == 3
@@ -229,13 +228,13 @@ def test_run_page_link_to_another_file_not_followed(name: str, tmp_path: Path) -
     (folder / name).symlink_to(private)
     page = run_page(folder)
     assert "private text" not in as_html(page)
-    assert f"{name} is a link, which is not followed." in notes(page)
+    assert f"{name} is a link and was not followed." in notes(page)
 
 
 def test_run_page_empty_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     page = run_page(tmp_path)
-    assert "Nothing has been logged." in texts(page)
+    assert "No metrics logged." in texts(page)
     assert tiles(page) == {}
 
 

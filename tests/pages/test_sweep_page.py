@@ -47,14 +47,14 @@ def test_sweep_page_ranking(tmp_path: Path) -> None:
     assert rows(page)[-1] == ["-", "3", "-", "0.1", "4", "9", "5.0k", "299", "0:01:01", "failed"]
     winner = best(outcomes)
     assert winner is not None
-    (command,), (again,) = (all_of(Code, section(page, title)) for title in ("Best", "Run it again"))
+    (command,), (again,) = (all_of(Code, section(page, title)) for title in ("Best", "Rerun"))
     assert shlex.split(command.text)[:3] == ["python", "-m", "app.train"]
     assert shlex.split(command.text)[3:] == winner["overrides"]
     assert again.text == "python -m app.train -m optimizer.lr=1e-3,1e-4"
     assert [each.text for each in all_of(Code, section(page, "Failed"))] == ["error: it blew up"]
     (_, failed), (_, left) = page.notes
     assert failed.startswith("1 of 5 trials failed")
-    assert left.startswith("1 of 5 trials are not done")
+    assert left.startswith("1 of 5 trials are unfinished")
     assert page.badges == [("stopped", "warn")]
 
 
@@ -71,8 +71,8 @@ def test_sweep_page_chart_per_key(tmp_path: Path) -> None:
     assert lr.across.low < 1e-3 < 1e-1 < lr.across.high
     assert [text for _, text in lr.across.ticks] == ["0.001", "0.01", "0.1"]
     assert ([text for _, text in ranks.across.ticks], ranks.x_name) == (["4", "16"], "adapter.r, log scale")
-    assert list(dict(page.tiles)) == ["best objective (lower is better)", "finished of 5 trials", "time of all trials"]
-    assert titles(page) == ["Best trial", "Leaderboard", "What the values did", "Failed", "Run it again"]
+    assert list(dict(page.tiles)) == ["best objective (lower is better)", "finished of 5 trials", "total time"]
+    assert titles(page) == ["Best trial", "Leaderboard", "Effect of each setting", "Failed", "Rerun"]
 
 
 def test_sweep_page_curves_of_best_trials(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_sweep_page_curves_of_best_trials(tmp_path: Path) -> None:
     assert 'href="./2-trial/report.html"' in as_html(page)
     names = ["2: optimizer.lr=0.001 adapter.r=16", "1: optimizer.lr=0.001 adapter.r=4"]
     assert lines(page, "Training loss") == {names[0]: [(1.0, 4.0), (2.0, 3.25)], names[1]: [(1.0, 4.5), (2.0, 3.5)]}
-    (curves,) = all_of(Charts, section(page, "Curves of the best"))
+    (curves,) = all_of(Charts, section(page, "Training curves of the best"))
     assert curves.legend == [(names[0], 0), (names[1], 1)]
     assert links(page_of(folder, tmp_path / "elsewhere.html")) == [], "it would lead nowhere"
 
@@ -100,7 +100,7 @@ def test_read_sweep_unreadable_is_none(tmp_path: Path) -> None:
 def test_sweep_page_without_objective(tmp_path: Path) -> None:
     page = page_of(made_sweep(tmp_path / "sweep", [trial(1, ["seed=1"], None), trial(2, [], None)]))
     assert page.badges == [("failed", "bad")]
-    assert titles(page) == ["Leaderboard", "Failed", "Run it again"]
+    assert titles(page) == ["Leaderboard", "Failed", "Rerun"]
 
 
 def test_sweep_page_lists_have_no_chart(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_sweep_page_trial_that_is_a_link_not_followed(tmp_path: Path) -> None:
     made_run(private, lines_of([3.0, 2.0]))
     place = folder / Path(GRID[0]["folder"]).name
     place.symlink_to(private)
-    assert "Curves of the best trials, by step" not in titles(page_of(folder))
+    assert "Training curves of the best trials" not in titles(page_of(folder))
     place.unlink()
     private.rename(place)
-    assert "Curves of the best trials, by step" in titles(page_of(folder))
+    assert "Training curves of the best trials" in titles(page_of(folder))

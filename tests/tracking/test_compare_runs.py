@@ -34,7 +34,7 @@ def test_compare_programs_names_differences() -> None:
         "torch: 2.13.0 then, 2.14.0 now",
         "peft: 0.21.2 then, none now",
         "wandb: none then, 0.20 now",
-        f"commit: {'a' * 12} then, {'a' * 12} with changes that are in no commit now",
+        f"commit: {'a' * 12} then, {'a' * 12} with uncommitted changes now",
         "device: cpu then, cuda now",
         "gpu: none then, a card now",
     ]
@@ -45,8 +45,8 @@ def test_compare_programs_names_differences() -> None:
 def test_compare_content_names_differences() -> None:
     now = {"hashes": {"train": "2" * 64, "eval": "9" * 64, "tokenizer": "3" * 64, "base": "4" * 64}}
     assert [str(each) for each in compare_content(THEN, now)] == [
-        f"rows to train on: {'1' * 12} then, {'2' * 12} now",
-        f"rows held out: none then, {'9' * 12} now",
+        f"training data: {'1' * 12} then, {'2' * 12} now",
+        f"eval data: none then, {'9' * 12} now",
     ]
     with_base = {"hashes": {"base": "5" * 64}}
     assert [each.name for each in compare_content(with_base, now)] == ["weights of the base"]

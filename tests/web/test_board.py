@@ -53,7 +53,7 @@ def board(finished: FinishedRuns, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def test_board_lists_runs_of_its_folder(board: Board) -> None:
-    assert "No run yet." in board.empty
+    assert "No runs yet." in board.empty
     assert urlsplit(board.at.entry).hostname == "127.0.0.1"
     listed = board.client.get("/").text
     assert 'value="done, &lt;i&gt;100%"' in listed
@@ -67,7 +67,7 @@ def test_board_shows_leaderboard_and_comparison(board: Board) -> None:
     assert "Leaderboard" in page
     assert f"-m app.report sweep={board.folder}/rates" in page
     page = unescape(board.client.get("/compare", params={"run": [DONE, "other", "../other"]}).text)
-    assert "2 runs beside each other" in page
+    assert "2 runs" in page
     assert "-m app.report 'runs=" in page
 
 

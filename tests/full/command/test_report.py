@@ -76,7 +76,7 @@ def test_reproduce_refuses_other_rows(zygote: Zygote, folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(rows[1:]))
     ended, _ = again(zygote, folder)
     assert ended.code == 2
-    assert "error: run=run: rows to train on: " in ended.stderr
+    assert "error: run=run: training data: " in ended.stderr
     assert "anyway=true" in ended.stderr
     assert not (folder / "run-reproduced").exists()
     (folder / "moved.jsonl").write_text("".join(rows))
@@ -85,7 +85,7 @@ def test_reproduce_refuses_other_rows(zygote: Zygote, folder: Path) -> None:
     shutil.rmtree(folder / "run-reproduced")
     anyway, found = again(zygote, folder, "anyway=true", "steps=1")
     assert (anyway.code, anyway.stderr) == (3, "")
-    assert [each["name"] for each in found["origin"]] == ["rows to train on"]
+    assert [each["name"] for each in found["origin"]] == ["training data"]
 
 
 def test_reproduce_gives_the_same_bits(zygote: Zygote, tmp_path: Path) -> None:

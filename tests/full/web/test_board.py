@@ -27,7 +27,7 @@ class InBrowser:
         page.open(at.entry)
 
     def start(self, name: str, settings: str) -> None:
-        self.seen("runs", "No run yet.")
+        self.seen("runs", "No runs yet.")
         self.page.value(f"document.querySelector('[name=name]').value = {name!r}")
         self.page.value(f"document.querySelector('[name=settings]').value = {settings!r}")
         self.page.value("document.querySelector('[value=train]').click()")
@@ -58,7 +58,7 @@ class OverHttp:
         self.at, self.path = at, "/"
 
     def start(self, name: str, settings: str) -> None:
-        self.seen("runs", "No run yet.")
+        self.seen("runs", "No runs yet.")
         sent = {"name": name, "settings": settings, "what": "train"}
         self.path = self.at.client.post("/new", data=sent).url.path
 
