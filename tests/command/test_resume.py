@@ -59,8 +59,7 @@ class Row:
 
 
 ROWS = [
-    Row("recipe=lora adapter.dropout=0.1", ((KILL, 5),), damaged=True),
-    Row("recipe=full precision=fp16 model.architecture.initializer_range=0.3", ((HUP, 7),)),
+    Row("recipe=lora adapter.dropout=0.1", ((HUP, 3), (KILL, 7)), damaged=True),
     Row("recipe=lora adapter.dropout=0.1 batching.accumulation=1", processes=2),
 ]
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.command import test_auto_format, test_new_tokens
 from tests.command.test_processes import PLAIN, with_rate
-from tests.command.test_resume import BRIEF, INT, KILL, TERM, Row, check_resumed
+from tests.command.test_resume import BRIEF, HUP, INT, KILL, TERM, Row, check_resumed
 from tests.command.test_scarce_memory import FEW, LIMITS, PADDED, SCARCE, told
 from tests.conftest import RunApp
 from tests.full.command import test_classification, test_masked
@@ -104,6 +104,7 @@ LONG = "training.epochs=4 batching.accumulation=1"  # steps of several processes
 ROWS = [
     # schedules, layouts and layers
     Row("", ((TERM, 3), (INT, 7))),
+    Row("recipe=full precision=fp16 model.architecture.initializer_range=0.3", ((HUP, 7),)),
     Row("recipe=full precision=bf16 model.norm=low model.architecture.model_type=gpt_neox"),
     Row(f"recipe=lora {BLOOM}"),
     *(
