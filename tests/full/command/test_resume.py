@@ -326,6 +326,19 @@ def test_rehearsal_of_two_processes_changes_no_byte(zygote: Zygote, tmp_path: Pa
     assert json.loads((tried / "manifest.json").read_text())["rehearsal"]["depth"] == 0
 
 
+def test_one_of_two_processes_learns_before_the_first_step_that_memory_is_short(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = (*FEW, *PADDED, "batching.accumulation=1", "training.rehearse=true", f"output_dir={run}")
+    given = {"WHERE": "backward", "RANKS": "1", "TOKENS": "150", "CALLS": "0"}
+    zygote.finish_together(tmp_path, 2, *command, module=SCARCE, **given)
+    (line,) = told(run, "rehearsed")
+    assert "it fits only in parts: from the first step on" in line
+    log = (run / "log.txt").read_text()
+    assert "out of memory, so micro-batches" not in log, "no step has to learn it"
+    state = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
+    assert state["progress"]["depth"] > 0
+
+
 def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Path) -> None:
     given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "32"}
     words = (*FEW, *PADDED, "training.rehearse=true", "output_dir=run")
