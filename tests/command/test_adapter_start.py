@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from app.assets import ROOT
-from app.base.source import weights_fingerprint
-from app.base.weight_files import Names, weight_files
+from app.base.source import weight_files, weights_fingerprint
+from app.base.weight_files import Names
 from app.config.load import compose_run
 from app.errors import CheckpointError, ConfigError
 from app.training.initial_model import load_start

@@ -106,8 +106,7 @@ def memory_in(folder: Path) -> dict[str, Any]:
 def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -> None:
     """The rows are nowhere, and the model is on no disk here."""
     words = ("model=llama", "dataset=messages", "dataset.path=nowhere.jsonl", "hardware=h100", "output_dir=look")
-    words = (*words, "compile=none")  # tests/memory/test_compiled_layers.py traces compiled ones
-    answers = ("answers.rows=4", "answers.length=2048")
+    answers = ("compile=none", "answers.rows=4", "answers.length=2048")
     code, said, wrong = look(zygote, tmp_path, "memory", *words, *answers)
     assert (code, wrong) == (0, "")
     facts = memory_in(tmp_path / "look")
