@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from app.tracking.formatting import format_bytes
 from tests.harness.runs import SECRET, SMALL, FinishedRuns, Zygote, losses, metrics, numbers, result
@@ -104,21 +103,6 @@ def test_dry_run_prints_the_plan_and_leaves_the_folder_to_a_run(zygote: Zygote, 
     assert not (run / "checkpoints").exists()
     assert not (run / "base").exists()
     check_golden(zygote, run, "lora")
-
-
-def test_final_best_takes_the_best_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
-    """With a rate that rises until it ruins the model, the best evaluation is not the last."""
-    run = tmp_path / "run"
-    ruin = ("recipe=full", "optimizer.lr=0.1", "schedule.warmup_fraction=0.9", "training.clip=0")
-    best_wanted = ("eval.every=1", "checkpoint.final=best", "training.max_steps=6")
-    ended = zygote.run(tmp_path, *SMALL, *ruin, *best_wanted, f"output_dir={run}", code=0)
-    evaluations = {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line and line["step"]}
-    best = min(evaluations, key=lambda step: evaluations[step])
-    assert best < 6
-    assert f"final/ has the weights of step {best}" in ended.stdout
-    saved = load_file(run / f"checkpoints/step-{best:06d}/weights.safetensors")
-    final = load_file(run / "final/model.safetensors")
-    assert all(tensor.equal(final[name]) for name, tensor in saved.items())
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,12 @@ from tests.full.command.test_classification import encoder_tokenizer, write
 from tests.full.command.test_composites import composite, mixture
 from tests.full.command.test_mixers import HYBRIDS
 from tests.harness.runs import (
+    FINISHED,
     SMALL,
     Ended,
+    FinishedRuns,
     Zygote,
+    content_of,
     has_reached,
     losses,
     metrics,
@@ -347,3 +350,22 @@ def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Pa
     assert "Traceback" not in ended.stderr
     assert "step 1/" not in ended.stdout
     assert result(tmp_path / "run")["status"] == "failed"
+
+
+def test_run_killed_after_it_went_back_goes_on_from_there(
+    zygote: Zygote, finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = finished.copy(tmp_path / "run")
+    words = (*FINISHED["lora"], f"output_dir={run}")
+    start = zygote.start(tmp_path, *words, "checkpoint.every=0", f"resume={run}/checkpoints/step-000003")
+    start.until(lambda: metrics(run)[-1]["step"] < 6)
+    start.kill()
+    assert (run / "checkpoints" / "step-000006").is_dir()
+    zygote.run(tmp_path, *words, "resume=auto", code=0)
+    same_ending(finished(), run)
+
+
+def test_resume_elsewhere_writes_a_random_base(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    save, other = finished() / "checkpoints" / "step-000003", tmp_path / "other"
+    zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={other}", f"resume={save}", code=0)
+    assert content_of(other / "base") == content_of(finished() / "base")
