@@ -91,7 +91,7 @@ def test_check_advised_commands_repeat_typed_settings_and_pass(zygote: Zygote, t
 def test_check_without_arguments_checks_all_and_writes_nothing(zygote: Zygote, tmp_path: Path) -> None:
     write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"), chat("Hi", "Hello"))
     cache = tmp_path / "cache"
-    words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={cache}")
+    words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={cache}", "compile=none")
     code, said, wrong = look(zygote, tmp_path, *words)
     assert (code, wrong) == (0, "")
     assert "1 sample equal to an earlier one" in said
@@ -106,7 +106,7 @@ def memory_in(folder: Path) -> dict[str, Any]:
 def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -> None:
     """The rows are nowhere, and the model is on no disk here."""
     words = ("model=llama", "dataset=messages", "dataset.path=nowhere.jsonl", "hardware=h100", "output_dir=look")
-    answers = ("answers.rows=4", "answers.length=2048")
+    answers = ("compile=none", "answers.rows=4", "answers.length=2048")
     code, said, wrong = look(zygote, tmp_path, "memory", *words, *answers)
     assert (code, wrong) == (0, "")
     facts = memory_in(tmp_path / "look")
@@ -169,7 +169,7 @@ def test_check_cluster_processes_find_each_other(zygote: Zygote, tmp_path: Path)
 
 def test_check_memory_of_a_ladder(zygote: Zygote, tmp_path: Path) -> None:
     words = ("memory", "sweep=packing", "sweep.size=small", "hardware=rtx3080ti", "output_dir=look")
-    code, said, wrong = look(zygote, tmp_path, *words)
+    code, said, wrong = look(zygote, tmp_path, *words, "model.architecture.num_hidden_layers=1")
     assert (code, wrong) == (0, "")
     lines = said.splitlines()
     assert lines[0] == "Planned on RTX 3080 Ti: each part at its largest, tensors at the peak"

@@ -21,8 +21,9 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_merged_export_is_verified(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    ended = export(zygote, tmp_path, finished("qlora"), "kind=merged", "dtype=bf16", "shard_gb=0.0002")
+def test_merged_export_is_verified(quick_zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    """In tests/full/command/test_export.py the process that verifies is a new one, not a fork."""
+    ended = export(quick_zygote, tmp_path, finished("qlora"), "kind=merged", "dtype=bf16", "shard_gb=0.0002")
     assert (ended.code, ended.stderr) == (0, "")
     found = report(tmp_path / "out")
     assert (found["kind"], found["dtype"], found["passed"]) == ("merged", "bf16", True)

@@ -58,15 +58,6 @@ def test_new_tokens_are_trained_saved_and_exported(place: Path, quick_zygote: Zy
     assert AutoTokenizer.from_pretrained(str(place / "merged")).convert_tokens_to_ids(list(TEXTS)) == ids
 
 
-def test_vocabulary_without_unused_rows_is_resized(place: Path, zygote: Zygote) -> None:
-    words = ("recipe=lora", "adapter.train_tokens=new", "training.max_steps=2", "output_dir=run")
-    ended = zygote.finish(place, *SHIPPED, *words)
-    assert "note    model.vocab_size=1600: the base has 1536 rows; the new ones are their mean" in ended.stdout
-    assert "on the base after base.resize_token_embeddings(1600), as final/README.md shows" in ended.stdout
-    assert yaml.safe_load((place / "run" / "run.yaml").read_text())["model"]["vocab_size"] == 1600
-    assert "base.resize_token_embeddings(1600)  # rows" in (place / "run" / "final" / "README.md").read_text()
-
-
 def test_new_tokens_without_rows_or_that_are_known_are_refused(place: Path, zygote: Zygote) -> None:
     new = ("adapter.train_tokens=new", "output_dir=run")
     ended = zygote.run(place, *GIVEN, *new, code=2)

@@ -70,10 +70,14 @@ def check_same_bits(zygote: Zygote, folder: Path) -> None:
     }
 
 
-def test_reproduce_names_the_first_difference(zygote: Zygote, folder: Path) -> None:
-    lines = metrics(folder / "run")
+def change_a_loss(run: Path) -> None:
+    lines = metrics(run)
     lines[2]["loss"] *= 1.001
-    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_reproduce_names_the_first_difference(zygote: Zygote, folder: Path) -> None:
+    change_a_loss(folder / "run")
     change(folder / "run" / "manifest.json", lambda manifest: manifest["packages"].update(torch="2.9.0"))
     ended, found = again(zygote, folder, "steps=2")
     assert (ended.code, ended.stderr) == (3, "")
@@ -84,13 +88,6 @@ def test_reproduce_names_the_first_difference(zygote: Zygote, folder: Path) -> N
     assert found["first_difference"]["relative"] == pytest.approx(1e-3, rel=1e-2)
     assert found["largest_difference"] == found["first_difference"]
     assert [each["name"] for each in found["origin"]] == ["torch"]
-    (folder / "run-reproduced").rename(folder / "before")
-    near, found = again(zygote, folder, "steps=2", "tolerance=0.01")
-    assert near.code == 0, near.stderr
-    assert "\nstopped after step 2, which is saved.\n" in near.stdout
-    assert "To go on" not in near.stdout, "nothing to go on with"
-    assert "\nresult  agrees" in near.stdout
-    assert (found["agrees"], found["same_bits"]) == (True, False)
 
 
 @pytest.mark.parametrize(

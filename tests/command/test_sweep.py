@@ -2,8 +2,10 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
+from app.config.load import compose_run, read_run
 from tests.harness.runs import SMALL, Ended, Running, Zygote, result
 from tests.sweeps.test_runner import column, content
 
@@ -45,6 +47,7 @@ def test_sweep_with_a_failing_trial_finishes_the_others(zygote: Zygote, tmp_path
     assert len(set(objectives)) == 2
     best = content(folder)["best"]
     assert best["objective"] == min(objectives)
+    best_trial = trials[best["number"] - 1]
     lines = ended.stdout.splitlines()
     assert [line.split("  ")[0] for line in lines if line.startswith("trial ")] == [
         f"trial {number}/3" for number in (1, 2, 3)
@@ -54,8 +57,9 @@ def test_sweep_with_a_failing_trial_finishes_the_others(zygote: Zygote, tmp_path
     assert row.split()[1] == str(best["number"])
     assert "    error: adapter.targets: nosuch matches no linear layer" in ended.stdout
 
-    zygote.run(tmp_path, *shlex.split(best["line"]), "output_dir=pasted", code=0)
-    assert result(tmp_path / "pasted")["objective"] == best["objective"]
+    pasted, trained = compose_run(shlex.split(best["line"])), read_run(best_trial / "run.yaml")
+    settled = {name: getattr(trained, name) for name in ("output_dir", "resume", "batching", "compile")}
+    assert replace(pasted, **settled) == trained
 
     before = [(trial / "result.json").read_bytes() for trial in trials if trial != trials[1]]
     again = run(zygote, tmp_path, *command)
@@ -63,7 +67,3 @@ def test_sweep_with_a_failing_trial_finishes_the_others(zygote: Zygote, tmp_path
     assert again.stdout.count("finished before, objective") == 2
     assert [(trial / "result.json").read_bytes() for trial in trials if trial != trials[1]] == before
     assert content(folder)["best"] == best
-
-    other = run(zygote, tmp_path, *command, "seed=1,2", f"output_dir={folder}")
-    assert other.code == 2
-    assert "the folder has another sweep" in other.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from app.assets import ROOT
 from tests.conftest import REPO, RunApp
-from tests.harness.runs import FINISHED, SMALL, Ended, FinishedRuns, Zygote, content_of, refused
+from tests.harness.runs import FINISHED, Ended, FinishedRuns, Zygote, content_of, refused
 
 CHAT = ("dataset=messages", "dataset.eval_fraction=0")
 FEW = ("dataset.max_rows=20", "dataset.eval_max_rows=5", "launch.threads=1")
@@ -198,21 +198,9 @@ def test_untrusted_run_folder_stays_unchanged(
 
 
 def test_resume_with_other_settings_is_refused(zygote: Zygote, tmp_path: Path, finished: FinishedRuns) -> None:
-    finished.copy(tmp_path / "run")
-    before = content_of(tmp_path / "run")
+    """From outside, into a new folder; in its own one in tests/full/command/test_resume.py."""
+    before, save = content_of(finished()), saves_of(finished())[-1]
     changed, message = ("seed=7", "adapter.alpha=8"), "seed: the checkpoint has 0, this run has 7"
-    ended = zygote.refused(tmp_path, *FINISHED["lora"], *changed, "resume=auto", "output_dir=run", message=message)
+    ended = refuses(zygote, tmp_path, *FINISHED["lora"], *changed, f"resume={save}", message=message)
     assert "adapter.alpha: the checkpoint has 32" in ended.stderr
-    # nor from outside, into a new folder
-    save, message = saves_of(tmp_path / "run")[-1], "optimizer.kind: the checkpoint has adamw, this run has sgd"
-    refuses(zygote, tmp_path, *FINISHED["lora"], "optimizer=sgd", f"resume={save}", message=message)
-    assert content_of(tmp_path / "run") == before
-
-
-def test_output_folder_in_use_is_refused(zygote: Zygote, tmp_path: Path) -> None:
-    busy = zygote.start(tmp_path, *SMALL, "training.epochs=200", "output_dir=run")
-    try:
-        busy.until((tmp_path / "run" / "metrics.jsonl").exists)
-        zygote.refused(tmp_path, *SMALL, "output_dir=run", "resume=auto", message="is using it; wait until that ends")
-    finally:
-        busy.kill()
+    assert content_of(finished()) == before

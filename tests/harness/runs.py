@@ -54,6 +54,10 @@ FINISHED = {
     "loftq": (*_FINISHED, "recipe=qlora", RATE, "precision=bf16", "adapter.init=loftq"),
     "qlora in fp32": (*_FINISHED, "recipe=qlora", RATE),
     "full": (*_FINISHED, "recipe=full", "optimizer.lr=1e-2"),
+    "lora of few layers": (
+        *(*_FINISHED, "recipe=lora", RATE),
+        *("adapter.r=4", "adapter.alpha=6", "adapter.targets=[q_proj,down_proj]"),
+    ),
 }
 CLOCKS = {"tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"}  # of metrics.jsonl, and memory
 PATIENCE_SECONDS = 200  # with processes that wait for each other

@@ -7,6 +7,7 @@ What runs in the fork is `app.train.main` with a command line, its own environme
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -48,7 +49,7 @@ def serve() -> None:
     """Answer until standard input ends."""
     for name in IMPORTS:
         importlib.import_module(name)
-    importlib.import_module("app.config.load").default_values()  # and what a composition imports
+    _fill_caches()
     _answer({"ready": os.getpid()})
     for line in sys.stdin:
         command = json.loads(line)
@@ -57,6 +58,21 @@ def serve() -> None:
         else:
             _, status = os.waitpid(command["pid"], 0)
             _answer({"code": os.waitstatus_to_exitcode(status)})
+
+
+def _fill_caches() -> None:
+    """Make what each fork would make anew: parsers, patterns and templates, which do not depend on a run."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from app.config.load import compose_run
+    from app.pages.page import Page, as_html
+    from tests.harness.runs import FINISHED
+
+    compose_run([*FINISHED["lora"], "output_dir=run"])
+    get_checkpoint_conversion_mapping("llama")
+    as_html(Page("page", []))
+    gc.collect()
+    gc.freeze()  # no fork walks through them, or copies them to count references
 
 
 def _answer(value: dict[str, Any]) -> None:

@@ -411,6 +411,7 @@ def different(before: str, now: str, precision: str = "fp32") -> list[str]:
         ("optimizer.lr=1", ["optimizer.lr"]),
         ("optimizer.weight_decay=1 optimizer.beta2=0.5", ["optimizer.beta2", "optimizer.weight_decay"]),
         ("optimizer.eps=1e-3", ["optimizer.eps"]),
+        ("optimizer=sgd", [f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "kind", "momentum")]),
         (
             "schedule.warmup_fraction=0.5 schedule.final_fraction=1",
             ["schedule.final_fraction", "schedule.warmup_fraction"],

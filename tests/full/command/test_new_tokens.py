@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.assets import ROOT
@@ -84,3 +85,12 @@ def loaded_as_the_card_says(final: Path) -> Any:
     exec(code.replace('"."', repr(str(final))).replace('"asset:tiny"', repr(str(ROOT / "tiny"))), known)
     assert len(known["tokenizer"]) == 1538
     return known["model"]
+
+
+def test_vocabulary_without_unused_rows_is_resized(place: Path, zygote: Zygote) -> None:
+    words = ("recipe=lora", "adapter.train_tokens=new", "training.max_steps=2", "output_dir=run")
+    ended = zygote.finish(place, *SHIPPED, *words)
+    assert "note    model.vocab_size=1600: the base has 1536 rows; the new ones are their mean" in ended.stdout
+    assert "on the base after base.resize_token_embeddings(1600), as final/README.md shows" in ended.stdout
+    assert yaml.safe_load((place / "run" / "run.yaml").read_text())["model"]["vocab_size"] == 1600
+    assert "base.resize_token_embeddings(1600)  # rows" in (place / "run" / "final" / "README.md").read_text()

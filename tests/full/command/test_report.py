@@ -10,7 +10,7 @@ from pathlib import Path
 
 from app.pages.run_page import run_page
 from tests.command.test_report import RANDOM
-from tests.command.test_reproduce import SHORT, again, check_same_bits, folder
+from tests.command.test_reproduce import SHORT, again, change_a_loss, check_same_bits, folder
 from tests.harness.runs import SMALL, Zygote, has_reached, metrics, result
 from tests.pages.values import lines
 
@@ -86,6 +86,16 @@ def test_reproduce_refuses_other_rows(zygote: Zygote, folder: Path) -> None:
     anyway, found = again(zygote, folder, "anyway=true", "steps=1")
     assert (anyway.code, anyway.stderr) == (3, "")
     assert [each["name"] for each in found["origin"]] == ["training data"]
+
+
+def test_reproduce_within_the_tolerance_agrees(zygote: Zygote, folder: Path) -> None:
+    change_a_loss(folder / "run")
+    near, found = again(zygote, folder, "steps=2", "tolerance=0.01")
+    assert near.code == 0, near.stderr
+    assert "\nstopped after step 2, which is saved.\n" in near.stdout
+    assert "To go on" not in near.stdout, "nothing to go on with"
+    assert "\nresult  agrees" in near.stdout
+    assert (found["agrees"], found["same_bits"]) == (True, False)
 
 
 def test_reproduce_gives_the_same_bits(zygote: Zygote, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.command import test_auto_format, test_new_tokens
 from tests.command.test_processes import PLAIN, with_rate
-from tests.command.test_resume import BRIEF, INT, KILL, TERM, Row, check_resumed
+from tests.command.test_resume import BRIEF, HUP, INT, KILL, TERM, Row, check_resumed
 from tests.command.test_scarce_memory import FEW, LIMITS, PADDED, SCARCE, told
 from tests.conftest import RunApp
 from tests.full.command import test_classification, test_masked
@@ -21,9 +21,12 @@ from tests.full.command.test_classification import encoder_tokenizer, write
 from tests.full.command.test_composites import composite, mixture
 from tests.full.command.test_mixers import HYBRIDS
 from tests.harness.runs import (
+    FINISHED,
     SMALL,
     Ended,
+    FinishedRuns,
     Zygote,
+    content_of,
     has_reached,
     losses,
     metrics,
@@ -104,6 +107,7 @@ LONG = "training.epochs=4 batching.accumulation=1"  # steps of several processes
 ROWS = [
     # schedules, layouts and layers
     Row("", ((TERM, 3), (INT, 7))),
+    Row("recipe=full precision=fp16 model.architecture.initializer_range=0.3", ((HUP, 7),)),
     Row("recipe=full precision=bf16 model.norm=low model.architecture.model_type=gpt_neox"),
     Row(f"recipe=lora {BLOOM}"),
     *(
@@ -325,6 +329,19 @@ def test_rehearsal_of_two_processes_changes_no_byte(zygote: Zygote, tmp_path: Pa
     assert json.loads((tried / "manifest.json").read_text())["rehearsal"]["depth"] == 0
 
 
+def test_one_of_two_processes_learns_before_the_first_step_that_memory_is_short(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = (*FEW, *PADDED, "batching.accumulation=1", "training.rehearse=true", f"output_dir={run}")
+    given = {"WHERE": "backward", "RANKS": "1", "TOKENS": "150", "CALLS": "0"}
+    zygote.finish_together(tmp_path, 2, *command, module=SCARCE, **given)
+    (line,) = told(run, "rehearsed")
+    assert "it fits only in parts: from the first step on" in line
+    log = (run / "log.txt").read_text()
+    assert "out of memory, so micro-batches" not in log, "no step has to learn it"
+    state = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
+    assert state["progress"]["depth"] > 0
+
+
 def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Path) -> None:
     given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "32"}
     words = (*FEW, *PADDED, "training.rehearse=true", "output_dir=run")
@@ -333,3 +350,22 @@ def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Pa
     assert "Traceback" not in ended.stderr
     assert "step 1/" not in ended.stdout
     assert result(tmp_path / "run")["status"] == "failed"
+
+
+def test_run_killed_after_it_went_back_goes_on_from_there(
+    zygote: Zygote, finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = finished.copy(tmp_path / "run")
+    words = (*FINISHED["lora"], f"output_dir={run}")
+    start = zygote.start(tmp_path, *words, "checkpoint.every=0", f"resume={run}/checkpoints/step-000003")
+    start.until(lambda: metrics(run)[-1]["step"] < 6)
+    start.kill()
+    assert (run / "checkpoints" / "step-000006").is_dir()
+    zygote.run(tmp_path, *words, "resume=auto", code=0)
+    same_ending(finished(), run)
+
+
+def test_resume_elsewhere_writes_a_random_base(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    save, other = finished() / "checkpoints" / "step-000003", tmp_path / "other"
+    zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={other}", f"resume={save}", code=0)
+    assert content_of(other / "base") == content_of(finished() / "base")

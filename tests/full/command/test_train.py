@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import yaml
+from safetensors.torch import load_file
 
 from app.assets import ROOT
 from scripts.make_assets.scores import answered, held_out_chat, read_model
@@ -50,3 +51,18 @@ def test_local_model_folder_trains_by_its_path(zygote: Zygote, tmp_path: Path) -
     assert not (tmp_path / "second/base").exists()
     manifest = json.loads((tmp_path / "second/manifest.json").read_text())
     assert len(manifest["hashes"]["base"]) == 64
+
+
+def test_final_best_takes_the_best_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
+    """With a rate that rises until it ruins the model, the best evaluation is not the last."""
+    run = tmp_path / "run"
+    ruin = ("recipe=full", "optimizer.lr=0.1", "schedule.warmup_fraction=0.9", "training.clip=0")
+    best_wanted = ("eval.every=1", "checkpoint.final=best", "training.max_steps=6")
+    ended = zygote.run(tmp_path, *SMALL, *ruin, *best_wanted, f"output_dir={run}", code=0)
+    evaluations = {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line and line["step"]}
+    best = min(evaluations, key=lambda step: evaluations[step])
+    assert best < 6
+    assert f"final/ has the weights of step {best}" in ended.stdout
+    saved = load_file(run / f"checkpoints/step-{best:06d}/weights.safetensors")
+    final = load_file(run / "final/model.safetensors")
+    assert all(tensor.equal(final[name]) for name, tensor in saved.items())
