@@ -62,8 +62,7 @@ def partitions_of_layer(kind: str, *plans: tuple[float, Mark]) -> list[Graphs]:
 
     quantization = None if kind == "none" else QuantizationConfig(kind=kind, double_quant=True)
     model = small.training_model_of("llama", small.lora(), "bf16", compile=BLOCKS, quantization=quantization)
-    # as in the other layers, so that there is one graph
-    model.language_model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.requires_grad_())
+    small.with_one_graph(model)
     backend = aot_autograd(fw_compiler=run, partition_fn=partition, decompositions=select_decomp_table())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._dynamo, "lookup_backend", lambda _name: backend)
