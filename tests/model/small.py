@@ -340,7 +340,7 @@ def training_model_of(
 
 
 def with_one_graph(training_model: TrainingModel) -> TrainingModel:
-    """The model itself, whose first layer has an input that needs a gradient, as the others do: all are compiled alike."""
+    """The model itself, whose first layer has an input that needs a gradient, as the others: they compile alike."""
     embeddings = training_model.language_model.get_input_embeddings()
     embeddings.register_forward_hook(lambda _module, _args, states: states.requires_grad_())
     return training_model
