@@ -367,11 +367,12 @@ def test_settings_file_typed_group_replaces_its_section(file: Path) -> None:
     for group in (each for each in choices_by_group() if each in RunConfig.__dataclass_fields__):
         keys = [key for key in leaf_keys(RunConfig) if key.startswith(f"{group}.") and key != RATE]
         keys = [key for key in keys if not typed_only(RunConfig, key)]
-        file.write_text(json.dumps({group: "nosuch", **{key: ["nosuch"] for key in keys}}))
+        section = {group: "nosuch", **{key: ["nosuch"] for key in keys}}
+        file.write_text(json.dumps(section))
+        settings |= section
         word = words[group] = OTHERS.get(group) or f"{group}={getattr(usual, group).kind}"
         assert settings_notes([f"from={file}", word]) == [f"note    from={file}: {word} replaces {', '.join(keys)}"]
         assert not settings_notes([f"from={file}", "seed=1"])
-        settings |= {group: "nosuch", **{key: ["nosuch"] for key in keys}}
     file.write_text(json.dumps(settings))
     found, expected = run_of(f"from={file}", *words.values()), run_of(*words.values())
     assert [getattr(found, group) for group in words] == [getattr(expected, group) for group in words]
