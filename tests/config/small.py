@@ -11,11 +11,12 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.validate import parse_section
 from app.errors import ConfigError
+from tests.harness.composed import composed
 
 
 @cache
 def _default() -> dict[str, Any]:
-    return asdict(compose_run([]))
+    return asdict(composed())
 
 
 def data_with(changes: dict[str, Any]) -> dict[str, Any]:

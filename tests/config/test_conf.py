@@ -15,6 +15,7 @@ from app.config.conf_files import CONF, choices_by_group
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.validate import is_key, leaf_keys
+from tests.harness.composed import composed
 
 FILES = sorted(CONF.rglob("*.yaml"))
 APART = ("sweep", "hardware")  # of no run: read in tests/sweeps/test_preset.py and test_commands.py
@@ -87,7 +88,7 @@ def test_conf_every_file_composed() -> None:
 
 
 def test_conf_adapters_and_quantizations_in_recipes() -> None:
-    runs = [compose_run([f"recipe={recipe}"]) for recipe in CHOICES["recipe"]]
+    runs = [composed(f"recipe={recipe}") for recipe in CHOICES["recipe"]]
     assert {run.adapter.kind for run in runs} == set(CHOICES["adapter"]) - {"peft"}
     by_hand = {"fp4", "int8", "fp8", "qat"}  # in place of a recipe's own
     assert {run.quantization.kind for run in runs} == set(CHOICES["quantization"]) - by_hand
@@ -134,7 +135,7 @@ def _leaves(content: dict[str, Any], prefix: str) -> Iterator[str]:
 
 def test_recipes_use_model_suggestions() -> None:
     file = OmegaConf.load(CONF / "model" / "llama.yaml")
-    lora, full = (compose_run(["model=llama", f"recipe={recipe}"]) for recipe in ("lora", "full"))
+    lora, full = (composed("model=llama", f"recipe={recipe}") for recipe in ("lora", "full"))
     assert lora.optimizer.lr == file.suggest.lr_adapter
     assert full.optimizer.lr == file.suggest.lr_full
     assert (lora.adapter.kind, full.adapter.kind) == ("lora", "none")
@@ -162,7 +163,7 @@ def test_help_lists_every_choice() -> None:
 
 def test_help_marks_defaults() -> None:
     starred = re.findall(r"(\w+)\*", help_text())
-    run = compose_run([])
+    run = composed()
     for kind in (run.optimizer.kind, run.schedule.kind, run.adapter.kind, run.precision.kind, run.task.kind):
         assert kind in starred
     assert {"lora", "tiny", "sample"} <= set(starred)

@@ -29,6 +29,7 @@ from app.errors import AppError, CheckpointError, ConfigError
 from app.files import write_json
 from app.sweeps.sweep import plan_sweep
 from tests.config.small import data_with, run_with
+from tests.harness.composed import composed
 
 
 @pytest.fixture
@@ -347,8 +348,11 @@ def test_received_run_has_references_as_text(tmp_path: Path, command: str) -> No
     assert config.adapter.targets == NAMES
     (run / "run.yaml").write_text(to_yaml(asdict(as_run(config))))
     assert read_run(run / "run.yaml").adapter.targets == NAMES
-    typed: RunConfig = compose_run([f"varied_from={run}", "model.licence_page=https://x/${seed}"])
-    assert typed.model.licence_page == "https://x/0"
+
+
+def test_received_run_typed_reference_is_resolved(tmp_path: Path) -> None:
+    run = received(tmp_path / "run", adapter__targets=NAMES)
+    assert READERS["from"](run, "model.licence_page=https://x/${seed}").model.licence_page == "https://x/0"
 
 
 @pytest.mark.parametrize(
@@ -382,7 +386,7 @@ def stopped_run(tmp_path: Path) -> Path:
     words += ["tracker=wandb", "tracker.name=a"]
     folder = tmp_path / "run"
     folder.mkdir()
-    data = asdict(compose_run([*words, f"output_dir={folder}", "training.stop_after=5"]))
+    data = asdict(composed(*words, "training.stop_after=5")) | {"output_dir": str(folder)}
     (folder / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(data)))
     return folder
 

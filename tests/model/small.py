@@ -339,6 +339,13 @@ def training_model_of(
     return training_model
 
 
+def with_one_graph(training_model: TrainingModel) -> TrainingModel:
+    """The model itself, whose first layer has an input that needs a gradient, as the others: they compile alike."""
+    embeddings = training_model.language_model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _module, _args, states: states.requires_grad_())
+    return training_model
+
+
 def three_steps(training_model: TrainingModel) -> TrainingModel:
     """The model itself, trained far enough to see."""
     optimizer = torch.optim.AdamW(training_model.trained().values(), lr=1e-2)

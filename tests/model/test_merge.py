@@ -101,6 +101,12 @@ def tuned(
     return Tuned(place, kind, adapter or lora(), precision, nf4=nf4)
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    """A run on a base in NF4, for tests that change no file of it."""
+    return tuned(tmp_path_factory.mktemp("packed"), nf4=True)
+
+
 @torch.no_grad()
 def logits(lm: Any) -> torch.Tensor:
     found: torch.Tensor = lm(input_ids=IDS).logits
@@ -198,23 +204,21 @@ def test_experts_stored_in_mxfp4_are_merged_unpacked(tmp_path: Path) -> None:
     assert distance(logits(lm), in_fp32(run)) <= NOISE
 
 
-def test_merging_onto_the_base_before_it_was_packed_is_seen(tmp_path: Path) -> None:
-    run = tuned(tmp_path, nf4=True)
-    ours = in_fp32(run.training_model)
-    parts = sections(run.parts.model, run.parts.adapter, "fp32")
+def test_merging_onto_the_base_before_it_was_packed_is_seen(packed: Tuned, tmp_path: Path) -> None:
+    ours = in_fp32(packed.training_model)
+    parts = sections(packed.parts.model, packed.parts.adapter, "fp32")
     careless = tmp_path / "careless"
     careless.mkdir()
-    (careless / "config.json").write_text(json.dumps(merged_config(run.base, "fp32")))
-    run.plan(parts=parts).write(careless, GIB)
+    (careless / "config.json").write_text(json.dumps(merged_config(packed.base, "fp32")))
+    packed.plan(parts=parts).write(careless, GIB)
     lm = model_class(task_of("llama")).from_pretrained(str(careless)).eval()
     assert distance(logits(lm), ours) > 3e-2
-    assert distance(logits(run.merged(tmp_path / "merged")), ours) <= NOISE
+    assert distance(logits(packed.merged(tmp_path / "merged")), ours) <= NOISE
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
-def test_weights_are_rounded_once(tmp_path: Path, dtype: str, bound: float) -> None:
-    run = tuned(tmp_path, nf4=True)
-    exact, rounded = run.plan("fp32"), run.plan(dtype)
+def test_weights_are_rounded_once(packed: Tuned, tmp_path: Path, dtype: str, bound: float) -> None:
+    exact, rounded = packed.plan("fp32"), packed.plan(dtype)
     for name in exact.tensors:
         whole, short = exact.weight(name)[0], rounded.weight(name)[0]
         assert short.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
@@ -224,8 +228,8 @@ def test_weights_are_rounded_once(tmp_path: Path, dtype: str, bound: float) -> N
     assert rounded.write(place, GIB) == 16  # 14 layers, embedding and head
     stored = load_file(place / "model.safetensors")
     assert sum(t.numel() * t.element_size() for t in stored.values()) == rounded.bytes
-    again = run.merged(tmp_path / "again", dtype)
-    assert 0 < distance(logits(again.float()), in_fp32(run.training_model)) <= bound * 16**0.5
+    again = packed.merged(tmp_path / "again", dtype)
+    assert 0 < distance(logits(again.float()), in_fp32(packed.training_model)) <= bound * 16**0.5
 
 
 def test_merge_adapter_head_of_bf16_base_stays_fp32(tmp_path: Path) -> None:

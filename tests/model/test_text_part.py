@@ -16,7 +16,6 @@ from torch import Tensor
 from app.adapters.merged_weights import read_updates
 from app.base.base_model import BaseModel
 from app.base.tokenizer import load_tokenizer
-from app.config.load import compose_run
 from app.config.schema import AdapterConfig
 from app.errors import ConfigError
 from app.exports.reload import in_fp32
@@ -24,6 +23,7 @@ from app.finished.inference import load_tuned
 from app.finished.save import merged_config, plan_merge, save_model, write_config
 from app.model.build import count_weights
 from app.training.initial_model import load_start
+from tests.harness.composed import composed
 from tests.model.small import CAUSAL, build_model, documents_of, full, lora, model_config, sections, three_steps
 from tests.model.test_quantization import NF4
 from tests.model.wholes import WHOLES, saved_whole
@@ -32,11 +32,12 @@ CPU = torch.device("cpu")
 IDS = documents_of((10,))[0][None]
 
 
-@pytest.fixture(params=WHOLES)
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture(params=WHOLES, scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tower for images."""
-    saved_whole(transformers.AutoConfig.for_model(request.param, **WHOLES[request.param]), tmp_path / "base")
-    return tmp_path / "base"
+    base = tmp_path_factory.mktemp("whole") / "base"
+    saved_whole(transformers.AutoConfig.for_model(request.param, **WHOLES[request.param]), base)
+    return base
 
 
 def whole_of(folder: Path, **given: Any) -> Any:
@@ -59,20 +60,22 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
     parts = sections(config, lora(targets=["all-linear"]))
     model = build_model(parts, CPU, 0, str(folder))
     (remark,) = (each for each in model.remarks() if "text part" in each)
-    assert type(whole_of(folder)).__name__ in remark
-    assert relative(logits(model.language_model), logits(whole_of(folder))) < 1e-5
+    whole = whole_of(folder)
+    assert type(whole).__name__ in remark
+    untuned = logits(whole)
+    assert relative(logits(model.language_model), untuned) < 1e-5
     three_steps(model)
     tuned = logits(model.eval().language_model)
-    assert relative(tuned, logits(whole_of(folder))) > 1e-2, "the adapter does something"
+    assert relative(tuned, untuned) > 1e-2, "the adapter does something"
 
     base, final = BaseModel(config, CAUSAL), tmp_path / "run" / "final"
     save_model(model, tokenizer, final, names=base.names)
-    theirs = PeftModel.from_pretrained(whole_of(folder), str(final)).eval()
+    theirs = PeftModel.from_pretrained(whole, str(final)).eval()
     assert relative(logits(theirs), tuned) < 1e-5
     assert not [name for name, _ in theirs.named_parameters() if "vis" in name and "lora" in name]
 
     gone_on = build_model(parts, CPU, 0, str(folder))
-    run = replace(compose_run(["recipe=lora"]), adapter=lora(targets=["all-linear"], start=str(final)))
+    run = replace(composed("recipe=lora"), adapter=lora(targets=["all-linear"], start=str(final)))
     load_start(run, gone_on, None, base.names)
     assert torch.equal(logits(gone_on.eval().language_model), tuned)
     assert relative(logits(load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)), tuned) < 1e-5
@@ -91,7 +94,7 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
     alone = tmp_path / "alone"
     alone.mkdir()
     planned = partial(plan_merge, parts, read_updates(final), "fp32", CPU, final, text_alone=True)
-    if type(base.on_meta()) is type(whole_of(folder)):
+    if type(base.on_meta()) is type(whole):
         with pytest.raises(ConfigError, match=r"^names=text: transformers has no class for its text part"):
             planned()
         return

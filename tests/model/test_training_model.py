@@ -162,7 +162,13 @@ def check_one_by_one(kind: str, method: str) -> None:
         assert distance(found, expected) <= 1e-5, layout.__name__
 
 
-@pytest.mark.parametrize(("kind", "precision"), taking_turns((*ALL_KINDS, "falcon_h1"), ("fp32", "bf16")))
+# others: test_head.py, tests/full/model/test_model_kinds.py
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    taking_turns(
+        ("llama", "gemma2", "phi3", "granite", "cohere2", "mixtral", "gpt_oss", "falcon_h1"), ("fp32", "bf16")
+    ),
+)
 def test_check_packing_passes_kind(kind: str, precision: str) -> None:
     training_model = training_model_of(kind, lora(), precision)
     for batch in (packed(DOCUMENTS), in_rows(kind)):

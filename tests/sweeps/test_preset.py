@@ -8,6 +8,7 @@ from app.errors import ConfigError
 from app.sweeps import sweep
 from app.sweeps.search_space import dimensions_in, dimensions_of, is_sweep_key, read_preset, settings_of
 from app.sweeps.sweep import Proposer, default_path, identity_of, proposer_of
+from tests.harness.composed import composed
 from tests.sweeps.test_sweep import refusal_of
 
 
@@ -29,26 +30,27 @@ def rates_of(found: list[tuple[str, ...]]) -> list[float]:
     return [float(text.partition("=")[2]) for each in found for text in each if "optimizer.lr=" in text]
 
 
-@pytest.mark.parametrize(
-    "given", [["recipe=full", "model=llama"], ["optimizer.lr=0.3"], ["++optimizer.lr=1e-3"]], ids=str
-)
-def test_preset_rates_around_own_rate(given: list[str]) -> None:
-    own = compose_run(given).optimizer.lr
+def test_preset_rates_around_own_rate() -> None:
+    own = composed("recipe=full", "model=llama").optimizer.lr
     expected = [own * 2.0**power for power in range(-3, 4)]
-    assert rates_of(points("sweep=lr", *given)) == pytest.approx(expected, rel=1e-3)
+    assert rates_of(points("sweep=lr", "recipe=full", "model=llama")) == pytest.approx(expected, rel=1e-3)
+    for given, rate in (("optimizer.lr=0.3", 0.3), ("++optimizer.lr=1e-3", 1e-3)):
+        assert rates_of(points("sweep=lr", given, "sweep.space.optimizer.lr=[0.5x,2x]")) == [rate / 2, rate * 2]
 
 
 def test_preset_combined_with_settings() -> None:
     found = points("sweep=lr", "recipe=lora,full", "seed=1", "sweep.space.optimizer.lr=[0.5x,1x]")
     assert [each[:2] for each in found] == [("recipe=lora", "seed=1")] * 2 + [("recipe=full", "seed=1")] * 2
-    lora, full = (compose_run([f"recipe={recipe}"]).optimizer.lr for recipe in ("lora", "full"))
+    lora, full = (composed(f"recipe={recipe}").optimizer.lr for recipe in ("lora", "full"))
     assert rates_of(found)[1::2] == [lora, full]
     assert lora != full
 
 
 def test_preset_rank_keeps_alpha() -> None:
-    runs = [compose_run(each) for each in points("sweep=rank")]
-    assert [run.adapter.r for run in runs] == [4, 8, 16, 32, 64]
+    found = points("sweep=rank")
+    assert found == [(f"adapter.r={rank}",) for rank in (4, 8, 16, 32, 64)]
+    runs = [composed(*each) for each in (found[0], found[-1])]
+    assert [run.adapter.r for run in runs] == [4, 64]
     assert len({(run.adapter.alpha, run.optimizer.lr) for run in runs}) == 1
 
 
@@ -100,14 +102,14 @@ REFUSED = [
     ("sweep=optuna sweep.space.seed=[1,1]", "seed=1,1: 1 is there twice."),
     ("sweep=optuna sweep.space.output_dir=[a,b]", "output_dir=a,b: one folder holds the whole sweep"),
     ("sweep=optuna sweep.space.resume=[auto,null]", "a sweep resumes each trial from its own checkpoint"),
-    ("sweep=optuna sweep.space.adapter.dropout=[0.1,1.5]", "adapter.dropout=1.5 must be at least 0 and below 1."),
+    ("sweep=optuna sweep.space={adapter.dropout:[0.1,1.5]}", "adapter.dropout=1.5 must be at least 0 and below 1."),
     (
         "sweep=lr sweep.space.optimizer.lr={low:0.1x,high:2x}",
         "sweep.space.optimizer.lr: a range has no list of values.",
     ),
     ("sweep=lr sweep.space.optimizer.lr=[1x,1e-3]", "multiples (0.5x, above 0) and values do not go together."),
     ("sweep=lr sweep.space.optimizer.lr=[0x,1x]", "multiples (0.5x, above 0) and values do not go together."),
-    ("sweep=lr sweep.space.training.max_steps=[1x,2x]", "training.max_steps has no number in this run"),
+    ("sweep=lr sweep.space={training.max_steps:[1x,2x]}", "training.max_steps has no number in this run"),
     ("sweep=lr sweep.space.dataset.path=[1x,2x]", "dataset.path takes no numbers. Give a list of values."),
     ("sweep=rank recipe=full", "sweep=rank has nothing to vary: adapter.r changes nothing with adapter.kind=none."),
     ("sweep=rank adapter.r=8", "sweep=rank has nothing to vary: adapter.r is given."),
@@ -155,7 +157,7 @@ def test_preset_missing_optuna_reported(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sweep, "find_spec", lambda name: None)
     (problem,) = refusal_of("sweep=optuna")
     assert problem.startswith("sweep=optuna needs the package optuna, which is not installed: pip install optuna")
-    assert points("sweep=lr")
+    assert points("sweep=rank")
 
 
 def test_identity_ignores_number_of_trials() -> None:

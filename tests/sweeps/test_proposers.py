@@ -13,20 +13,25 @@ from app.config.conf_files import choices_by_group
 from app.config.dataset import has_held_out_rows
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.errors import ConfigError
+from app.errors import ConfigError, DataError
 from app.pages.comparison_page import measured_tables
 from app.pages.page import Table
 from app.sweeps.proposers import LADDER, STARTUP_TRIALS, Ladder, Search, batch_text
 from app.sweeps.search_space import Preset, Rung, SweepConfig, dimensions_in, read_preset, settings_of
 from app.sweeps.sweep import plan_sweep, read_ladder
 from app.sweeps.trials import DRY_RUN, FAILED, FINISHED, RUNNING, Outcome, Trial, values_of
+from tests.config.test_overrides import conf
+from tests.harness.composed import composed
 from tests.sweeps.test_sweep import nothing_more, refusal_of
+
+assert conf  # a fixture
 
 LADDERS = {n: c for n in choices_by_group()["sweep"] if (c := read_preset([f"sweep={n}"]).config).proposer == LADDER}
 NAMES = [name for name, config in LADDERS.items() if not config.planned]
+FEW = 4  # rungs of ladders for this tier
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if len(LADDERS[name].rungs) < 10])
+@pytest.mark.parametrize("name", [name for name in NAMES if len(LADDERS[name].rungs) <= FEW])
 def test_ladder_composes_and_small_makes_ten_steady_steps_of_rows(name: str) -> None:
     """Long ladders in tests/full/sweeps/test_proposers.py."""
     check_small_ladder(name)
@@ -74,15 +79,6 @@ def test_ladder_bert_trains_with_the_claimed_batch_and_rate() -> None:
             assert (batch, rate) == (rung.claimed["batch"], rung.claimed["rate"]), name
 
 
-def test_ladder_key_that_some_rungs_read() -> None:
-    words = ["-m", "sweep=mlm", "sweep.size=small", "compile.backend=aot_eager"]
-    plan = plan_sweep(words, nothing_more)
-    assert {(run.compile.kind, run.compile.backend) for run in plan.runs} == {
-        ("none", "inductor"),
-        ("blocks", "aot_eager"),
-    }
-
-
 REFUSED = [
     ("batching.rows=2", "batching.rows is what the rungs of sweep=single_gpu differ in. Leave it out, or copy"),
     ("precision=bf16", "precision is what the rungs of sweep=single_gpu differ in."),
@@ -90,7 +86,7 @@ REFUSED = [
     ("sweep.trials=3", "sweep.trials: sweep=single_gpu has rungs, which its file names. Leave it out;"),
     ("sweep.size=tiny", "sweep.size=tiny is none of full, small."),
     ("optimizer.lrr=1", "optimizer.lrr is not a key."),
-    ("adapter.r=8", "adapter.r=8: recipe=full trains no adapter, so it changes nothing."),
+    ("sweep=mlm adapter.r=8", "adapter.r=8: recipe=full trains no adapter, so it changes nothing."),
     ("sweep=lr sweep.size=small", "sweep.size is of rungs, and sweep=lr has none. Leave it out."),
 ]
 
@@ -101,17 +97,33 @@ def test_ladder_invalid_refused(words: str, message: str) -> None:
     assert message in problem
 
 
-def test_ladder_fault_of_some_rungs_refuses_those() -> None:
-    def check(run: Any) -> None:
-        if run.optimizer.kind == "adamw_8bit":
-            refusal_of("sweep=lr", "sweep.size=small")
-            compose_run(["optimizer=nosuch"])
+OWN_LADDER = """
+proposer: rungs
+base: [compile=none]
+rungs:
+  plain: {}
+  compiled: {overrides: [compile=blocks]}
+  missing: {overrides: [optimizer=nosuch]}
+  faulty: {overrides: [optimizer=sgd]}
+  given_up: {reason: not offered}
+"""
 
-    plan = plan_sweep(["-m", "sweep=optimizers", "sweep.size=small"], check)
-    refused = {trial.name: trial.refused for trial in plan.proposer.points if trial.refused}
-    assert list(refused) == ["07-adamw_8bit", "14-galore"]
-    assert refused["07-adamw_8bit"] is not None
-    assert refused["07-adamw_8bit"].startswith("optimizer=nosuch: there is no such optimizer.")
+
+def test_ladder_rungs_read_some_keys_and_are_refused_alone(conf: Path) -> None:
+    def check(run: RunConfig) -> None:
+        if run.optimizer.kind == "sgd":
+            raise DataError("no such file")
+
+    (conf / "sweep" / "own.yaml").write_text(OWN_LADDER)
+    plan = plan_sweep(["-m", "sweep=own", "compile.backend=aot_eager"], check)
+    assert [(run.compile.kind, run.compile.backend) for run in plan.runs] == [
+        ("none", "inductor"),
+        ("blocks", "aot_eager"),
+    ]
+    (missing, reason), *others = [(trial.name, trial.refused) for trial in plan.proposer.points if trial.refused]
+    assert missing == "3-missing"
+    assert reason.startswith("optimizer=nosuch: there is no such optimizer.")
+    assert others == [("4-faulty", "no such file"), ("5-given_up", "not offered")]
 
 
 BATCHES = ["batching.packing=false", "batching.rows=4"]
@@ -150,7 +162,7 @@ def test_ladder_second_rung_compared_with_the_first(
 ) -> None:
     rungs = {"one": Rung(claimed={"samples/s": 8.0}), "two": Rung(claimed={"samples/s": 12.0, "MB": 1234})}
     ladder = Ladder(Preset("mine", SweepConfig(proposer=LADDER, source="a paper", rungs=rungs)), [])
-    ladder.check({1: compose_run(SAME), 2: compose_run(list({o.split("=")[0]: o for o in overrides}.values()))}, {})
+    ladder.check({1: composed(*SAME), 2: composed(*{o.split("=")[0]: o for o in overrides}.values())}, {})
     outcomes = [finished(tmp_path, 1, 100.0), finished(tmp_path, 2, 200.0, **facts)]
     compared = ladder.compared(outcomes)
     first, second = compared["rungs"]
@@ -208,7 +220,7 @@ def ended(proposer: Search, objective: Objective = valley, before: Sequence[Outc
 
 
 def rate_of(recipe: str) -> float:
-    return compose_run([f"recipe={recipe}"]).optimizer.lr
+    return composed(f"recipe={recipe}").optimizer.lr
 
 
 def told(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -244,39 +256,42 @@ def test_search_deterministic() -> None:
     assert [each.swept for each in one][1:] != [each.swept for each in other][1:]
 
 
-@pytest.mark.parametrize("stop", [1, 4, 6])
-def test_search_resumed_same_trials(stop: int) -> None:
+def test_search_resumed_same_trials() -> None:
     whole = ended(search())
+    for stop in (1, 4, 6):
+        again = search()
+        recalled = again.recall(told(whole[:stop]))
+        assert [(each.overrides, each.name) for each in recalled] == [
+            (each.overrides, each.folder.rpartition("/")[2]) for each in whole[:stop]
+        ]
+        assert ended(again) == whole
+    begun = [*whole[:2], replace(whole[2], status=RUNNING, objective=None)]
     again = search()
-    recalled = again.recall(told(whole[:stop]))
-    assert [(each.overrides, each.name) for each in recalled] == [
-        (each.overrides, each.folder.rpartition("/")[2]) for each in whole[:stop]
-    ]
+    assert len(again.recall(told(begun))) == 3
     assert ended(again) == whole
 
 
 def test_search_resumed_with_multiples() -> None:
     def made() -> Search:
         space = {"optimizer.lr": {"low": "0.1x", "high": "10x", "log": True}}
-        return search("seed=1", "++optimizer.lr=2e-3", trials=6, space=space)
+        return search("seed=1", "++optimizer.lr=2e-3", trials=3, space=space)
 
     whole = ended(made())
     assert whole[0].overrides == ("seed=1", "optimizer.lr=0.002")
     assert all(0.0002 <= values_of(each.swept)["optimizer.lr"] <= 0.02 for each in whole)
     again = made()
-    again.recall(told(whole[:5]))
+    again.recall(told(whole[:2]))
     assert ended(again) == whole
 
 
 def test_search_over_recipes_leaves_out_what_a_trial_does_not_read() -> None:
-    space = {"recipe": ["full", "lora"], "optimizer.lr": {"low": "0.1x", "high": "10x"}, "adapter.r": [8, 16, 32]}
-    whole = ended(search("adapter.dropout=0.1", space=space, trials=5))
+    proposer = search("adapter.dropout=0.1", space={"recipe": ["full", "lora"], "adapter.r": [8, 16]}, trials=3)
+    whole = ended(proposer, lambda _values: 0.0)
     assert {"recipe=full", "recipe=lora"} <= {text for each in whole for text in each.overrides}
     for each in whole:
         assert ("recipe=lora" in each.overrides) == any("adapter" in text for text in each.overrides)
-        compose_run(each.overrides)
-    again = search("adapter.dropout=0.1", space=space, trials=5)
-    assert [each.overrides for each in again.recall(told(whole[:3]))] == [each.overrides for each in whole[:3]]
+        assert composed(*each.overrides)
+    assert [each.overrides for each in proposer.recall(told(whole))] == [each.overrides for each in whole]
 
 
 def test_search_more_trials_allowed_fewer_refused() -> None:
@@ -296,14 +311,6 @@ def test_search_recorded_trial_keeps_settings() -> None:
     again = search()
     again.recall(told(first))
     assert [each.swept for each in ended(again)] == [each.swept for each in first]
-
-
-def test_search_running_trial_recalled() -> None:
-    whole = ended(search())
-    begun = [*whole[:2], replace(whole[2], status=RUNNING, objective=None)]
-    again = search()
-    assert len(again.recall(told(begun))) == 3
-    assert ended(again) == whole
 
 
 def test_search_dry_run_plans_startup_trials() -> None:

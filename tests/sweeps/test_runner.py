@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from app.config.load import compose_run
 from app.sweeps import trials as trial_process
 from app.sweeps.proposers import Ladder, Search
 from app.sweeps.search_space import NO_PRESET, Preset, Rung, SweepConfig, dimensions_in, settings_of
 from app.sweeps.sweep import Runner, proposer_of
 from app.sweeps.trials import SweepFolder, TrialLog, reason
+from tests.harness.composed import composed
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
@@ -148,7 +148,7 @@ def climb(folder: Path, **seeds: int | None) -> int:
     ladder = Ladder(Preset("mine", SweepConfig(proposer="rungs", source="a paper", rungs=rungs)), [])
     numbers = dict(enumerate(seeds.values(), 1))
     ladder.check(
-        {number: compose_run([]) for number, seed in numbers.items() if seed},
+        {number: composed() for number, seed in numbers.items() if seed},
         {number: ["no such package"] for number, seed in numbers.items() if not seed},
     )
     with SweepFolder.claim(str(folder), "same") as claimed:

@@ -11,10 +11,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config.load import compose_run
 from app.sweeps.search_space import NO_PRESET, Dimension, Range, Setting, dimensions_in, multiply_out, settings_of
 from app.sweeps.sweep import proposer_of
 from app.sweeps.trials import Trial, values_of
+from tests.harness.composed import composed
 
 READ = OverridesParser.create().parse_override
 
@@ -270,7 +270,7 @@ def test_multiply_out_by_own_value() -> None:
         [("recipe=full", "optimizer.lr=2x"), ("recipe=lora", "adapter.r=8", "optimizer.lr=2x", "adapter.r=0.4x")],
         {"optimizer.lr", "adapter.r"},
     )
-    full, lora = (compose_run([f"recipe={recipe}"]).optimizer.lr for recipe in ("full", "lora"))
+    full, lora = (composed(f"recipe={recipe}").optimizer.lr for recipe in ("full", "lora"))
     assert found == [
         ("recipe=full", f"optimizer.lr={2 * full:.4g}"),
         ("recipe=lora", f"optimizer.lr={2 * lora:.4g}", "adapter.r=3"),

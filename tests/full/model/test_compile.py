@@ -33,6 +33,7 @@ from tests.model.test_compile import (
     outcome,
     packed,
 )
+from tests.model.test_partition import check_backward_graph
 from tests.model.test_verification import batch_of, model_of, plant
 
 assert graphs_of_one_test  # a fixture
@@ -104,14 +105,16 @@ def test_compile_obstacle_of_adapter_names_what_cannot_be_traced(name: str) -> N
     assert is_traced == (compile_obstacle(adapter) is None)
 
 
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+def test_backward_graph_of_fp8_layer_computes_products_as_often_as_gradients_need() -> None:
+    check_backward_graph("fp8")
+
+
 def test_compiled_bf16_passes_comparison() -> None:
     training_model = small.training_model_of("llama", small.lora(), "bf16", compile=BLOCKS)
     proof = small.verified(training_model, packed(0))
     assert proof is not None, blocks_of(training_model).fault
     assert proof.passed
-
-
-assert graphs_of_one_test  # a fixture
 
 
 LAYERS = 4

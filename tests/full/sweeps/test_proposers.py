@@ -11,7 +11,17 @@ from app.sweeps.proposers import LADDER, STARTUP_TRIALS, suggest
 from app.sweeps.search_space import dimensions_in, read_preset
 from app.sweeps.sweep import plan_sweep
 from app.sweeps.trials import FAILED, values_of
-from tests.sweeps.test_proposers import LADDERS, NAMES, check_ladder, check_small_ladder, ended, rate_of, search, valley
+from tests.sweeps.test_proposers import (
+    FEW,
+    LADDERS,
+    NAMES,
+    check_ladder,
+    check_small_ladder,
+    ended,
+    rate_of,
+    search,
+    valley,
+)
 from tests.sweeps.test_sweep import nothing_more
 
 
@@ -20,7 +30,7 @@ def test_ladder_composes(name: str) -> None:
     check_ladder(name, "full")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if len(LADDERS[name].rungs) >= 10])
+@pytest.mark.parametrize("name", [name for name in NAMES if len(LADDERS[name].rungs) > FEW])
 def test_long_ladder_small_makes_ten_steady_steps_of_rows(name: str) -> None:
     check_small_ladder(name)
 
