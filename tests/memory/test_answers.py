@@ -17,7 +17,7 @@ from app.model.build import random_base
 from app.training.auto_settings import Choices, sections_of
 from app.training.storage_counter import StorageCounter
 from tests.memory.facts import gpu
-from tests.memory.truth import small_run
+from tests.memory.truth import ONE_LAYER, small_run
 
 LENGTH = 40
 NEAR = 4096  # bytes of what generate notes: which rows have ended, and the sequences of a search
@@ -60,7 +60,7 @@ def test_planned_answers_equal_counted(recipe: str, rows: int, beams: int) -> No
 
 
 def test_answers_stand_beside_the_plan_of_the_run() -> None:
-    words = ("recipe=qlora", "precision=bf16", "compile=none", "model.architecture.num_hidden_layers=1")
+    words = ("recipe=qlora", "precision=bf16", "compile=none", ONE_LAYER)
     run, hardware = small_run(*words), gpu("h100")
     asked = AnswersConfig(rows=2, beams=2)
     facts = check_memory(run, (), hardware, answers=asked)

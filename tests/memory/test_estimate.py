@@ -22,9 +22,8 @@ from app.memory.trace import worst_case
 from app.training.auto_settings import Choices, sections_of
 from tests.harness.composed import composed
 from tests.memory.facts import GPU, MIB, gpu, plan
-from tests.memory.truth import PACKED, small_run
+from tests.memory.truth import ONE_LAYER, PACKED, small_run
 
-ONE_LAYER = "model.architecture.num_hidden_layers=1"
 NEAR = 4096  # bytes: the stack of gradient norms is rounded up
 
 
@@ -64,12 +63,12 @@ def test_largest_parts_of_recomputed_layers_are_their_inputs_and_all_gradients()
 
 def test_plan_of_unequal_layers_traces_all_or_some_periods() -> None:
     """Layers differ by sliding windows, which need a mask on a CPU, or by targets that name a layer by number."""
-    gemma = ("model.architecture.model_type=gemma3_text", "+model.architecture.sliding_window=16")
+    gemma = ("recipe=full", "model.architecture.model_type=gemma3_text", "+model.architecture.sliding_window=16")
     words = (*gemma, "+model.architecture.sliding_window_pattern=2")
     plan = plan_memory(small_run(*words), PACKED, "cpu", steps_only=True)
     assert (plan.traced_layers, plan.exact) == (3, True)
     run = small_run(*words, "model.architecture.num_hidden_layers=7")
-    plan, whole = (plan_memory(run, PACKED, "cpu", exact=exact, steps_only=True) for exact in (False, True))
+    plan, whole = (plan_memory(run, PACKED, "cpu", exact=exact) for exact in (False, True))
     assert (plan.traced_layers, plan.exact) == (5, False)
     assert (plan.peak_where, plan.anatomy, plan.flops) == (whole.peak_where, whole.anatomy, whole.flops)
     assert max(abs(size - whole.phases[phase]) for phase, size in plan.phases.items()) <= NEAR

@@ -40,16 +40,16 @@ from app.training.setup import stepper_of
 from app.training.train_step import Stepper
 from tests.harness.composed import composed
 from tests.memory.facts import GPU, MIB, plan
-from tests.memory.truth import PACKED, batch_of, small_run
+from tests.memory.truth import ONE_LAYER, PACKED, batch_of, small_run
 
 LAYERS = 3
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
-RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=lora", "precision=bf16", "compile=none")
+RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=full", "precision=bf16", "compile=none")
 CHOICES = planned_choices(RUN, "gpu")
 BIN_SIZES = [2048, 1024, 512, 256, 128]
 BINS = small_run(
     "model.architecture.num_hidden_layers=2",
-    *("recipe=lora", "precision=bf16", "training.recompute=auto", "compile=none"),
+    *("recipe=full", "precision=bf16", "training.recompute=auto", "compile=none"),
     *("batching.tokens=auto", "batching.accumulation=8", "dataset.max_length=128"),
 )
 
@@ -60,7 +60,7 @@ def handmade(count: int, needed: float, memory: float, seconds: float = 1.0, per
     return Planned(run, worst_case(RUN), plan(), verdict, seconds, 32, chosen=True)
 
 
-def test_planner_finds_fewest_recomputed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_finds_fewest_recomputed_layers() -> None:
     """Each recomputed layer saves memory, except the first, which adds its activations in backward, and the last."""
     estimate = Estimate(RUN, LARGE, "gpu", CHOICES)
     no_margin = replace(GPU, memory_bytes=0)
@@ -70,12 +70,6 @@ def test_planner_finds_fewest_recomputed_layers(monkeypatch: pytest.MonkeyPatch)
     assert len(set(rest)) > LAYERS // 2
     run = replace(RUN, training=replace(RUN.training, recompute="auto"))
     memory = round(needed[2] / 0.97) + 1  # 3 % are margin
-
-    def same(*given: Any, **_: Any) -> Estimate:
-        assert given == (run, LARGE, "gpu", CHOICES)
-        return estimate
-
-    monkeypatch.setattr("app.memory.planner.Estimate", same)  # which has its traces already
     found = Planner(replace(GPU, memory_bytes=memory)).of_batch(run, LARGE)
     first = next(n for n, size in enumerate(needed) if size + round(0.03 * memory) <= memory)
     assert (found.recomputed, found.verdict.fits, found.chosen) == (first, True, True)
@@ -215,7 +209,7 @@ def test_parallel_auto_shards_a_model_that_does_not_fit_whole() -> None:
 
 def test_plan_of_ddp_keeps_gradients_between_steps() -> None:
     words = ("training.recompute=0", "parallel=ddp", "batching.accumulation=1", "compile=none")
-    run = small_run("recipe=full", *words, "model.architecture.num_hidden_layers=1")
+    run = small_run("recipe=full", *words, ONE_LAYER)
     alone, shared = (Planner(GPU, processes=count).at(run).plan for count in (1, 2))
     assert shared.anatomy["gradients"] == shared.anatomy["trained_weights"] > alone.anatomy["gradients"]
     assert shared.flops == alone.flops
@@ -473,19 +467,21 @@ def test_failed_prediction_is_one_line() -> None:
 
 
 def test_prediction_of_sharded_run_has_share_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, batch = small_run("recipe=full", "parallel=fsdp", "training.recompute=0"), batch_of(PACKED)
+    words = ("recipe=full", "parallel=fsdp", ONE_LAYER)
+    run, batch = small_run(*words, "training.recompute=0"), batch_of(PACKED)
     alone = PLANNER.predict(run, PREDICTED_CHOICES, batch, 1, "cpu")
     monkeypatch.setattr("app.memory.planner.world", lambda: World(0, 4, 0, 4))
     shared = PLANNER.predict(run, PREDICTED_CHOICES, batch, 1, "cpu")
     assert shared.anatomy["trained_weights"] == pytest.approx(alone.anatomy["trained_weights"] / 4, rel=0.02)
-    auto = small_run("recipe=full", "parallel=fsdp", "training.recompute=auto")
-    (layers, _), remark = PLANNER.recompute(auto, PREDICTED_CHOICES, batch, 1, 3)
+    auto = small_run(*words, "training.recompute=auto")
+    (layers, _), remark = PLANNER.recompute(auto, PREDICTED_CHOICES, batch, 1, 1)
     assert layers == 0
-    assert remark.startswith("training.recompute=auto: 0 of 3 layers, which needs")
+    assert remark.startswith("training.recompute=auto: 0 of 1 layers, which needs")
 
 
 def test_predict_leaves_rng_state_unchanged() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    PLANNER.predict(small_run("recipe=lora", "adapter.dropout=0.1"), PREDICTED_CHOICES, batch_of(PACKED), 1, "cpu")
+    run = small_run("recipe=lora", "adapter.dropout=0.1", ONE_LAYER)
+    PLANNER.predict(run, PREDICTED_CHOICES, batch_of(PACKED), 1, "cpu")
     assert torch.equal(before, torch.get_rng_state())

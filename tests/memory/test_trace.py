@@ -17,7 +17,17 @@ from app.model.build import build_training_model
 from app.tasks.table import loss_of
 from app.training.auto_settings import Choices, sections_of
 from app.training.storage_counter import StorageCounter, kept_tensors
-from tests.memory.truth import ANSWERS, EXPERTS, PACKED, PADDED, batch_of, counted_peak, counted_peaks, small_run
+from tests.memory.truth import (
+    ANSWERS,
+    EXPERTS,
+    ONE_LAYER,
+    PACKED,
+    PADDED,
+    batch_of,
+    counted_peak,
+    counted_peaks,
+    small_run,
+)
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCABULARY = 128, 192, 4, 2, 3, 1024
 SIZE = HIDDEN // HEADS
@@ -184,13 +194,14 @@ def test_plan_of_the_init_from_inputs_is_near_the_counted_bytes() -> None:
     assert lora_inits.moment_bytes("corda", model.network)[0] < counter.peak
     plan = plan_memory(run, PACKED, "cpu")
     assert abs(plan.phases[BEGIN] - counter.peak) <= NEAR
+    run = small_run("recipe=lora", "adapter.init=corda", ONE_LAYER)
     assert BEGIN not in plan_memory(run, PACKED, "cpu", steps_only=True).phases
 
 
 def test_plan_of_bf16_weights_and_steps_in_backward_saves_bytes() -> None:
     """bf16 saves 2 bytes per weight and 2 per gradient, stepping in backward the rest of the gradient."""
     plain, bf16, in_backward = (
-        plan_memory(small_run("recipe=full", *words), PACKED, "cpu", steps_only=True)
+        plan_memory(small_run("recipe=full", ONE_LAYER, *words), PACKED, "cpu", steps_only=True)
         for words in ((), BF16, BF16 + IN_BACKWARD)
     )
     weights = plain.anatomy["trained_weights"]
