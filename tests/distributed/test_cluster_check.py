@@ -66,7 +66,7 @@ def test_cluster_check_unreachable_store_is_reported_with_remedy(rank: int, monk
         port = str(free.getsockname()[1])
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cluster_check, "CONNECT_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(cluster_check, "CONNECT_TIMEOUT", timedelta(milliseconds=100))
     told = rf"rendezvous=127\.0\.0\.1:{port}: process {rank} of 2 on .* did not reach the others \(.*GLOO_SOCKET"
     with pytest.raises(Unreachable, match=told):
         check_cluster(World(rank, 2), {})

@@ -12,6 +12,7 @@ from app.config.load import compose_run
 from app.distributed import launch
 from app.distributed.launch import FOLDER, Failure, failure_message, read_failure, report_failure, root_cause
 from app.signals import CODES
+from tests.harness.composed import composed
 
 KILLED = Failure(1, -signal.SIGKILL, at=100.0)  # noticed in whole seconds, after the others had spoken
 PEER = Failure(0, 1, at=100.4, text="Connection closed by peer")
@@ -89,7 +90,7 @@ def test_launcher_finds_the_noted_depth_of_a_folder_at_home(monkeypatch: pytest.
 def test_offload_without_other_processes_refused(
     offload: bool, processes: int | str, joined: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = compose_run([f"parallel.offload={offload}", f"launch.num_processes={processes}"])
+    run = composed(f"parallel.offload={offload}", f"launch.num_processes={processes}")
     if joined:
         for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": 0, "MASTER_PORT": 0}.items():
             monkeypatch.setenv(name, str(value))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.load import compose_run
 from app.config.schema import LaunchConfig
 from app.distributed import launch
 from app.distributed.process_group import HostGroup, Runtime, machine_notes, start
+from tests.harness.composed import composed
 from tests.harness.runs import Zygote
 
 
@@ -31,7 +31,7 @@ def test_machine_notes(gpus: int, processes: int, kind: str, note: str, monkeypa
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
-    notes = list(machine_notes(compose_run([f"parallel={kind}"]).parallel, processes))
+    notes = list(machine_notes(composed(f"parallel={kind}").parallel, processes))
     assert len(notes) == bool(note)
     assert all(each.startswith(note) for each in notes)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.config.load import compose_run
 from app.memory.estimate import (
     ASSUMED_CONTEXT_BYTES,
     MemoryPlan,
@@ -23,7 +22,7 @@ from app.memory.trace import worst_case
 from app.training.auto_settings import Choices, sections_of
 from tests.harness.composed import composed
 from tests.memory.facts import GPU, MIB, gpu, plan
-from tests.memory.truth import PACKED, small_run
+from tests.memory.truth import ONE_LAYER, PACKED, small_run
 
 NEAR = 4096  # bytes: the stack of gradient norms is rounded up
 
@@ -64,11 +63,11 @@ def test_largest_parts_of_recomputed_layers_are_their_inputs_and_all_gradients()
 
 def test_plan_of_unequal_layers_traces_all_or_some_periods() -> None:
     """Layers differ by sliding windows, which need a mask on a CPU, or by targets that name a layer by number."""
-    gemma = ("model.architecture.model_type=gemma3_text", "+model.architecture.sliding_window=16")
-    words = ("+model.architecture.sliding_window_pattern=3", "model.architecture.num_hidden_layers=4")
-    plan = plan_memory(small_run(*gemma, *words), PACKED, "cpu")
-    assert (plan.traced_layers, plan.exact) == (4, True)
-    run = small_run(*gemma, "+model.architecture.sliding_window_pattern=2", "model.architecture.num_hidden_layers=7")
+    gemma = ("recipe=full", "model.architecture.model_type=gemma3_text", "+model.architecture.sliding_window=16")
+    words = (*gemma, "+model.architecture.sliding_window_pattern=2")
+    plan = plan_memory(small_run(*words), PACKED, "cpu", steps_only=True)
+    assert (plan.traced_layers, plan.exact) == (3, True)
+    run = small_run(*words, "model.architecture.num_hidden_layers=7")
     plan, whole = (plan_memory(run, PACKED, "cpu", exact=exact) for exact in (False, True))
     assert (plan.traced_layers, plan.exact) == (5, False)
     assert (plan.peak_where, plan.anatomy, plan.flops) == (whole.peak_where, whole.anatomy, whole.flops)
@@ -83,21 +82,21 @@ def test_plan_of_unequal_layers_traces_all_or_some_periods() -> None:
 def test_plan_with_offload_moves_layer_inputs_to_host() -> None:
     words = ("recipe=lora", "training.recompute=true", "precision=bf16")
     on_gpu, offloaded = (
-        plan_memory(small_run("model.architecture.num_hidden_layers=4", *words, *more), PACKED)
-        for more in ((), ("training.offload=true",))
+        plan_memory(small_run(*words, *more), PACKED, steps_only=True) for more in ((), ("training.offload=true",))
     )
     layer = PACKED.tokens * 128 * 2  # the input of one
-    assert offloaded.offloaded_bytes == 3 * layer  # all but the last, which backward needs first
+    assert offloaded.offloaded_bytes == 2 * layer  # all but the last, which backward needs first
     # the input of the first layer lives until the end of the forward pass
-    assert on_gpu.phases["forward"] - offloaded.phases["forward"] == 2 * layer
+    assert on_gpu.phases["forward"] - offloaded.phases["forward"] == layer
     assert on_gpu.flops == offloaded.flops
 
 
 def test_plan_with_paged_optimizer_counts_large_states_on_host() -> None:
     """States of 100,000 numbers or more are paged."""
-    large = ("recipe=full", "model.architecture.vocab_size=4096")
+    large = ("recipe=full", "model.architecture.vocab_size=4096", ONE_LAYER)
     paged, device = (
-        plan_memory(small_run(*large, f"optimizer={kind}"), PACKED) for kind in ("paged_adamw_8bit", "adamw_8bit")
+        plan_memory(small_run(*large, f"optimizer={kind}"), PACKED, steps_only=True)
+        for kind in ("paged_adamw_8bit", "adamw_8bit")
     )
     assert paged.host_bytes == 2 * 2 * 4096 * 128  # 2 bytes per weight of embedding and head
     assert device.kept_bytes - paged.kept_bytes == paged.host_bytes
@@ -105,7 +104,7 @@ def test_plan_with_paged_optimizer_counts_large_states_on_host() -> None:
 
 
 def test_plan_of_present_gpu_has_cublas_workspaces_in_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, choices = small_run("recipe=lora"), Choices("bf16", "varlen")
+    run, choices = small_run("recipe=lora", ONE_LAYER), Choices("bf16", "varlen")
     without = plan_memory(run, PACKED, choices=choices)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -117,9 +116,10 @@ def test_plan_of_present_gpu_has_cublas_workspaces_in_every_phase(monkeypatch: p
 
 
 def test_planner_counts_workspaces_of_its_machine() -> None:
-    run = small_run("recipe=lora", "precision=bf16")
-    plain, larger = (Planner(replace(GPU, workspace_bytes=size)).of_batch(run, PACKED) for size in (0, MIB))
-    assert larger.plan.peak_bytes == plain.plan.peak_bytes + MIB
+    run = small_run("recipe=lora", "precision=bf16", "compile=none", ONE_LAYER)
+    plan = Planner(replace(GPU, workspace_bytes=MIB)).of_batch(run, PACKED).plan
+    assert plan.anatomy["workspaces"] == MIB
+    assert plan.peak_bytes == plan.phases[plan.peak_where] == sum(plan.anatomy.values())
 
 
 CPU = replace(GPU, device="cpu")  # without a caching allocator
@@ -149,7 +149,7 @@ def test_fragmentation_on_gpu_is_share_of_peak(expandable: bool, share: float, m
 
 
 def test_time_bound_is_flops_at_peak_rate() -> None:
-    shape = worst_case(compose_run(["batching.tokens=512", "batching.accumulation=4"]))
+    shape = worst_case(composed("batching.tokens=512", "batching.accumulation=4"))
     assert time_bound(plan(flops=2e12), shape, GPU, "bf16") == {"step_seconds": 2.0, "tokens_per_second": 1024.0}
     with_fp8 = replace(GPU, fp8_flops_per_second=2e12)
     bound = time_bound(plan(flops=2e12, fp8_flops=1.5e12), shape, with_fp8, "bf16")
@@ -160,20 +160,18 @@ def test_time_bound_is_flops_at_peak_rate() -> None:
 
 
 def test_worst_case_is_largest_micro_batch_of_settings() -> None:
-    packed = worst_case(compose_run(["batching.tokens=600", "dataset.max_length=256"]))
+    packed = worst_case(composed("batching.tokens=600", "dataset.max_length=256"))
     assert (packed.rows, packed.width, packed.documents) == (1, 600, (256, 256, 88))
     assert (packed.label_rows, packed.longest, packed.tokens) == (600, 256, 600)
     padded = worst_case(
-        compose_run(["batching.packing=false", "batching.rows=3", "dataset.max_length=250", "batching.accumulation=5"])
+        composed("batching.packing=false", "batching.rows=3", "dataset.max_length=250", "batching.accumulation=5")
     )
     assert (padded.rows, padded.width, padded.documents) == (3, 256, ())
     assert (padded.label_rows, padded.micro_batches) == (750, 5)
     words = ["model=bert", "dataset=text", "dataset.path=x", "batching.tokens=1024", "task.mask_share=0.25"]
-    encoder = worst_case(compose_run(words))
+    encoder = worst_case(composed(*words))
     assert (encoder.documents, encoder.label_rows) == ((512, 512), 258)
-    padded_encoder = worst_case(
-        compose_run([*words, "batching.packing=false", "batching.rows=2", "dataset.max_length=60"])
-    )
+    padded_encoder = worst_case(composed(*words, "batching.packing=false", "batching.rows=2", "dataset.max_length=60"))
     assert (padded_encoder.width, padded_encoder.documents) == (64, (60, 4, 60, 4))
 
 
@@ -191,7 +189,7 @@ def test_worst_case_of_classifier_is_that_of_the_collator(
     words: tuple[str, ...], documents: tuple[int, ...], places: int, labels: int, is_pair: bool
 ) -> None:
     rows = f"dataset={'text_pair' if is_pair else 'labelled_text'}"
-    found = worst_case(compose_run(["task=classification", rows, "dataset.path=x", *words]))
+    found = worst_case(composed("task=classification", rows, "dataset.path=x", *words))
     assert (found.documents, found.places, found.label_rows, found.pairs) == (documents, places, labels, is_pair)
 
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import Batch
-from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.distributed.launch import World
 from app.distributed.process_group import HostGroup, Runtime
@@ -39,17 +38,18 @@ from app.training.auto_settings import Choices, bin_sizes, sections_of, step_tok
 from app.training.memory import Forecast, Measured, Predicted
 from app.training.setup import stepper_of
 from app.training.train_step import Stepper
+from tests.harness.composed import composed
 from tests.memory.facts import GPU, MIB, plan
-from tests.memory.truth import PACKED, batch_of, small_run
+from tests.memory.truth import ONE_LAYER, PACKED, batch_of, small_run
 
 LAYERS = 3
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
-RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=lora", "precision=bf16", "compile=none")
+RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=full", "precision=bf16", "compile=none")
 CHOICES = planned_choices(RUN, "gpu")
 BIN_SIZES = [2048, 1024, 512, 256, 128]
 BINS = small_run(
-    "model.architecture.num_hidden_layers=4",
-    *("recipe=lora", "precision=bf16", "training.recompute=auto", "compile=none"),
+    "model.architecture.num_hidden_layers=2",
+    *("recipe=full", "precision=bf16", "training.recompute=auto", "compile=none"),
     *("batching.tokens=auto", "batching.accumulation=8", "dataset.max_length=128"),
 )
 
@@ -183,6 +183,7 @@ def test_planner_resolves_bins_on_gpu_and_processor() -> None:
     found = Planner(GPU).at(BINS)
     assert (found.run.batching.bin_tokens, found.run.batching.accumulation) == (2048, 1), "the largest bins fit"
     assert (found.chosen, found.chosen_bins, found.recomputed) == (True, True, 0)
+    assert found.run.parallel.kind == "auto", "of one process"
     cpu = replace(GPU, device="cpu", memory_bytes=1 << 40)
     here = Planner(cpu).at(replace(BINS, training=replace(BINS.training, recompute=0)))
     assert (here.run.batching.bin_tokens, here.recomputed) == (BINS.model.suggest.tokens, 0) == (256, 0)
@@ -192,23 +193,23 @@ def test_planner_resolves_bins_on_gpu_and_processor() -> None:
 def test_planner_of_too_small_machine_uses_smallest_bins() -> None:
     tiny: Any = replace(GPU, memory_bytes=1 << 20, context_bytes=0)
     found = Planner(tiny).at(BINS)
-    assert (found.run.batching.bin_tokens, found.recomputed, found.verdict.fits) == (128, 4, False)
+    assert (found.run.batching.bin_tokens, found.recomputed, found.verdict.fits) == (128, 2, False)
     assert "does not fit even so" in describe_bins(found, 16, tiny)
 
 
 def test_parallel_auto_shards_a_model_that_does_not_fit_whole() -> None:
-    run = small_run("recipe=full", "training.recompute=0")
+    run = small_run("recipe=full", "training.recompute=0", "compile=none")
     fits = Planner(GPU, processes=4).at(run)
     assert (fits.run.parallel.kind, fits.verdict.fits) == ("ddp", True)
     least = fits.verdict.reserved_bytes + fits.verdict.context_bytes  # one margin too little
     found = Planner(replace(GPU, memory_bytes=least), processes=4).at(run)
     assert (found.run.parallel.kind, found.verdict.fits) == ("fsdp", True)
     assert found.parallel_reason.startswith("fsdp, because ddp needs 0.")
-    assert Planner(GPU).at(run).run.parallel.kind == "auto"
 
 
 def test_plan_of_ddp_keeps_gradients_between_steps() -> None:
-    run = small_run("recipe=full", "training.recompute=0", "parallel=ddp", "batching.accumulation=1")
+    words = ("training.recompute=0", "parallel=ddp", "batching.accumulation=1", "compile=none")
+    run = small_run("recipe=full", *words, ONE_LAYER)
     alone, shared = (Planner(GPU, processes=count).at(run).plan for count in (1, 2))
     assert shared.anatomy["gradients"] == shared.anatomy["trained_weights"] > alone.anatomy["gradients"]
     assert shared.flops == alone.flops
@@ -216,7 +217,7 @@ def test_plan_of_ddp_keeps_gradients_between_steps() -> None:
 
 def test_presets_have_equal_tokens_per_step() -> None:
     small, large = (
-        compose_run([f"experiment=llama_70b_{name}", "dataset=messages", "dataset.path=none.jsonl"])
+        composed(f"experiment=llama_70b_{name}", "dataset=messages", "dataset.path=none.jsonl")
         for name in ("small", "16k")
     )
     tokens = [run.batching.tokens * run.batching.accumulation for run in (small, large)]
@@ -230,7 +231,7 @@ def run_of(words: Sequence[str], chosen: Sequence[Candidate]) -> RunConfig | Non
 
 
 def costs_of_candidates(*words: str) -> dict[str, int]:
-    return {" ".join(each.overrides): each.costs for each in candidates(compose_run(words))}
+    return {" ".join(each.overrides): each.costs for each in candidates(composed(*words))}
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def costs_of_candidates(*words: str) -> dict[str, int]:
 )  # fmt: skip
 def test_candidates_all_change_the_run(words: list[str], wanted: dict[str, int]) -> None:
     assert costs_of_candidates(*words) == wanted
-    run = compose_run(words)
+    run = composed(*words)
     for candidate in candidates(run):
         other = run_of(words, [candidate])
         assert other is not None, candidate
@@ -296,7 +297,7 @@ def test_candidates_all_change_the_run(words: list[str], wanted: dict[str, int])
 
 def test_smaller_micro_batches_tell_whether_a_step_grows() -> None:
     told = {
-        rows: next(each.why for each in candidates(compose_run(words)) if "batching.accumulation" in each.overrides[-1])
+        rows: next(each.why for each in candidates(composed(*words)) if "batching.accumulation" in each.overrides[-1])
         for rows in (4, 5)
         for words in [["model=llama", "batching.packing=false", f"batching.rows={rows}"]]
     }
@@ -317,7 +318,7 @@ def test_candidate_replaces_override_of_command_line() -> None:
 
 
 def test_seconds_per_token_add_dequantisation_to_compute() -> None:
-    run = compose_run(["model=llama", "recipe=qlora", "batching.accumulation=2"])
+    run = composed("model=llama", "recipe=qlora", "batching.accumulation=2")
     weights = 63 * 100 * MIB
     given = plan(quantization_constants=100, flops=3e15)
     seconds = seconds_per_token(run, given, 1000, GPU) * 1000 * 2
@@ -395,7 +396,7 @@ def test_candidates_are_planned_with_resolved_bins(monkeypatch: pytest.MonkeyPat
     seen: list[RunConfig] = []
     monkeypatch.setattr(Planner, "at", lambda _self, run: seen.append(run))
     words = ("batching.tokens=auto", "batching.accumulation=8")
-    found = compose_run(["batching.tokens=2048", "batching.accumulation=1"])
+    found = composed("batching.tokens=2048", "batching.accumulation=1")
     now: Any = SimpleNamespace(chosen_bins=True, parallel_reason="", run=found)
     smaller = Candidate(("batching.tokens=1024", "batching.accumulation=2"), SPEED, "")
     for candidate in (smaller, Candidate(("adapter.r=4",), LEARNING, "")):
@@ -445,7 +446,7 @@ def test_prediction_equals_measured_peak() -> None:
     measured.run(stepper, [batch], 1e-3)
     assert measured.bytes is not None
     assert abs(predicted.bytes - measured.bytes) <= 4096
-    assert predicted.where in Forecast.made(PLANNER.predict, run, PREDICTED_CHOICES, batch, 1, "cpu").text
+    assert predicted.where in Forecast.made(lambda *_: predicted, run, PREDICTED_CHOICES, batch, 1, "cpu").text
 
 
 def test_measured_run_of_one_step_has_peak() -> None:
@@ -466,19 +467,21 @@ def test_failed_prediction_is_one_line() -> None:
 
 
 def test_prediction_of_sharded_run_has_share_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, batch = small_run("recipe=full", "parallel=fsdp", "training.recompute=0"), batch_of(PACKED)
+    words = ("recipe=full", "parallel=fsdp", ONE_LAYER)
+    run, batch = small_run(*words, "training.recompute=0"), batch_of(PACKED)
     alone = PLANNER.predict(run, PREDICTED_CHOICES, batch, 1, "cpu")
     monkeypatch.setattr("app.memory.planner.world", lambda: World(0, 4, 0, 4))
     shared = PLANNER.predict(run, PREDICTED_CHOICES, batch, 1, "cpu")
     assert shared.anatomy["trained_weights"] == pytest.approx(alone.anatomy["trained_weights"] / 4, rel=0.02)
-    auto = small_run("recipe=full", "parallel=fsdp", "training.recompute=auto")
-    (layers, _), remark = PLANNER.recompute(auto, PREDICTED_CHOICES, batch, 1, 3)
+    auto = small_run(*words, "training.recompute=auto")
+    (layers, _), remark = PLANNER.recompute(auto, PREDICTED_CHOICES, batch, 1, 1)
     assert layers == 0
-    assert remark.startswith("training.recompute=auto: 0 of 3 layers, which needs")
+    assert remark.startswith("training.recompute=auto: 0 of 1 layers, which needs")
 
 
 def test_predict_leaves_rng_state_unchanged() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    PLANNER.predict(small_run("recipe=lora", "adapter.dropout=0.1"), PREDICTED_CHOICES, batch_of(PACKED), 1, "cpu")
+    run = small_run("recipe=lora", "adapter.dropout=0.1", ONE_LAYER)
+    PLANNER.predict(run, PREDICTED_CHOICES, batch_of(PACKED), 1, "cpu")
     assert torch.equal(before, torch.get_rng_state())

@@ -1,6 +1,7 @@
 """FLOPs against closed forms, and planned against counted peaks; more in tests/full/memory/test_estimate.py."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -10,18 +11,29 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from app.adapters import lora_inits
 from app.layers.operations import COSTS
-from app.memory.estimate import plan_memory
-from app.memory.trace import BEGIN, EVALUATION
+from app.memory.estimate import MemoryPlan, plan_memory
+from app.memory.trace import BEGIN, EVALUATION, Shape
 from app.model.build import build_training_model
 from app.tasks.table import loss_of
 from app.training.auto_settings import Choices, sections_of
 from app.training.storage_counter import StorageCounter, kept_tensors
-from tests.memory.truth import ANSWERS, EXPERTS, PACKED, PADDED, batch_of, counted_peak, counted_peaks, small_run
+from tests.memory.truth import (
+    ANSWERS,
+    EXPERTS,
+    ONE_LAYER,
+    PACKED,
+    PADDED,
+    batch_of,
+    counted_peak,
+    counted_peaks,
+    small_run,
+)
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCABULARY = 128, 192, 4, 2, 3, 1024
 SIZE = HIDDEN // HEADS
 LINEAR = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV_HEADS * SIZE + 3 * HIDDEN * INNER)
 FORWARD, WITH_BACKWARD = 2, 6  # FLOPs per weight and token
+PADDED_ROWS = "batching.packing=false"
 
 
 def pairs(lengths: tuple[int, ...]) -> int:
@@ -36,11 +48,16 @@ def rotary_flops(tokens: int) -> int:
     return int(counter.get_total_flops())
 
 
+@cache
+def planned(*words: str, shape: Shape = PACKED, device: str = "gpu") -> MemoryPlan:
+    """Plan of a step that recomputes no layer."""
+    return plan_memory(small_run(*words, "training.recompute=false"), shape, device, steps_only=True)
+
+
 @pytest.mark.parametrize(("layout", "device"), [("packed", "gpu"), ("padded", "cpu")])
 def test_flops_of_full_fine_tuning_equal_closed_form(layout: str, device: str) -> None:
-    shape = PACKED if layout == "packed" else PADDED
-    packing = f"batching.packing={str(layout == 'packed').lower()}"
-    plan = plan_memory(small_run("recipe=full", "training.recompute=false", packing), shape, device)
+    shape, words = (PACKED, ()) if layout == "packed" else (PADDED, (PADDED_ROWS,))
+    plan = planned("recipe=full", *words, shape=shape, device=device)
     attention = LAYERS * (4 + 10) * HEADS * SIZE * pairs(shape.documents or (shape.width,) * shape.rows)
     head = WITH_BACKWARD * VOCABULARY * HIDDEN * shape.label_rows
     assert plan.flops == WITH_BACKWARD * LINEAR * shape.tokens + head + attention + rotary_flops(shape.tokens)
@@ -49,7 +66,7 @@ def test_flops_of_full_fine_tuning_equal_closed_form(layout: str, device: str) -
 
 def test_flops_of_lora_omit_gradients_of_frozen_weights() -> None:
     """4 FLOPs per frozen weight and token; 2 for q, k and v of the first layer, whose input needs no gradient."""
-    plan = plan_memory(small_run("recipe=lora", "training.recompute=false", "adapter.r=1"), PACKED)
+    plan = planned("recipe=lora", "adapter.r=1")
     attention = LAYERS * (4 + 10) * HEADS * SIZE * pairs(PACKED.documents)
     head = 4 * VOCABULARY * HIDDEN * PACKED.label_rows
     base = 4 * LINEAR * PACKED.tokens
@@ -59,14 +76,13 @@ def test_flops_of_lora_omit_gradients_of_frozen_weights() -> None:
 
 
 def test_flops_of_nf4_base_equal_those_of_bf16() -> None:
-    plain, nf4 = (plan_memory(small_run(f"recipe={kind}"), PACKED) for kind in ("lora", "qlora"))
+    plain, nf4 = (planned(f"recipe={kind}", "adapter.r=1") for kind in ("lora", "qlora"))
     assert plain.flops == nf4.flops
     assert plain.peak_bytes > nf4.peak_bytes
 
 
 def test_flops_of_fp8_base_are_mostly_fp8() -> None:
-    words = ("recipe=lora", "adapter.r=1", "training.recompute=false")
-    plain, fp8 = (plan_memory(small_run(*words, kind), PACKED) for kind in ("seed=1", "quantization=fp8"))
+    plain, fp8 = (planned("recipe=lora", "adapter.r=1", *more) for more in ((), ("quantization=fp8",)))
     assert plain.flops == fp8.flops
     first = FORWARD * (HIDDEN * HIDDEN + 2 * HIDDEN * KV_HEADS * SIZE) * PACKED.tokens
     assert plain.fp8_flops == 0
@@ -76,10 +92,9 @@ def test_flops_of_fp8_base_are_mostly_fp8() -> None:
 def test_flops_of_optimizer_are_counted_once_per_step() -> None:
     """Muon multiplies matrices, AdamW does not."""
     one, three = (
-        plan_memory(small_run("recipe=full", "optimizer=muon"), replace(PACKED, micro_batches=count))
-        for count in (1, 3)
+        planned("recipe=full", "optimizer=muon", shape=replace(PACKED, micro_batches=count)) for count in (1, 3)
     )
-    adamw = plan_memory(small_run("recipe=full"), PACKED)
+    adamw = planned("recipe=full")
     update = one.flops - adamw.flops
     assert update > 0
     assert three.flops == 3 * adamw.flops + update
@@ -88,8 +103,7 @@ def test_flops_of_optimizer_are_counted_once_per_step() -> None:
 
 def test_flops_of_experts_count_those_of_a_token() -> None:
     """A token uses two of four experts, and the router scores all four."""
-    words = ("recipe=full", "training.recompute=false", "precision=bf16")
-    dense, sparse = (plan_memory(small_run(*words, *more), PACKED) for more in ((), EXPERTS))
+    dense, sparse = planned("recipe=full"), planned("recipe=full", "precision=bf16", *EXPERTS)
     more = LAYERS * (3 * HIDDEN * INNER + 4 * HIDDEN)
     assert sparse.flops - dense.flops == WITH_BACKWARD * more * PACKED.tokens
 
@@ -117,7 +131,6 @@ CPU, NEAR = torch.device("cpu"), 4096
 BF16 = ("precision=bf16", "precision.trained=bf16")
 IN_BACKWARD = ("optimizer.in_backward=true", "training.clip=0")
 EMBEDDING_STATES = ("optimizer=paged_adamw_8bit", "optimizer.embedding_states=32bit")
-PADDED_ROWS = "batching.packing=false"
 
 
 def difference(*overrides: str, micro_batches: int = 1) -> int:
@@ -129,14 +142,10 @@ def difference(*overrides: str, micro_batches: int = 1) -> int:
 @pytest.mark.parametrize(
     "words",
     [
-        ("recipe=full", "training.recompute=0"),
         ("recipe=full", *EMBEDDING_STATES, "training.recompute=1", PADDED_ROWS),
         ("recipe=full", "optimizer=adafactor", "training.recompute=1", *BF16, *IN_BACKWARD),
-        ("recipe=lora", "adapter.lr_ratio=16", "precision=fp16", "training.recompute=true"),
-        ("recipe=lora", "training.recompute=1", PADDED_ROWS),
-        ("recipe=lora", "training.recompute=true", "training.offload=true", "precision=bf16"),
+        ("recipe=lora", "adapter.lr_ratio=16", "precision=fp16", "training.recompute=true", "training.offload=true"),
         ("recipe=qlora", "training.recompute=1"),
-        (*EXPERTS, "recipe=full", "precision=bf16"),
     ],
     ids=" ".join,
 )
@@ -185,13 +194,14 @@ def test_plan_of_the_init_from_inputs_is_near_the_counted_bytes() -> None:
     assert lora_inits.moment_bytes("corda", model.network)[0] < counter.peak
     plan = plan_memory(run, PACKED, "cpu")
     assert abs(plan.phases[BEGIN] - counter.peak) <= NEAR
+    run = small_run("recipe=lora", "adapter.init=corda", ONE_LAYER)
     assert BEGIN not in plan_memory(run, PACKED, "cpu", steps_only=True).phases
 
 
 def test_plan_of_bf16_weights_and_steps_in_backward_saves_bytes() -> None:
     """bf16 saves 2 bytes per weight and 2 per gradient, stepping in backward the rest of the gradient."""
     plain, bf16, in_backward = (
-        plan_memory(small_run("recipe=full", *words), PACKED, "cpu", steps_only=True)
+        plan_memory(small_run("recipe=full", ONE_LAYER, *words), PACKED, "cpu", steps_only=True)
         for words in ((), BF16, BF16 + IN_BACKWARD)
     )
     weights = plain.anatomy["trained_weights"]

@@ -48,6 +48,7 @@ STATE_SPACE = (
     "+model.architecture.attn_layer_indices=[1]",
     *(f"+model.architecture.mamba_{each}" for each in ("n_heads=4", "d_head=64", "d_state=16", "n_groups=1")),
 )
+ONE_LAYER = "model.architecture.num_hidden_layers=1"
 PACKED = Shape(1, 192, (100, 60, 32), 5, 128, 130)
 ANSWERS = Shape(1, 192, (60, 40, 60, 32), 5, 128, 130)
 PADDED = Shape(3, 64, (), 0, 64, 110)

@@ -47,12 +47,12 @@ SMALL = (
 )
 
 
-def small_run(*overrides: str) -> RunConfig:
+def small_run(*overrides: str, folder: Path | None = None) -> RunConfig:
     if "recipe=qlora" in overrides:  # blocks of 64 weights must fill rows
         overrides = ("model.architecture.hidden_size=64", *overrides)
     trains_all = {"recipe=full", "adapter=none"} & {*overrides}
     given = {text.partition("=")[0] for text in overrides} | ({"adapter.r"} if trains_all else set())
-    return composed(*(text for text in SMALL if text.partition("=")[0] not in given), *overrides)
+    return composed(*(text for text in SMALL if text.partition("=")[0] not in given), *overrides, folder=folder)
 
 
 @pytest.fixture(scope="session")

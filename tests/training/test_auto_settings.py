@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.base.base_model import BaseModel
-from app.config.load import compose_run
 from app.config.schema import PrecisionConfig, RunConfig, TrainingConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
@@ -29,6 +28,7 @@ from app.training.auto_settings import (
     with_packing,
 )
 from app.training.rows import plan_steps, within_positions
+from tests.harness.composed import composed
 from tests.training.conftest import small_run
 from tests.training.planners import planner
 
@@ -38,7 +38,7 @@ PLANNER = planner()
 
 
 def asked(*words: str) -> RunConfig:
-    return compose_run(["model.weights=random", "batching.tokens=auto", *words])
+    return composed("model.weights=random", "batching.tokens=auto", *words)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_auto_bins_planned_stored_or_typed() -> None:
     assert (planned.tokens, planned.accumulation) == (512, 2)
     kept = auto_settings(tokens="1024").with_bins(run).batching
     assert (kept.tokens, kept.accumulation) == (1024, 1)
-    typed = compose_run(["model.weights=random"])
+    typed = composed("model.weights=random")
     assert auto_settings(tokens="512").with_bins(typed) == typed
 
 
 @pytest.mark.parametrize(("stored", "layers"), [({}, 3), ({"recompute": "2"}, 2), ({"recompute": "True"}, True)])
 def test_auto_recompute_planned_or_stored(stored: dict[str, Any], layers: int) -> None:
-    run = compose_run(["model.weights=random", "training.recompute=auto"])
+    run = composed("model.weights=random", "training.recompute=auto")
     settled = auto_settings(planner(recompute=((3, 0.4), "so")), **stored)
     assert settled.with_recompute(run, largest=lambda: None, layers=4).training.recompute == layers  # type: ignore[arg-type,return-value]
 
@@ -99,7 +99,7 @@ def test_auto_recompute_planned_or_stored(stored: dict[str, Any], layers: int) -
 def test_auto_memory_budget_planned_stored_or_typed(
     words: tuple[str, ...], stored: dict[str, Any], expected: float
 ) -> None:
-    run = compose_run(["model.weights=random", "training.recompute=0", *words])
+    run = composed("model.weights=random", "training.recompute=0", *words)
     settled = auto_settings(planner(recompute=((3, 0.4), "so")), **stored)
     found = settled.with_recompute(run, largest=lambda: None, layers=4)  # type: ignore[arg-type,return-value]
     assert (found.compile.memory_budget, found.training.recompute) == (expected, 0)
@@ -129,12 +129,12 @@ class Two(HostGroup):
 
 
 def test_auto_parallel_planned_stored_or_typed() -> None:
-    run, two = compose_run(["model.weights=random"]), Two(0, 2)
+    run, two = composed("model.weights=random"), Two(0, 2)
     planned = auto_settings(host_group=two).with_parallel(run)
     assert planned.parallel.kind == "fsdp"
     assert auto_settings(host_group=two, parallel="ddp").with_parallel(run).parallel.kind == "ddp"
     assert auto_settings().with_parallel(run) == run
-    typed = compose_run(["model.weights=random", "parallel=hsdp"])
+    typed = composed("model.weights=random", "parallel=hsdp")
     assert auto_settings(host_group=two, parallel="ddp").with_parallel(typed) == typed
     begun_by_one = auto_settings(host_group=two, parallel="auto")
     assert begun_by_one.with_parallel(run).parallel.kind == "fsdp"
@@ -157,7 +157,7 @@ def test_auto_parallel_planned_stored_or_typed() -> None:
     ],
 )
 def test_sizes_that_miss_multiples_are_told(words: tuple[str, ...], told: str | None) -> None:
-    run = compose_run(["model.weights=random", *words])
+    run = composed("model.weights=random", *words)
     notes = list(size_notes(run, BaseModel(run.model, task_of(run.task))))
     assert [note.endswith(told) for note in notes] == [True] if told else notes == []
 

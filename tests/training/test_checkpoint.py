@@ -407,21 +407,19 @@ def different(before: str, now: str, precision: str = "fp32") -> list[str]:
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
-        ("seed=1", ["seed"]),
-        ("optimizer.lr=1", ["optimizer.lr"]),
-        ("optimizer.weight_decay=1 optimizer.beta2=0.5", ["optimizer.beta2", "optimizer.weight_decay"]),
-        ("optimizer.eps=1e-3", ["optimizer.eps"]),
         ("optimizer=sgd", [f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "kind", "momentum")]),
         (
-            "schedule.warmup_fraction=0.5 schedule.final_fraction=1",
-            ["schedule.final_fraction", "schedule.warmup_fraction"],
+            "seed=1 optimizer.lr=1 optimizer.weight_decay=1 optimizer.beta2=0.5 optimizer.eps=1e-3 training.clip=2 "
+            "schedule.warmup_fraction=0.5 schedule.final_fraction=1 adapter.r=8 adapter.targets=[q_proj]",
+            [
+                *("adapter.r", "adapter.targets", "optimizer.beta2", "optimizer.eps", "optimizer.lr"),
+                *("optimizer.weight_decay", "schedule.final_fraction", "schedule.warmup_fraction", "seed"),
+                "training.clip",
+            ],
         ),
-        ("training.clip=2", ["training.clip"]),
-        ("adapter.r=8 adapter.targets=[q_proj]", ["adapter.r", "adapter.targets"]),
         ("precision.trained=bf16 precision=bf16 recipe=full", ["precision.trained"]),
         # what docs/out-of-memory.md and docs/many-gpus.md promise, and what decides no number
-        ("training.recompute=true training.offload=true", []),
-        ("parallel=fsdp launch.num_processes=2", []),
+        ("training.recompute=true training.offload=true parallel=fsdp launch.num_processes=2", []),
         ("optimizer.in_backward=true training.clip=0 recipe=full", []),
         ("attention=varlen compile=blocks training.stop_after=1 training.max_bad_steps=1", []),
         ("eval.every=7 checkpoint.keep=9 record.every=3 tracker=wandb output_dir=x resume=auto cache_dir=y", []),

@@ -47,13 +47,14 @@ def row(problem: str, i: int) -> dict[str, Any]:
     return {"text": text, "label": "none" if not chosen else chosen[0]}
 
 
-def run_of(problem: str, folder: Path, *more: str) -> RunConfig:
+def run_of(problem: str, folder: Path) -> RunConfig:
     rows = write_jsonl(folder / f"{problem}.jsonl", [row(problem, i) for i in range(40)])
     kind = {"weighted": "single", "pos_weight": "multi", "numbers": "regression"}.get(problem, problem)
     weights = ["task.class_weights=balanced"] if problem in ("weighted", "pos_weight") else []
     return small_run(
         *("task=classification", f"task.problem={kind}", "dataset=labelled_text", f"dataset.path={rows}"),
-        *("recipe=full", "dataset.eval_fraction=0.4", f"cache_dir={folder / 'cache'}", *weights, *more),
+        *("recipe=full", "dataset.eval_fraction=0.4", "optimizer=sgd", f"cache_dir={folder / 'cache'}", *weights),
+        folder=folder,
     )
 
 
@@ -84,7 +85,7 @@ def alone(lm: Any, data: Any, objective: Objective, i: int) -> tuple[Tensor, Ten
 def test_problem_is_learnt_as_a_plain_loop_of_transformers_learns_it(
     problem: str, tmp_path: Path, runtime: Runtime
 ) -> None:
-    run, data, objective = prepared(run_of(problem, tmp_path, "optimizer=sgd"))
+    run, data, objective = prepared(run_of(problem, tmp_path))
     stepper = stepper_of(run, runtime)
     lm = copy.deepcopy(stepper.model.language_model).train()
     lm.set_attn_implementation("eager")
@@ -209,6 +210,7 @@ def problems(folder: Path, rows: list[Any], *given: str) -> str:
     run = small_run(
         *("task=classification", "dataset=labelled_text", f"dataset.path={path}", "dataset.eval_fraction=0"),
         *(f"cache_dir={folder / 'cache'}", "recipe=lora", *given),
+        folder=folder,
     )
     with pytest.raises((ConfigError, DataError)) as found:
         read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)

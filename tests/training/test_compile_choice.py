@@ -13,7 +13,6 @@ import torch
 from app.base.base_model import BaseModel
 from app.batch import Batch
 from app.config.finished_run import with_recorded_choices
-from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
@@ -35,7 +34,8 @@ from app.training.auto_settings import (
 )
 from app.training.plan import without_compiled_layers
 from app.training.summary import manifest_facts, run_table
-from tests.harness.runs import SMALL, Zygote
+from tests.harness.composed import composed
+from tests.harness.runs import FinishedRuns
 from tests.model import small
 from tests.training.conftest import plan_of, small_run
 from tests.training.planners import planner
@@ -78,7 +78,7 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_of(*words: str) -> RunConfig:
-    return compose_run(["model.weights=random", "batching.packing=true", *words])
+    return composed("model.weights=random", "batching.packing=true", *words)
 
 
 def facts_of(run: RunConfig, attention: str = "varlen", steps: int = 10, kind: str = "llama") -> CompileFacts:
@@ -123,7 +123,7 @@ def test_compile_facts_flops_grow_with_tokens_of_the_run() -> None:
 
 def test_compile_facts_of_8b_repaid_after_65_steps() -> None:
     """The measured run: 457 TFLOP a step of 16,384 tokens."""
-    run = compose_run(["model=llama", "model.weights=random", "recipe=lora", "batching.tokens=16384"])
+    run = composed("model=llama", "model.weights=random", "recipe=lora", "batching.tokens=16384")
     lm = BaseModel(run.model, task_of(run.task)).on_meta()
     facts = compile_facts(run, lm, "cuda", steps=66)
     assert facts.flops == pytest.approx(66 * 457.4e12, rel=0.01)
@@ -192,10 +192,9 @@ def test_compile_choice_noted_recorded_and_stored(
     assert (again.kind, again.memory_budget) == (choice.kind, 0.5)
 
 
-def test_auto_on_cpu_compiles_nothing_and_says_nothing(zygote: Zygote, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    ended = zygote.run(tmp_path, *SMALL, "dry_run=true", f"output_dir={run}", code=0)
-    assert "compile" not in ended.stdout.replace(str(tmp_path), "")
+def test_auto_on_cpu_compiles_nothing_and_says_nothing(finished: FinishedRuns) -> None:
+    run = finished("lora")
+    assert "compile" not in finished.said["lora"]
     assert json.loads((run / "manifest.json").read_text())["choices"]["compile"] == "none"
 
 

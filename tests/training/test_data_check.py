@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,21 @@ from tests.harness.composed import composed
 from tests.training.conftest import plan_of, small_run
 
 Look = Callable[..., DataCheck]
-ALL_ROWS = ("dataset.max_rows=null", "dataset.eval_max_rows=null")
+ALL_ROWS = ("dataset.max_rows=700", "dataset.eval_max_rows=null")  # more than any file here has
 NEVER = {"role": "nobody", "content": ""}
 
 
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The default dataset is tokenized once."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
-def look(tmp_path: Path) -> Look:
+def look(tmp_path: Path, cache_dir: str) -> Look:
     def looked(*overrides: str, processes: int = 1) -> DataCheck:
-        run = small_run(*overrides, *ALL_ROWS, f"cache_dir={tmp_path / 'cache'}")
-        return check_data(run, processes, lambda _text: None)
+        run = small_run(*dict.fromkeys((*overrides, *ALL_ROWS)), folder=tmp_path)
+        return check_data(replace(run, cache_dir=cache_dir), processes, lambda _text: None)
 
     return looked
 
@@ -44,11 +51,11 @@ def advised(found: DataCheck) -> dict[str, str]:
     [(("batching.accumulation=3",), 2), (("batching.packing=false", "batching.rows=4"), 2), ((), 1)],
 )
 def test_data_check_counts_equal_those_of_a_run(
-    look: Look, tmp_path: Path, batching: tuple[str, ...], processes: int
+    look: Look, tmp_path: Path, cache_dir: str, batching: tuple[str, ...], processes: int
 ) -> None:
-    words = (*batching, "training.epochs=2.5", f"cache_dir={tmp_path / 'cache'}", *ALL_ROWS)
+    words = (*batching, "training.epochs=2.5", *ALL_ROWS)
     facts = look(*words, processes=processes).facts()
-    run = plan_of(small_run(*words), tmp_path / "checkpoints")
+    run = plan_of(replace(small_run(*words), cache_dir=cache_dir), tmp_path / "checkpoints")
     assert facts["units_per_step"] == run.loader.units_per_step * processes
     train = run.rows.data.report.train
     assert (facts["rows"], facts["total_tokens"]) == (train.rows_read, train.tokens)
@@ -63,14 +70,14 @@ def test_data_check_counts_equal_those_of_a_run(
     json.dumps(facts, allow_nan=False)
 
 
-def test_data_check_says_what_a_run_says(look: Look, tmp_path: Path) -> None:
+def test_data_check_says_what_a_run_says(look: Look, tmp_path: Path, cache_dir: str) -> None:
     """Of rows with thoughts that the template drops, text of special tokens, unread columns and keys, duplicates."""
     answer = {"role": "assistant", "content": "b", "thinking": "Hm.", "name": "x"}
     rows: list[Any] = [{"messages": [*chat("<|end|>?"), answer], "score": n} for n in (1, 2)]
     path = write_jsonl(tmp_path / "a.jsonl", [*rows, {"messages": chat("Hi", "word " * 99)}])
     words = ("dataset=messages", f"dataset.path={path}", "dataset.max_length=32", "dataset.on_overflow=drop")
     found = look(*words)
-    run = small_run(*words, *ALL_ROWS, f"cache_dir={tmp_path / 'cache'}")
+    run = replace(small_run(*words, *ALL_ROWS, folder=tmp_path), cache_dir=cache_dir)
     resolved = plan_of(run, tmp_path / "checkpoints")
     [(_, said)] = [row for row in run_table(resolved) if row[0] == "data"]
     assert found.facts()["lines"] == said.split("\n")

@@ -69,7 +69,7 @@ def sums_of(model: TrainingModel, rows: TokenRows, layout: Layout, runtime: Runt
 def test_exact_match_equals_greedy_answers(kind: str, runtime: Runtime) -> None:
     model = training_model_of(kind)
     draw = random.Random(1)
-    made = [conversation(model.language_model, draw) for _ in range(16)]
+    made = [conversation(model.language_model, draw) for _ in range(10)]
     rows = token_rows([row for row, _ in made])
     assert {end == ENDLESS for _, end in made} == {True, False}
     expected = would_be_written(model.language_model, rows, [[] if end == ENDLESS else [end] for _, end in made])

@@ -94,9 +94,9 @@ def test_weighted_loss_equals_the_formula_for_any_split(recipe: str, rows: Token
     expected = (losses * weights).sum() / weights.sum()
     expected.backward()
     assert abs(float(losses.detach().mean() / expected.detach()) - 1) > 1e-4, "weights change nothing here"
+    ours = stepper_of(run, runtime)
+    ours.run(warm, 1e-2)
     for layout, micro_batches in layouts():
-        ours = stepper_of(run, runtime)
-        ours.run(warm, 1e-2)
         loader = Loader(rows, layout, StepSplit(micro_batches), seed=1)
         assert loader.steps_per_epoch == 1
         result = ours.run(loader.batches(0), 0.0)

@@ -88,10 +88,9 @@ def test_few_rows_are_first_ones_with_a_label(batches: list[Batch]) -> None:
 
 @packed_and_padded
 def test_split_parts_give_the_same_gradient(batches: list[Batch], runtime: Runtime) -> None:
-    whole = made("recipe=lora", runtime=runtime)
-    expected = total(whole, batches)
+    stepper = made("recipe=lora", runtime=runtime)
+    expected = total(stepper, batches)
     for depth, allowed in ((1, 1e-6), (3, 1e-6), (12, 5e-6)):  # at last each document by itself
-        stepper = made("recipe=lora", runtime=runtime)
         stepper.split_depth = depth
         loss, found = total(stepper, batches)
         assert loss == pytest.approx(expected[0], rel=1e-6)
@@ -113,8 +112,8 @@ def test_step_out_of_memory_is_repeated_in_parts(
 ) -> None:
     """The second micro-batch runs out of memory, when the first one has left its gradient."""
     run = (f"recipe={recipe}", f"training.recompute={str(where == 'recomputed').lower()}")
-    expected = total(made(*run, runtime=runtime), batches)
     stepper = made(*run, runtime=runtime)
+    expected = total(stepper, batches)
     layers, per_batch = 2, 2 if where == "recomputed" else 1
     with scarce(where, tokens=scanty(batches), calls=layers * per_batch) as memory:
         loss, found = total(stepper, batches)

@@ -52,6 +52,7 @@ def run_of(folder: Path, *more: str, rows: list[dict[str, Any]] | None = None) -
         *("model.architecture.hidden_dropout_prob=0", "model.architecture.attention_probs_dropout_prob=0"),
         *(f"dataset.path={path}", "dataset.eval_fraction=0.4", "dataset.max_length=64", "optimizer=sgd"),
         *(f"cache_dir={folder / 'cache'}", *more),
+        folder=folder,
     )
 
 
