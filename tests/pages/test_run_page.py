@@ -79,7 +79,7 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
         "python -m app.train optimizer.lr=1e-3 'dataset.path=a b.jsonl'",
     ]
     data = section(page, "Data")
-    assert "156 steps per epoch, 1 bin, 99.1% full." in as_text(data)
+    assert "156 steps per epoch, 1 bin per step, 99.1% full." in as_text(data)
     assert ["trained tokens", "210 (21%)", "21 (21%)"] in cells(data)
     (samples,), (bars,) = all_of(TrainingSamples, data), all_of(Bars, data)
     assert samples.marked == "to be predicted"
