@@ -191,7 +191,7 @@ class PreferenceConfig:
 class BatchingConfig:
     """Micro-batches and optimizer steps."""
 
-    # pack rows into bins, without attention across rows; false: pad rows; auto: pack models for which packing is verified
+    # pack rows into bins, without attention across rows; false: pad rows; auto: pack if verified for the model
     packing: bool | str = MISSING
     tokens: int | str = number(at_least=8)  # tokens per micro-batch with packing; auto: as many as fit in memory
     rows: int = number(at_least=1)  # rows per micro-batch without packing
