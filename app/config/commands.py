@@ -21,12 +21,12 @@ from app.config.validate import did_you_mean, number, parse_section
 from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
 from app.safe_text import safe_text
 
-_MIN_FP8_CAPABILITY = (8, 9)  # Ada, Hopper and later
+_MIN_FP8_CAPABILITY = (8, 9)  # Ada, Hopper or newer
 
 
 @dataclass(kw_only=True, slots=True)
 class HardwareConfig:
-    """Facts about a GPU; `name` is that of its file, `names` are those of its driver."""
+    """GPU specification; `name` is the file name in conf/hardware, `names` are the names reported by the driver."""
 
     name: str
     label: str
@@ -88,7 +88,7 @@ def missing_hardware_support(run: RunConfig, hardware: HardwareConfig) -> list[s
 # ---- commands
 
 
-STDIN = "-"  # as a file of prompts
+STDIN = "-"  # value of prompts= that reads standard input
 _UNSUPPORTED_SYSTEMS = {
     "Darwin": "macOS is not supported: use a Linux machine.",
     "Windows": "Windows is not supported: install WSL 2 (wsl --install) and run this inside it.",
@@ -149,26 +149,26 @@ def resume_command(arguments: Sequence[str], output_dir: str) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class ThreadsConfig:
-    """The CPU threads of a command of one process; null: as many as torch takes."""
+    """CPU threads of a single-process command; null: the default of torch."""
 
     threads: int | None = number(None, at_least=1, at_most=1024)
 
 
 @dataclass(kw_only=True, slots=True)
 class GenerateConfig:
-    """Options of app.generate. `temperature=0` is greedy; without `prompt` and `prompts` it is a conversation."""
+    """Options of app.generate. `temperature=0` is greedy; without `prompt` and `prompts` it starts a chat."""
 
     run: str | None = None
-    checkpoint: str | None = None  # best, or a number of steps
+    checkpoint: str | None = None  # best, or a step number
     model: str | None = None
     prompt: str | None = None
-    second: str | None = None  # of a pair, for a run that learnt labels of pairs
+    second: str | None = None  # second text of a pair, for runs that classify pairs
     prompts: str | None = None
     output: str | None = None
     system: str | None = None
     adapter: bool = True
-    trust_remote_code: bool = False  # typed as model.trust_remote_code, as in app.train
-    chat: bool | None = None  # null: as the run was trained, or whether there is a chat template
+    trust_remote_code: bool = False  # set with model.trust_remote_code, as in app.train
+    chat: bool | None = None  # null: as in training; for a model, true if it has a chat template
     max_new_tokens: int = number(256, at_least=1)
     temperature: float = number(0.0, at_least=0)
     top_p: float = number(1.0, above=0, at_most=1)
@@ -245,7 +245,7 @@ def class_problems(config: GenerateConfig, folder: str, pair: bool, task: str = 
 
 @dataclass(kw_only=True, slots=True)
 class ReportConfig:
-    """Options of app.report: one of `run`, `sweep` and `runs`; `to` is the file to write."""
+    """Options of app.report: one of `run`, `sweep` and `runs`; `to` is the output file."""
 
     run: str | None = None
     sweep: str | None = None
@@ -297,12 +297,15 @@ REPORT = Command(schema=ReportConfig, rules=_report_problems)
 
 CHECKS = ("data", "memory", "cluster", "quantization", "models")
 _DEFAULT_CHECKS = ("data", "memory")
-_OF_MODELS = ("quantization", "models")  # without rows, so that those of the sample need not suit the task
+_OF_MODELS = ("quantization", "models")  # need no rows, so the sample dataset does not have to match the task
 
 
 @dataclass(kw_only=True, slots=True)
 class AnswersConfig:
-    """Answers to plan for: `rows` at a time, of `length` tokens with their prompt; null is `dataset.max_length`."""
+    """Generation to estimate memory for: `rows` per batch, `length` tokens per row including the prompt.
+
+    A null `length` is `dataset.max_length`.
+    """
 
     rows: int = number(8, at_least=1)
     length: int | None = number(None, at_least=2)
@@ -311,7 +314,7 @@ class AnswersConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckOptions:
-    """Options of app.check. Without `hardware` it is this machine; `exact` traces every layer."""
+    """Options of app.check. Without `hardware`, check this machine; `exact` traces every layer."""
 
     hardware: HardwareConfig | None = None
     exact: bool = False
@@ -320,7 +323,7 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckConfig:
-    """The checks and the run to check, with its overrides. Without `folder` nothing is written."""
+    """Checks, and the run to check with its overrides. Without `folder`, nothing is written."""
 
     checks: tuple[str, ...]
     run: RunConfig

@@ -58,7 +58,7 @@ def with_recorded_choices(run: RunConfig, choices: Mapping[str, Any]) -> RunConf
     if run.compile.kind == "auto" and "compile" in choices:
         budget = choices.get("memory_budget", run.compile.memory_budget)
         run = replace(run, compile=replace(run.compile, kind=choices["compile"], memory_budget=budget))
-    # on a CPU the number of threads may change the last bits
+    # on a CPU the thread count may change the last bits of results
     if run.launch.threads is None and choices.get("device") == "cpu":
         run = replace(run, launch=replace(run.launch, threads=choices.get("threads")))
     return run
@@ -71,7 +71,7 @@ def as_run(config: RunConfig) -> RunConfig:
 
 @dataclass(kw_only=True, slots=True)
 class FinishedRunConfig(RunConfig):
-    """Options of a command about the run in the folder `run`."""
+    """Options of a command for the run in the folder `run`."""
 
     run: str
 
@@ -80,9 +80,9 @@ class FinishedRunConfig(RunConfig):
         return Path(self.run).expanduser()
 
 
-CHECKPOINT = {"checkpoint": "kept_checkpoint"}  # a run has a section of that name
+CHECKPOINT = {"checkpoint": "kept_checkpoint"}  # `checkpoint` is already a section of a run
 
-# keys of the training alone; the chat template lies in final/, with its options
+# keys used only in training; final/ contains the chat template and its options
 _NOT_FOR_A_FINISHED_RUN: Mapping[str, Any] = {
     "resume": None,
     "dry_run": False,
@@ -152,13 +152,13 @@ _LIMITS: Mapping[str, Any] = {"max_rows": None, "eval_max_rows": None}
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig(FinishedRunConfig):
-    """Options of app.evaluate. evaluate.json goes to `output_dir`, the folder of the run unless given."""
+    """Options of app.evaluate. evaluate.json is written to `output_dir`, by default the run folder."""
 
     weights: str = choice("tuned", "base", "both", default="tuned")
-    kept_checkpoint: str | None = None  # best, or a number of steps; typed as checkpoint=N
-    harness: list[str] = field(default_factory=list)  # tasks of lm-evaluation-harness, in place of rows
-    harness_limit: int | None = number(None, at_least=1)  # rows of each task
-    harness_chat: bool = False  # asks through the chat template
+    kept_checkpoint: str | None = None  # best, or a step number; set with checkpoint=N
+    harness: list[str] = field(default_factory=list)  # lm-evaluation-harness tasks, instead of rows
+    harness_limit: int | None = number(None, at_least=1)  # rows per task
+    harness_chat: bool = False  # apply the chat template to the prompts
 
 
 def evaluate_config(arguments: Sequence[str]) -> EvaluateConfig:
@@ -268,7 +268,7 @@ _REPRODUCE_WHY_NOT = {"": "because a run is reproduced with its own settings; on
 
 @dataclass(kw_only=True, slots=True)
 class ReproduceConfig(FinishedRunConfig):
-    """Options of app.reproduce. `tolerance` is relative; 0 asks for the same bits."""
+    """Options of app.reproduce. `tolerance` is relative; 0 requires bitwise equality."""
 
     steps: int | None = number(None, at_least=1)
     tolerance: float = number(0.0, at_least=0)
@@ -284,7 +284,7 @@ def reproduce_config(arguments: Sequence[str]) -> ReproduceConfig:
     folder = run_folder(typed.options.get("run"))
     choices = read_manifest(folder / "manifest.json").get("choices", {})
     run = with_recorded_choices(read_run(folder / "run.yaml"), choices)
-    # a run that began at a checkpoint of another run begins there again; a resumed run begins at step 0
+    # start again from the checkpoint of another run, if the run did; a resumed run starts at step 0
     resume = run.resume
     if resume == "auto" or (resume and Path(resume).expanduser().resolve().is_relative_to(folder.resolve())):
         resume = None
@@ -300,18 +300,18 @@ _EXPORT_ALLOWED = (
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
 _EXPORT_WHY_NOT = {"": "because an export writes down what the run made; only its files may lie elsewhere"}
-# the export is verified on single held-out rows, through plain attention
+# the export is verified on single held-out rows, with SDPA attention
 _FOR_EXPORT = {"eval.rows": 1, "batching.packing": False, "attention.kind": "sdpa", "tracker.kind": "none"}
 
 
 class ExportKind(NamedTuple):
-    """What the command line asks of a kind of export."""
+    """Command-line requirements of an export kind."""
 
     needs_adapter: bool
-    unused: Mapping[str, str] = {}  # keys that would change nothing, with the reason
-    quants: tuple[str, ...] = ()  # that it writes, the first unless another is given
-    by_llama_cpp: tuple[str, ...] = ()  # quants that take llama_cpp=DIR
-    packages: tuple[str, ...] = ()  # beside those of the program: one that writes it, and what else the proof needs
+    unused: Mapping[str, str] = {}  # keys without effect, with the reason
+    quants: tuple[str, ...] = ()  # supported quants, the default first
+    by_llama_cpp: tuple[str, ...] = ()  # quants that need llama_cpp=DIR
+    packages: tuple[str, ...] = ()  # extra packages: one to write the export, others to verify it
 
 
 EXPORT_KINDS = {
@@ -337,21 +337,21 @@ _QUANTS = [quant for each in EXPORT_KINDS.values() for quant in (*each.quants, *
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig(FinishedRunConfig):
-    """Options of app.export. `dtype` and `shard_gb` (of the largest file) are not for `kind=adapter`."""
+    """Options of app.export. `dtype` and `shard_gb` (maximum file size) do not apply to `kind=adapter`."""
 
     to: str
-    kept_checkpoint: str | None = None  # best, or a number of steps; typed as checkpoint=N
+    kept_checkpoint: str | None = None  # best, or a step number; set with checkpoint=N
     kind: str = choice(*EXPORT_KINDS)
-    dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # with kind=quantized of what is not quantised
-    quant: str = choice("auto", *_QUANTS, default="auto")  # auto: nf4 with kind=quantized, bf16 with kind=gguf
-    llama_cpp: str | None = None  # folder of llama.cpp: its programs write the GGUF file
-    names: str = choice("whole", "text", default="whole")  # of what reads more than text; text: its text part alone
+    dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # kind=quantized: of the unquantized weights
+    quant: str = choice("auto", *_QUANTS, default="auto")  # auto: nf4 for kind=quantized, bf16 for kind=gguf
+    llama_cpp: str | None = None  # folder of llama.cpp, whose programs write the GGUF file
+    names: str = choice("whole", "text", default="whole")  # for multimodal models; text: export only the text model
     shard_gb: float = number(5.0, above=0)
-    push: str | None = None  # USER/NAME: a repository of the hub, which gets the verified export
-    private: bool = True  # the repository of `push`, where that is new
-    adapters: list[str] = field(default_factory=list)  # RUN:FACTOR or FOLDER:FACTOR: adapters to sum
-    combine: str = choice("auto", "cat", "svd", "linear", default="auto")  # auto: svd with rank=, else cat
-    rank: int | None = number(None, at_least=1)  # of the sum by svd
+    push: str | None = None  # USER/NAME: hub repository to upload the verified export to
+    private: bool = True  # make a new `push` repository private
+    adapters: list[str] = field(default_factory=list)  # adapters to sum, as RUN:FACTOR or FOLDER:FACTOR
+    combine: str = choice("auto", "cat", "svd", "linear", default="auto")  # auto: svd if rank is set, else cat
+    rank: int | None = number(None, at_least=1)  # rank of the sum, for combine=svd
 
     @property
     def factors(self) -> dict[str, float]:
