@@ -52,7 +52,7 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
     page = run_page(made_run(tmp_path / "mine", LINES, result=result))
     assert (page.heading, page.title, page.badges) == ("mine", "mine: finished", [("finished", "good")])
     method, _ = page.about
-    assert method.text.split(" · ") == [
+    assert str(method.text).split(" · ") == [
         "LoRA, rank 32",
         "bundled tiny model with random weights",
         "bundled sample data",

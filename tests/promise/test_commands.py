@@ -40,6 +40,6 @@ def test_toy_option_is_parsed_and_listed_with_the_others() -> None:
         toy: int = 3
 
     toy_command = replace(commands.GENERATE, schema=Options)
-    assert toy_command.parse(["run=r", "prompt=Hi", "toy=5"]).toy == 5
-    with pytest.raises(ConfigError, match=r"toi is not a key\. Did you mean toy"):
-        toy_command.parse(["run=r", "prompt=Hi", "toi=5"])
+    assert toy_command.parse(["run=r", "prompt=Hi", "toy=5"]) == Options(run="r", prompt="Hi", toy=5)
+    with pytest.raises(ConfigError, match=r"toyz is not a key\. Did you mean toy"):
+        toy_command.parse(["run=r", "prompt=Hi", "toyz=5"])
