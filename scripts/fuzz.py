@@ -1,7 +1,7 @@
 """python -m scripts.fuzz [NAME [SEED]]: random input that must end well, or in one message for users.
 
-`overrides` are command lines, composed and checked; `files` are rows of all kinds and damaged files, recognised and
-read; `preparations` are rows under random settings, tokenised; `received` are run folders with one file edited, read
+`overrides` are command lines, composed and checked; `files` are rows of all kinds and damaged files, recognized and
+read; `preparations` are rows under random settings, tokenized; `received` are run folders with one file edited, read
 by the commands that take them. A crash is any exception but AppError, a wrong count, or
 a case that takes too long; each is printed with its seed, and `python -m scripts.fuzz NAME SEED` repeats it. Exit code
 1 if there was one.
@@ -295,7 +295,7 @@ def _settings(random: Random, path: Path, fmt: str) -> DatasetConfig:
 
 
 def fuzz_files(random: Random, folder: Path) -> None:
-    """Recognise the format of a random file, and read all of its rows."""
+    """Recognize the format of a random file, and read all of its rows."""
     from app.data.columns import unread, wanted_rows
     from app.data.detect_format import detect_formats
     from app.data.formats import empty_parts, read_row

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from app.config.conf_files import choices_by_group
 from app.config.load import compose_run
 from app.distributed.process_group import HostGroup, Runtime
-from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, MetaModel, PagedStates, materialise
+from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, MetaModel, PagedStates, materialize
 from app.model.build import assemble
 from app.optim.optimizers import ordinary
 from app.tasks.table import loss_of
@@ -48,7 +48,7 @@ def _row(settings: str) -> Iterator[str]:
     with ExitStack() as modes:
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
-        materialise(network, sections)
+        materialize(network, sections)
         stepper = stepper_of(assemble(network, sections, loss_of(run), None), run, one_process, "bf16")
         paged.attach(ordinary(stepper.optimizer))
         stepper.allocate_states()

@@ -37,7 +37,7 @@ from app.config.kinds import OWN, PACKED, PADDED, REFUSED, Tier, model_kinds, wi
 from app.config.schema import AdapterConfig, ModelConfig, PreferenceConfig, QuantizationConfig, TaskConfig
 from app.config.tasks import TASKS, Task, task_of
 from app.data.collate import BinShape, collate_packed, collate_padded
-from app.data.objectives import LabelledTokens, label_next_tokens
+from app.data.objectives import LabeledTokens, label_next_tokens
 from app.errors import AppError, gist
 from app.layers.head import in_backbone
 from app.layers.quantization import is_linear
@@ -202,19 +202,19 @@ def _change_all(model: TrainingModel) -> None:
 def _batch(task: Task, bidirectional: bool, *, packed: bool) -> Batch:
     random = np.random.default_rng(0)
     documents = [random.integers(3, 90, n).astype(np.int32) for n in _LENGTHS]
-    labelled = [_labelled(task, ids, number, bidirectional) for number, ids in enumerate(documents)]
+    labeled = [_labeled(task, ids, number, bidirectional) for number, ids in enumerate(documents)]
     if packed:
-        return collate_packed(labelled, 0, BinShape(sum(_LENGTHS) + 8, max(_LENGTHS), len(_LENGTHS) + 1))
-    return collate_padded(labelled, 0, isolate=bidirectional)
+        return collate_packed(labeled, 0, BinShape(sum(_LENGTHS) + 8, max(_LENGTHS), len(_LENGTHS) + 1))
+    return collate_padded(labeled, 0, isolate=bidirectional)
 
 
-def _labelled(task: Task, ids: Any, number: int, bidirectional: bool) -> LabelledTokens:
+def _labeled(task: Task, ids: Any, number: int, bidirectional: bool) -> LabeledTokens:
     if task.pooled:
         at = 0 if bidirectional else len(ids) - 1
-        return LabelledTokens(ids, np.array([at]), np.array([number % 3]))
+        return LabeledTokens(ids, np.array([at]), np.array([number % 3]))
     if task.name == "masked":
         places = np.arange(0, len(ids), 3)
-        return LabelledTokens(ids, places, ids[places][::-1].copy())
+        return LabeledTokens(ids, places, ids[places][::-1].copy())
     return label_next_tokens(ids, np.arange(len(ids)) > 0)
 
 

@@ -29,7 +29,7 @@ _COMMANDS = {
     ),
     "train output_dir=runs/first": r"(model|steps|done) .+|held out .+(\n.+){4}",
 }
-_COLOURS = {
+_COLORS = {
     r"^\$ .*": "bold",
     r"^error:": "bold red",
     r"does not fit": "bold red",
@@ -63,7 +63,7 @@ def badges() -> dict[str, str]:
     after = {kind: [each.rpartition(" :: ")[2] for each in project["classifiers"] if kind in each] for kind in _KINDS}
     (torch,) = (each.partition(">=")[2] for each in project["dependencies"] if each.startswith("torch>"))
     said = {name: ", ".join(after[kind]) for kind, name in _KINDS.items()}
-    said |= {"PyTorch": f"{torch} or newer", "licence": project["license"]}
+    said |= {"PyTorch": f"{torch} or newer", "license": project["license"]}
     return {f"{name.lower()}.svg": _badge(name, value) for name, value in said.items()}
 
 
@@ -113,7 +113,7 @@ def _terminal(text: str) -> str:
     console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for line in text.splitlines():
         styled = Text(line)
-        for pattern, style in _COLOURS.items():
+        for pattern, style in _COLORS.items():
             styled.highlight_regex(pattern, style)
         console.print(styled, soft_wrap=True)
     drawn = console.export_svg(title="finetune", unique_id="terminal")

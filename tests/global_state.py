@@ -93,7 +93,7 @@ def _switches_of_torch() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
 def _clear_singletons() -> None:
-    """Hydra refuses a second initialisation, Accelerate a second precision."""
+    """Hydra refuses a second initialization, Accelerate a second precision."""
     if "hydra.core.global_hydra" in sys.modules:
         from hydra.core.global_hydra import GlobalHydra
 

@@ -145,7 +145,7 @@ class BaseModel:
 
     @property
     def unpacked_format(self) -> dict[str, Any] | None:
-        """The quantised format of the folder's weights, where they are unpacked as they are read."""
+        """The quantized format of the folder's weights, where they are unpacked as they are read."""
         given = stored_format(self.config, self.stored)
         return None if given is None or given["quant_method"] == BITSANDBYTES else given
 
@@ -156,7 +156,7 @@ class BaseModel:
 
     @property
     def linear_outside(self) -> list[str]:
-        """Names, in the folder's own model, of linear layers that quantisation leaves as they are."""
+        """Names, in the folder's own model, of linear layers that quantization leaves as they are."""
         lm, part = self.on_meta(), self.text_part
         if part is None:
             return other_linear_layers(lm)
@@ -219,10 +219,10 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
 
 def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
     """The configuration of transformers in a local folder, or of its text part, for the labels of the run."""
-    quantised = stored_format(config, read_config(folder, config.path))
+    quantized = stored_format(config, read_config(folder, config.path))
     numbers = text_numbers(whole_numbers(config, folder), task)
     _require_no_other_classes(config, task, numbers)
-    if quantised is not None and quantised["quant_method"] != BITSANDBYTES:
+    if quantized is not None and quantized["quant_method"] != BITSANDBYTES:
         vars(numbers).pop("quantization_config", None)  # the weights are unpacked as they are read
     return _configured(config, task, numbers)
 

@@ -64,8 +64,8 @@ class Base:
         self._readable = readable  # around reading: one message for files that are damaged
         self._modules = dict(lm.named_modules())
         self._quantizer: Quantizer | None = None
-        self._plain: dict[str, nn.Module] = {}  # of layers that are quantised, as they were before
-        self._stacks: dict[str, torch.Size] = {}  # of experts, by name, that are quantised
+        self._plain: dict[str, nn.Module] = {}  # of layers that are quantized, as they were before
+        self._stacks: dict[str, torch.Size] = {}  # of experts, by name, that are quantized
 
     def whole(self) -> Any:
         """The model with all of its weights in this process."""
@@ -74,7 +74,7 @@ class Base:
         return self.lm
 
     def quantize(self, quantizer: Quantizer) -> None:
-        """Quantised layers in place of plain ones: structure alone, on meta."""
+        """Quantized layers in place of plain ones: structure alone, on meta."""
         self._quantizer = quantizer
         if quantizer.packs:
             self._plain = {name: self.lm.get_submodule(name) for name in backbone_linear_layers(self.lm)}
@@ -132,7 +132,7 @@ class Base:
                 filled.append((before, copied._parameters[name]))
 
     def linear_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and weight [out, in] in float32 of each layer that a quantiser replaces, read one at a time."""
+        """Name and weight [out, in] in float32 of each layer that a quantizer replaces, read one at a time."""
         layers = {f"{name}.weight": self._modules[name] for name in backbone_linear_layers(self.lm)}
         tensors = self._tensors or (in_memory(*each) for each in self.lm.named_parameters())
         with self._readable():
@@ -167,7 +167,7 @@ class Base:
         )
 
     def _put_quantized(self, plain: nn.Module | None, module: nn.Module, tensor: SourceTensor, put: Put) -> None:
-        """Quantise a tensor whole and put its bytes: a process that keeps some rows of them has the scales of all.
+        """Quantize a tensor whole and put its bytes: a process that keeps some rows of them has the scales of all.
 
         `plain`: the layer as it was, None for a stack of experts.
         """
@@ -216,7 +216,7 @@ def random_tensors(lm: Any, device: torch.device, seed: int, rebuilt: Callable[[
     """Tensors on `device` for an `lm` on meta, those of one module at a time; tied ones once.
 
     The numbers depend on seed, kind, sizes and the module's name alone, and what the rest of the program draws stays
-    what it was. `rebuilt` makes another `lm`, for what only constructors initialise.
+    what it was. `rebuilt` makes another `lm`, for what only constructors initialize.
     """
     lm.tie_weights()
     done: set[int] = set()
@@ -236,10 +236,10 @@ def random_tensors(lm: Any, device: torch.device, seed: int, rebuilt: Callable[[
 
 @torch.no_grad()
 def drawn_parameters(lm: Any, name: str, device: torch.device, rebuilt: Callable[[], Any]) -> dict[str, Tensor]:
-    """The parameters of one module by the model's own initialisation: the module's, then that of those around it, for
+    """The parameters of one module by the model's own initialization: the module's, then that of those around it, for
     some kinds treat modules by their role in these. All other modules stay on meta, where drawing does nothing.
 
-    As in transformers, the innermost model around a module initialises it.
+    As in transformers, the innermost model around a module initializes it.
     """
     module = lm.get_submodule(name)
     parts = name.split(".") if name else []

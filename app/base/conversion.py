@@ -21,7 +21,7 @@ from app.config.schema import ModelConfig
 from app.errors import ConfigError
 from app.layers.quantization import Quantizer
 
-UNPACKED = ("fp8", "mxfp4")  # quantised formats that are unpacked as they are read
+UNPACKED = ("fp8", "mxfp4")  # quantized formats that are unpacked as they are read
 BITSANDBYTES = "bitsandbytes"  # its weights are used as they are stored
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale_inv", "_scales")  # end the patterns of scales in the rules of transformers
@@ -77,8 +77,8 @@ def require_packed_alike(config: ModelConfig, lm: Any, quantizer: Quantizer | No
 
 def _refusal(config: ModelConfig, by: str) -> str:
     return (
-        f"model.path={config.path}: its weights are quantised with {by}. Give the folder that it was made from; "
-        "recipe=qlora quantises as it reads."
+        f"model.path={config.path}: its weights are quantized with {by}. Give the folder that it was made from; "
+        "recipe=qlora quantizes as it reads."
     )
 
 
@@ -122,7 +122,7 @@ class FolderReader:
         self._format = quantization_config
 
     def remarks(self, packed_as: str | None) -> list[str]:
-        """What becomes of weights that are quantised in the files; `packed_as`: the run's kind of quantisation."""
+        """What becomes of weights that are quantized in the files; `packed_as`: the run's kind of quantization."""
         if self._format is None:
             return []
         method = self._format["quant_method"]
@@ -196,7 +196,7 @@ class FolderReader:
         for each in found.values():
             steps = () if each.rule is None else each.rule.operations
             if len(each.pieces) == 1 and all(hasattr(step, "hf_quantizer") for step in steps):
-                each.rule = None  # not quantised: its rows can be read by themselves
+                each.rule = None  # not quantized: its rows can be read by themselves
         position = {name: at for at, name in enumerate(stored)}
         return sorted(found.values(), key=lambda each: position[each.pieces[0][1].name])
 
@@ -228,7 +228,7 @@ class FolderReader:
 
 
 def _unpacker(quantization_config: dict[str, Any]) -> Any:
-    """What adds the rules of a quantised format."""
+    """What adds the rules of a quantized format."""
     from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
     unpacking = {} if quantization_config["quant_method"] == BITSANDBYTES else {"dequantize": True}

@@ -195,10 +195,10 @@ def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
         folder = snapshot_download(path, revision=config.revision, allow_patterns=patterns, ignore_patterns=_NOT_OURS)
     except (OSError, HFValidationError) as fault:  # every hub and network error is one of these
         revision = f" at revision {config.revision}" if config.revision else ""
-        licence = config.licence_page or f"https://huggingface.co/{path}"
+        license = config.licence_page or f"https://huggingface.co/{path}"
         raise EnvironmentProblem(
             f"model.path={path}{revision} cannot be loaded: its files are not on this machine and the hub did not give "
-            f"them ({_reason(fault)}). If it is gated, accept its licence at {licence} and set HF_TOKEN; without a "
+            f"them ({_reason(fault)}). If it is gated, accept its license at {license} and set HF_TOKEN; without a "
             "network, give a local folder: model.path=DIR; to try the architecture without its weights: "
             "model.weights=random."
         ) from fault

@@ -69,7 +69,7 @@ class RowFormat:
     message: tuple[str, ...] = ()  # keys of the messages that its columns list: the role, and what one may hold
     pairs: bool = False  # of a wanted and an unwanted answer
     learnt_by: tuple[str, ...] = ()  # recipes, where only those with a loss over answers learn from it
-    any_column: bool = False  # recognised whatever its column is called
+    any_column: bool = False  # recognized whatever its column is called
 
     @property
     def holds(self) -> str:
@@ -121,7 +121,7 @@ CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content 
 PREFERENCE_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.learnt_by)
 # of texts: the format that writes the same answers through a chat template
 CHAT_OF = {"preference_text": "preference", "preference_label_text": "preference_label"}
-LABELLED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
+LABELED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
 TAGGED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "tags")
 WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels", "tags"))
 
@@ -252,7 +252,7 @@ class QuantizationKind(NamedTuple):
     rounds_to: str = ""  # where an adapter makes up for the rounding
     needs_fp8: bool = False  # of a GPU
     trains: bool = False  # weights are rounded as they are used, and trained; else they are stored so, and frozen
-    # weights for each byte of scales, with them plain and with them quantised too: those are unpacked at each use
+    # weights for each byte of scales, with them plain and with them quantized too: those are unpacked at each use
     weights_per_scale_byte: tuple[float, float] = (0.0, 0.0)
 
 
@@ -273,7 +273,7 @@ QUANTIZATION_KINDS = {
         needs_fp8=True,
     ),
     "qat": QuantizationKind(
-        "{}, quantisation-aware", ("quantization=none", "weights are not rounded in the forward pass"), trains=True
+        "{}, quantization-aware", ("quantization=none", "weights are not rounded in the forward pass"), trains=True
     ),
 }
 

@@ -328,7 +328,7 @@ def _other_precision(found: Conversion, name: str, value: Any) -> None:
 def _bits(found: Conversion, name: str, value: Any) -> None:
     """Details of a base in four bits."""
     if not any(found.settings.get(each) in (True, 4) for each in found.facts["four_bits"]):
-        found.needless[name] = "the base is not quantised"
+        found.needless[name] = "the base is not quantized"
     elif name.endswith("quant_type"):
         found.carry(name, quantization=value)
     else:

@@ -264,7 +264,7 @@ def _quantization_suits_what_is_trained(run: RunConfig) -> Iterator[str]:
         )
     if run.quantization.kind != "none" and run.adapter.kind == "none" and not trains:
         yield (
-            f"quantization.kind={run.quantization.kind} needs adapter.kind=lora: a quantised base is frozen. "
+            f"quantization.kind={run.quantization.kind} needs adapter.kind=lora: a quantized base is frozen. "
             "Choose recipe=lora or qlora, or set quantization=none."
         )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from app.config.kinds import CHAT_FORMATS, LABELLED_FORMATS, PREFERENCE_FORMATS, ROW_FORMATS, TAGGED_FORMATS
+from app.config.kinds import CHAT_FORMATS, LABELED_FORMATS, PREFERENCE_FORMATS, ROW_FORMATS, TAGGED_FORMATS
 from app.config.schema import TaskConfig
 
 
@@ -25,7 +25,7 @@ class Task:
     other_rows: str  # what is wrong with rows of another format, and the remedy
     documents: int = 1  # of a data row
     one_label: str = ""  # what to do where all rows have the same label
-    labelling: str = "single"  # what a label is in its rows, where no `task.problem` says it
+    labeling: str = "single"  # what a label is in its rows, where no `task.problem` says it
     tokenizer: str = "asset:tiny"  # that ships, of random weights
     labels: tuple[str, ...] = ()  # class names, where the run decides them
     problem: str | None = None  # what a label of a document is, where the run decides it
@@ -84,7 +84,7 @@ _ALL = (
         sees="either",
         unit="class",
         writes_text=False,
-        formats=LABELLED_FORMATS,
+        formats=LABELED_FORMATS,
         other_rows="task=classification learns labels, and such rows have none. Set dataset=labelled_text or "
         "dataset=text_pair with dataset.path=FILE, or task=causal.",
         one_label="there is nothing to choose. Give rows of two labels or more, or name all there are: "
@@ -104,7 +104,7 @@ _ALL = (
         formats=TAGGED_FORMATS,
         other_rows="task=tokens learns a tag for each word, and such rows have none. Set dataset=tagged_words with "
         "dataset.path=FILE, or task=causal.",
-        labelling="tokens",
+        labeling="tokens",
         tokenizer="asset:wordpiece",
         one_label="there is nothing to choose. Give rows of two tags or more, or name all there are: "
         "task.labels=[O,B-PER].",
@@ -136,7 +136,7 @@ def task_of(config: TaskConfig) -> Task:
     return replace(task, labels=tuple(config.labels), problem=config.problem if task.pooled else None)
 
 
-def labelling_of(config: TaskConfig) -> str:
+def labeling_of(config: TaskConfig) -> str:
     """The name of what a label is in the rows of a run."""
     task = TASKS[config.kind]
-    return config.problem if task.pooled else task.labelling
+    return config.problem if task.pooled else task.labeling

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from app.config.kinds import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
+from app.config.kinds import LABELED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
 from app.config.schema import DatasetConfig
 from app.data.roles import ROLES, named_like
 from app.data.rows import DataFile
@@ -33,7 +33,7 @@ def command(
         return " ".join([typed(key, fmt, columns), *last])
     given = {name: getattr(config, name) for name in _SOURCE} if config else {"path": "FILE"}
     source = {name: found for name, found in given.items() if found not in (None, "train")}
-    task = ["task=classification"] if fmt in LABELLED_FORMATS else []
+    task = ["task=classification"] if fmt in LABELED_FORMATS else []
     task += ["task=tokens"] if fmt in TAGGED_FORMATS else []
     task += ROW_FORMATS[fmt].learnt_by[:1] if fmt in ROW_FORMATS else ()
     words = [*task, f"dataset={fmt}", *_settings(key, {**source, **_renamed(columns)}), *last]

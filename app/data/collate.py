@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.batch import IGNORE, Batch, LossWeights, PackedSequences
-from app.data.objectives import NEXT_TOKEN, LabelledTokens, Objective
+from app.data.objectives import NEXT_TOKEN, LabeledTokens, Objective
 from app.data.packing import plan_bins, shuffle_bins
 from app.data.token_dataset import TokenRows
 
@@ -62,12 +62,12 @@ class Padded:
 
     def batch(self, rows: TokenRows, units: Sequence[Unit], max_documents: int, epoch: int) -> Batch:  # noqa: ARG002
         """Collate one micro-batch; of no units, one that trains nothing."""
-        labelled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
+        labeled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
         isolate = self.objective.bidirectional
-        batch = collate_padded([*chain(*labelled)], self.pad_id, isolate=isolate)
-        others = _others(labelled)
+        batch = collate_padded([*chain(*labeled)], self.pad_id, isolate=isolate)
+        others = _others(labeled)
         mean_of = [_of_documents(collate_padded(others, self.pad_id, isolate=isolate), others)] if others else []
-        return replace(_by_row(batch, labelled, self.objective), mean_of=tuple(mean_of))
+        return replace(_by_row(batch, labeled, self.objective), mean_of=tuple(mean_of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,12 @@ class Packed:
     def batch(self, rows: TokenRows, units: Sequence[Unit], max_documents: int, epoch: int) -> Batch:
         """Collate one bin, filled up to its full length."""
         shape = BinShape(self.tokens, self.max_length, max_documents)
-        labelled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
-        batch = collate_packed([*chain(*labelled)], self.pad_id, shape)
-        mean_of = tuple(self._bins(_others(labelled), max_documents))
-        return replace(_by_row(batch, labelled, self.objective), mean_of=mean_of)
+        labeled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
+        batch = collate_packed([*chain(*labeled)], self.pad_id, shape)
+        mean_of = tuple(self._bins(_others(labeled), max_documents))
+        return replace(_by_row(batch, labeled, self.objective), mean_of=mean_of)
 
-    def _bins(self, documents: Sequence[LabelledTokens], max_documents: int) -> Iterator[Batch]:
+    def _bins(self, documents: Sequence[LabeledTokens], max_documents: int) -> Iterator[Batch]:
         """Collate documents that belong to no unit. As they are shorter than its rows, more may fill up a bin."""
         shape = BinShape(self.tokens, self.max_length, max_documents - -self.tokens // self.max_length)
         placed, starts = plan_bins(np.array([len(each.ids) for each in documents], np.int32), self.tokens)
@@ -133,7 +133,7 @@ class BinShape:
     max_documents: int
 
 
-def _by_row(batch: Batch, rows: Sequence[tuple[LabelledTokens, ...]], objective: Objective) -> Batch:
+def _by_row(batch: Batch, rows: Sequence[tuple[LabeledTokens, ...]], objective: Objective) -> Batch:
     """Note which documents are of one data row, and what a loss over documents reads."""
     if objective.documents_per_row > 1:
         batch = replace(batch, rows=tuple(map(len, rows)))
@@ -142,12 +142,12 @@ def _by_row(batch: Batch, rows: Sequence[tuple[LabelledTokens, ...]], objective:
     return _of_documents(batch, [*chain(*rows)])
 
 
-def _others(rows: Sequence[tuple[LabelledTokens, ...]]) -> list[LabelledTokens]:
+def _others(rows: Sequence[tuple[LabeledTokens, ...]]) -> list[LabeledTokens]:
     """The documents beside those of the rows, of which a loss reads the mean over the step."""
     return [each.mean_of for each in chain(*rows) if each.mean_of is not None]
 
 
-def _of_documents(batch: Batch, documents: Sequence[LabelledTokens]) -> Batch:
+def _of_documents(batch: Batch, documents: Sequence[LabeledTokens]) -> Batch:
     """Note the document of each label, and what stands beside each document."""
     labels = [np.full(len(each.at), number) for number, each in enumerate(documents)]
     values = torch.tensor([each.values for each in documents], dtype=torch.float64)
@@ -155,7 +155,7 @@ def _of_documents(batch: Batch, documents: Sequence[LabelledTokens]) -> Batch:
     return replace(batch, document_of_label=of_label, document_values=values if values.numel() else None)
 
 
-def collate_padded(rows: Sequence[LabelledTokens], pad_id: int, *, isolate: bool = False) -> Batch:
+def collate_padded(rows: Sequence[LabeledTokens], pad_id: int, *, isolate: bool = False) -> Batch:
     """Pad documents on the right, each a line of its own. None at all make a batch that trains nothing.
 
     `isolate` makes the padding of each row a document of its own, for models whose tokens see those after them.
@@ -176,7 +176,7 @@ def collate_padded(rows: Sequence[LabelledTokens], pad_id: int, *, isolate: bool
     return _batch(rows, starts, ids, positions, documents)
 
 
-def collate_packed(rows: Sequence[LabelledTokens], pad_id: int, shape: BinShape) -> Batch:
+def collate_packed(rows: Sequence[LabeledTokens], pad_id: int, shape: BinShape) -> Batch:
     """Put rows side by side, each with positions of its own; documents without labels fill up.
 
     These are as long as a row may be: the model may have no more positions, and attention over a longer one costs more.
@@ -194,7 +194,7 @@ def collate_packed(rows: Sequence[LabelledTokens], pad_id: int, shape: BinShape)
 
 
 def _batch(
-    rows: Sequence[LabelledTokens],
+    rows: Sequence[LabeledTokens],
     starts: Sequence[int],
     ids: NDArray[np.int64],
     positions: NDArray[np.int64],
@@ -216,12 +216,12 @@ def _batch(
 
 
 def _joined(parts: list[np.ndarray], if_empty: int) -> torch.Tensor:
-    """One tensor of all parts, never of size 0: the graph must depend on the rows even where nothing is labelled."""
+    """One tensor of all parts, never of size 0: the graph must depend on the rows even where nothing is labeled."""
     joined = np.concatenate(parts) if any(len(part) for part in parts) else np.array([if_empty])
     return torch.from_numpy(joined.astype(np.float32 if joined.dtype.kind == "f" else np.int64))
 
 
-def _weights(rows: Sequence[LabelledTokens]) -> LossWeights | None:
+def _weights(rows: Sequence[LabeledTokens]) -> LossWeights | None:
     """Weights of all targets, if any row has weights."""
     if all(row.weights is None for row in rows):
         return None
@@ -231,7 +231,7 @@ def _weights(rows: Sequence[LabelledTokens]) -> LossWeights | None:
 
 
 def _token_type_ids(
-    rows: Sequence[LabelledTokens], starts: Sequence[int], shape: tuple[int, ...]
+    rows: Sequence[LabeledTokens], starts: Sequence[int], shape: tuple[int, ...]
 ) -> torch.Tensor | None:
     """1 where the second text of each pair is; None where no row has two texts."""
     if all(row.second_start < 0 for row in rows):

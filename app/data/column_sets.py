@@ -1,4 +1,4 @@
-"""Sets of columns that many data sets share, and the commands to type for those that nothing recognises."""
+"""Sets of columns that many data sets share, and the commands to type for those that nothing recognizes."""
 
 import math
 import re
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.config.kinds import LABELLED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
+from app.config.kinds import LABELED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
 from app.data.advised_commands import check_of_made, json_file, pair_format
 from app.data.columns import EVERY_ELEMENT, FirstRows, Kind, is_text, is_there, text_kind, value
 from app.data.conversations import speaker_of
-from app.data.roles import INPUTS, ROLES, has_role, is_history, is_talk, judgement, named_like, names_of
+from app.data.roles import INPUTS, ROLES, has_role, is_history, is_talk, judgment, named_like, names_of
 
 _SHORT_TYPES = (str, int, float, type(None))
 _LABEL = (str, int, float)
@@ -96,7 +96,7 @@ def answer_columns(first: FirstRows) -> tuple[str, dict[str, str]]:
             meaning = f"{chosen} is the chosen answer and {rejected} the rejected one"
             return meaning, {"chosen": chosen, "rejected": rejected}
     if "preference_label" in first.formats:
-        label = first.in_role("label", lambda found: judgement(found) is not None)
+        label = first.in_role("label", lambda found: judgment(found) is not None)
         answer = first.in_role("messages", is_talk)
         answer = answer or named_like(ROLES["answers"], [name for name in names if name != label])
         if label and answer:
@@ -167,7 +167,7 @@ def suggestion(first: FirstRows) -> str:
 def proposal(first: FirstRows, formats: Sequence[str]) -> str:
     """Return the command that reads a set of columns by another format, or for another task; empty if none is there."""
     is_whole = "text" in formats and first.key == "dataset" and not first.section.mix
-    allowed = (*formats, *LABELLED_FORMATS, *TAGGED_FORMATS) if is_whole else formats
+    allowed = (*formats, *LABELED_FORMATS, *TAGGED_FORMATS) if is_whole else formats
     for each in PROPOSED_SETS:
         heads = {path.partition(".")[0] for path in each.columns.values()}
         if each.format in formats and any(has_role(name, "answers") for name in first.names if name not in heads):
@@ -176,7 +176,7 @@ def proposal(first: FirstRows, formats: Sequence[str]) -> str:
         if each.format in allowed and first.is_most(first.number(kinds)):
             asks, answers, *more = each.columns.values()
             meaning = f"{asks} asks and {each.columns.get('output', answers)} answers"
-            if each.format in LABELLED_FORMATS:
+            if each.format in LABELED_FORMATS:
                 meaning = f"{more[0]} is the label of the pair {asks}, {answers}"
             elif each.format in TAGGED_FORMATS:
                 meaning = f"{answers} has the tags of {asks}"

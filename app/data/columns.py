@@ -19,7 +19,7 @@ JOIN = "+"
 _LETTERS = [*ascii_uppercase]  # of choices without labels
 MIN_SHARE = 0.9  # of the first rows; a bad row is reported when it is read
 Kind = Callable[[Any], bool]  # of what a column holds
-_LABELLED_CHOICE = re.compile(r"\s*\(?\w{1,2}\s?[).:]")
+_LABELED_CHOICE = re.compile(r"\s*\(?\w{1,2}\s?[).:]")
 
 
 def value(row: Row, path: str) -> Any:
@@ -72,8 +72,8 @@ def as_text(found: Any, name: str = "") -> str | None:
         return found
     choices = choices_of(found) if has_role(name, "choices") else []
     if choices:
-        labelled = all(_LABELLED_CHOICE.match(text) for _, text in choices)
-        return "\n".join(text if labelled else f"{label}. {text}" for label, text in choices)
+        labeled = all(_LABELED_CHOICE.match(text) for _, text in choices)
+        return "\n".join(text if labeled else f"{label}. {text}" for label, text in choices)
     if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
         return "\n".join(found)
     if isinstance(found, dict | list) and found and has_role(name, "context") and not is_talk(found):

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.config.schema import Columns
 from app.data.columns import optional, optional_text, value
-from app.data.roles import judgement
+from app.data.roles import judgment
 from app.data.rows import AnswerPair, Conversation, Judged, Message, Row, RowProblem, kind_of
 
 _ROLE_NAMES = {
@@ -84,7 +84,7 @@ def preference_label(row: Row, columns: Columns) -> Judged:
 def is_wanted(row: Row, column: str) -> bool:
     """The label of an answer; tables of text and numbers write it as well."""
     found = value(row, column)
-    known = judgement(found)
+    known = judgment(found)
     if known is None:
         what = repr(found) if isinstance(found, str | int | float) else kind_of(found)
         raise RowProblem(f"column {column!r} must be true (wanted) or false, found {what}")

@@ -20,7 +20,7 @@ _NOT_ONE = "must be one label, a word or a whole number, found"
 
 
 @dataclass(frozen=True, slots=True)
-class Labelling:
+class Labeling:
     """What the label of a row is for one kind of answers."""
 
     classes: Callable[[str], Sequence[str]]  # that a label names, several times where it has several places
@@ -36,7 +36,7 @@ class Labelling:
 class KnownLabels:
     """What the labels of a run are, and the classes that they may name; none: all that its rows name."""
 
-    labelling: str = "single"
+    labeling: str = "single"
     classes: tuple[str, ...] = ()
 
 
@@ -136,9 +136,9 @@ def _of_equal_sums(occurrences: NDArray[np.float64], _rows: int) -> NDArray[np.f
     return np.asarray(occurrences.sum() / (len(occurrences) * occurrences), np.float64)
 
 
-def class_weights(labelling: str, classes: Sequence[str], counts: Mapping[str, int], rows: int) -> list[float]:
+def class_weights(labeling: str, classes: Sequence[str], counts: Mapping[str, int], rows: int) -> list[float]:
     """The weights that `task.class_weights=balanced` stands for; ValueError names a class that has none."""
-    balanced = LABELLINGS[labelling].balanced
+    balanced = LABELINGS[labeling].balanced
     assert balanced is not None
     for name in classes:
         if not counts.get(name):
@@ -150,14 +150,14 @@ def class_weights(labelling: str, classes: Sequence[str], counts: Mapping[str, i
     return [float(f"{weight:.6g}") for weight in found]
 
 
-LABELLINGS: dict[str, Labelling] = {
-    "single": Labelling(
+LABELINGS: dict[str, Labeling] = {
+    "single": Labeling(
         lambda label: (label,),
         lambda label, classes: np.array([classes.index(label)], np.int32),
         _single_problem,
         _of_equal_sums,
     ),
-    "multi": Labelling(
+    "multi": Labeling(
         lambda label: tuple(dict.fromkeys(parts_of(label))),
         lambda label, classes: np.isin(np.array(classes, object), parts_of(label)).astype(np.float32)[None],
         partial(_parts_problem, fraction=_FRACTION_OF_SEVERAL),
@@ -165,13 +165,13 @@ LABELLINGS: dict[str, Labelling] = {
         lambda occurrences, rows: np.asarray((rows - occurrences) / occurrences, np.float64),
         weighs_answers=False,
     ),
-    "tokens": Labelling(
+    "tokens": Labeling(
         parts_of,
         lambda label, classes: np.array([classes.index(part) for part in parts_of(label)], np.int32),
         partial(_parts_problem, fraction="a tag is a name or a whole number"),
         _of_equal_sums,
     ),
-    "regression": Labelling(
+    "regression": Labeling(
         _outputs,
         lambda label, _classes: np.array([[float(part) for part in parts_of(label)]], np.float32),
         _number_problem,

@@ -102,7 +102,7 @@ class Renderer:
         if isinstance(content, AnswerPair):
             return self._both(self.render(content.chosen), self.render(content.rejected))
         if isinstance(content, Judged):
-            return _labelled(self.render(content.answer), str(content.wanted).lower())
+            return _labeled(self.render(content.answer), str(content.wanted).lower())
         if isinstance(content, Document):
             assert self._train_on in ("auto", "completion", "all"), self._train_on
             start = 0 if self._train_on == "all" else content.completion_start
@@ -272,7 +272,7 @@ def _require_whole(*answers: RenderedRow) -> None:
         raise RowProblem("a message has a weight, and answers are judged as a whole; only weight=0 is read, or 1")
 
 
-def _labelled(answer: RenderedRow, label: str) -> RenderedRow:
+def _labeled(answer: RenderedRow, label: str) -> RenderedRow:
     _require_whole(answer)
     return replace(answer, samples=[replace(each, label=label) for each in answer.samples])
 

@@ -10,7 +10,7 @@ from app.data.token_dataset import TokenRows
 
 
 @dataclass(frozen=True, slots=True)
-class LabelledTokens:
+class LabeledTokens:
     """One document as the model reads it: the hidden state at `at[i]` must predict `targets[i]`."""
 
     ids: NDArray[np.int32]
@@ -19,7 +19,7 @@ class LabelledTokens:
     weights: NDArray[np.float32] | None = None  # how much each target counts; None: 1
     second_start: int = -1  # where the second text of a pair begins, for models with token types
     values: tuple[float, ...] = ()  # what a loss over documents reads of it: its reference log-probability, its label
-    mean_of: "LabelledTokens | None" = None  # a second document; the loss reads their mean over the step
+    mean_of: "LabeledTokens | None" = None  # a second document; the loss reads their mean over the step
 
 
 class Objective(Protocol):
@@ -34,7 +34,7 @@ class Objective(Protocol):
         """Whether tokens attend to those after them."""
         return False
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:
         """The documents of row i with their labels, a pure function of seed, epoch and row."""
 
     def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
@@ -49,7 +49,7 @@ class NextToken(Objective):
 
     bidirectional: bool = False
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
         return (label_next_tokens(rows.ids(i), rows.loss_mask(i), rows.weights(i)),)
 
 
@@ -58,7 +58,7 @@ NEXT_TOKEN = NextToken()
 
 def label_next_tokens(
     ids: NDArray[np.int32], loss_mask: NDArray[np.bool_], weights: NDArray[np.float32] | None = None
-) -> LabelledTokens:
+) -> LabeledTokens:
     """Label the state before each token of the loss mask with that token."""
     at = np.flatnonzero(loss_mask)
-    return LabelledTokens(ids, at - 1, ids[at], None if weights is None else weights[at])
+    return LabeledTokens(ids, at - 1, ids[at], None if weights is None else weights[at])

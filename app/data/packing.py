@@ -1,4 +1,4 @@
-"""Rows that share a bin: best fit, longest first, over all rows at once; in later epochs with new neighbours.
+"""Rows that share a bin: best fit, longest first, over all rows at once; in later epochs with new neighbors.
 
 Rows of equal length are interchangeable, and so are bins of the same lengths. So the plan is made over lengths and
 groups of bins, of which there are thousands, not over rows, of which there may be millions; rows are assigned to bins

@@ -28,7 +28,7 @@ from app.data.data_report import (
     without_stops,
 )
 from app.data.detect_format import detect_format
-from app.data.labels import LABELLINGS, KnownLabels
+from app.data.labels import LABELINGS, KnownLabels
 from app.data.row_pipeline import policy_for, write_rows
 from app.data.rows import escaped
 from app.data.sources import RandomRows, Source, eval_source, open_source, train_source, unread_splits
@@ -182,14 +182,14 @@ def prepare(
     notes: Sequence[str] = (),
     judge: Judge = stop_if_wrong,
     classes: Sequence[str] = (),
-    labelling: str = "single",
+    labeling: str = "single",
 ) -> Data:
     """Token rows of both splits, from the cache if nothing that decides them has changed.
 
     `notes` are put into the report. `classes` are the labels that rows may have; without any, all labels of the rows
-    that are trained on or held out from them; `labelling` says what a label is.
+    that are trained on or held out from them; `labeling` says what a label is.
     """
-    labels = KnownLabels(labelling, tuple(classes))
+    labels = KnownLabels(labeling, tuple(classes))
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=labels)
     eval_rows = eval_source(config)
     pool = _pool(config, rows_of)
@@ -202,7 +202,7 @@ def prepare(
         data = _with_epoch(pool, chosen, report)
     else:
         data = _hold_out(pool, config, report)
-    report.notes += _class_notes(known, data.train) if LABELLINGS[labelling].named else _number_notes(data.train)
+    report.notes += _class_notes(known, data.train) if LABELINGS[labeling].named else _number_notes(data.train)
     return replace(data, classes=known)
 
 
@@ -213,10 +213,10 @@ def rows_to_score(
     notes: Sequence[str] = (),
     judge: Judge = stop_if_wrong,
     classes: Sequence[str] = (),
-    labelling: str = "single",
+    labeling: str = "single",
 ) -> Data:
     """As `eval` the rows that a run holds out, without reading those it trains on; all rows where it holds out none."""
-    labels = KnownLabels(labelling, tuple(classes))
+    labels = KnownLabels(labeling, tuple(classes))
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=labels)
     eval_rows = eval_source(config)
     if eval_rows is not None:
@@ -307,7 +307,7 @@ def _rows(
     column = str(getattr(config.columns, shape.needs[-1]))  # the last is that of labels or tags
     # answers may have either label, whichever the trained ones have
     classes = () if shape.learnt_by else known.classes
-    rows = _of_classes(rows.labelled_as(known.labelling), classes, counts, column)
+    rows = _of_classes(rows.labeled_as(known.labeling), classes, counts, column)
     judge(config, source, counts)
     return _first(rows, max_rows, counts), counts
 
@@ -316,14 +316,14 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column
     """Drop rows with a label that is none of this task, or unknown, and count them as bad."""
     if not rows.labels:
         return rows
-    labelling, first = LABELLINGS[rows.labelling], rows.class_of(0)
+    labeling, first = LABELINGS[rows.labeling], rows.class_of(0)
 
     def problem(label: str) -> str:
-        if wrong := labelling.problem(label):
+        if wrong := labeling.problem(label):
             return f"column {column!r} {wrong}"
-        names = labelling.classes(label)
-        if not labelling.named:
-            size = len(known) or len(labelling.classes(first))
+        names = labeling.classes(label)
+        if not labeling.named:
+            size = len(known) or len(labeling.classes(first))
             wrong = f"column {column!r} has {many(len(names), 'number')}, and {size} a row are learnt"
             return wrong if len(names) != size else ""
         unknown = [name for name in names if name not in known] if known else []
@@ -340,8 +340,8 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column
 
 def _require_equal_labels(rows: TokenRows, config: DatasetConfig, found: Sequence[str]) -> None:
     """Refuse other numbers of numbers in the sources of a mix, and classes `found` that files write differently."""
-    sizes = {len(LABELLINGS[rows.labelling].classes(label)) for label in rows.labels}
-    if not LABELLINGS[rows.labelling].named and len(sizes) > 1:
+    sizes = {len(LABELINGS[rows.labeling].classes(label)) for label in rows.labels}
+    if not LABELINGS[rows.labeling].named and len(sizes) > 1:
         raise DataError(
             f"dataset.mix: its sources have {' and '.join(map(str, sorted(sizes)))} numbers a row. Give sources of as "
             "many numbers each."
@@ -369,7 +369,7 @@ def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
     if has_chats(config):
         notes += _marker_notes(tokenizer)
     if has_chats(config) and "strftime_now" in str(tokenizer.chat_template):
-        notes.append("the chat template writes a date: that of the day on which the rows were tokenised")
+        notes.append("the chat template writes a date: that of the day on which the rows were tokenized")
     if has_pairs(config) and not separates_pairs(tokenizer):
         notes.append(
             "the tokenizer puts nothing between the two texts of a pair: where one ends is for the model to find;"
@@ -414,7 +414,7 @@ def _number_notes(rows: TokenRows) -> list[str]:
     """The mean, spread and range of the numbers that are learnt; a hint where their size slows learning."""
     if not rows.labels:
         return []
-    found = np.concatenate([LABELLINGS[rows.labelling].targets(rows.class_of(i), ()) for i in range(len(rows))])
+    found = np.concatenate([LABELINGS[rows.labeling].targets(rows.class_of(i), ()) for i in range(len(rows))])
     mean, spread = found.mean(axis=0, dtype=np.float64), found.std(axis=0, dtype=np.float64)
     notes = [
         f"the numbers that are learnt have a mean of {m:.4g} and a standard deviation of {s:.4g}, from {low:.4g} to "

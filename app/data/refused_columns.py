@@ -23,7 +23,7 @@ from app.data.roles import (
     is_history,
     is_prose,
     is_talk,
-    judgement,
+    judgment,
     named_like,
     names_of,
 )
@@ -234,7 +234,7 @@ class ReadRow:
             if name in self._fields and getattr(self.config.columns, name) != name:
                 continue  # null, or another column in its place, on purpose
             if has_role(name, *JUDGING):
-                if self.config.format not in WITHOUT_ANSWERS and _is_number_of_judgement(found):
+                if self.config.format not in WITHOUT_ANSWERS and _is_number_of_judgment(found):
                     yield name, None
             elif has_role(name, "history") and is_history(found):
                 yield name, ColumnPlace("history") if self.config.format in _PAIRS else _NOWHERE
@@ -328,9 +328,9 @@ class ReadRow:
         return ColumnPlace(field, (path,) if is_read else (), first)
 
 
-def _is_number_of_judgement(found: Any) -> bool:
+def _is_number_of_judgment(found: Any) -> bool:
     """Return whether it is 0 or 1, as a table of text may write it as well."""
-    return not isinstance(found, bool | list | dict) and not _is_true_or_false(found) and judgement(found) is not None
+    return not isinstance(found, bool | list | dict) and not _is_true_or_false(found) and judgment(found) is not None
 
 
 def _is_of_thread(row: Row, name: str, found: Any) -> bool:

@@ -107,6 +107,6 @@ def is_talk(found: object) -> bool:
     return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
-def judgement(found: Any) -> bool | None:
+def judgment(found: Any) -> bool | None:
     """Return whether it says that an answer is wanted, as tables of text and numbers write it as well."""
     return LABELS.get(str(found).strip().lower())

@@ -27,7 +27,7 @@ from app.errors import DataError
 
 
 def policy_for(on_overflow: str, fmt: str) -> str:
-    """Resolve `auto`: split plain text, truncate labelled text, drop chats."""
+    """Resolve `auto`: split plain text, truncate labeled text, drop chats."""
     if on_overflow == "auto":
         return ROW_FORMATS[fmt].overflow
     assert on_overflow != "split" or fmt == "text", (on_overflow, fmt)
@@ -204,7 +204,7 @@ class _Pipeline:
         self._read_columns = {part for name in named if name is not None for part in (name, *name.split(JOIN))}
 
     def write(self, rows: Sequence[Located]) -> None:
-        """Render, tokenise and write a batch; DataError with the bad rows so far, if they are an error."""
+        """Render, tokenize and write a batch; DataError with the bad rows so far, if they are an error."""
         rendered = [self._render(row) for _, row in rows]
         texts = [text for each in rendered if isinstance(each, RenderedRow) for text in each.samples]
         tokens = iter(self._encoder.encode(texts))

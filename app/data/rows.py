@@ -71,7 +71,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Text that is tokenised without a template; characters from `completion_start` on are trained."""
+    """Text that is tokenized without a template; characters from `completion_start` on are trained."""
 
     text: str
     completion_start: int = 0
@@ -117,7 +117,7 @@ def sides_of(content: Content) -> tuple[Conversation | Document | Example, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """One sample before tokenisation, with its loss mask as character spans."""
+    """One sample before tokenization, with its loss mask as character spans."""
 
     text: str
     spans: tuple[Span, ...]

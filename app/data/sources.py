@@ -14,7 +14,7 @@ from typing import Any
 
 from app.assets import locate
 from app.config.dataset import RANDOM, key_of, sources_of
-from app.config.kinds import LABELLED_FORMATS
+from app.config.kinds import LABELED_FORMATS
 from app.config.schema import DatasetConfig, RandomRowsConfig
 from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, named_tags, read_file, require_prose
 from app.data.rows import PACKED_FILES, TAGGED_FILES, DataFile, Located, escaped, extension, open_file
@@ -31,7 +31,7 @@ class RandomRows:
     name: str
     key: str
     config: RandomRowsConfig
-    labelled: bool  # whether a row has its label beside the text
+    labeled: bool  # whether a row has its label beside the text
     split: str = ""
     left_out: tuple[str, ...] = ()
     other_splits: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class RandomRows:
             label = str(labels[index % made.classes])
             count = made.length if made.shortest is None else int(draw.integers(made.shortest, made.length + 1))
             text = " ".join([label, *words[draw.integers(_WORDS, size=count - 1)]])
-            yield f"random row {index}", {"text": text} | ({"label": label} if self.labelled else {})
+            yield f"random row {index}", {"text": text} | ({"label": label} if self.labeled else {})
 
     def fingerprint(self) -> str:
         return hashlib.sha256(repr(("random rows 1", self.key.endswith("eval_path"), self.config)).encode()).hexdigest()
@@ -322,7 +322,7 @@ def files_hash(files: Iterable[tuple[Path, str]]) -> str:
 def open_source(path: str, key: str, config: DatasetConfig, split: str | None) -> Source:
     """Open one split; of a folder of files, all of them if `split` is None."""
     if path == RANDOM:
-        return RandomRows(path, key, config.random, labelled=config.format in ("auto", *LABELLED_FORMATS))
+        return RandomRows(path, key, config.random, labeled=config.format in ("auto", *LABELED_FORMATS))
     place = Path(locate(path)).expanduser()
     if _is_hub_id(path):
         is_other = key == "dataset.eval_path" and path != config.path  # the revision of the first does not hold for it

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from app.data.labels import LABELLINGS
+from app.data.labels import LABELINGS
 from app.data.tokenizer import Tokenizer, Tokens
 from app.errors import EnvironmentProblem
 from app.files import fsync
@@ -127,13 +127,13 @@ def _values(array: Any) -> NDArray[Any]:
 class TokenRows:
     """Immutable rows; a selection shares the record batches of the whole, and a mix those of its sources.
 
-    `labelling` says what the text of a label is.
+    `labeling` says what the text of a label is.
     """
 
     def __init__(
-        self, *batches: RecordBatchView, chosen: NDArray[np.int64] | None = None, labelling: str = "single"
+        self, *batches: RecordBatchView, chosen: NDArray[np.int64] | None = None, labeling: str = "single"
     ) -> None:
-        self.labelling = labelling
+        self.labeling = labeling
         self._batches = batches
         self._firsts: NDArray[np.int64] = np.cumsum([0, *map(len, batches)])
         self._chosen = np.arange(self._firsts[-1]) if chosen is None else chosen
@@ -142,15 +142,15 @@ class TokenRows:
     def concat(cls, parts: Sequence["TokenRows"]) -> "TokenRows":
         before = np.cumsum([0, *(part._firsts[-1] for part in parts)])
         chosen = [part._chosen + first for part, first in zip(parts, before, strict=False)]
-        batches, labelling = [batch for part in parts for batch in part._batches], parts[0].labelling
-        return cls(*batches, chosen=np.concatenate(chosen), labelling=labelling)
+        batches, labeling = [batch for part in parts for batch in part._batches], parts[0].labeling
+        return cls(*batches, chosen=np.concatenate(chosen), labeling=labeling)
 
-    def labelled_as(self, labelling: str) -> "TokenRows":
+    def labeled_as(self, labeling: str) -> "TokenRows":
         """The same rows, their labels read otherwise."""
-        return TokenRows(*self._batches, chosen=self._chosen, labelling=labelling)
+        return TokenRows(*self._batches, chosen=self._chosen, labeling=labeling)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> "TokenRows":
-        return TokenRows(*self._batches, chosen=self._chosen[np.asarray(indices, np.int64)], labelling=self.labelling)
+        return TokenRows(*self._batches, chosen=self._chosen[np.asarray(indices, np.int64)], labeling=self.labeling)
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -200,7 +200,7 @@ class TokenRows:
         """Rows, or places, of each class that occurs, in the order of `in_order`; empty where rows have no labels."""
         counted = Counter[str]()
         for label, number in self.labels.items():
-            for name in LABELLINGS[self.labelling].classes(label):
+            for name in LABELINGS[self.labeling].classes(label):
                 counted[name] += number
         return {name: counted[name] for name in in_order(counted)}
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
-from app.config.kinds import CHAT_FORMATS, LABELLED_FORMATS, TAGGED_FORMATS
+from app.config.kinds import CHAT_FORMATS, LABELED_FORMATS, TAGGED_FORMATS
 from app.data.rows import RenderedText, Span
 from app.errors import ConfigError
 
@@ -21,9 +21,9 @@ Weights = NDArray[np.float32]
 Tokenizer = Any  # a fast tokenizer of transformers
 
 PIECE_CHARS = 1 << 18  # of a long document that are one text to the tokenizer
-MAX_TOKEN_CHARS = 64  # on average: a longer text is over-long before it is tokenised
+MAX_TOKEN_CHARS = 64  # on average: a longer text is over-long before it is tokenized
 _PIECES_AT_ONCE = 8  # a token takes some hundred bytes until it is a number
-_PROBE = " Two  words,\nÉ "  # what a wrapper may strip, lower or normalise
+_PROBE = " Two  words,\nÉ "  # what a wrapper may strip, lower or normalize
 _LONE_LINE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")  # byte-level tokenizers join nothing across it
 
 
@@ -35,7 +35,7 @@ def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
             " set model.chat_template=FILE or one of the names that ship"
         )
     has_end = tokenizer.eos_token_id is not None or tokenizer.sep_token_id is not None
-    if fmt not in (*CHAT_FORMATS, *LABELLED_FORMATS, *TAGGED_FORMATS) and not has_end:
+    if fmt not in (*CHAT_FORMATS, *LABELED_FORMATS, *TAGGED_FORMATS) and not has_end:
         raise ConfigError(f"model.tokenizer: it has no end-of-text token, and dataset.format={fmt} needs one")
 
 
@@ -48,7 +48,7 @@ def separates_pairs(tokenizer: Tokenizer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One tokenised sample."""
+    """One tokenized sample."""
 
     ids: Ids
     loss_mask: Mask  # which tokens the model must predict, or of which words the tags
@@ -82,7 +82,7 @@ class Encoder:
         self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
 
     def encode(self, texts: Sequence[RenderedText]) -> list[Tokens]:
-        """Tokenise in one batch, which keeps the tokenizer's threads busy. No first token is trained."""
+        """Tokenize in one batch, which keeps the tokenizer's threads busy. No first token is trained."""
         if texts and texts[0].is_example:  # then all are: it follows from the format
             return list(self._encode_examples(texts))
         max_chars = max(PIECE_CHARS, MAX_TOKEN_CHARS * self._max_length)
@@ -146,7 +146,7 @@ class Encoder:
         return Tokens(ids, mask, glued, endless, weights)
 
     def _encode_long(self, text: RenderedText) -> Tokens:
-        """Tokenise in pieces, so that memory does not grow with the document; all of it is trained."""
+        """Tokenize in pieces, so that memory does not grow with the document; all of it is trained."""
         joined = np.concatenate([np.zeros(0, np.int32), *self._ids_of_pieces(text.text)])
         return self._as_document(joined, np.ones(len(joined), np.bool_), glued=False)
 
@@ -181,7 +181,7 @@ def _as_ids(values: Sequence[int]) -> Ids:
 
 
 def _is_long(text: RenderedText) -> bool:
-    """Whether to tokenise it in pieces. Only plain text is: elsewhere characters decide what is trained."""
+    """Whether to tokenize it in pieces. Only plain text is: elsewhere characters decide what is trained."""
     return text.raw and len(text.text) > PIECE_CHARS and text.spans == ((0, len(text.text)),)
 
 

@@ -125,7 +125,7 @@ def resampled(sums: NDArray[np.float64], clusters: NDArray[np.uint64], groups: i
     """[RESAMPLES, columns]: sums over rows that were drawn again with replacement, whole clusters at a time.
 
     `clusters` are hashes, so their order is random but independent of the order of rows in a file. Many clusters are
-    drawn in `groups` of neighbours: sums over many rows have the same spread, at a bounded cost.
+    drawn in `groups` of neighbors: sums over many rows have the same spread, at a bounded cost.
     """
     names, cluster = np.unique(clusters, return_inverse=True)
     of_group = cluster * min(groups, len(names)) // len(names)

@@ -89,7 +89,7 @@ class Evaluation(FinishedRun):
 
     @property
     def rows_are(self) -> str:
-        """`held_out`, `trained_on` or `other`: rows are recognised by their tokens, not by their file."""
+        """`held_out`, `trained_on` or `other`: rows are recognized by their tokens, not by their file."""
         known = {self.hashes.get("train"): "trained_on", self.hashes.get("eval"): "held_out"}
         return known.get(self.rows.fingerprint, "other")
 

@@ -36,7 +36,7 @@ from app.finished.inference import load_tuned_tokenizer
 from app.model.decoding import end_ids
 from app.pages.model_card import Loading
 
-LICENCES = ("LICENSE*", "NOTICE*", "USE_*")
+LICENSES = ("LICENSE*", "NOTICE*", "USE_*")
 NOT_READ = "llama.cpp did not read it: pip install xllamacpp for that"
 # nats that the mean loss in llama.cpp may differ by, relative to one above 1: it rounds activations as it does weights
 QUANTS = {"bf16": 0.02, "f16": 0.02, "q8_0": 0.05, "q4_0": 0.5}
@@ -72,7 +72,7 @@ class GgufExport(GgufFile):
 
     @property
     def copied(self) -> dict[str, Path]:
-        return {name: file for name, file in super().copied.items() if any(map(Path(name).match, LICENCES))}
+        return {name: file for name, file in super().copied.items() if any(map(Path(name).match, LICENSES))}
 
     @cached_property
     def model(self) -> Described:
@@ -238,7 +238,7 @@ class ConvertedExport(GgufFile):
         if kind != quant:
             run_program(given, str(_quantizer(place)), str(made), str(folder / self.name), quant.upper())
             made.unlink()
-        for file in [file for pattern in LICENCES for file in whole.glob(pattern)]:
+        for file in [file for pattern in LICENSES for file in whole.glob(pattern)]:
             file.rename(folder / file.name)
         shutil.rmtree(whole)
         (folder / "Modelfile").write_text(f"FROM ./{self.name}\n", encoding="utf-8")

@@ -24,7 +24,7 @@ class Kind(NamedTuple):
     """What llama.cpp's model of an architecture reads otherwise than transformers'."""
 
     architecture: str  # its name in gguf.MODEL_ARCH
-    pairs: bool = False  # RoPE turns neighbouring rows of q and k, not those half a head apart
+    pairs: bool = False  # RoPE turns neighboring rows of q and k, not those half a head apart
     norm_offset: float = 0.0  # added to what the files have of a norm
     window_every: int = 0  # of so many layers the last one alone sees all tokens
 

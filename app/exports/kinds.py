@@ -38,7 +38,7 @@ _WITH_TEXT = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _WITH_WEIGHTS = ("*processor*_config.json", "processor_config.json", *_WITH_TEXT)
 # Relative difference of logits computed twice in fp32 by kernels that add in another order.
 _FP32_TOLERANCE = 1e-5
-# Half the distance of neighbouring numbers: the largest relative change of a weight by rounding.
+# Half the distance of neighboring numbers: the largest relative change of a weight by rounding.
 _ROUNDING_ERROR = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 0.0}
 
 
@@ -157,7 +157,7 @@ class AdapterExport(Export):
 
 
 class MergedExport(Export):
-    """Base and adapter as one model, or a fully tuned one, with tokenizer, licences and other files beside weights."""
+    """Base and adapter as one model, or a fully tuned one, with tokenizer, licenses and other files beside weights."""
 
     merged_dtype: ClassVar[str | None] = None  # in place of the `dtype` that is asked for
 
@@ -224,7 +224,7 @@ _QUANTS = {
 
 
 class QuantizedExport(MergedExport):
-    """The merged model with the linear layers of its backbone quantised by bitsandbytes, which transformers loads."""
+    """The merged model with the linear layers of its backbone quantized by bitsandbytes, which transformers loads."""
 
     measure = "kl"
     digest: str  # of the model that was written
@@ -232,7 +232,7 @@ class QuantizedExport(MergedExport):
     @cached_property
     def merge(self) -> Merge:
         """With linear layers of the base as they are stored, where training packed them as the export does: of packed
-        numbers a second rounding would undo every update below half the distance of neighbours. What LoftQ begins with
+        numbers a second rounding would undo every update below half the distance of neighbors. What LoftQ begins with
         is right beside packed numbers alone.
         """
         merge, trained = super().merge, self.sections
@@ -263,7 +263,7 @@ class QuantizedExport(MergedExport):
         return super().bytes + self.bytes
 
     def write(self, folder: Path) -> int:
-        """Quantise the merged files, which vanish before others take their names."""
+        """Quantize the merged files, which vanish before others take their names."""
         rounded = super().write(folder)
         task, dtype = task_of(self.sections.task), EXPORTED[self.config.dtype]
         outside = self.evaluation.base.linear_outside
@@ -291,7 +291,7 @@ class QuantizedExport(MergedExport):
 
     def on_card(self, loading: Loading, verified: Verification) -> Loading:
         quantized = (
-            f"Quantised to {self.config.quant} by bitsandbytes, which loads it. KL from the model of the run: "
+            f"Quantized to {self.config.quant} by bitsandbytes, which loads it. KL from the model of the run: "
             f"{verified.kl:.2g} nats, the mean of {verified.positions} positions of {verified.rows} rows "
             f"({verified.rows_are.replace('_', ' ')})."
         )

@@ -49,7 +49,7 @@ def load(plan: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def round_stacks(lm: torch.nn.Module, names: list[str], given: dict[str, Any]) -> None:
-    """Round stacks of experts in place, which transformers does not quantise, as bitsandbytes rounds their rows."""
+    """Round stacks of experts in place, which transformers does not quantize, as bitsandbytes rounds their rows."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     for name in names:

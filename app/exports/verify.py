@@ -41,7 +41,7 @@ class Verification:
     tolerance_is: str
     tolerance_of: str = "difference"  # or kl, or loss_difference
     difference: float | None = None  # all logits together, relative
-    kl: float | None = None  # from the run's model to a quantised one, nats a position
+    kl: float | None = None  # from the run's model to a quantized one, nats a position
     loss_difference: float | None = None  # in a program that gives no logits: nats, relative to a loss above 1
     lost_margin: float | None = None  # the most, in nats, by which the run's model prefers a token that that does not
     largest_difference: float | None = None  # of one logit, relative to the largest
@@ -75,7 +75,7 @@ class Verification:
         ]
         if self.training_loss is not None:
             lines.append(
-                f"the base is loaded unquantised; on that of training the loss is {self.training_loss:.4f}, and logits "
+                f"the base is loaded unquantized; on that of training the loss is {self.training_loss:.4f}, and logits "
                 f"differ by {self.training_difference:.1e}"
             )
         return "\n".join(lines)
@@ -129,7 +129,7 @@ def reference_of(evaluation: Evaluation) -> Reference:
     model = evaluation.model(tuned=True).eval()
     reload.in_fp32(model)
     torch.set_float32_matmul_precision("highest")
-    rows, targets = _labelled(evaluation, model)
+    rows, targets = _labeled(evaluation, model)
     found = reload.logits(model.language_model, rows, str(evaluation.runtime.device))
     del model
     gc.collect()
@@ -216,8 +216,8 @@ def _relative(given: list[Tensor], found: list[Tensor]) -> float | None:
     return difference if math.isfinite(difference) else None
 
 
-def _labelled(evaluation: Evaluation, model: TrainingModel) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The first short rows, else the shortest, of a pair the wanted answer, and the targets of the last labelled
+def _labeled(evaluation: Evaluation, model: TrainingModel) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The first short rows, else the shortest, of a pair the wanted answer, and the targets of the last labeled
     positions of each.
     """
     rows = evaluation.rows

@@ -53,7 +53,7 @@ def load_tuned(
 ) -> Any:
     """The tuned model of a run folder; `adapter=False` leaves the adapter off. `seed` is that of the run.
 
-    The base is quantised as it was in training where an adapter has learnt to make up for those very rounding errors.
+    The base is quantized as it was in training where an adapter has learnt to make up for those very rounding errors.
     """
     final = run / "final"
     has_adapter = _is_adapter(final)

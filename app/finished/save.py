@@ -136,7 +136,7 @@ def write_config(lm: Any, dtype: torch.dtype, folder: Path) -> None:
 def save_base(training_model: TrainingModel, tokenizer: Any, folder: Path, drawn: Any = None) -> None:
     """A base of random weights, as it was before any adapter: nothing else could make it again.
 
-    Of a quantised or sharded one the weights are `drawn` once more: any tool reads them, and packed again they give the
+    Of a quantized or sharded one the weights are `drawn` once more: any tool reads them, and packed again they give the
     same bytes.
     """
     lm: Any = training_model.language_model
@@ -253,7 +253,7 @@ class Merge:
     quantized: frozenset[str]  # during training
     transposed: frozenset[str]  # stored [in, out]
     quantizer: Quantizer | None
-    base_dtype: torch.dtype  # in training, of what was not quantised
+    base_dtype: torch.dtype  # in training, of what was not quantized
     out: torch.dtype
     converted: ConvertedWeights
     as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 in any case, and what is beside a text part
@@ -362,7 +362,7 @@ def plan_merge(
     *,
     text_alone: bool = False,
 ) -> Merge:
-    """Find every weight that was quantised or has an adapter in the files of `sections.model.path`, or refuse.
+    """Find every weight that was quantized or has an adapter in the files of `sections.model.path`, or refuse.
 
     `final`: folder of the adapter, for modules that were trained as a whole. `text_alone`: leave out other towers.
     """
@@ -419,7 +419,7 @@ def _resized(
 
 
 def _packed_weights(lm: Any, quantizer: Quantizer | None) -> list[str]:
-    """Names of the weights that a quantised base has packed."""
+    """Names of the weights that a quantized base has packed."""
     if quantizer is None:
         return []
     stacks = stacks_of(lm) if quantizer.packs_experts else []
@@ -449,7 +449,7 @@ def _mergeable(folder: Path) -> Path:
     given = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if given and given.get("quant_method") not in UNPACKED:
         raise ConfigError(
-            f"kind=merged: the weights in {folder} are quantised already, and nothing is merged into such. "
+            f"kind=merged: the weights in {folder} are quantized already, and nothing is merged into such. "
             "Give kind=adapter."
         )
     return folder

@@ -51,7 +51,7 @@ def linear_4bit(weight: Tensor, bias: Any, kind: str, *, double_quant: bool, com
     if layer.quant_state is not None:
         attributes |= {"quant_state": layer.quant_state, "bnb_quantized": True, "module": layer}
     layer.weight = Params4bit(data, requires_grad=False, **attributes)
-    layer.weight._is_hf_initialized = True  # a parent's initialisation must not draw over the bytes
+    layer.weight._is_hf_initialized = True  # a parent's initialization must not draw over the bytes
     layer.bias = bias
     result: nn.Module = layer.requires_grad_(False)
     return result
@@ -104,7 +104,7 @@ def fake(layer: Any) -> None:
 
 
 def _forward_4bit(self: Any, x: Tensor) -> Tensor:
-    """Forward with the quantisation state that the layer holds: bitsandbytes' own makes a parameter of a weight that
+    """Forward with the quantization state that the layer holds: bitsandbytes' own makes a parameter of a weight that
     FSDP gathered. On CPUs with avx512_bf16 that also rearranges every weight in place at the first evaluation: the next
     step would compute with other numbers, and a continued run with others again.
     """

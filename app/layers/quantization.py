@@ -28,10 +28,10 @@ _FP8_MIN_CAPABILITY = (8, 9)  # Ada, the first GPUs with fp8; then Hopper
 
 
 class Quantizer(ABC):
-    """One kind of quantisation: what building, loading and planning a model ask."""
+    """One kind of quantization: what building, loading and planning a model ask."""
 
     kind: str  # as quantization.kind has it
-    # whether the adapter has learnt to make up for the rounding: then it is used later on a base quantised alike
+    # whether the adapter has learnt to make up for the rounding: then it is used later on a base quantized alike
     needed_by_adapter: bool
     packs_experts = True  # whether stacks of experts too
     packs = True  # whether weights are stored in fewer bits, and frozen; else they are trained, and rounded when used
@@ -46,37 +46,37 @@ class Quantizer(ABC):
         self.finish(lm)
 
     def finish(self, lm: Any) -> None:
-        """Prepare a model with all of its layers quantised."""
+        """Prepare a model with all of its layers quantized."""
         left = backbone_linear_layers(lm)
-        assert not left, f"not quantised: {left}"
+        assert not left, f"not quantized: {left}"
 
     @abstractmethod
     def quantized(self, layer: Any) -> nn.Module:
         """The frozen layer that replaces a plain linear one."""
 
     def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] of a quantised layer; of a kind that packs weights."""
+        """The weight [out, in] of a quantized layer; of a kind that packs weights."""
         raise NotImplementedError(f"unpacked: the weight of a layer in {self.kind}")
 
     def share_state(self, quantized: nn.Module, layer: nn.Module) -> None:  # noqa: B027
-        """`layer`, quantised on meta, takes what `quantized` knows of its bytes beside parameters and buffers."""
+        """`layer`, quantized on meta, takes what `quantized` knows of its bytes beside parameters and buffers."""
 
     def use_stored_shapes(self, network: nn.Module) -> None:  # noqa: B027
-        """On meta: parameters of quantised layers in the shapes of their bytes, as FSDP gathers them."""
+        """On meta: parameters of quantized layers in the shapes of their bytes, as FSDP gathers them."""
 
     def fake(self, layer: nn.Module) -> None:  # noqa: B027
-        """Make what a layer quantised on meta stores beside parameters and buffers, for a plan on fake tensors."""
+        """Make what a layer quantized on meta stores beside parameters and buffers, for a plan on fake tensors."""
 
     def constants(self, network: nn.Module) -> list[Tensor]:  # noqa: ARG002
-        """What the quantised layers inside `network` hold beside parameters and buffers."""
+        """What the quantized layers inside `network` hold beside parameters and buffers."""
         return []
 
     @abstractmethod
     def rounded(self, weight: Tensor) -> Tensor:
-        """A weight [out, in] as the quantised layer has it, in the dtype that it came in."""
+        """A weight [out, in] as the quantized layer has it, in the dtype that it came in."""
 
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
-        """Why a layer of these sizes cannot be quantised."""
+        """Why a layer of these sizes cannot be quantized."""
         return None
 
     def require_quantizable(self, given: ModelConfig, lm: Any) -> None:
@@ -86,7 +86,7 @@ class Quantizer(ABC):
         def refuse(reason: str) -> None:
             source = "model.architecture" if given.weights == "random" else f"model.path={given.path}"
             raise ConfigError(
-                f"quantization.kind={self.kind}: a model of kind {kind} ({source}) cannot be quantised here: "
+                f"quantization.kind={self.kind}: a model of kind {kind} ({source}) cannot be quantized here: "
                 f"{reason}. Set {'recipe=lora or ' * self.packs}quantization=none, or choose another model."
             )
 
@@ -103,7 +103,7 @@ class Quantizer(ABC):
                 refuse(reason)
 
     def missing_on(self, device: torch.device) -> str | None:  # noqa: ARG002
-        """What `device` lacks to compute with quantised layers, and what to do."""
+        """What `device` lacks to compute with quantized layers, and what to do."""
         return None
 
     def notes(self, device: str) -> list[str]:  # noqa: ARG002
@@ -111,7 +111,7 @@ class Quantizer(ABC):
         return []
 
     def bitsandbytes_arguments(self, outside: list[str]) -> dict[str, Any] | None:  # noqa: ARG002
-        """Plain arguments of BitsAndBytesConfig that quantise alike, `outside` left alone; None: there are none."""
+        """Plain arguments of BitsAndBytesConfig that quantize alike, `outside` left alone; None: there are none."""
         return None
 
 
@@ -217,7 +217,7 @@ class Fp8(Bits8):
 
 
 class Qat(Quantizer):
-    """Quantisation-aware training by torchao: the weights of an ordinary model, rounded in each forward pass."""
+    """Quantization-aware training by torchao: the weights of an ordinary model, rounded in each forward pass."""
 
     kind = "qat"
     needed_by_adapter = False
@@ -227,12 +227,12 @@ class Qat(Quantizer):
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
         self.card = (
-            f"Trained for quantisation by torchao to {scheme} (groups of {_QAT_GROUP} weights); stored as it was "
-            "before rounding. So quantised it computes as in training; loaded as above, slightly otherwise."
+            f"Trained for quantization by torchao to {scheme} (groups of {_QAT_GROUP} weights); stored as it was "
+            "before rounding. So quantized it computes as in training; loaded as above, slightly otherwise."
         )
 
     def config(self) -> Any:
-        """What torchao's `quantize_` quantises the trained model with."""
+        """What torchao's `quantize_` quantizes the trained model with."""
         from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerGroup
 
         bits, group = torch.int4, PerGroup(_QAT_GROUP)  # type: ignore[attr-defined]
@@ -287,7 +287,7 @@ QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer |
 
 
 def quantizer_of(config: QuantizationConfig, compute: torch.dtype) -> Quantizer | None:
-    """The quantiser of the base, None where it is not quantised."""
+    """The quantizer of the base, None where it is not quantized."""
     return QUANTIZATIONS[config.kind](config, compute)
 
 
@@ -314,20 +314,20 @@ def other_linear_layers(lm: Any) -> list[str]:
 
 
 def backbone_linear_layers(lm: Any) -> list[str]:
-    """Names of the layers that a quantiser replaces."""
+    """Names of the layers that a quantizer replaces."""
     read_past = layers_read_past(lm)
     linear = (name for name, layer in lm.named_modules() if is_linear(layer) and in_backbone(lm, name))
     return [name for name in linear if name not in read_past]
 
 
 def quantization_after_training(config: QuantizationConfig) -> QuantizationConfig:
-    """The quantisation of the base on which the adapter is used later."""
+    """The quantization of the base on which the adapter is used later."""
     quantizer = quantizer_of(config, torch.float32)
     return config if quantizer is None or quantizer.needed_by_adapter else QuantizationConfig(kind="none")
 
 
 def missing_hardware(config: QuantizationConfig, device: torch.device) -> str | None:
-    """What `device` lacks for the quantisation, and what to do."""
+    """What `device` lacks for the quantization, and what to do."""
     quantizer = quantizer_of(config, torch.float32)
     return None if quantizer is None else quantizer.missing_on(device)
 

@@ -17,7 +17,7 @@ from app.distributed.process_group import default_device
 from app.layers.attention import own_attention
 from app.layers.quantization import quantization_after_training, require_hardware
 from app.memory.estimate import Hardware, check_fit, machine_of, planned_choices, time_bound
-from app.memory.fake_tensors import FakeTensorFallbacks, MetaModel, materialise
+from app.memory.fake_tensors import FakeTensorFallbacks, MetaModel, materialize
 from app.memory.planner import COSTS, Planned, Planner, Suggestions, random_if_missing
 from app.memory.trace import Shape
 from app.training.auto_settings import offload_notes, sections_of, size_notes
@@ -149,7 +149,7 @@ def plan_answers(planned: Planned, answers: AnswersConfig, machine: Hardware) ->
     lm = getattr(network, "get_base_model", lambda: network)()
     lm.set_attn_implementation(own_attention(lm))
     with FakeTensorMode(allow_non_fake_inputs=True), FakeTensorFallbacks(), torch.no_grad():  # type: ignore[no-untyped-call]
-        materialise(network, sections)
+        materialize(network, sections)
         constants = [] if sections.quantizer is None else sections.quantizer.constants(network)
         counter.hold("weights", [*network.parameters(), *network.buffers(), *constants])
         weights = counter.current

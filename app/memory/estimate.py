@@ -214,7 +214,7 @@ _SHARE = 0.025
 _SHARE_WITHOUT_EXPANDABLE_SEGMENTS = 0.12
 
 _UNPACKS = 3  # of a 4-bit weight in a micro-batch: forward, recomputed forward, backward
-_UNPACK_BYTES_PER_WEIGHT = 2.5  # extra memory traffic of a 4-bit weight that is dequantised to bf16
+_UNPACK_BYTES_PER_WEIGHT = 2.5  # extra memory traffic of a 4-bit weight that is dequantized to bf16
 _PCIE_BYTES_PER_SECOND = 50e9  # PCIe 5 with pinned memory
 _PRECISIONS_AT_BF16_RATE = ("bf16", "fp16", "auto")
 
@@ -343,7 +343,7 @@ def time_bound(plan: MemoryPlan, shape: Shape, machine: Hardware, precision: str
 
 
 def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Hardware) -> float:
-    """Relative time of a token: compute, dequantisation if the bandwidth is known, and copies to the host and back.
+    """Relative time of a token: compute, dequantization if the bandwidth is known, and copies to the host and back.
 
     Meaningful only in comparison with other settings on the same machine.
     """

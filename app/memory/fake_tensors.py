@@ -47,7 +47,7 @@ class MetaModel:
             self.period = self.depth
 
     def network(self, depth: int) -> nn.Module:
-        """Network of so many layers, quantised and with its adapter; no layer is recomputed yet."""
+        """Network of so many layers, quantized and with its adapter; no layer is recomputed yet."""
         sections = self.sections
         with torch.device("meta"):
             lm = _truncated(self._lm, depth)
@@ -125,7 +125,7 @@ def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _like(func(_like(left, torch.bfloat16), _like(right, torch.bfloat16), *rest, **kwargs), left.dtype)
 
 
-def materialise(network: nn.Module, sections: ModelSections) -> None:
+def materialize(network: nn.Module, sections: ModelSections) -> None:
     """Replace meta parameters and buffers in place; tied ones stay tied."""
     replaced: dict[int, Any] = {}
     quantizer = sections.quantizer

@@ -400,7 +400,7 @@ class Suggestions:
                 kept: dict[str, Any] = {name: size for name, size in sizes.items() if f"batching.{name}" not in keys}
                 run = replace(run, batching=replace(run.batching, **kept))
             return self._planner.at(run)
-        except ConfigError:  # found only with the model: a base that cannot be quantised
+        except ConfigError:  # found only with the model: a base that cannot be quantized
             return None
 
 

@@ -20,14 +20,14 @@ from app.batch import Batch, LossWeights, PackedSequences
 from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
-from app.data.objectives import LabelledTokens, NextToken
+from app.data.objectives import LabeledTokens, NextToken
 from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
 from app.distributed.process_group import HostGroup, Runtime, fake_device_mesh
 from app.layers.activation_checkpointing import HostOffload, repeated_layers
 from app.layers.operations import COSTS, as_on_gpu
 from app.layers.recurrent import recurrent_mixers
 from app.memory.compiled_layers import Compiled
-from app.memory.fake_tensors import PLANNED_AS, CudaAutocast, FakeTensorFallbacks, MetaModel, PagedStates, materialise
+from app.memory.fake_tensors import PLANNED_AS, CudaAutocast, FakeTensorFallbacks, MetaModel, PagedStates, materialize
 from app.model import losses
 from app.model.build import assemble, group_experts
 from app.model.losses import Loss
@@ -151,12 +151,12 @@ def backward_phase(layer: int, plain: int, recomputed: int, *, shards: bool = Fa
     if recomputed > 1 or shards:
         phases = {1: BACKWARD_SECOND} | phases
     if shards:
-        neighbours = {
+        neighbors = {
             recomputed - 2: BACKWARD_SECOND_LAST_RECOMPUTED,
             recomputed + 1: BACKWARD_SECOND_STORED,
             last - 1: BACKWARD_SECOND_LAST,
         }
-        phases = neighbours | phases
+        phases = neighbors | phases
     return phases.get(layer, BACKWARD_BETWEEN)
 
 
@@ -312,7 +312,7 @@ def worst_case(run: RunConfig) -> Shape:
     if run.batching.packing:
         full, rest = divmod(run.batching.bin_tokens, longest)
         lengths = [longest] * full + [rest] * bool(rest)
-    objective = _Unlabelled(open_base(run.model, run.task).is_bidirectional, has_pairs(run.dataset))
+    objective = _Unlabeled(open_base(run.model, run.task).is_bidirectional, has_pairs(run.dataset))
     rows: Any = lengths  # which is all that the objective reads of them
     batch = layout_of(run, count, objective).batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0)
     labels = IMPLEMENTATIONS[run.task.kind].most_labels(run.task, sum(lengths), len(lengths))
@@ -320,14 +320,14 @@ def worst_case(run: RunConfig) -> Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unlabelled(NextToken):
+class _Unlabeled(NextToken):
     """An objective that needs no tokenizer: rows are lengths, of zeros without labels."""
 
     pairs: bool = False
 
-    def label(self, rows: Any, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002
+    def label(self, rows: Any, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002
         none = np.zeros(0, np.int64)
-        return (LabelledTokens(np.zeros(rows[i], np.int32), none, none, second_start=0 if self.pairs else -1),)
+        return (LabeledTokens(np.zeros(rows[i], np.int32), none, none, second_start=0 if self.pairs else -1),)
 
 
 # ---- trace
@@ -382,7 +382,7 @@ def trace(
             modes.enter_context(as_on_gpu())
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
-        materialise(network, sections)
+        materialize(network, sections)
         _wrap_layers(network, step_flops, compiled, on_gpu=settings.on_gpu)
         host = HostOffload("meta" if settings.on_gpu else "cpu") if sections.offload else None
         loss = _planned_loss(run)

@@ -99,7 +99,7 @@ class ModelSections:
 
     @property
     def base_dtype(self) -> torch.dtype:
-        """Data type of the base's weights that are not quantised."""
+        """Data type of the base's weights that are not quantized."""
         return DTYPES[self.trained if self.adapter.kind == "none" else self.precision].base
 
 
@@ -204,7 +204,7 @@ def _begin_adapter(
 
 
 def _lost_by_packing(sections: ModelSections, device: torch.device, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights [out, in] of the base less what its quantiser makes of them, read once more, one at a time."""
+    """Weights [out, in] of the base less what its quantizer makes of them, read once more, one at a time."""
     options, quantizer = LoadOptions(sections.base_dtype, device, "eager"), sections.quantizer
     assert quantizer is not None
     for name, weight in open_weights(sections.model, task_of(sections.task), options, seed).linear_weights():
@@ -273,7 +273,7 @@ def open_training_base(sections: ModelSections, device: torch.device, seed: int)
 
 
 def random_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
-    """A random base drawn once more and kept in memory of the host, as it is before it is quantised or sharded."""
+    """A random base drawn once more and kept in memory of the host, as it is before it is quantized or sharded."""
     options = LoadOptions(DTYPES[sections.precision].base, device, "eager")
     base = open_weights(sections.model, task_of(sections.task), options, seed)
 

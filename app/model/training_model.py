@@ -96,9 +96,9 @@ class TrainingModel(nn.Module):
         """
         with self.autocast(batch.ids.device):
             if self.router_loss is None:
-                return self.loss.of_states(self, self._labelled_rows(batch), batch), batch.num_labels
+                return self.loss.of_states(self, self._labeled_rows(batch), batch), batch.num_labels
             with self.router_loss.reading():
-                rows = self._labelled_rows(batch)
+                rows = self._labeled_rows(batch)
                 balance = self.router_loss.of(batch)
             loss = self.loss.of_states(self, rows, batch) + self.router_loss.coefficient * balance
             return loss, batch.num_labels
@@ -108,7 +108,7 @@ class TrainingModel(nn.Module):
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each target, and the token or class that the model would have chosen."""
         with self.autocast(batch.ids.device):
-            rows = self._labelled_rows(batch)
+            rows = self._labeled_rows(batch)
             return self.loss.scores(self, rows, batch)
 
     def class_logits(self, rows: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class TrainingModel(nn.Module):
         )[0]
         return states
 
-    def _labelled_rows(self, batch: Batch) -> Tensor:
+    def _labeled_rows(self, batch: Batch) -> Tensor:
         return self.hidden_states(batch).flatten(0, 1).index_select(0, batch.label_rows)
 
     def places(

@@ -24,7 +24,7 @@ def flatten(state_dict: StateDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
     seen: set[int] = set()
     apart: dict[str, Tensor] = {}
     for name, tensor in sorted(tensors.items()):
-        # safetensors refuses tensors that share memory: all 8-bit states share one quantisation map
+        # safetensors refuses tensors that share memory: all 8-bit states share one quantization map
         address = tensor.untyped_storage().data_ptr()
         apart[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
@@ -134,7 +134,7 @@ def allocate_states(optimizer: Optimizer) -> int:
     groups = [dict(group) for group in optimizer.param_groups]
     # a OneByOne steps one parameter at a time: its copies are part of what must fit
     if callable(getattr(inner, "init_state", None)) and (inner is optimizer or inner.is_paged):
-        _initialise(inner)
+        _initialize(inner)
     elif skips_on_device(optimizer):
         step_unless(optimizer, torch.ones((), device=groups[0]["params"][0].device))
     else:
@@ -155,7 +155,7 @@ def drop_states(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def _initialise(optimizer: Any) -> None:
+def _initialize(optimizer: Any) -> None:
     for at, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if not optimizer.state[parameter]:

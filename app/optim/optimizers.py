@@ -388,7 +388,7 @@ def _sgd(config: OptimizerConfig, trained: Sequence[Trained]) -> SGD:
 
 
 def _start_momentum_at_zero(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Set momentum buffers to zero: if the first step is skipped, torch's fused SGD leaves them uninitialised."""
+    """Set momentum buffers to zero: if the first step is skipped, torch's fused SGD leaves them uninitialized."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter in parameters:
         if parameter.grad is not None and "momentum_buffer" not in optimizer.state[parameter]:

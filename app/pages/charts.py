@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from app.tracking.formatting import format_number
 
-COLOURS = 8
+COLORS = 8
 _THINNING_SEGMENTS = 75  # of a long line, with four points each
 _MAX_LINE_DOTS = 60
 _TICKS = 5
@@ -65,7 +65,7 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    colour: int = 0
+    color: int = 0
     kind: str = ""
 
 
@@ -76,13 +76,13 @@ class Dot:
     x: str
     y: str
     text: str
-    colour: int
+    color: int
     best: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Geometry of a chart. `lines` are classes with the points of each piece; `legend` has names and colours."""
+    """Geometry of a chart. `lines` are classes with the points of each piece; `legend` has names and colors."""
 
     quantity: Quantity
     x_name: str
@@ -121,11 +121,11 @@ class LineChart:
             across,
             up,
             lines=[
-                (f"c{each.colour % COLOURS} {each.kind}".strip(), _pieces(thinned(each.points), across, up))
+                (f"c{each.color % COLORS} {each.kind}".strip(), _pieces(thinned(each.points), across, up))
                 for each in shown
             ],
             dots=[dot for each in measured for dot in _line_dots(each, across, up, self.quantity.formatter)],
-            legend=[(each.name, each.colour % COLOURS) for each in shown if each.kind != "raw"]
+            legend=[(each.name, each.color % COLORS) for each in shown if each.kind != "raw"]
             if self.has_legend and len(shown) > 1
             else (),
             remarks=list(_remarks(measured)),
@@ -153,7 +153,7 @@ class DotChart:
         values = sorted({x for x, _, _ in self.dots})
         across = axis_of(values, may_log=True, min_log_ratio=_MIN_SWEPT_LOG_RATIO)
         if across.log and len(values) <= _MAX_SWEPT_TICKS:
-            across = replace(across, ticks=_labelled(values, format_number))
+            across = replace(across, ticks=_labeled(values, format_number))
         up = _vertical_axis(self.quantity, [y for _, y, _ in self.dots])
         marked = self.best(y for _, y, _ in self.dots)
         drawn = [
@@ -168,7 +168,7 @@ class DotChart:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar as a `share` of the longest possible one; `beyond` is drawn in another colour."""
+    """A bar as a `share` of the longest possible one; `beyond` is drawn in another color."""
 
     label: str
     share: float
@@ -177,7 +177,7 @@ class Bar:
 
 
 def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = None) -> list[Bar]:
-    """Histogram of tokens per sample from its first class with samples to its last, with neighbours joined."""
+    """Histogram of tokens per sample from its first class with samples to its last, with neighbors joined."""
     edges, samples = lengths["edges"], lengths["samples"]
     filled = [at for at, count in enumerate(samples) if count] or [0]
     end = filled[-1] + 1
@@ -211,7 +211,7 @@ def axis_of(
     if may_log and low > 0 and high / low >= min_log_ratio:
         margin = (high / low) ** _MARGIN
         low, high = low / margin, high * margin
-        return Axis(low, high, _labelled(_log_ticks(low, high), formatter), log=True)
+        return Axis(low, high, _labeled(_log_ticks(low, high), formatter), log=True)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= _MIN_RELATIVE_RANGE * max(abs(low), abs(high)):
@@ -225,7 +225,7 @@ def axis_of(
         apart = _MIN_END_DISTANCE * (high - low)
         inner = [tick for tick in ticks if tick == round(tick) and low + apart < tick < high - apart]
         ticks = [low, *inner, high]
-    return Axis(low, high, _labelled(ticks, formatter))
+    return Axis(low, high, _labeled(ticks, formatter))
 
 
 def _vertical_axis(quantity: Quantity, values: Sequence[float]) -> Axis:
@@ -266,7 +266,7 @@ def _line_dots(series: Series, across: Axis, up: Axis, formatter: Formatter) -> 
     for x, y in series.points if len(series.points) <= _MAX_LINE_DOTS else ():
         if y is not None:
             text = f"step {x:,.0f}: {series.name} {formatter(y)}"
-            yield Dot(percent(across.share(x)), percent(1 - up.share(y)), text, series.colour % COLOURS)
+            yield Dot(percent(across.share(x)), percent(1 - up.share(y)), text, series.color % COLORS)
 
 
 def _remarks(series: Sequence[Series]) -> Iterator[str]:
@@ -298,7 +298,7 @@ def _linear_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]  # rounding may put one just outside
 
 
-def _labelled(ticks: list[float], formatter: Formatter) -> list[tuple[float, str]]:
+def _labeled(ticks: list[float], formatter: Formatter) -> list[tuple[float, str]]:
     """Ticks with distinct labels."""
     labels = [formatter(tick) for tick in ticks]
     if len(set(labels)) < len(labels):

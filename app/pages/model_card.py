@@ -42,9 +42,9 @@ class Loading:
     dtype: str  # of the base
     base_place: str | None = None  # of a base with random weights, from the folder of the card
     quantization: str = "none"
-    bitsandbytes: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig that quantise alike
+    bitsandbytes: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig that quantize alike
     made_of: str = ""  # a sentence on what was put together
-    quantized: str = ""  # a sentence on how far the quantised model is from the one before
+    quantized: str = ""  # a sentence on how far the quantized model is from the one before
     commands: str = ""  # that load it, where no code of Python does
     own_classes: bool = False  # the adapter brings a config.json that names the classes
     needs_transformers_5: bool = False
@@ -108,13 +108,13 @@ def card_page(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mappi
             Section("Recipe", [settings, Code(_command(manifest), intro="The command:")]),
             Section("Data", [Table(("", "train", "held out"), list(_data(manifest)))]),
             Section("Metrics", [metrics, *([of_held_out] if result.get("final_metrics") else [])]),
-            Section("Licence", [Paragraph(_licence(model.get("licence_page")))]),
+            Section("License", [Paragraph(_license(model.get("licence_page")))]),
             Section("Made with", [Facts(list(_origin(manifest, result)))]),
         ],
     )
 
 
-def _licence(address: str | None) -> list[Inline]:
+def _license(address: str | None) -> list[Inline]:
     """A sentence, with a link if the address can be one."""
     is_link = address and address.startswith(("https://", "http://")) and not set(address) & set("<> \n\t")
     where: list[Inline] = [": ", Span(address, link=address if is_link else None)] if address else []
@@ -124,14 +124,14 @@ def _licence(address: str | None) -> list[Inline]:
 def _front(run: Mapping[str, Any], loading: Loading) -> str:
     """YAML metadata for hubs; JSON strings are YAML."""
     model = run["model"]
-    licence = {"license": "other", "license_name": "that-of-the-base", "license_link": model.get("licence_page")}
+    license = {"license": "other", "license_name": "that-of-the-base", "license_link": model.get("licence_page")}
     library = "peft" if loading.is_adapter else "transformers"
     named = {
         "library_name": "llama.cpp" if loading.commands else library,
         "pipeline_tag": _PIPELINES.get(loading.auto_class),
         **({"base_model": model["path"]} if _is_hub_id(model) else {}),
         **({"base_model_relation": "adapter" if loading.is_adapter else "finetune"} if _is_hub_id(model) else {}),
-        **(licence if model.get("licence_page") else {}),
+        **(license if model.get("licence_page") else {}),
     }
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in named.items() if value), "---"])
 
@@ -158,7 +158,7 @@ def _serving(run: Mapping[str, Any], loading: Loading) -> Iterator[Block]:
     elif loading.bitsandbytes is not None:
         learned = (
             "The adapter has learnt to make up for the rounding of its base to "
-            f"{QUANTIZATION_KINDS[loading.quantization].rounds_to}: on a base that is not quantised so, its answers "
+            f"{QUANTIZATION_KINDS[loading.quantization].rounds_to}: on a base that is not quantized so, its answers "
             "are others. For programs that load such a base, "
         )
         yield Paragraph((learned, *export))

@@ -413,16 +413,16 @@ def curves(run: SavedRun) -> list[LineChart]:
 
 
 def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
-    """Charts of several named runs, each in its own colour."""
+    """Charts of several named runs, each in its own color."""
     losses = {
         "eval_loss": replace(_LOSS, title="Eval loss"),
         "loss": replace(_LOSS, title="Training loss", axis="smoothed"),
     }
 
-    def series(key: str, name: str, run: SavedRun, colour: int) -> Series:
+    def series(key: str, name: str, run: SavedRun, color: int) -> Series:
         if key == "loss":
-            return _training_loss(name, run, colour)[-1]  # raw lines of several runs would hide each other
-        return Series(name, run.points(key), colour)
+            return _training_loss(name, run, color)[-1]  # raw lines of several runs would hide each other
+        return Series(name, run.points(key), color)
 
     return _logged(
         LineChart(kind, [series(key, name, run, at) for at, (name, run) in enumerate(runs)], has_legend=False)
@@ -430,13 +430,13 @@ def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
     )
 
 
-def _training_loss(name: str, run: SavedRun, colour: int = 0) -> list[Series]:
+def _training_loss(name: str, run: SavedRun, color: int = 0) -> list[Series]:
     """The line as it was logged, and its means where it is long enough to have any."""
     points = run.points("loss")
     means = smoothed(points)
     if not means:
-        return [Series(name, points, colour)]
-    return [Series(name, points, colour, "raw"), Series(f"{name}, smoothed", means, colour, "mean")]
+        return [Series(name, points, color)]
+    return [Series(name, points, color, "raw"), Series(f"{name}, smoothed", means, color, "mean")]
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:

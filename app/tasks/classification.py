@@ -13,9 +13,9 @@ from torch import Tensor
 from app.batch import Batch
 from app.config.kinds import PROBLEMS, text_of
 from app.config.schema import PreferenceConfig, RunConfig, TaskConfig
-from app.config.tasks import labelling_of
-from app.data.labels import LABELLINGS, parts_of
-from app.data.objectives import LabelledTokens, Objective
+from app.config.tasks import labeling_of
+from app.data.labels import LABELINGS, parts_of
+from app.data.objectives import LabeledTokens, Objective
 from app.data.token_dataset import TokenRows
 from app.data.tokenizer import Tokenizer
 from app.model.losses import Loss, LossHead
@@ -45,13 +45,13 @@ class Classification(Objective):
     names: tuple[str, ...]
     bidirectional: bool = field()  # not the default of an objective
     pad_id: int | None
-    labelling: str = "single"
+    labeling: str = "single"
     weights: tuple[float, ...] = ()  # of an answer by its class; (): all 1
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
-        targets = LABELLINGS[self.labelling].targets(rows.class_of(i), self.names)
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
+        targets = LABELINGS[self.labeling].targets(rows.class_of(i), self.names)
         weights = np.array(self.weights, np.float32)[targets] if self.weights else None
-        return (LabelledTokens(rows.ids(i), self.at(rows, i), targets, weights, second_start=rows.second_start(i)),)
+        return (LabeledTokens(rows.ids(i), self.at(rows, i), targets, weights, second_start=rows.second_start(i)),)
 
     def at(self, rows: TokenRows, i: int) -> NDArray[np.int64]:
         """The states that predict; the first where all tokens are padding."""
@@ -67,9 +67,9 @@ def objective_of_labels(
     kind: type[Classification], config: TaskConfig, tokenizer: Tokenizer, _seed: int, bidirectional: bool
 ) -> Objective:
     """Return the objective of labels of documents or words."""
-    labelling, given = labelling_of(config), config.class_weights
-    weights = tuple(given) if isinstance(given, list) and LABELLINGS[labelling].weighs_answers else ()
-    return kind(tuple(config.labels), bidirectional, tokenizer.pad_token_id, labelling, weights)
+    labeling, given = labeling_of(config), config.class_weights
+    weights = tuple(given) if isinstance(given, list) and LABELINGS[labeling].weighs_answers else ()
+    return kind(tuple(config.labels), bidirectional, tokenizer.pad_token_id, labeling, weights)
 
 
 # ---- loss
@@ -218,7 +218,7 @@ def _pearson(moments: NDArray[np.float64], count: NDArray[np.float64]) -> NDArra
 def _answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     """Predict the class of each row, with its probability, or its classes, or numbers."""
     assert isinstance(held_out.objective, Classification)
-    problem, values = PROBLEMS[held_out.objective.labelling], CLASS_PROBLEMS[held_out.objective.labelling].values
+    problem, values = PROBLEMS[held_out.objective.labeling], CLASS_PROBLEMS[held_out.objective.labeling].values
     samples = []
     for i in held_out.indices:
         (row,) = held_out.objective.label(held_out.rows, i, epoch=0)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenizers.models import WordPiece
 
 from app.config.schema import TaskConfig
-from app.data.objectives import LabelledTokens, Objective
+from app.data.objectives import LabeledTokens, Objective
 from app.data.token_dataset import TokenRows
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
@@ -37,12 +37,12 @@ class MaskedTokens(Objective):
     continues: NDArray[np.bool_] | None = None  # by id, whether it continues a word; None: tokens are drawn singly
     bidirectional: bool = True
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:
         """The draw follows from seed, epoch and row alone: packing and batches change nothing."""
         ids = rows.ids(i)
         free = np.flatnonzero(~np.isin(ids, self.special))
         if not len(free):
-            return (LabelledTokens(ids, free, ids[free]),)
+            return (LabeledTokens(ids, free, ids[free]),)
         random = np.random.default_rng([self.seed, epoch, i])
         at = self._drawn(ids, free, random)
         draw = random.random(len(at))
@@ -50,7 +50,7 @@ class MaskedTokens(Objective):
         masked[at[draw < _MASKED_SHARE]] = self.mask_id
         replaced = at[(draw >= _MASKED_SHARE) & (draw < _MASKED_SHARE + _RANDOM_SHARE)]
         masked[replaced] = random.choice(self.ordinary, len(replaced))
-        return (LabelledTokens(masked, at, ids[at]),)
+        return (LabeledTokens(masked, at, ids[at]),)
 
     def _drawn(self, ids: NDArray[np.int32], free: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
         """Places of the share of `free`, in order: single tokens, or as many whole words as come nearest to it."""
@@ -64,9 +64,9 @@ class MaskedTokens(Objective):
         return free[np.isin(word, order[: np.abs(reached - count).argmin() + 1])]
 
     def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
-        (labelled,) = self.label(rows, i, epoch=0)
-        drawn = np.zeros(len(labelled.ids), np.float32)
-        drawn[labelled.at] = 1.0
+        (labeled,) = self.label(rows, i, epoch=0)
+        drawn = np.zeros(len(labeled.ids), np.float32)
+        drawn[labeled.at] = 1.0
         return drawn, ""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from app.batch import Batch
 from app.config.schema import PreferenceConfig, RunConfig
-from app.data.objectives import LabelledTokens, Objective, label_next_tokens
+from app.data.objectives import LabeledTokens, Objective, label_next_tokens
 from app.data.token_dataset import MismatchedRows, TokenRows
 from app.model.losses import log_probabilities, over_documents
 from app.model.training_model import TrainingModel
@@ -37,7 +37,7 @@ class Comparisons(Objective):
     marked: ClassVar[str] = "the wanted answer, then the unwanted one"
     reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by its row's hash
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
         parts = (np.split(each, [rows.second_start(i)]) for each in (rows.ids(i), rows.loss_mask(i)))
         sides = tuple(label_next_tokens(ids, loss_mask) for ids, loss_mask in zip(*parts, strict=True))
         if not self.reference:
@@ -47,14 +47,14 @@ class Comparisons(Objective):
 
 
 @dataclass(frozen=True, slots=True)
-class LabelledAnswers(Objective):
+class LabeledAnswers(Objective):
     """Each row is one answer that is wanted or not; beside it goes a mismatched one, which tells how far all moved."""
 
     over_documents: ClassVar[bool] = True
     marked: ClassVar[str] = "the answer, true where it is wanted"
     reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by the hash of a row, mismatched or not
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
         answer = label_next_tokens(rows.ids(i), rows.loss_mask(i))
         if not self.reference:
             return (answer,)
@@ -68,12 +68,12 @@ class LabelledAnswers(Objective):
         return rows.loss_mask(i).astype(np.float32), rows.class_of(i)
 
 
-Compared = Comparisons | LabelledAnswers  # objectives whose loss may have a reference
+Compared = Comparisons | LabeledAnswers  # objectives whose loss may have a reference
 
 
 def compared_rows(objective: Compared, rows: TokenRows) -> tuple[TokenRows, ...]:
     """All rows that need a score of the reference model."""
-    return (rows, MismatchedRows(rows)) if isinstance(objective, LabelledAnswers) else (rows,)
+    return (rows, MismatchedRows(rows)) if isinstance(objective, LabeledAnswers) else (rows,)
 
 
 # ---- losses
@@ -132,7 +132,7 @@ def loss_of_pairs(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> Ten
     return preference.of_margin(margin, settings) - settings.sft * chosen.mean
 
 
-def loss_of_labelled(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> Tensor:
+def loss_of_labeled(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> Tensor:
     """The loss of each answer."""
     preference, mean = LABEL_PREFERENCES[settings.kind], batch.step_mean
     rewards = preference.reward(Answers.of(sums, batch), settings)
@@ -232,7 +232,7 @@ def _would_be_written(batch: Batch, chosen: Tensor) -> Tensor:
     return (wrong == 0).double()
 
 
-def _count_labelled(run: RunConfig) -> Counts:
+def _count_labeled(run: RunConfig) -> Counts:
     sides = [range(start, start + 4) for start in (NUM_BASIC, NUM_BASIC + 4)]
     exact = NUM_BASIC + 8
     ratios = {
@@ -278,8 +278,8 @@ PAIRS = Implementation(
     answers=answer,
 )
 LABELED_ANSWERS = Implementation(
-    objective=lambda *_: LabelledAnswers(),
-    loss=lambda _task, preference: over_documents(partial(loss_of_labelled, preference), log_ratios),
-    counts=_count_labelled,
+    objective=lambda *_: LabeledAnswers(),
+    loss=lambda _task, preference: over_documents(partial(loss_of_labeled, preference), log_ratios),
+    counts=_count_labeled,
     answers=_answer_chosen,
 )

@@ -146,7 +146,7 @@ def open_console(stream: TextIO | None = None) -> Console:
 
 
 def rich_terminal(stream: SafeStream) -> "Terminal":
-    """A rich console on the stream; it honours NO_COLOR and the width of a terminal."""
+    """A rich console on the stream; it honors NO_COLOR and the width of a terminal."""
     from rich.console import Console as Terminal
 
     width = None if stream.is_terminal() else _FILE_WIDTH

@@ -17,7 +17,7 @@ from app.config.dataset import formats_for, has_chats, paths_of
 from app.config.kinds import PROBLEMS
 from app.config.rules import problems_of
 from app.config.schema import AdapterConfig, DatasetConfig, RunConfig, TaskConfig, TrainingConfig
-from app.config.tasks import Task, labelling_of, task_of
+from app.config.tasks import Task, labeling_of, task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.data_report import RowCounts, stop_reasons, without_stops
 from app.data.detect_format import detect_formats
@@ -136,7 +136,7 @@ def _read(
     splits: str,
     problems: list[str] | None,
 ) -> Data:
-    labels = run.task.labels, labelling_of(run.task)
+    labels = run.task.labels, labeling_of(run.task)
     if splits == SCORED:
         judge = partial(stop_if_wrong, longest_row=base.longest_row, trains=False)
         return rows_to_score(dataset, tokenizer, run.cache_dir, notes, judge, *labels)
@@ -178,7 +178,7 @@ def rows_of_also(rows: Rows) -> tuple[TokenRows | None, list[str]]:
     if run.eval.also is None:
         return None, []
     judge = partial(stop_if_wrong, longest_row=base.longest_row, trains=False)
-    labels = KnownLabels(labelling_of(run.task), tuple(run.task.labels))
+    labels = KnownLabels(labeling_of(run.task), tuple(run.task.labels))
     given = (formats_for(run.task.kind), rows.tokenizer, run.cache_dir, judge, labels)
     also, lines = rows_beside(run.eval.also, run.dataset, *given)
     refuse(_unknown_ids(run, base, also))
@@ -217,7 +217,7 @@ def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, li
         )
         return given, [wrong] if len(given) != len(labels) else []
     try:
-        return class_weights(labelling_of(task), labels, data.train.class_counts(), len(data.train)), []
+        return class_weights(labeling_of(task), labels, data.train.class_counts(), len(data.train)), []
     except ValueError as fault:
         return None, [
             f"task.class_weights=balanced: {fault}, so it has no weight. Leave it out of task.labels and of the rows, "

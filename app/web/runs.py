@@ -26,7 +26,7 @@ from app.tracking.recorder import read_result
 
 STARTING, STOPPING, NOT_STARTED = "starting", "stopping", "did not start"
 _ACTIONS = {STARTING: "stop", RUNNING: "stop", "stopped": "resume", UNFINISHED: "resume", "failed": "resume"}
-_COLOURS = {STARTING: "busy", STOPPING: "busy", NOT_STARTED: "bad"}
+_COLORS = {STARTING: "busy", STOPPING: "busy", NOT_STARTED: "bad"}
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
@@ -85,7 +85,7 @@ class Runs:
         last = _last_values(own.metrics, stamp)
         return {
             "name": name,
-            "badge": (status, _COLOURS[status]) if status in _COLOURS else status_badge(status),
+            "badge": (status, _COLORS[status]) if status in _COLORS else status_badge(status),
             "step": format_integer(last.get("step")),
             "losses": [format_or(last.get(key), format_number) for key in ("loss", "eval_loss")],
             "speed": format_or(last.get("tokens_per_second"), format_count),

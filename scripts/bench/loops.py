@@ -260,7 +260,7 @@ class Plain:
         return _cross_entropy(logits[0, :-1], labels[1:])
 
     def _bare(self, packed: Bin) -> Tensor:
-        """The arithmetic of our own step: our bins and attention, and only labelled rows reach the head."""
+        """The arithmetic of our own step: our bins and attention, and only labeled rows reach the head."""
         batch = self._collate(packed).to(self.device)
         unwrap = getattr(self.network, "get_base_model", None)
         lm: Any = self.network if unwrap is None else unwrap()

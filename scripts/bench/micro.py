@@ -49,7 +49,7 @@ LAYERS = {  # outputs x inputs
 PACKED_LAYERS = ("8b gate", "8b q", "70b gate")
 WIDTHS = {"8b hidden": 4096, "8b inner": 14336, "70b hidden": 8192, "70b inner": 28672}
 
-LABELLED_ROWS = 6528  # of a bin of 16,384 tokens
+LABELED_ROWS = 6528  # of a bin of 16,384 tokens
 HEADS_OF_MODELS = {"8b": (128256, 4096), "1b": (128256, 2048)}
 
 CHECKED_TOKENS = 512
@@ -182,7 +182,7 @@ def nf4(scale: Scale, lines: Lines) -> None:
 
 
 def _unpack(scale: Scale, n: int, k: int, *, double: bool) -> Callable[[], Tensor]:
-    """Dequantise into one buffer on a GPU, as a run does; bitsandbytes has no such operation on a CPU."""
+    """Dequantize into one buffer on a GPU, as a run does; bitsandbytes has no such operation on a CPU."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     packed, state = quantize_4bit(scale.random(n, k, std=0.02), quant_type="nf4", compress_statistics=double)
@@ -209,7 +209,7 @@ def _packed_product(scale: Scale, n: int, k: int, *, unpacked: bool) -> dict[str
 def head(scale: Scale, lines: Lines) -> None:
     """Head and loss, forward and backward: all logits at once, and in our chunks."""
     for name, sizes in HEADS_OF_MODELS.items():
-        rows, vocabulary, hidden = (scale.size(number) for number in (LABELLED_ROWS, *sizes))
+        rows, vocabulary, hidden = (scale.size(number) for number in (LABELED_ROWS, *sizes))
         for trained in (False, True):
             for way in ("at once", "chunks"):
                 measure = partial(_head_and_loss, scale, (rows, vocabulary, hidden), way, trained=trained)

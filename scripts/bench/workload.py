@@ -27,7 +27,7 @@ MIXES = {
     "short": Lognormal(17, 0.3),
     "chat": Lognormal(120, 0.8),
     "long": Lognormal(490, 0.8),
-    "whole": Lognormal(2**20, 0.0, prompt=0.0),  # each as long as may be, all tokens trained: for modelled figures
+    "whole": Lognormal(2**20, 0.0, prompt=0.0),  # each as long as may be, all tokens trained: for modeled figures
 }
 
 

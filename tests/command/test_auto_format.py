@@ -19,7 +19,7 @@ ROWS = (
 )
 FEW = (*SMALL, *ROWS, "training.max_steps=4", "output_dir=run")
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
-RECOGNISED = "dataset.format=auto: taken as dataset.format=sharegpt dataset.columns.conversations=talk, because"
+RECOGNIZED = "dataset.format=auto: taken as dataset.format=sharegpt dataset.columns.conversations=talk, because"
 
 
 def write_talks(folder: Path) -> None:
@@ -39,10 +39,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_detected_format_is_written_to_run_yaml(zygote: Zygote, folder: Path) -> None:
     ended = zygote.run(folder, *FEW, code=0)
-    assert RECOGNISED in " ".join(ended.stdout.split())
+    assert RECOGNIZED in " ".join(ended.stdout.split())
     manifest = json.loads((folder / "run" / "manifest.json").read_text())
     assert manifest["choices"]["format"] == "sharegpt"
-    assert manifest["counts"]["data"]["notes"][0].startswith(RECOGNISED)
+    assert manifest["counts"]["data"]["notes"][0].startswith(RECOGNIZED)
     kept = read_run(folder / "run" / "run.yaml").dataset
     assert (kept.format, kept.columns.conversations) == ("sharegpt", "talk")
 
@@ -50,9 +50,9 @@ def test_detected_format_is_written_to_run_yaml(zygote: Zygote, folder: Path) ->
     assert "these are the rows that the run held out" in " ".join(scored.stdout.split())
     other = ("dataset=auto", "dataset.path=rows.jsonl", "dataset.max_length=64", "output_dir=other")
     scored = zygote.run(folder, "run=run", *other, "precision=fp32", module="app.evaluate", code=0)
-    assert RECOGNISED in " ".join(scored.stdout.split())
+    assert RECOGNIZED in " ".join(scored.stdout.split())
     checked = zygote.run(folder, "data", *ROWS[:4], "output_dir=check", module="app.check", code=0)
-    assert RECOGNISED in " ".join(checked.stdout.split())
+    assert RECOGNIZED in " ".join(checked.stdout.split())
     assert json.loads((folder / "check" / "check.json").read_text())["data"]["format"] == "sharegpt"
     zygote.run(folder, "run=run", "prompt=Say 3 two", "max_new_tokens=2", module="app.generate", code=0)
 

@@ -44,7 +44,7 @@ def test_check_data_equals_the_facts_of_a_run(zygote: Zygote, tmp_path: Path) ->
     assert (facts["steps"], facts["bins"]) == (counts["steps"], counts["units"])
     assert (facts["fill"], facts["lower_bound_bins"]) == (counts["fill"], counts["least_units"])
     assert facts["total_tokens"] == counts["data"]["train"]["tokens"]
-    assert sorted((tmp_path / "cache" / "tokens").iterdir()) == entries, "nothing was tokenised twice"
+    assert sorted((tmp_path / "cache" / "tokens").iterdir()) == entries, "nothing was tokenized twice"
 
 
 def test_check_data_bad_rows_have_places_and_exit_code_2(zygote: Zygote, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ RECIPES_OF_ANSWERS = {  # by their rows
     "preference_label_text": "kto",
 }
 OF_ANSWERS = tuple(RECIPES_OF_ANSWERS.values())
-LABELLED, TAGGED = ("labelled_text", "text_pair", "imdb"), ("tagged_words",)
+LABELED, TAGGED = ("labelled_text", "text_pair", "imdb"), ("tagged_words",)
 OWN_ROWS = ("sample", "pairs", "labelled_answers", "styles", "alpaca", "ultrachat", "dolly", "imdb", "random", "mix")
 
 
@@ -54,7 +54,7 @@ def with_turns(chosen: dict[str, str], number: int) -> list[str]:
     dataset = turn["dataset"]
     # hidden tokens are those of plain text, and labels those of rows that have them
     masked = dataset == "text" and (number % 2 or not chosen)
-    turn["task"] = "classification" if dataset in LABELLED else "masked" if masked else "causal"
+    turn["task"] = "classification" if dataset in LABELED else "masked" if masked else "causal"
     turn["task"] = "tokens" if dataset in TAGGED else turn["task"]
     if dataset in RECIPES_OF_ANSWERS:
         del turn["task"]  # the recipe chooses it

@@ -72,7 +72,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"training.recompute": 0, "training.offload": True},
      "training.offload=true moves what recomputed layers keep, and training.recompute=0 recomputes none"),
     ({"quantization.kind": "nf4", "adapter.kind": "none"},
-     "quantization.kind=nf4 needs adapter.kind=lora: a quantised base is frozen. Choose recipe=lora or qlora"),
+     "quantization.kind=nf4 needs adapter.kind=lora: a quantized base is frozen. Choose recipe=lora or qlora"),
     ({"quantization.kind": "qat"},
      "quantization.kind=qat trains weights to be rounded, and this run has adapter.kind=lora: merged with the base"),
     ({"precision.trained": "bf16"},

@@ -138,7 +138,7 @@ def sets(folder: Path) -> list[tuple[str, str | None, Path]]:
     asked = [{"question": line, "answer": line[::-1]} for line in LINES[::2]]
     drafted = [{"prompt": "two ", "completion": "make"}, {"prompt": "two", "completion": " make four"}]
     chosen = [{"prompt": chat("Hi"), "completion": [{"role": "assistant", "content": line}]} for line in LINES]
-    labelled = [{"text": line, "label": str(at % 2)} for at, line in enumerate(LINES)]
+    labeled = [{"text": line, "label": str(at % 2)} for at, line in enumerate(LINES)]
     sided = [{"sentence1": line, "sentence2": "rain " * 40 * at, "label": "b"} for at, line in enumerate(LINES)]
     (folder / "book.txt").write_text("\n".join(LINES * 9))
     return [
@@ -150,7 +150,7 @@ def sets(folder: Path) -> list[tuple[str, str | None, Path]]:
         ("prompt_completion", None, write_jsonl(folder / "p.jsonl", drafted)),
         ("chat_completion", "gemma", write_jsonl(folder / "c.jsonl", chosen)),
         ("text", None, folder / "book.txt"),
-        ("labelled_text", None, as_csv(folder / "l.csv", labelled)),
+        ("labelled_text", None, as_csv(folder / "l.csv", labeled)),
         ("text_pair", None, write_jsonl(folder / "s.jsonl", sided)),
     ]
 

@@ -1,4 +1,4 @@
-"""`dataset.format=auto`: which format is recognised, why, and what is said where it is not one thing."""
+"""`dataset.format=auto`: which format is recognized, why, and what is said where it is not one thing."""
 
 from dataclasses import replace
 from functools import partial
@@ -164,7 +164,7 @@ def mixed(path: Path, rows: dict[str, list[Any]], fmt: str = "auto", **changes: 
     return replace(shared, path=None, mix={name: MixSource(**each) for name, each in mix.items()})
 
 
-def test_auto_mix_recognises_each_source(tmp_path: Path) -> None:
+def test_auto_mix_recognizes_each_source(tmp_path: Path) -> None:
     rows = {"chat": [{"talk": TURNS}], "code": [ROWS["messages"]], "sums": [ROWS["question_answer"]]}
     given = mixed(tmp_path, rows, more={"sums": {"format": "text", "columns": {"text": "answer"}}})
     found, notes = detect_formats(given)
@@ -181,7 +181,7 @@ def test_auto_mix_recognises_each_source(tmp_path: Path) -> None:
     assert detect_formats(found) == (found, [])  # nothing is left to look at
 
 
-def test_auto_mix_recognises_eval_file(tmp_path: Path) -> None:
+def test_auto_mix_recognizes_eval_file(tmp_path: Path) -> None:
     held = write_jsonl(tmp_path / "held.jsonl", [{"said": chat("a", "b")}])
     rows = {"chat": [ROWS["messages"]], "code": [ROWS["messages"]]}
     found, notes = detect_formats(mixed(tmp_path, rows, eval_path=str(held)))

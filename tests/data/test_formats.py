@@ -111,7 +111,7 @@ def test_messages_thoughts_and_calls_among_parts_read() -> None:
         {"function_call": {**CALL, "arguments": '{"a": 1, "b": "\\u00e9"}'}},
     ],
 )
-def test_tool_calls_normalised(calling: dict[str, Any]) -> None:
+def test_tool_calls_normalized(calling: dict[str, Any]) -> None:
     [_, said] = read({"messages": [*chat("1 + 2?"), {"role": "assistant", **calling}]}).messages
     assert said == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
 
@@ -125,7 +125,7 @@ def test_tool_calls_keep_id_and_content() -> None:
 
 
 @pytest.mark.parametrize("tools", [[TOOL], [ADD], json.dumps([TOOL]), [{**TOOL, "function": {**ADD, "strict": None}}]])
-def test_tools_normalised(tools: object) -> None:
+def test_tools_normalized(tools: object) -> None:
     assert read({"messages": chat("a"), "tools": tools}).tools == [TOOL]
     assert read({"messages": chat("a"), "functions": tools}, tools="functions").tools == [TOOL]
     assert read({"messages": chat("a"), "tools": tools}, tools=None).tools is None

@@ -42,18 +42,18 @@ def read(path: Path, fmt: str = "labelled_text", labels: tuple[str, ...] = (), *
     return prepare(config(path, fmt, **changes), tokenizer(None), str(path.parent / "cache"), classes=labels)
 
 
-def labelled(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:
+def labeled(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:
     return [{"text": text, "label": label} for text, label in pairs]
 
 
 def reason(tmp_path: Path, label: Any) -> str:
     with pytest.raises(DataError) as found:
-        read(write_jsonl(tmp_path / "a.jsonl", labelled(("rain", label))))
+        read(write_jsonl(tmp_path / "a.jsonl", labeled(("rain", label))))
     return found.value.problems[0]
 
 
 def test_labels_equal_in_all_file_kinds(tmp_path: Path) -> None:
-    rows = labelled(("rain", 10), ("cat", 9), ("two", "2"), ("one", 9))
+    rows = labeled(("rain", 10), ("cat", 9), ("two", "2"), ("one", 9))
     as_json = read(write_jsonl(tmp_path / "a.jsonl", rows))
     with (tmp_path / "a.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["text", "label"])
@@ -69,12 +69,12 @@ def test_labels_equal_in_all_file_kinds(tmp_path: Path) -> None:
         assert data.report.train.classes == {"2": 1, "9": 2, "10": 1}
         assert [data.train.class_of(i) for i in range(4)] == ["10", "9", "2", "9"]
         assert data.train.num_trained == data.report.train.trained_tokens == 4
-    assert read(write_jsonl(tmp_path / "b.jsonl", labelled(("a", True), ("b", False)))).classes == ("false", "true")
+    assert read(write_jsonl(tmp_path / "b.jsonl", labeled(("a", True), ("b", False)))).classes == ("false", "true")
     assert in_order({"b", "a", "B", "10"}) == ["10", "B", "a", "b"]
 
 
 def test_labels_that_differ_as_files_write_true_are_refused(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", labelled(("rain", True), ("cat", False)))
+    write_jsonl(tmp_path / "a.jsonl", labeled(("rain", True), ("cat", False)))
     (tmp_path / "b.csv").write_text("text,label\ntwo,True\n")
     with pytest.raises(DataError, match=r"^dataset\.path=.*: the labels True and true would be two classes\."):
         read(tmp_path)
@@ -126,7 +126,7 @@ def test_pair_encoded_as_tokenizer_does(tmp_path: Path) -> None:
 
 def test_classification_causal_uses_last_real_token(tmp_path: Path) -> None:
     made = tokenizer(None)
-    path = write_jsonl(tmp_path / "a.jsonl", labelled(("rain on the roof", "a"), ("rain<pad><pad>", "b")))
+    path = write_jsonl(tmp_path / "a.jsonl", labeled(("rain on the roof", "a"), ("rain<pad><pad>", "b")))
     data = prepare(config(path, "labelled_text"), made, str(tmp_path / "cache"))
     labels = build_objective(TaskConfig(kind="classification", labels=["a", "b"]), made, 0, bidirectional=False)
     first, second = (labels.label(data.train, i, 0)[0] for i in range(2))
@@ -151,7 +151,7 @@ def test_truncate_example_equals_transformers(first: list[str], second: list[str
 
 
 def test_labelled_long_text_truncated_and_counted(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", labelled(("rain " * 80, "a"), ("cat", "b")))
+    path = write_jsonl(tmp_path / "a.jsonl", labeled(("rain " * 80, "a"), ("cat", "b")))
     data = read(path, max_length=20)
     assert (data.report.train.truncated, data.report.train.dropped, len(data.train)) == (1, 0, 2)
     assert data.train.lengths.tolist()[0] == 20
@@ -159,8 +159,8 @@ def test_labelled_long_text_truncated_and_counted(tmp_path: Path) -> None:
 
 def test_labels_from_rows_or_given(tmp_path: Path) -> None:
     rows = [("rain", "b"), ("cat", "a"), ("roof", "c")]
-    path = write_jsonl(tmp_path / "a.jsonl", labelled(*rows))
-    held = write_jsonl(tmp_path / "held.jsonl", labelled(("x", "a"), ("y", "z")))
+    path = write_jsonl(tmp_path / "a.jsonl", labeled(*rows))
+    held = write_jsonl(tmp_path / "held.jsonl", labeled(("x", "a"), ("y", "z")))
     assert read(path).classes == ("a", "b", "c")
     assert read(path, labels=("c", "b", "a")).classes == ("c", "b", "a")
     with pytest.raises(DataError, match=r"a\.jsonl:3: label 'c' is none of those that are learnt: a, b"):
@@ -177,14 +177,14 @@ def test_labels_from_rows_or_given(tmp_path: Path) -> None:
     assert scored.report.eval is not None
     assert (len(scored.eval), scored.report.eval.bad_rows) == (1, 1)
     split = read(
-        write_jsonl(tmp_path / "many.jsonl", labelled(*((f"t {i}", i % 3) for i in range(60)))), eval_fraction=0.3
+        write_jsonl(tmp_path / "many.jsonl", labeled(*((f"t {i}", i % 3) for i in range(60)))), eval_fraction=0.3
     )
     assert split.report.eval is not None
     assert sum(split.report.train.classes.values()) + sum(split.report.eval.classes.values()) == 60
 
 
 def test_same_text_other_label_is_no_duplicate(tmp_path: Path) -> None:
-    rows = labelled(("rain", "a"), ("rain", "b"), ("cat", "a"), ("cat", "a"))
+    rows = labeled(("rain", "a"), ("rain", "b"), ("cat", "a"), ("cat", "a"))
     data = read(write_jsonl(tmp_path / "a.jsonl", rows), deduplicate=True)
     assert data.report.train.duplicates_dropped == 1
     assert len(data.train) == 3
@@ -194,7 +194,7 @@ def test_same_text_other_label_is_no_duplicate(tmp_path: Path) -> None:
 def test_mix_has_labels_of_all_sources(tmp_path: Path) -> None:
     from app.config.schema import MixSource
 
-    one = write_jsonl(tmp_path / "a.jsonl", labelled(("rain", "b"), ("cat", "a")))
+    one = write_jsonl(tmp_path / "a.jsonl", labeled(("rain", "b"), ("cat", "a")))
     two = tmp_path / "b.jsonl"
     two.write_text(json.dumps({"said": "roof", "label": "c"}) + "\n")
     mix = {"x": MixSource(path=str(one)), "y": MixSource(path=str(two), columns={"text": "said"}, weight=2.0)}

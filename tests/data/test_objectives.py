@@ -108,7 +108,7 @@ def test_whole_words_of_other_tokenizers_refused() -> None:
 
 
 def predicted(batches: Any) -> list[tuple[int, ...]]:
-    """Of every labelled place: what is seen there, its neighbours, and what must be said."""
+    """Of every labeled place: what is seen there, its neighbors, and what must be said."""
     found = []
     for batch in batches:
         seen = batch.ids.flatten().tolist()

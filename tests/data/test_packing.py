@@ -1,6 +1,6 @@
 """The plan loses nothing, never overflows, is that of placing row by row, and no plan is better than the bound.
 
-Rows get new neighbours in each epoch, and what a plan promises holds all the same.
+Rows get new neighbors in each epoch, and what a plan promises holds all the same.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def bins_of(units: Units) -> list[list[int]]:
     return [part.tolist() for part in np.split(units.order, units.starts[1:])]
 
 
-def neighbours(units: Units) -> set[tuple[int, int]]:
+def neighbors(units: Units) -> set[tuple[int, int]]:
     return {pair for members in bins_of(units) for pair in combinations(sorted(members), 2)}
 
 
@@ -104,11 +104,11 @@ def test_shuffle_bins_keeps_rows_and_bins(lengths: list[int], tokens: int, longe
 @pytest.mark.parametrize(
     ("count", "median", "kept"), [(60, 120, 0.5), (60, 400, 0.3), (500, 120, 0.2), (500, 400, 0.2)]
 )
-def test_shuffle_bins_renews_neighbours(count: int, median: int, kept: float) -> None:
+def test_shuffle_bins_renews_neighbors(count: int, median: int, kept: float) -> None:
     layout, lengths = Packed(2048, pad_id=0, max_length=2048), chats(count, median)
     shares = {}
     for stir in (False, True):
-        first, second = (neighbours(epoch_of(layout, lengths, epoch, stir=stir)) for epoch in (1, 2))
+        first, second = (neighbors(epoch_of(layout, lengths, epoch, stir=stir)) for epoch in (1, 2))
         shares[stir] = len(first & second) / len(first)
     assert shares[True] < kept < 0.7 < shares[False]
 

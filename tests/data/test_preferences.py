@@ -9,7 +9,7 @@ import pytest
 from app.data.prepare import Data, prepare
 from app.data.token_dataset import MismatchedRows
 from app.errors import DataError
-from app.tasks.preference import Comparisons, LabelledAnswers
+from app.tasks.preference import Comparisons, LabeledAnswers
 from tests.data.small import chat, config, tokenizer, trained_texts, write_jsonl
 
 QUESTION = [{"role": "user", "content": "Hi"}]
@@ -155,7 +155,7 @@ def halves(data: Data) -> list[Data]:
     return [data, Data(data.eval, None, data.report)]
 
 
-LABELLED: dict[str, dict[str, Any]] = {
+LABELED: dict[str, dict[str, Any]] = {
     "messages": {"prompt": QUESTION, "completion": [YES], "label": True},
     "texts as a chat": {"prompt": "Hi", "completion": "Hello", "label": "true"},
     "one message": {"prompt": "Hi", "completion": YES, "label": 1},
@@ -164,12 +164,12 @@ LABELLED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("shape", LABELLED)
+@pytest.mark.parametrize("shape", LABELED)
 def test_shape_gives_the_answer_with_its_label(shape: str, tmp_path: Path) -> None:
-    rows = [LABELLED[shape], {"prompt": "Hi", "completion": "Hello", "label": False}]
+    rows = [LABELED[shape], {"prompt": "Hi", "completion": "Hello", "label": False}]
     data = read(write_jsonl(tmp_path / "a.jsonl", rows), "preference_label")
     for i in range(2):
-        (answer,) = LabelledAnswers().label(data.train, i, epoch=0)
+        (answer,) = LabeledAnswers().label(data.train, i, epoch=0)
         mask = np.isin(np.arange(len(answer.ids)), answer.at + 1)
         assert trained_texts(tokenizer(), answer.ids, mask) == [f"Hello{END}"]
     assert [data.train.class_of(i) for i in range(2)] == ["true", "false"]
@@ -180,7 +180,7 @@ def test_shape_gives_the_answer_with_its_label(shape: str, tmp_path: Path) -> No
 def test_plain_text_with_a_label_parts_after_its_prompt(tmp_path: Path) -> None:
     rows = [{"completion": f"{HH} Hello", "label": True}, {"prompt": HH, "completion": " No", "label": False}]
     data = read(write_jsonl(tmp_path / "a.jsonl", rows), "preference_label_text")
-    found = [LabelledAnswers().label(data.train, i, epoch=0)[0] for i in range(2)]
+    found = [LabeledAnswers().label(data.train, i, epoch=0)[0] for i in range(2)]
     assert [tokenizer().decode(each.targets) for each in found] == [f" Hello{END}", f" No{END}"]
 
 
@@ -195,16 +195,16 @@ def test_plain_text_with_a_label_parts_after_its_prompt(tmp_path: Path) -> None:
         (SHAPES["messages"], "column 'rejected' makes this preference data"),
     ],
 )
-def test_answer_without_a_judgement_is_named(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [LABELLED["messages"], row])
+def test_answer_without_a_judgment_is_named(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [LABELED["messages"], row])
     with pytest.raises(DataError) as error:
         read(path, "preference_label")
     assert str(error.value).startswith(f"a.jsonl:2: {reason}")
 
 
 def test_held_out_answers_may_have_a_label_that_no_trained_one_has(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [LABELLED["messages"]])
-    other = write_jsonl(tmp_path / "b.jsonl", [{**LABELLED["messages"], "label": False}])
+    path = write_jsonl(tmp_path / "a.jsonl", [LABELED["messages"]])
+    other = write_jsonl(tmp_path / "b.jsonl", [{**LABELED["messages"], "label": False}])
     held_out = read(path, "preference_label", eval_path=str(other)).report.eval
     assert held_out is not None
     assert (held_out.classes, held_out.bad_rows) == ({"false": 1}, 0)

@@ -10,7 +10,7 @@ from app.config.schema import MixSource
 from app.data.prepare import Data, prepare
 from app.errors import ConfigError, DataError
 from tests.data.small import config, tokenizer, write_jsonl
-from tests.data.test_labelled import framing, labelled
+from tests.data.test_labelled import framing, labeled
 
 TOKENIZERS = {"plain": lambda: tokenizer(None), "with bos": lambda: tokenizer(None, adds_bos=True), "framed": framing}
 
@@ -56,7 +56,7 @@ def test_random_rows_of_several_lengths_are_whole_or_refused(tmp_path: Path) -> 
 
 
 def test_random_rows_are_a_source_of_a_mix(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", labelled(("rain", "b"), ("cat", "a")))
+    file = write_jsonl(tmp_path / "a.jsonl", labeled(("rain", "b"), ("cat", "a")))
     section = config("random:", "labelled_text", max_length=32, random={"rows": 8, "length": 32})
     section.path, section.mix = None, {"noise": MixSource(path="random:", weight=2.0), "own": MixSource(path=str(file))}
     data = prepare(section, tokenizer(None), str(tmp_path / "cache"))
@@ -79,9 +79,9 @@ def test_random_rows_suit_the_task_and_the_model(task: str) -> None:
 FOLDERS: dict[str, tuple[dict[str, list[dict[str, Any]]], int, int]] = {
     "imdb": (
         {
-            "train": labelled(("dull", 0), ("the capital", 0), ("fine", 1)),
-            "test": labelled(("rain", 0), ("cat", 1)),
-            "unsupervised": labelled(("unknown", -1)),
+            "train": labeled(("dull", 0), ("the capital", 0), ("fine", 1)),
+            "test": labeled(("rain", 0), ("cat", 1)),
+            "unsupervised": labeled(("unknown", -1)),
         },
         3,
         2,

@@ -132,7 +132,7 @@ def other_tokenizer(kind: str) -> Any:
     if kind == "metaspace":
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
         backend.decoder = decoders.Metaspace()
-    elif kind == "normalised":
+    elif kind == "normalized":
         backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()])
     elif kind == "trimmed":
         from tokenizers import processors
@@ -141,7 +141,7 @@ def other_tokenizer(kind: str) -> Any:
     return made
 
 
-@given(data=st.data(), kind=st.sampled_from(["bytes", "metaspace", "normalised", "trimmed"]))
+@given(data=st.data(), kind=st.sampled_from(["bytes", "metaspace", "normalized", "trimmed"]))
 def test_encode_loss_mask_follows_characters(data: st.DataObject, kind: str) -> None:
     made = other_tokenizer(kind)
     alphabet = st.sampled_from([*"ab  \n\n", "two", " make", "é", "ﬁ", "日本", "<|im_end|>", "🙂"])

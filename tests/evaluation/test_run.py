@@ -43,7 +43,7 @@ def test_batches_report_progress_every_few_seconds(
     assert said[-1] == f"scored {total:,} of {total:,} tokens | 0:00:00 left"
 
 
-def test_rows_are_recognised_by_their_tokens(data: Data, runtime: Runtime) -> None:
+def test_rows_are_recognized_by_their_tokens(data: Data, runtime: Runtime) -> None:
     assert data.eval is not None
     ours = data.eval.fingerprint
     known = [evaluation_of(data, runtime, hashes).rows_are for hashes in ({"eval": ours}, {"train": ours}, {})]

@@ -16,7 +16,7 @@ from app.layers.activation_checkpointing import repeated_layers
 from app.layers.attention import register
 from app.memory.compiled_layers import LayerGraphs, kernels_of
 from app.memory.estimate import plan_memory
-from app.memory.fake_tensors import FakeTensorFallbacks, MetaModel, materialise
+from app.memory.fake_tensors import FakeTensorFallbacks, MetaModel, materialize
 from app.model.build import ModelSections, assemble, build_training_model
 from app.model.training_model import TrainingModel
 from app.tasks.table import loss_of
@@ -71,7 +71,7 @@ def planned_bytes(run: RunConfig, sections: ModelSections) -> int:
     """`saved_bytes` of the layers as a plan has them."""
     network = MetaModel(sections, register("sdpa", torch.device("cpu"))).network(2)
     with FakeTensorMode(allow_non_fake_inputs=True), FakeTensorFallbacks():  # type: ignore[no-untyped-call]
-        materialise(network, sections)
+        materialize(network, sections)
         for layer in repeated_layers(network):
             layer.forward = LayerGraphs().compiled(memory_budget(sections.compile), layer, lambda forward: forward)
         return saved_bytes(assemble(network, sections, loss_of(run), None))

@@ -317,7 +317,7 @@ def test_candidate_replaces_override_of_command_line() -> None:
     assert run_of(words, [Candidate(("adapter=none", "quantization=nf4"), SPEED, "")]) is None
 
 
-def test_seconds_per_token_add_dequantisation_to_compute() -> None:
+def test_seconds_per_token_add_dequantization_to_compute() -> None:
     run = composed("model=llama", "recipe=qlora", "batching.accumulation=2")
     weights = 63 * 100 * MIB
     given = plan(quantization_constants=100, flops=3e15)

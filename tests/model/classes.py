@@ -7,7 +7,7 @@ import torch
 from app.batch import Batch
 from app.config.schema import TaskConfig
 from app.data.collate import BinShape, collate_packed, collate_padded
-from app.data.objectives import LabelledTokens
+from app.data.objectives import LabeledTokens
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     ENCODERS,
@@ -48,11 +48,11 @@ def of_classes(kind: str, **given: Any) -> TrainingModel:
     return training_model_of(kind, given.pop("adapter", None), model=model, task=CLASSES, **given)
 
 
-def rows(kind: str, targets: tuple[int, ...] = TARGETS) -> list[LabelledTokens]:
+def rows(kind: str, targets: tuple[int, ...] = TARGETS) -> list[LabeledTokens]:
     """Labels as `app.data.labels` makes them."""
     sides = SECOND if kind in TAKES_SIDES else (-1, -1, -1)
     return [
-        LabelledTokens(
+        LabeledTokens(
             document.numpy(),
             torch.tensor([len(document) - 1 if kind in KINDS else 0]).numpy(),
             torch.tensor([target]).numpy(),

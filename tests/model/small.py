@@ -200,7 +200,7 @@ def numbers(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def wide_numbers(kind: str, **changes: Any) -> dict[str, Any]:
-    """Numbers of an architecture that can be quantised: inputs of every layer are multiples of 64."""
+    """Numbers of an architecture that can be quantized: inputs of every layer are multiples of 64."""
     sizes = {"hidden_size": 64, "n_embd": 64, "intermediate_size": 128, "head_dim": 16, "initializer_range": 0.2}
     sizes |= {"expand": 1, "mamba_expand": 1}  # of heads that stay as many
     plain = numbers(kind)

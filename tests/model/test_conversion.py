@@ -127,7 +127,7 @@ def test_folder_with_other_names_is_read_as_transformers_reads_it(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss"])
-def test_quantised_folder_is_unpacked_to_the_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_quantized_folder_is_unpacked_to_the_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     if kind == "gpt_oss":
         theirs: Any = transformers.Mxfp4Config(dequantize=True)
         folder = mxfp4_folder(tmp_path)
@@ -136,7 +136,7 @@ def test_quantised_folder_is_unpacked_to_the_bit(kind: str, dtype: torch.dtype, 
         folder = fp8_folder(kind, tmp_path, dtype)
     ours = read(folder, dtype)
     assert_same(ours, by_transformers(folder, dtype, quantization_config=theirs))
-    assert not hasattr(ours.config, "quantization_config"), "what is saved is not quantised"
+    assert not hasattr(ours.config, "quantization_config"), "what is saved is not quantized"
 
 
 def test_fp8_scales_of_one_byte_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_weights_of_bitsandbytes_are_used_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"load_in_8bit": True}, "quantised with bitsandbytes in 8 bits"), ({"load_in_4bit": True}, "in fp4 by bitsandb")],
+    [({"load_in_8bit": True}, "quantized with bitsandbytes in 8 bits"), ({"load_in_4bit": True}, "in fp4 by bitsandb")],
 )
 def test_other_weights_of_bitsandbytes_are_refused(given: dict[str, Any], words: str, tmp_path: Path) -> None:
     folder = bitsandbytes_folder(tmp_path, **given)
@@ -239,8 +239,8 @@ def test_format_that_is_not_read_is_refused_before_any_weight(given: Any, words:
             way()
         (message,) = refused.value.problems
         assert message == (
-            f"model.path={tmp_path}: its weights are quantised with {words}. Give the folder that it was made from; "
-            "recipe=qlora quantises as it reads."
+            f"model.path={tmp_path}: its weights are quantized with {words}. Give the folder that it was made from; "
+            "recipe=qlora quantizes as it reads."
         )
 
 

@@ -73,7 +73,7 @@ def test_quantize_rows_nearest_e4m3_at_scale_of_row() -> None:
     back = found.double() * scales.double()
     largest = rows.abs().amax(1, keepdim=True).double()
     apart = (back - rows.double()).abs()
-    # half of the distance of neighbours: 2^-4 of a number, and the same everywhere among the subnormal ones
+    # half of the distance of neighbors: 2^-4 of a number, and the same everywhere among the subnormal ones
     assert bool((apart <= torch.maximum(rows.double().abs() * 2**-4, largest / 448 * 2**-10) * 1.00001).all())
     assert found.float().abs().amax(1).tolist() == [448.0] * 8
 
@@ -141,7 +141,7 @@ def test_fp8_base_has_backbone_in_fp8_and_head_as_before(kind: str) -> None:
     assert kinds == {"peft.tuners.lora.layer"}
 
 
-def dequantised(training_model: TrainingModel, kind: str = "llama") -> TrainingModel:
+def dequantized(training_model: TrainingModel, kind: str = "llama") -> TrainingModel:
     """The model in plain linear layers that have the rounded weights."""
     model = model_config(kind, architecture=wide_numbers(kind))
     plain = training_model_of(kind, lora(), model=model)
@@ -155,7 +155,7 @@ def dequantised(training_model: TrainingModel, kind: str = "llama") -> TrainingM
 
 def test_fp8_without_row_rounding_equals_rounded_weights() -> None:
     training_model, batch = eight(), batch_of(documents_of((12, 9)))
-    plain = outcome(dequantised(training_model), batch)
+    plain = outcome(dequantized(training_model), batch)
     with without_row_rounding(training_model.network):
         exact = outcome(training_model, batch)
     assert exact[0] == pytest.approx(plain[0], rel=1e-5)

@@ -16,7 +16,7 @@ from app.base.tokenizer import load_tokenizer
 from app.batch import IGNORE, Batch, LossWeights
 from app.config.schema import ModelConfig, TaskConfig
 from app.config.tasks import task_of
-from app.data.objectives import LabelledTokens
+from app.data.objectives import LabeledTokens
 from app.errors import ConfigError, EnvironmentProblem
 from app.finished.save import save_model
 from app.layers import head as chunked_loss
@@ -61,7 +61,7 @@ def one_by_one(training_model: TrainingModel, kind: str) -> tuple[float, dict[st
         lm.set_attn_implementation(NAME)
 
 
-def alone(lm: Any, row: LabelledTokens) -> Tensor:
+def alone(lm: Any, row: LabeledTokens) -> Tensor:
     ids = torch.from_numpy(row.ids)
     sides = {}
     if row.second_start >= 0:

@@ -131,8 +131,8 @@ def drawn(kind: str, seed: int = 0, four_bit: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("kind", [*ALL_KINDS, "deepseek_v3", "opt"])
-def test_random_base_is_as_large_as_its_own_initialisation_makes_it(kind: str) -> None:
-    """Buffers are equal, tied weights tied; what a kind initialises by the role of a module is, too."""
+def test_random_base_is_as_large_as_its_own_initialization_makes_it(kind: str) -> None:
+    """Buffers are equal, tied weights tied; what a kind initializes by the role of a module is, too."""
     lm, whole = drawn(kind), fresh(kind)
     expected = dict(whole.named_parameters())
     assert {name for name, _ in lm.named_parameters()} == expected.keys()
@@ -168,7 +168,7 @@ def test_random_numbers_depend_on_seed_and_name_alone() -> None:
     assert not layers[0].equal(layers[1])
 
 
-def test_random_weights_that_only_a_constructor_initialises_are_its_own() -> None:
+def test_random_weights_that_only_a_constructor_initializes_are_its_own() -> None:
     lm = base_model.load_base(
         model_config("apertus"), CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), seed=0
     )
@@ -313,14 +313,14 @@ def test_a_folder_that_is_not_there(path: str) -> None:
 
 
 def test_a_hub_model_without_a_network_says_all_that_helps() -> None:
-    config = model_config(path="org/gated", revision="v2", licence_page="https://example.com/licence")
+    config = model_config(path="org/gated", revision="v2", licence_page="https://example.com/license")
     with pytest.raises(EnvironmentProblem) as refused:
         load(config)
     (message,) = refused.value.problems
     assert message.startswith("model.path=org/gated at revision v2 cannot be loaded")
-    for words in ("HF_TOKEN", "https://example.com/licence", "model.path=DIR", "model.weights=random"):
+    for words in ("HF_TOKEN", "https://example.com/license", "model.path=DIR", "model.weights=random"):
         assert words in message
-    with pytest.raises(EnvironmentProblem, match=r"licence at https://huggingface\.co/org/open"):
+    with pytest.raises(EnvironmentProblem, match=r"license at https://huggingface\.co/org/open"):
         load(model_config(path="org/open"))
 
 

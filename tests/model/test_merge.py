@@ -312,11 +312,11 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
         run.plan("fp16").write(tmp_path / "merged", GIB)
 
 
-def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_quantized_already_are_refused(tmp_path: Path) -> None:
     run = tuned(tmp_path)
     file = run.base / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ConfigError, match="quantised already"):
+    with pytest.raises(ConfigError, match="quantized already"):
         run.plan()
 
 

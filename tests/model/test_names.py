@@ -16,7 +16,7 @@ def test_names_of_text_part_translated_both_ways() -> None:
         assert PARTS.of_trained(PARTS.of_folder(name)) == name
     assert PARTS.of_folder("model.norm.weight") == "model.language_model.norm.weight"
     assert PARTS.of_trained("model.vision_tower.norm.weight") is None
-    assert PARTS.of_folder("modelled.weight") == "modelled.weight", "part of a word"
+    assert PARTS.of_folder("modeled.weight") == "modeled.weight", "part of a word"
     assert PARTS.of_adapter(in_peft("model.norm.weight")) == in_peft("model.language_model.norm.weight")
     assert PARTS.of_adapter("base_model.vera_A") == "base_model.vera_A", "shared by all layers"
 

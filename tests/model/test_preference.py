@@ -12,7 +12,7 @@ from app.batch import Batch
 from app.config.kinds import balance_notes
 from app.config.load import compose_run
 from app.config.schema import PreferenceConfig
-from app.tasks.preference import PREFERENCES, log_ratios, loss_of_labelled, loss_of_pairs
+from app.tasks.preference import PREFERENCES, log_ratios, loss_of_labeled, loss_of_pairs
 
 SUMS = [-3.0, -7.5, -40.0, -2.0]  # wanted, unwanted, wanted, unwanted
 TOKENS = [2, 5, 8, 1]
@@ -114,7 +114,7 @@ def test_loss_of_sure_answers_is_finite_with_its_gradient(kind: str) -> None:
         assert sums.grad.isfinite().all()
 
 
-def labelled(wanted: list[bool], step_mean: float) -> Batch:
+def labeled(wanted: list[bool], step_mean: float) -> Batch:
     values = torch.tensor([REFERENCE, list(map(float, wanted))], dtype=torch.float64).T
     return replace(
         batch(reference=True), rows=(), document_values=values, step_mean=torch.tensor(step_mean, dtype=torch.float64)
@@ -125,8 +125,8 @@ def labelled(wanted: list[bool], step_mean: float) -> Batch:
 def test_kto_equals_its_formula(mean_ratio: float) -> None:
     wanted = [True, False, False, True]
     own = replace(compose_run(["recipe=kto"]).preference, beta=0.3, desirable=0.8, undesirable=1.5)
-    sums, given = torch.tensor(SUMS, dtype=torch.float64), labelled(wanted, mean_ratio)
-    found = loss_of_labelled(own, sums, given)
+    sums, given = torch.tensor(SUMS, dtype=torch.float64), labeled(wanted, mean_ratio)
+    found = loss_of_labeled(own, sums, given)
     assert log_ratios(sums, given).tolist() == [s - r for s, r in zip(SUMS, REFERENCE, strict=True)]
     for s, r, is_wanted, loss in zip(SUMS, REFERENCE, wanted, found.tolist(), strict=True):
         gain = own.beta * (s - r) - own.beta * max(0.0, mean_ratio)

@@ -51,7 +51,7 @@ BATCH = batch_of(documents_of((12, 9)))
 
 
 def wide(kind: str = "llama", **given: Any) -> ModelConfig:
-    """The section of a model that can be quantised."""
+    """The section of a model that can be quantized."""
     return model_config(kind, **({"architecture": wide_numbers(kind)} | given))
 
 
@@ -71,7 +71,7 @@ def packed_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def packed_bytes(network: nn.Module) -> dict[str, Tensor]:
-    """Bytes and scales of quantised layers, by names of the plain model."""
+    """Bytes and scales of quantized layers, by names of the plain model."""
     found: dict[str, Tensor] = {
         f"{name}.{what}": getattr(layer, what).clone()
         for name, layer in network.named_modules()
@@ -152,7 +152,7 @@ def test_nf4_random_base_saved_and_read_same_bytes(kind: str, precision: str, tm
     ("kind", "base"),
     [("llama", "nf4"), ("gpt2", "nf4"), ("qwen2", "nf4"), ("llama", "fp4"), ("gpt2", "int8"), ("mixtral", "nf4")],
 )
-def test_folder_quantised_while_read_same_bytes(kind: str, base: str, tmp_path: Path) -> None:
+def test_folder_quantized_while_read_same_bytes(kind: str, base: str, tmp_path: Path) -> None:
     built(kind, "eager", **wide_numbers(kind)).save_pretrained(str(tmp_path))
     config = wide(path=str(tmp_path))
     whole = load_base(config, CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), 0)
@@ -176,13 +176,13 @@ def test_nf4_bf16_folder_same_bytes_in_fp32_run(tmp_path: Path) -> None:
 
 
 def rounded_copy(training_model: TrainingModel, precision: str) -> TrainingModel:
-    """The model in plain linear layers that have the weights as its quantised ones give them back."""
+    """The model in plain linear layers that have the weights as its quantized ones give them back."""
     plain, quantizer = training_model_of("llama", lora(), precision, model=wide()), training_model.quantizer
     assert quantizer is not None
     given = dict(training_model.network.named_parameters())
     for name, parameter in plain.network.named_parameters():
-        quantised = given[name].shape != parameter.shape or not given[name].is_floating_point()
-        source = quantizer.rounded(parameter.detach()) if quantised else given[name]
+        quantized = given[name].shape != parameter.shape or not given[name].is_floating_point()
+        source = quantizer.rounded(parameter.detach()) if quantized else given[name]
         parameter.data = source.detach().to(parameter.dtype).clone()
     return plain
 
@@ -404,7 +404,7 @@ def test_errors_of_layers_make_that_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_linear_weights_are_those_that_would_be_quantised(kind: str) -> None:
+def test_linear_weights_are_those_that_would_be_quantized(kind: str) -> None:
     options = LoadOptions(torch.float32, torch.device("cpu"), "eager")
     base = open_weights(model_config(kind), TASKS["causal"], options, seed=1)
     found = dict(base.linear_weights())
@@ -419,7 +419,7 @@ ROWS = documents_of((12, 9))
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8da_int4"])
-def test_final_model_quantised_by_torchao_has_the_loss_of_training(scheme: str, tmp_path: Path) -> None:
+def test_final_model_quantized_by_torchao_has_the_loss_of_training(scheme: str, tmp_path: Path) -> None:
     from torchao.quantization import quantize_
     from transformers import LlamaForCausalLM
 
@@ -470,6 +470,6 @@ def test_qat_run_is_planned_and_says_how_it_was_trained(zygote: Zygote, tmp_path
     words = ("recipe=full", "quantization=qat", "training.max_steps=3", f"output_dir={run}")
     ended = zygote.finish(tmp_path, *SMALL, *words)
     assert "qat, fp32 on cpu" in ended.stdout
-    assert "Trained for quantisation by torchao to int4" in (run / "final" / "README.md").read_text()
+    assert "Trained for quantization by torchao to int4" in (run / "final" / "README.md").read_text()
     memory = result(run)
     assert memory["memory_predicted_bytes"] == pytest.approx(memory["memory_measured_bytes"], rel=0.01)

@@ -110,7 +110,7 @@ def test_freeze_refuses_what_is_none_or_all(patterns: tuple[str, ...], message: 
 DOCUMENTS = documents_of((20, 5, 11))  # longer than the window of 8, shorter, and neither
 FIRST = 3  # the first token that is trained
 NF4 = QuantizationConfig(kind="nf4", double_quant=True)
-EXPERTS = {"gpt_oss", "mixtral", "qwen3_next", "jamba"}  # not quantised yet, and refused: test_quantization.py
+EXPERTS = {"gpt_oss", "mixtral", "qwen3_next", "jamba"}  # not quantized yet, and refused: test_quantization.py
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "full-recomputed": {"recompute": True},

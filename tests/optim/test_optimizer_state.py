@@ -180,7 +180,7 @@ def test_steps_after_allocated_states_are_unchanged(kind: str) -> None:
     assert equal(optimizer.state_dict(), plain.state_dict())
 
 
-def test_dropped_paged_states_stay_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_paged_states_stay_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody gives paged memory back: of states that are dropped the memory would be lost."""
     model, optimizer = begun("paged_adamw_8bit")
     own = optimizer.get_state_buffer  # type: ignore[attr-defined]

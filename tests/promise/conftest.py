@@ -17,7 +17,7 @@ from app.config.kinds import METRICS, PREFERENCE_KINDS, PROBLEMS, QUANTIZATION_K
 from app.config.load import compose_run
 from app.config.tasks import TASKS
 from app.data.formats import READERS
-from app.data.labels import LABELLINGS
+from app.data.labels import LABELINGS
 from app.exports.export import EXPORTS
 from app.layers.attention import BACKENDS, register
 from app.layers.quantization import QUANTIZATIONS
@@ -45,7 +45,7 @@ TABLES: dict[str, dict[str, Any]] = {
     },
     "problem": {
         "app.config.kinds.PROBLEMS": PROBLEMS,
-        "app.data.labels.LABELLINGS": LABELLINGS,
+        "app.data.labels.LABELINGS": LABELINGS,
         "app.tasks.classification.CLASS_PROBLEMS": CLASS_PROBLEMS,
     },
     "task": {"app.config.tasks.TASKS": TASKS, "app.tasks.table.IMPLEMENTATIONS": IMPLEMENTATIONS},

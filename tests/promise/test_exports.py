@@ -1,4 +1,4 @@
-"""A quantisation and a kind of export of a test, as one entry in each table of their kind."""
+"""A quantization and a kind of export of a test, as one entry in each table of their kind."""
 
 import json
 from collections.abc import Callable

@@ -17,7 +17,7 @@ from app.config.schema import Columns, DatasetConfig
 from app.config.tasks import TASKS, Task
 from app.config.validate import CHOICES
 from app.data.columns import text
-from app.data.objectives import LabelledTokens, label_next_tokens
+from app.data.objectives import LabeledTokens, label_next_tokens
 from app.data.rows import Document, Row
 from app.data.token_dataset import TokenRows
 from app.model.losses import log_probabilities, over_documents
@@ -48,7 +48,7 @@ class Ranked:
     marked: ClassVar[str] = "to be the less likely"
     bidirectional: bool = False
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:
         parts = np.split(rows.ids(i), [int(np.argmax(rows.loss_mask(i)))])
         return tuple(label_next_tokens(ids, np.arange(len(ids)) > 0) for ids in parts)
 

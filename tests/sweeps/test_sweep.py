@@ -41,7 +41,7 @@ def test_sweep_problems_of_some_trials_together() -> None:
     assert problems == [
         "recipe=lroa: there is no such recipe. Did you mean lora? Choose one of dpo, full, kto, lora, orpo, qlora, "
         "simpo.",
-        "quantization.kind=nf4 needs adapter.kind=lora: a quantised base is frozen. Choose recipe=lora or qlora, or "
+        "quantization.kind=nf4 needs adapter.kind=lora: a quantized base is frozen. Choose recipe=lora or qlora, or "
         "set quantization=none. (trial 1: recipe=full quantization=nf4 seed=1)",
         "seed=x: expected a whole number. (trial 2 and 1 more: recipe=full quantization=nf4 seed=x)",
     ]

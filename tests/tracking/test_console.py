@@ -28,7 +28,7 @@ console.close()
 print("after", flush=True)
 """
 MARKING = RUN.replace('print("after", flush=True)', "__import__('pathlib').Path(sys.argv[1]).touch()")
-COLOUR = re.compile(rb"\x1b\[[0-9;]*3[0-9][0-9;]*m")
+COLOR = re.compile(rb"\x1b\[[0-9;]*3[0-9][0-9;]*m")
 
 
 def on_a_terminal(columns: int, **environment: str) -> tuple[int, bytes]:
@@ -71,7 +71,7 @@ def test_console_terminal_bar_and_cursor() -> None:
     assert "hello [bold]brackets[/bold]" in text
     assert "━" in text
     assert "answer    this\ufffd[31m" in text
-    assert COLOUR.search(seen)
+    assert COLOR.search(seen)
     assert "\x1b[2J" not in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert text.index("in between") < text.rindex("1000/1000")
@@ -80,9 +80,9 @@ def test_console_terminal_bar_and_cursor() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value", "shown", "unwanted"),
-    [("NO_COLOR", "1", b"1000/1000", COLOUR), ("TERM", "dumb", b"step 1/1000 | loss 1.5000", re.compile(rb"\x1b"))],
+    [("NO_COLOR", "1", b"1000/1000", COLOR), ("TERM", "dumb", b"step 1/1000 | loss 1.5000", re.compile(rb"\x1b"))],
 )
-def test_console_terminal_without_colour(variable: str, value: str, shown: bytes, unwanted: re.Pattern[bytes]) -> None:
+def test_console_terminal_without_color(variable: str, value: str, shown: bytes, unwanted: re.Pattern[bytes]) -> None:
     returncode, seen = on_a_terminal(100, **{variable: value})
     assert (returncode, unwanted.search(seen)) == (0, None)
     assert shown in seen

@@ -295,7 +295,7 @@ def test_full_disk_keeps_older_checkpoints(stepper: Stepper, folder: Path, monke
     assert verify_checksums(save) is None
 
 
-def test_full_disk_of_a_sharded_save_is_recognised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_of_a_sharded_save_is_recognized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DCP wraps the error of each process."""
 
     def fail(*_: object, **__: object) -> None:

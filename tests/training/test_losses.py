@@ -14,7 +14,7 @@ from torch import Tensor
 from app.batch import Batch
 from app.config.schema import PreferenceConfig, TaskConfig
 from app.data.collate import Layout, Packed, Padded
-from app.data.objectives import LabelledTokens, label_next_tokens
+from app.data.objectives import LabeledTokens, label_next_tokens
 from app.data.token_dataset import MismatchedRows, TokenRows
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
@@ -24,7 +24,7 @@ from app.model.training_model import TrainingModel
 from app.oom_retry import split_batch
 from app.tasks.classification import CLASS_PROBLEMS, class_loss
 from app.tasks.interface import LABELS, LOSS, WEIGHT
-from app.tasks.preference import LABELED_ANSWERS, LabelledAnswers
+from app.tasks.preference import LABELED_ANSWERS, LabeledAnswers
 from app.tasks.table import counts_of
 from app.training.scores import score, score_rows
 from app.training.train_step import Stepper
@@ -62,10 +62,10 @@ class Pairs:
     marked: ClassVar[str] = "to be predicted"
     bidirectional: bool = False
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:
         documents = np.split(rows.ids(i), [rows.second_start(i)])
-        labelled = [label_next_tokens(each, np.arange(len(each)) >= ANSWERS_FROM) for each in documents]
-        return tuple(replace(each, values=(-4.0 * len(each.at) - i, i)) for each in labelled)
+        labeled = [label_next_tokens(each, np.arange(len(each)) >= ANSWERS_FROM) for each in documents]
+        return tuple(replace(each, values=(-4.0 * len(each.at) - i, i)) for each in labeled)
 
     def shown(self, rows: TokenRows, i: int) -> Any:
         raise NotImplementedError
@@ -183,7 +183,7 @@ def test_rows_are_scored_by_their_loss(layout: str, runtime: Runtime) -> None:
     assert score(model, batches, runtime, counts)["eval_loss"] == pytest.approx(sum(losses) / 3, rel=1e-6)
 
 
-class Labelled(TokenRows):
+class Labeled(TokenRows):
     """Answers to prompts, the second and the last of them unwanted."""
 
     lengths = np.array([11, 19, 8, 15], np.int32)
@@ -205,14 +205,14 @@ class Labelled(TokenRows):
         return "false" if i % 2 else "true"
 
 
-LABELLED = Labelled()
+LABELED = Labeled()
 BETA = 0.4
 
 
-def kto_objective() -> LabelledAnswers:
-    others = MismatchedRows(LABELLED)
-    known = {int(h): (-9.0 - 20 * i,) for i, h in enumerate(LABELLED.content_hashes)}
-    return LabelledAnswers(reference=known | {int(h): (-60.0 - i,) for i, h in enumerate(others.content_hashes)})
+def kto_objective() -> LabeledAnswers:
+    others = MismatchedRows(LABELED)
+    known = {int(h): (-9.0 - 20 * i,) for i, h in enumerate(LABELED.content_hashes)}
+    return LabeledAnswers(reference=known | {int(h): (-60.0 - i,) for i, h in enumerate(others.content_hashes)})
 
 
 def kto_model(adapter: Any = None) -> TrainingModel:
@@ -225,7 +225,7 @@ def kto_model(adapter: Any = None) -> TrainingModel:
 def kto_batch(layout: str, rows: Sequence[int]) -> Batch:
     objective = kto_objective()
     made: Layout = Packed(64, 0, 19, objective) if layout == "packed" else Padded(4, 0, objective)
-    return made.batch(LABELLED, [np.array(rows, np.int64)], 8, epoch=0)
+    return made.batch(LABELED, [np.array(rows, np.int64)], 8, epoch=0)
 
 
 def kto_formula(model: TrainingModel) -> Tensor:
@@ -237,12 +237,12 @@ def kto_formula(model: TrainingModel) -> Tensor:
         found: Tensor = scores[at - 1].gather(1, ids[at, None]).sum() - known[int(rows.content_hashes[i])][0]
         return found
 
-    known, others = kto_objective().reference, MismatchedRows(LABELLED)
+    known, others = kto_objective().reference, MismatchedRows(LABELED)
     with torch.no_grad():
         mean = torch.stack([ratio(others, i) for i in range(4)]).mean()
     assert mean > 1.0, "or the test sees nothing of it"
-    gains = BETA * (torch.stack([ratio(LABELLED, i) for i in range(4)]) - mean)
-    wanted = torch.tensor([LABELLED.class_of(i) == "true" for i in range(4)])
+    gains = BETA * (torch.stack([ratio(LABELED, i) for i in range(4)]) - mean)
+    wanted = torch.tensor([LABELED.class_of(i) == "true" for i in range(4)])
     return torch.where(wanted, 0.7 * torch.sigmoid(-gains), 1.3 * torch.sigmoid(gains)).mean()
 
 
@@ -261,7 +261,7 @@ def test_kto_equals_its_formula_however_a_step_is_divided(layout: str, adapter: 
 def test_mismatched_answers_are_packed_into_bins_of_their_own() -> None:
     whole = kto_batch("packed", range(4))
     (bin_of_all,) = whole.mean_of
-    assert sorted(bin_of_all.lengths) == sorted(MismatchedRows(LABELLED).lengths.tolist())
-    narrow = Packed(40, 0, 19, kto_objective()).batch(LABELLED, [np.array([0, 1], np.int64)], 3, epoch=0)
+    assert sorted(bin_of_all.lengths) == sorted(MismatchedRows(LABELED).lengths.tolist())
+    narrow = Packed(40, 0, 19, kto_objective()).batch(LABELED, [np.array([0, 1], np.int64)], 3, epoch=0)
     assert [each.ids.shape for each in narrow.mean_of] == [(1, 40)] * len(narrow.mean_of)
     assert sum(len(each.lengths) for each in narrow.mean_of) == 2

@@ -16,7 +16,7 @@ from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.data.collate import BinShape, Packed, collate_packed, collate_padded
 from app.data.loader import Loader, StepSplit
-from app.data.objectives import LabelledTokens
+from app.data.objectives import LabeledTokens
 from app.distributed.process_group import Runtime
 from app.errors import DataError
 from app.tasks.table import counts_of
@@ -142,7 +142,7 @@ def test_entity_f1_of_random_tags_equals_a_plain_computation(names: tuple[str, .
     lengths = [7, 1, 30, 4, 1, 12]
     true, chosen = ([choose.integers(len(names), size=n) for n in lengths] for _ in range(2))
     rows = [
-        LabelledTokens(np.zeros(n + 2, np.int32), 1 + np.arange(n), each) for n, each in zip(lengths, true, strict=True)
+        LabeledTokens(np.zeros(n + 2, np.int32), 1 + np.arange(n), each) for n, each in zip(lengths, true, strict=True)
     ]
     for batch in (collate_padded(rows, 0), collate_packed(rows, 0, BinShape(80, 40, 9))):
         own = counts.own(batch, torch.zeros(sum(lengths)), torch.from_numpy(np.concatenate(chosen)))

@@ -31,7 +31,7 @@ SMALL = (
 
 
 def write_days(folder: Path) -> None:
-    """Text in which every token follows from its neighbours."""
+    """Text in which every token follows from its neighbors."""
     days = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
     rows = [" ".join(days[(start + i) % 7] for i in range(8)) for start in range(7)] * 12
     (folder / "text.jsonl").write_text(

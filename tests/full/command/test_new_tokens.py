@@ -40,7 +40,7 @@ def test_adapter_of_a_resized_base_loads_and_goes_on(place: Path, quick_zygote: 
     quick_zygote.refused(place, *other, "adapter.start=whole", "output_dir=third", message=message)
 
 
-def test_adapter_of_a_resized_quantised_base_is_verified(place: Path, quick_zygote: Zygote) -> None:
+def test_adapter_of_a_resized_quantized_base_is_verified(place: Path, quick_zygote: Zygote) -> None:
     quick_zygote.finish(place, *WORDS, *ADAPTER, "recipe=qlora", "output_dir=whole")
     as_planned(place / "whole")
     exported = quick_zygote.finish(place, "run=whole", "kind=adapter", "to=adapter", module="app.export")

@@ -42,7 +42,7 @@ def test_run_on_eight_bits_trains_and_exports(quick_zygote: Zygote, tmp_path: Pa
     assert scored == pytest.approx(result(run)["eval_loss"], rel=1e-6), "as training held it"
 
 
-def test_run_on_fp4_exports_what_was_quantised_so(quick_zygote: Zygote, tmp_path: Path) -> None:
+def test_run_on_fp4_exports_what_was_quantized_so(quick_zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
     quick_zygote.run(tmp_path, *FINISHED["qlora in fp32"], "quantization=fp4", f"output_dir={run}", code=0)
     for kind in ("adapter", "merged"):

@@ -1,4 +1,4 @@
-"""The rest of what a GGUF file says: how text is split, what else the proof sees, quantised weights."""
+"""The rest of what a GGUF file says: how text is split, what else the proof sees, quantized weights."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def test_proof_fails_with_another_trap_put_back(
 
 
 @pytest.mark.parametrize("quant", [quant for quant in gguf.QUANTS if quant != "bf16"])
-def test_quantised_weights_compute_as_dequantised_ones(tmp_path: Path, quant: str) -> None:
+def test_quantized_weights_compute_as_dequantized_ones(tmp_path: Path, quant: str) -> None:
     """llama.cpp rounds what it multiplies them by to eight bits."""
     small = Small("llama", tmp_path, quant)
     found = small.proof()

@@ -28,8 +28,8 @@ const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(
 const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
 const ground = (view, node) => {
   for (; node; node = node.parentElement) {
-    const colour = channels(view.getComputedStyle(node).backgroundColor);
-    if (colour.length === 3 || colour[3] === 1) return colour;
+    const color = channels(view.getComputedStyle(node).backgroundColor);
+    if (color.length === 3 || color[3] === 1) return color;
   }
   return [255, 255, 255];
 };

@@ -110,7 +110,7 @@ CHATS: list[Row] = [
     }
     for prompt, wanted, unwanted in TRIPLES
 ]
-LABELLED: list[Row] = [
+LABELED: list[Row] = [
     {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
     for row, side in zip(CHATS, ("chosen", "rejected", "chosen"), strict=True)
 ]
@@ -120,7 +120,7 @@ TEXTS: list[Row] = [
     {"prompt": "A", "chosen": " ten", "rejected": " blue cat"},
     {"prompt": "The", "chosen": " king", "rejected": " red"},
 ]
-PREFERENCE_ROWS = {"preference": CHATS, "preference_label": LABELLED, "preference_text": TEXTS}
+PREFERENCE_ROWS = {"preference": CHATS, "preference_label": LABELED, "preference_text": TEXTS}
 
 
 @dataclass(frozen=True, slots=True)
