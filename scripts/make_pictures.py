@@ -25,7 +25,7 @@ _WIDTH, _REPORT_SIZE = 100, "1200,1262"
 _COMMANDS = {
     "train recipe=qlora model=llama optimizer.lrr=3e-4 dataset.max_len=1024 lora_alpha=16": ".+",
     "check memory model=llama hardware=rtx3090 training.recompute=false": (
-        r"(memory|peak|needs) .+| +(frozen|saved act).+|(knobs| +training.recompute=true| +recipe=qlora).*\n.+"
+        r"(memory|peak|needs) .+| +(frozen|saved act).+|(options| +training.recompute=true| +recipe=qlora).*\n.+"
     ),
     "train output_dir=runs/first": r"(model|steps|done) .+|held out .+(\n.+){4}",
 }

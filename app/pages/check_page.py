@@ -72,7 +72,7 @@ def memory_sections(facts: Found) -> list[Section]:
     ]
     peak = Facts([("peak", f"{format_bytes(facts['peak_bytes'])} ({facts['peak_where']})")])
     sections = [
-        Section("Planned run", [Facts([("memory", facts["subject"]), ("largest micro-batch", facts["worst_case"])])]),
+        Section("Planned run", [Facts([("memory", facts["subject"]), ("micro-batch", facts["worst_case"])])]),
         Section("Memory at the peak", [peak, Bars(bars)]),
         Section("Verdict", [Facts(list(_verdict(facts)))]),
     ]
