@@ -172,7 +172,7 @@ def test_check_memory_of_a_ladder(zygote: Zygote, tmp_path: Path) -> None:
     code, said, wrong = look(zygote, tmp_path, *words, "model.architecture.num_hidden_layers=1")
     assert (code, wrong) == (0, "")
     lines = said.splitlines()
-    assert lines[0] == "Planned on RTX 3080 Ti: each part at its largest, tensors at the peak"
+    assert lines[0] == "Estimated on RTX 3080 Ti: maximum of each part, tensors at the peak"
     assert [line.split()[0] for line in lines[1:4]] == ["rung", "padded", "packed"]
     assert "Claimed by the source: Llama-7B on Dolly with NeMo; GPU not named" in lines
     facts = json.loads((tmp_path / "look" / "check.json").read_text())["ladder"]
@@ -180,7 +180,7 @@ def test_check_memory_of_a_ladder(zygote: Zygote, tmp_path: Path) -> None:
     assert [rung["tensors"] > rung["frozen_weights"] > 0 for rung in facts["rungs"]] == [True, True]
     page = (tmp_path / "look" / "check.html").read_text()
     assert "<h1>packing</h1>" in page
-    assert "<h2>Planned on RTX 3080 Ti: each part at its largest, tensors at the peak</h2>" in page
+    assert "<h2>Estimated on RTX 3080 Ti: maximum of each part, tensors at the peak</h2>" in page
 
 
 def test_check_memory_of_a_ladder_goes_on_where_the_planner_fails(zygote: Zygote, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_check_memory_of_a_ladder_goes_on_where_the_planner_fails(zygote: Zygote
     assert code == 3
     assert wrong.count("Traceback") == 2
     assert [line.split(":")[0] for line in said.splitlines()[:4]] == [
-        "Planned on this machine",
+        "Estimated on this machine",
         "rung",
         "padded",
         "packed",

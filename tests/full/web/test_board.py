@@ -37,7 +37,7 @@ class InBrowser:
 
     def ask(self, question: str) -> None:
         self.page.value(f"document.querySelector('[name=question]').value = {question!r}")
-        self.press("ask")
+        self.press("Chat")
 
     def text(self) -> str:
         return str(self.page.value("document.title + ' ' + document.querySelector('main').innerText"))
@@ -106,10 +106,10 @@ def test_run_started_stopped_and_resumed_ends_as_undisturbed(has_browser: bool, 
         user = OverHttp(at) if page is None else InBrowser(at, page)
         user.start("mine", "\n".join(SETTINGS))
         user.seen("mine still running", "/156 | loss")
-        user.press("stop and save")
+        user.press("Stop")
         user.seen("mine stopped", "resume=auto")
         assert result(folder / "mine")["steps"] < result(whole)["steps"]
-        user.press("resume")
+        user.press("Resume")
         user.seen("mine finished", "-m app.generate")
         assert numbers(folder / "mine") == numbers(whole)
         assert result(folder / "mine")["train_loss_last"] == result(whole)["train_loss_last"]
