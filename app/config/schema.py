@@ -148,7 +148,7 @@ class ModelConfig:
     norm: str = choice("own", "low", "fp32", default="own")  # LayerNorm dtype under autocast; low: bf16 or fp16
     # run Python code from the model repository
     trust_remote_code: bool = field(default=False, metadata={TYPED_ONLY: RUNS_CODE})
-    licence_page: str | None = None  # URL of the license, for the model card
+    licence_page: str | None = None  # page with the license, for the model card
     architecture: dict[str, Any] = MISSING  # config.json values for weights=random, such as hidden_size
     suggest: Suggest = field(default_factory=Suggest)
 
@@ -223,7 +223,7 @@ class AdapterConfig:
     rank_pattern: dict[str, Any] = field(default_factory=dict)  # ranks by layer name or suffix
     alpha_pattern: dict[str, Any] = field(default_factory=dict)  # alphas by layer name or suffix
     layers: list[int] = field(default_factory=list)  # indices of the layers to adapt, from 0; empty: all
-    train_whole: list[str] = field(default_factory=list)  # modules to train and save in full, such as lm_head
+    train_whole: list[str] = field(default_factory=list)  # layers to train and save in full, such as lm_head
     # token IDs to train in the embedding and in an untied LM head; all: every token; new: those of model.add_tokens
     train_tokens: Any = field(default_factory=list, metadata={TYPE: list[int] | TokenChoice})
     lr_ratio: float = number(1.0, above=0)  # learning rate of B divided by that of A, which is optimizer.lr (LoRA+)
