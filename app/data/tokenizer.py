@@ -181,7 +181,7 @@ def _as_ids(values: Sequence[int]) -> Ids:
 
 
 def _is_long(text: RenderedText) -> bool:
-    """Whether to tokenize it in pieces. Only plain text is: elsewhere characters decide what is trained."""
+    """Return whether to tokenize the text in pieces: long plain text, without a loss mask over characters."""
     return text.raw and len(text.text) > PIECE_CHARS and text.spans == ((0, len(text.text)),)
 
 

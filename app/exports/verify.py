@@ -217,8 +217,9 @@ def _relative(given: list[Tensor], found: list[Tensor]) -> float | None:
 
 
 def _labeled(evaluation: Evaluation, model: TrainingModel) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The first short rows, else the shortest, of a pair the wanted answer, and the targets of the last labeled
-    positions of each.
+    """Return the first short rows (or the shortest ones) and the targets of their last labeled positions.
+
+    Of a preference pair, the row is the chosen answer.
     """
     rows = evaluation.rows
     order = np.argsort(np.where(rows.lengths <= SHORT_ROW_TOKENS, 0, rows.lengths), kind="stable")

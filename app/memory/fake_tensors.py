@@ -47,7 +47,7 @@ class MetaModel:
             self.period = self.depth
 
     def network(self, depth: int) -> nn.Module:
-        """Network of so many layers, quantized and with its adapter; no layer is recomputed yet."""
+        """Return the quantized network with its adapter and `depth` layers, before gradient checkpointing is set."""
         sections = self.sections
         with torch.device("meta"):
             lm = _truncated(self._lm, depth)
