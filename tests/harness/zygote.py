@@ -61,7 +61,7 @@ def serve() -> None:
 
 
 def _fill_caches() -> None:
-    """Make what each fork would make anew: parsers, patterns and templates, which do not depend on a run."""
+    """Fill caches that every fork would fill: parsers, patterns and templates, which do not depend on a run."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from app.config.load import compose_run
