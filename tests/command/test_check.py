@@ -127,7 +127,7 @@ def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -
 WRONG = {
     "data dataset=auto dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",
     "cluster": "error: launch.num_processes=1: one process has no others to find. Set launch.num_processes=2",
-    "dataset=messages data": "error: 'data' is not an override.",
+    "dataset=messages data": "error: Unrecognized argument 'data'.",
 }
 
 

@@ -28,8 +28,8 @@ def row(user: str, *, role: str = "assistant") -> str:
     ("module", "words", "message"),
     [
         ("app.train", ("training.max_stps=1", "modl=llama"), "error: 2 problems"),
-        ("app.check", ("data", "dataset.max_lenght=3"), "dataset.max_lenght is not a key."),
-        ("app.generate", ("run=empty", "prmpt=Hi"), "prmpt is not a key. Did you mean prompt?"),
+        ("app.check", ("data", "dataset.max_lenght=3"), "Unknown setting dataset.max_lenght."),
+        ("app.generate", ("run=empty", "prmpt=Hi"), "Unknown setting prmpt. Did you mean prompt?"),
     ],
 )
 def test_typo_is_reported_without_torch(
@@ -41,7 +41,7 @@ def test_typo_is_reported_without_torch(
 
 
 EARLY = [
-    ("sed=1", "sed is not a key. Did you mean seed?"),
+    ("sed=1", "Unknown setting sed. Did you mean seed?"),
     ("dataset=auto dataset.path=no/such.jsonl", "dataset.path=no/such.jsonl: no such file or folder"),
     ("model.path=./no/such", "model.path=./no/such: there is no such folder. Give a folder with config.json"),
     ("model.chat_template=chatmll", "model.chat_template=chatmll is neither a file nor one of "),

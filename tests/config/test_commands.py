@@ -56,11 +56,11 @@ def test_generate_all_problems_together() -> None:
     with pytest.raises(ConfigError) as refusal:
         GENERATE.parse(["rum=r", "temperature=-1", "seed=x", "chat=perhaps", "launch.threads=0", "launch.thread=1"])
     assert refusal.value.problems == (
-        "rum is not a key. Did you mean run?",
+        "Unknown setting rum. Did you mean run?",
         "chat=perhaps: expected true or false or null.",
         "temperature=-1.0 must be at least 0.",
         "seed=x: expected a whole number.",
-        "launch.thread is not a key. Did you mean launch.threads?",
+        "Unknown setting launch.thread. Did you mean launch.threads?",
         "launch.threads=0 must be at least 1 and at most 1024.",
     )
     with pytest.raises(ConfigError, match=r"'hello' is not key=value. Keys: run, checkpoint, model, prompt, "):
@@ -126,10 +126,10 @@ def test_option_without_key_missing_shows_example() -> None:
         (("run=a", "sweep=b"), "run=a and sweep=b each say whose page it is. Keep one."),
         (("run=a", "runs=b,c"), "run=a and runs=b,c each say whose page it is. Keep one."),
         (("runs=a",), "runs=a: a comparison needs two folders at least. For the page of one run give run=DIR."),
-        (("run=~no-user/a",), "run=~no-user/a: there is no user no-user. Write the whole path, or ./~no-user/a."),
+        (("run=~no-user/a",), "run=~no-user/a: unknown user no-user. Write the full path, or ./~no-user/a."),
         (("run=",), "run= is empty. Give a value, or run=null."),
         (("runs/mine",), "'runs/mine' is not key=value. Keys: run, sweep, runs, to."),
-        (("rnu=a",), "rnu is not a key. Did you mean run?"),
+        (("rnu=a",), "Unknown setting rnu. Did you mean run?"),
     ],
 )  # fmt: skip
 def test_report_without_one_subject_refused(words: tuple[str, ...], said: str) -> None:
@@ -207,15 +207,15 @@ def test_check_fp8_without_support_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("memory", "hardware=h10"), "hardware=h10: there is no such hardware. Did you mean h100? Choose one of a10,"),
+        (("memory", "hardware=h10"), "hardware=h10: unknown hardware. Did you mean h100? Choose one of a10,"),
         (("memory", "hardware=h100", "hardware.memory_gb=3"), "Did you mean hardware.memory_gib?"),
         (("memory", "hardware=h100", "hardware.memory_gib=much"), "hardware.memory_gib=much: expected a number."),
         (("memory", "hardware=h100", "hardware.memory_gib=0"), "hardware.memory_gib=0.0 must be above 0"),
         (("memory", "hardware.memory_gib=3"), "hardware.memory_gib needs hardware=NAME, which it changes."),
-        (("memory", "exactt=true"), "exactt is not a key. Did you mean exact?"),
+        (("memory", "exactt=true"), "Unknown setting exactt. Did you mean exact?"),
         (("memory", "exact=perhaps"), "exact=perhaps: expected true or false."),
         (("memory", "exactt=true", "sed=1", "hardware=h10"), "Did you mean seed? hardware=h10:"),
-        (("memory", "answers.row=4"), "answers.row is not a key. Did you mean answers.rows?"),
+        (("memory", "answers.row=4"), "Unknown setting answers.row. Did you mean answers.rows?"),
         (("memory", "answers.rows=0"), "answers.rows=0 must be at least 1."),
         (("data", "answers.rows=2"), "answers.rows=2: only app.check memory asks for it."),
         (("memory", "answers.rows=2", "task=masked", "dataset=text", "dataset.path=x.txt"),

@@ -14,7 +14,7 @@ TWO = ("dataset=mix", "dataset.mix.chat.path=a.jsonl", "dataset.mix.code.path=b.
 CODE = "dataset.mix.code"
 WRONG = [  # what is refused together
     {
-        f"{CODE}.weigth=2": f"{CODE}.weigth is not a key. Did you mean {CODE}.weight?",
+        f"{CODE}.weigth=2": f"Unknown setting {CODE}.weigth. Did you mean {CODE}.weight?",
         f"{CODE}.weight=much": f"{CODE}.weight=much: expected a number.",
         "dataset.mix.chat.weight=-1": "dataset.mix.chat.weight=-1.0 must be at least 0",
         "dataset.mix.more.weight=1": "dataset.mix.more.path has no value. Give dataset.mix.more.path=...",
@@ -22,7 +22,7 @@ WRONG = [  # what is refused together
     },
     {
         f"{CODE}.format=messagess": f"{CODE}.format=messagess is none of messages, ",
-        f"{CODE}.columns.txt=x": f"{CODE}.columns.txt is not a key. Did you mean {CODE}.columns.text?",
+        f"{CODE}.columns.txt=x": f"Unknown setting {CODE}.columns.txt. Did you mean {CODE}.columns.text?",
     },
     {f"{CODE}.columns.text=[x]": f"{CODE}.columns.text=['x']: expected the name of a column."},
     {f"{CODE}=3": f"{CODE}=3: {CODE} is a section. Give its keys, such as {CODE}.path=..."},

@@ -94,15 +94,15 @@ def test_changes_typed_and_validated(run: Path) -> None:
 
 
 WRONG = [
-    ("weihgts=both", "weihgts is not a key. Did you mean weights?"),
+    ("weihgts=both", "Unknown setting weihgts. Did you mean weights?"),
     ("dataset.max_row=3", "Did you mean dataset.max_rows?"),
     ("optimizer.lr=1", "optimizer.lr=1: optimizer.lr does not apply, because an evaluation trains nothing."),
     ("optimizer=sgd", "optimizer does not apply, because an evaluation trains nothing."),
     ("adapter=none", "weights=tuned, base or both chooses between them."),
     ("batching.rows=3", "eval.rows is the number of rows"),
-    ("hydra.mode=MULTIRUN", "hydra.mode is not a key."),
-    ("--help", "'--help' is not an override. Write key=value or group=choice."),
-    ("eval.rows=1,2", "several values are a sweep"),
+    ("hydra.mode=MULTIRUN", "Unknown setting hydra.mode."),
+    ("--help", "Unrecognized argument '--help'. Settings are key=value."),
+    ("eval.rows=1,2", "several values make a sweep"),
 ]
 
 
@@ -114,7 +114,7 @@ def test_changes_invalid_reported_before_run_is_read(given: str, message: str) -
 
 def test_changes_folder_without_key_suggests_run(tmp_path: Path) -> None:
     (problem,) = refusals(tmp_path, str(tmp_path))
-    assert problem.endswith(f"is not an override. Write key=value or group=choice. Did you mean run={tmp_path}?")
+    assert problem.endswith(f". Settings are key=value. Did you mean run={tmp_path}?")
 
 
 def test_changes_all_problems_together() -> None:
@@ -170,7 +170,7 @@ def test_model_path_unused_refused(tmp_path: Path) -> None:
         (("harness=[a]", "batching.packing=false", "launch.num_processes=2"), "Leave them out."),
         (("harness_limit=5",), "there are none. Give harness=TASK."),
         (("harness=a", "harness_limit=0"), "harness_limit=0 must be at least 1"),
-        (("harnes=a",), "harnes is not a key. Did you mean harness?"),
+        (("harnes=a",), "Unknown setting harnes. Did you mean harness?"),
     ],
 )  # fmt: skip
 def test_harness_with_dataset_keys_refused(run: Path, given: tuple[str, ...], message: str) -> None:
@@ -211,7 +211,7 @@ def test_rows_to_score_of_run_or_given_dataset(run: Path) -> None:
     assert rows_of(run, "dataset.eval_max_rows=5") == {**rows_of(run), "eval_max_rows": 5}
     assert rows_of(run, "dataset.path=new.jsonl") == {"path": "new.jsonl"}
     assert rows_of(run, "dataset={path: new.jsonl}") == {"path": "new.jsonl"}
-    assert "dataset.pth is not a key. Did you mean dataset.path?" in refusals(run, "dataset={pth: new.jsonl}")
+    assert "Unknown setting dataset.pth. Did you mean dataset.path?" in refusals(run, "dataset={pth: new.jsonl}")
     assert rows_of(run, "dataset.path=new.jsonl", "dataset.max_rows=7") == {"path": "new.jsonl", "max_rows": 7}
     assert rows_of(run, "dataset=messages", "dataset.path=new.jsonl") == {"path": "new.jsonl"}
     assert rows_of(run, "dataset.eval_path=new.jsonl") == {"path": own, "eval_path": "new.jsonl"}
@@ -369,7 +369,7 @@ def test_received_run_typed_reference_is_resolved(tmp_path: Path) -> None:
         ("? {a: 1}\n: 2", "unhashable"),
         ("seed: 1\nseed: 2", "duplicate"),
         ("seed: \x00", "special characters"),
-        ("1: 2\nseed: {}", "is not a key"),
+        ("1: 2\nseed: {}", "Unknown setting"),
     ],
 )  # fmt: skip
 def test_hostile_run_yaml_is_told(tmp_path: Path, text: str, said: str) -> None:
@@ -462,14 +462,14 @@ def test_varied_run_can_be_swept(stopped_run: Path) -> None:
             "model=llama",
             "Give the keys that change, or the command of that run (in its manifest.json) with model=llama",
         ),
-        ("optimizer.lrr=1", "optimizer.lrr is not a key. Did you mean optimizer.lr?"),
+        ("optimizer.lrr=1", "Unknown setting optimizer.lrr. Did you mean optimizer.lr?"),
         ("adapter.r=x", "adapter.r=x: expected a whole number."),
         ("adapter.r=8", "adapter.r=8: adapter=none does not read it, so it changes nothing."),
         ("batching.tokens=64", "is more than a bin holds"),
-        ("from=~0", "from=~0: there is no user 0. Write the whole path, or ./~0."),
+        ("from=~0", "from=~0: unknown user 0. Write the full path, or ./~0."),
         ("from=null", "from=null: there is no run.yaml in it."),
         ("from=nowhere", "from=nowhere: there is no run.yaml in it. Give the output_dir of a run."),
-        ("hydra.mode=RUN", "hydra.mode is not a key."),
+        ("hydra.mode=RUN", "Unknown setting hydra.mode."),
     ],
 )
 def test_varied_run_invalid_refused(stopped_run: Path, given: str, message: str) -> None:

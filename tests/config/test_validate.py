@@ -50,9 +50,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("training", 3, "training=3: training is a section. Give its keys, such as training.epochs=..."),
     ("model.suggest", None, "model.suggest=null: model.suggest is a section."),
     ("dataset.path", "???", "dataset.path has no value. Give dataset.path=..."),
-    ("dataset.clumns", {}, "dataset.clumns is not a key. Did you mean dataset.columns?"),
-    ("learning_rate", 1, "learning_rate is not a key. Did you mean optimizer.lr?"),
-    ("dataset.columns.foo", "a", "dataset.columns.foo is not a key. Known: dataset.columns.answer, "),
+    ("dataset.clumns", {}, "Unknown setting dataset.clumns. Did you mean dataset.columns?"),
+    ("learning_rate", 1, "Unknown setting learning_rate. Did you mean optimizer.lr?"),
+    ("dataset.columns.foo", "a", "Unknown setting dataset.columns.foo. Known: dataset.columns.answer, "),
     ("training.clip", None, "training.clip=null: expected a number. 0 is none."),
     *(
         (key, value, "expected a whole number or a part of an epoch like 0.25epoch.")
@@ -237,14 +237,14 @@ def test_settings_file_typed_only_key_accepted_where_typed(tmp_path: Path, key: 
 
 
 IN_FORMS = [
-    ("hydra.job.chdir=true", "hydra.job.chdir is not a key."),
+    ("hydra.job.chdir=true", "Unknown setting hydra.job.chdir."),
     ("++hydra.job.chdir=true", "hydra.job.chdir in the form: "),
     ("hydra/launcher=basic", "hydra/launcher in the form: "),
-    ("++seed=1", "seed in the form: not the name of a setting"),
-    ("model@x=tiny", "model@x in the form: not the name of a setting"),
-    ("model.trust_remote_code=true", "model.trust_remote_code in the form is not accepted, because it decides"),
-    ("model={trust_remote_code: true}", "model.trust_remote_code in the form is not accepted, because it decides"),
-    ("cache_dir=/tmp/x", "cache_dir in the form is not accepted, because it decides"),
+    ("++seed=1", "seed in the form: invalid setting name"),
+    ("model@x=tiny", "model@x in the form: invalid setting name"),
+    ("model.trust_remote_code=true", "model.trust_remote_code in the form is not accepted because it decides"),
+    ("model={trust_remote_code: true}", "model.trust_remote_code in the form is not accepted because it decides"),
+    ("cache_dir=/tmp/x", "cache_dir in the form is not accepted because it decides"),
     ("--cfg=job", "--cfg job"),
     ("--info", "--info"),
 ]
