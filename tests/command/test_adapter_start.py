@@ -63,7 +63,7 @@ def remarks_of(start: Path, *words: str, command: Sequence[str] = COMMAND) -> li
             ("adapter.targets=[q_proj]",),
             "and adapter.targets=[q_proj] means others here. Type adapter.targets=[down_pr",
         ),
-        (("recipe=full", "optimizer.lr=1e-3"), "recipe=full trains no adapter, so it changes nothing"),
+        (("recipe=full", "optimizer.lr=1e-3"), "recipe=full trains no adapter"),
         (("seed=7",), "it was trained on another base"),
     ],
 )

@@ -49,7 +49,7 @@ EARLY = [
     ("parallel.offload=true", "parallel.offload=true: the shards of several processes are kept in memory of the host"),
     ("output_dir=file", "output_dir=file: this is no folder"),
     ("output_dir=full", "output_dir=full: the folder is not empty and not that of a run"),
-    ("resume=no/such", "resume=no/such: there is no such folder."),
+    ("resume=no/such", "resume=no/such: no such folder."),
 ]
 
 
@@ -70,9 +70,9 @@ def test_config_error_is_reported_before_loading(zygote: Zygote, tmp_path: Path,
     [
         (("model=no/such/folder", "prompt=Hi"), "model.path=no/such/folder: there is no such folder."),
         (("run=empty", "prompts=no.txt"), "prompts=no.txt: no such file"),
-        (("run=none", "prompt=Hi"), "run=none: there is no such folder."),
-        (("run=empty", "prompt=Hi"), "run=empty: there is no final/ in it"),
-        (("run=swept", "prompt=Hi"), "run=swept: this is the folder of a sweep. Give that of one of its trials"),
+        (("run=none", "prompt=Hi"), "run=none: no such folder."),
+        (("run=empty", "prompt=Hi"), "run=empty: no final/ found"),
+        (("run=swept", "prompt=Hi"), "run=swept: this is the folder of a sweep. Give the folder of one of its trials"),
     ],
 )
 def test_missing_run_is_reported(zygote: Zygote, tmp_path: Path, given: tuple[str, ...], message: str) -> None:

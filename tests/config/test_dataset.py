@@ -17,15 +17,15 @@ WRONG = [  # what is refused together
         f"{CODE}.weigth=2": f"Unknown setting {CODE}.weigth. Did you mean {CODE}.weight?",
         f"{CODE}.weight=much": f"{CODE}.weight=much: expected a number.",
         "dataset.mix.chat.weight=-1": "dataset.mix.chat.weight=-1.0 must be at least 0",
-        "dataset.mix.more.weight=1": "dataset.mix.more.path has no value. Give dataset.mix.more.path=...",
+        "dataset.mix.more.weight=1": "dataset.mix.more.path= is required. Set dataset.mix.more.path=...",
         f"{CODE}.max_rows=0": f"{CODE}.max_rows=0 must be at least 1.",
     },
     {
-        f"{CODE}.format=messagess": f"{CODE}.format=messagess is none of messages, ",
+        f"{CODE}.format=messagess": f"{CODE}.format=messagess: expected one of messages, ",
         f"{CODE}.columns.txt=x": f"Unknown setting {CODE}.columns.txt. Did you mean {CODE}.columns.text?",
     },
     {f"{CODE}.columns.text=[x]": f"{CODE}.columns.text=['x']: expected the name of a column."},
-    {f"{CODE}=3": f"{CODE}=3: {CODE} is a section. Give its keys, such as {CODE}.path=..."},
+    {f"{CODE}=3": f"{CODE}=3: {CODE} is a section. Set its keys, e.g. {CODE}.path=..."},
     {"dataset.mix=a.jsonl": "dataset.mix=a.jsonl: expected a mapping like {a: 1, b: 2}."},
     {
         "dataset.path=c.jsonl": "dataset.path=c.jsonl and dataset.mix both name the rows.",
@@ -82,7 +82,9 @@ def test_dataset_without_rows_refused() -> None:
 )
 def test_own_rows_never_scored_on_the_sample(given: tuple[str, ...], group: str) -> None:
     (problem,) = refusal_of("dataset.path=m.jsonl", *given)
-    assert problem.startswith("dataset.path=m.jsonl would be scored on the sample that ships (dataset.eval_path=asset:")
+    assert problem.startswith(
+        "dataset.path=m.jsonl would be evaluated on the included sample (dataset.eval_path=asset:"
+    )
     assert f"Add dataset={group}, " in problem
     assert compose_run(["dataset.path=m.jsonl", *given, f"dataset={group}"]).dataset.eval_path is None
     assert compose_run(["dataset.path=m.jsonl", *given, "dataset.eval_path=h.jsonl"]).dataset.path == "m.jsonl"

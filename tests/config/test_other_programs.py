@@ -54,7 +54,7 @@ TOLD = [
     ("precision=fp8", "Did you mean recipe=lora quantization=fp8? The frozen base is computed in fp8"),
     (
         "compile.backend=nvfuser",
-        "compile.backend=nvfuser is none of inductor, aot_eager, eager, cudagraphs. Did you mean",
+        "compile.backend=nvfuser: expected one of inductor, aot_eager, eager, cudagraphs. Did you mean",
     ),
     (
         "task=distillation",

@@ -84,9 +84,9 @@ REFUSED = [
     ("precision=bf16", "precision is what the rungs of sweep=single_gpu differ in."),
     ("seed=1,2", "seed has several values, and the trials of sweep=single_gpu are its rungs. Give one."),
     ("sweep.trials=3", "sweep.trials: sweep=single_gpu has rungs, which its file names. Leave it out;"),
-    ("sweep.size=tiny", "sweep.size=tiny is none of full, small."),
+    ("sweep.size=tiny", "sweep.size=tiny: expected one of full, small."),
     ("optimizer.lrr=1", "Unknown setting optimizer.lrr."),
-    ("sweep=mlm adapter.r=8", "adapter.r=8: recipe=full trains no adapter, so it changes nothing."),
+    ("sweep=mlm adapter.r=8", "adapter.r=8: recipe=full trains no adapter."),
     ("sweep=lr sweep.size=small", "sweep.size is of rungs, and sweep=lr has none. Leave it out."),
 ]
 

@@ -204,7 +204,7 @@ def test_command_refuses_missing_folder_taken_port_and_missing_package(
         return refused.value.report()
 
     assert "there is no such folder" in refusal(str(tmp_path / "absent"))
-    assert "folder has no value" in refusal("port=1")
+    assert "folder= is required" in refusal("port=1")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -290,8 +290,8 @@ WRONG = {
         "adapter.train_whole=[embed_tokens]",
         "model.architecture.tie_word_embeddings=true",
     ): r"^adapter\.train_whole: the embedding is tied to the head, and with adapter\.method=OFT PEFT trains them apart",
-    ("adapter=lora", "adapter.fields.r=8"): r"^adapter\.fields\.r=8: adapter=lora does not read it",
-    ("adapter.r=8",): r"^adapter\.r=8: adapter=peft does not read it",
+    ("adapter=lora", "adapter.fields.r=8"): r"^adapter\.fields\.r=8: adapter=lora ignores it",
+    ("adapter.r=8",): r"^adapter\.r=8: adapter=peft ignores it",
     ("adapter.start=runs/other",): r"^adapter\.start=runs/other: there is no adapter_config\.json",
 }
 
