@@ -708,8 +708,7 @@ def test_converted_file_pairs_with_messages_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: 1", "no file of settings of Axolotl"), ("[1]", "has no settings"), ("a: [", "cannot be read")],
+    ("text", "message"), [("a: 1", "not a config of Axolotl"), ("[1]", "has no settings"), ("a: [", "cannot be read")]
 )
 def test_file_of_no_program_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "x.yml"
@@ -722,8 +721,12 @@ def test_existing_file_is_kept(tmp_path: Path) -> None:
     source, target = tmp_path / "config.yml", tmp_path / "mine.yaml"
     source.write_text(FILES["trl_lora"][0])
     assert convert(source, tmp_path / "new.yaml", Console(enabled=False)) == 0
-    assert (tmp_path / "new.yaml").read_text().startswith("# From config.yml of TRL.\ndataset: auto\nrecipe: lora\n")
+    assert (
+        (tmp_path / "new.yaml")
+        .read_text()
+        .startswith("# Converted from config.yml (TRL).\ndataset: auto\nrecipe: lora\n")
+    )
     target.write_text("mine")
-    with pytest.raises(ConfigError, match="it exists"):
+    with pytest.raises(ConfigError, match="already exists"):
         convert(source, target, Console(enabled=False))
     assert target.read_text() == "mine"

@@ -168,7 +168,7 @@ def torn(file: Path) -> None:
     reseal(file)
 
 
-FLIPPED = "safetensors is not what was written"
+FLIPPED = "safetensors has changed since it was written"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,12 @@ FLIPPED = "safetensors is not what was written"
         *((ADAPTER, flip, command, FLIPPED) for command in (EVALUATE, GENERATE, EXPORT, START)),
         *((BASE, flip, command, FLIPPED) for command in (EVALUATE, GENERATE, EXPORT)),
         (BASE, flip, (*GENERATE, "checkpoint=3"), FLIPPED),
-        (Path("final/tokenizer.json"), flip, (*GENERATE, "checkpoint=3"), "tokenizer.json is not what was written"),
+        (
+            Path("final/tokenizer.json"),
+            flip,
+            (*GENERATE, "checkpoint=3"),
+            "tokenizer.json has changed since it was written",
+        ),
         *((ADAPTER, without_one, command, "differ in base_model.model") for command in (EVALUATE, GENERATE)),
         *((ADAPTER, with_nan, command, "has NaN, or numbers too large") for command in (EVALUATE, GENERATE)),
         *((ADAPTER, torn, command, "safetensors cannot be loaded (") for command in (EVALUATE, GENERATE)),

@@ -289,8 +289,8 @@ def test_full_disk_keeps_older_checkpoints(stepper: Stepper, folder: Path, monke
     with pytest.raises(EnvironmentProblem) as refusal:
         saved(saver, Progress(step=2), stepper)
     message = str(refusal.value)
-    assert message.startswith(f"the disk is full: {folder}/step-000002 could not be written. What was saved before is")
-    assert message.endswith(f"continue with resume=auto, or on another disk with output_dir=DIR resume={save}.")
+    assert message.startswith(f"the disk is full: {folder}/step-000002 could not be written. Earlier checkpoints are")
+    assert message.endswith(f"resume with resume=auto, or on another disk with output_dir=DIR resume={save}.")
     assert [f.name for f in folder.iterdir()] == ["step-000001"]
     assert verify_checksums(save) is None
 
