@@ -24,17 +24,17 @@ WRONG = [  # what is refused together
         f"{CODE}.format=messagess": f"{CODE}.format=messagess: expected one of messages, ",
         f"{CODE}.columns.txt=x": f"Unknown setting {CODE}.columns.txt. Did you mean {CODE}.columns.text?",
     },
-    {f"{CODE}.columns.text=[x]": f"{CODE}.columns.text=['x']: expected the name of a column."},
+    {f"{CODE}.columns.text=[x]": f"{CODE}.columns.text=['x']: expected a column name."},
     {f"{CODE}=3": f"{CODE}=3: {CODE} is a section. Set its keys, e.g. {CODE}.path=..."},
     {"dataset.mix=a.jsonl": "dataset.mix=a.jsonl: expected a mapping like {a: 1, b: 2}."},
     {
-        "dataset.path=c.jsonl": "dataset.path=c.jsonl and dataset.mix both name the rows.",
-        "dataset.eval_split=test": "dataset.eval_split=test says not of which source of dataset.mix.",
-        "dataset.on_overflow=split": "=split would tear a row of dataset.mix.chat.format=messages",
+        "dataset.path=c.jsonl": "dataset.path=c.jsonl and dataset.mix both set the dataset.",
+        "dataset.eval_split=test": "dataset.eval_split=test is not supported with dataset.mix.",
+        "dataset.on_overflow=split": "=split is not supported for dataset.mix.chat.format=messages",
         f"{CODE}.columns={{input: 'a.*.x', output: 'b.*.y'}}": (
-            f"{CODE}.columns.input=a.*.x {CODE}.columns.output=b.*.y: the elements of one list"
+            f"{CODE}.columns.input=a.*.x {CODE}.columns.output=b.*.y: rows come from the elements of one list"
         ),
-        "dataset.train_on=completion": f"means nothing for {CODE}.format=messages.",
+        "dataset.train_on=completion": f"is not supported for {CODE}.format=messages.",
     },
 ]
 
@@ -68,11 +68,11 @@ def test_mix_format_auto_allowed(key: str) -> None:
 
 def test_dataset_without_rows_refused() -> None:
     (problem,) = refusal_of("dataset=mix")
-    assert problem.startswith("dataset.path=null names no rows. Give dataset.path=FILE, or dataset.mix.NAME.path=")
+    assert problem.startswith("dataset.path=null: no dataset. Set dataset.path=FILE, or dataset.mix.NAME.path=")
     chat_off = "dataset.mix.chat.weight=0"
     assert list(sources_of(compose_run([*TWO, chat_off]).dataset)) == ["code"]
     assert refusal_of(*TWO, chat_off, f"{CODE}.weight=0") == [
-        "dataset.mix: every weight is 0, so nothing is trained on. Set dataset.mix.NAME.weight=1."
+        "dataset.mix: all weights are 0, so there is nothing to train on. Set dataset.mix.NAME.weight=1."
     ]
 
 

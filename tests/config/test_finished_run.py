@@ -88,7 +88,7 @@ def test_changes_typed_and_validated(run: Path) -> None:
         "weights=bse: expected one of tuned, base, both. Did you mean base?",
     ]
     assert "exceeds the bin size" in refusals(run, "batching.tokens=64")[0]
-    assert "means nothing for dataset.format=text" in refusals(
+    assert "is not supported for dataset.format=text" in refusals(
         run, "dataset=text", "dataset.train_on=last", "dataset.path=x"
     )[0]  # fmt: skip
 
@@ -446,7 +446,7 @@ def test_varied_run_typed_eval_rows_replace_the_others(stopped_run: Path) -> Non
     assert held_out("dataset.eval_fraction=0.1") == (None, 0.1)
     assert held_out("dataset=text", "dataset.path=a.txt", "dataset.eval_path=b.txt") == ("b.txt", 0.0)
     both = ("dataset.eval_fraction=0.1", "dataset.eval_path=b.txt")
-    assert "both choose the held-out rows" in varied_refusals(f"from={stopped_run}", *both)[0]
+    assert "both set the eval set" in varied_refusals(f"from={stopped_run}", *both)[0]
 
 
 def test_varied_run_can_be_swept(stopped_run: Path) -> None:
