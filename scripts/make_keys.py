@@ -129,7 +129,7 @@ def coming_from_page() -> str:
     )
     needless = {each: PROGRAMS[each]["needless"].split() if each in PROGRAMS else [] for each in _PROGRAMS}
     names = (", ".join(f"`{name}`" for name in given) for given in needless.values())
-    last = ["not needed", *names, "Nothing here corresponds to it, and nothing is lost."]
+    last = ["not needed", *names, "No equivalent, and none is needed."]
     return with_table("coming-from.md", "make_keys", ("here", *_PROGRAMS.values(), "remark"), [*rows, last])
 
 

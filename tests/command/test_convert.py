@@ -660,12 +660,12 @@ def test_every_setting_is_carried_needless_or_lost(name: str, tmp_path: Path) ->
 
 def test_meaning_that_changes_is_told() -> None:
     told, default = conversion("axolotl_qlora").changed
-    assert [each[:23] for each in conversion("torchtune_qlora").changed] == ["the file leaves these t"]
+    assert [each[:23] for each in conversion("torchtune_qlora").changed] == ["torchtune defaults made"]
     assert told.startswith("micro_batch_size: 2: rows are packed, so a micro-batch is a bin of 2 x 4096 = 8192 tokens")
-    assert default.endswith("so they are written out: schedule.final_fraction=0.0")
+    assert default.endswith("defaults made explicit: schedule.final_fraction=0.0")
     assert [each[:23] for each in conversion("trl_4_bits_off").changed] == [
-        "max_steps: 100: a run a",
-        "the file leaves these t",
+        "max_steps: 100: a run e",
+        "TRL defaults made expli",
     ]
     assert conversion("trl_full").changed[-1].endswith("dataset.train_on=all trains as before")
 
