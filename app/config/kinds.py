@@ -118,7 +118,7 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
 }
 CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")
 PREFERENCE_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.learnt_by)
-# of texts: the format that writes the same answers through a chat template
+# for text formats: the format that renders the same answers with a chat template
 CHAT_OF = {"preference_text": "preference", "preference_label_text": "preference_label"}
 LABELED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
 TAGGED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "tags")
@@ -246,29 +246,29 @@ TOLD = tuple(metric for metric in _ALL if metric.logged and metric.may_lack)
 class QuantizationKind(NamedTuple):
     """Properties of a quantization; its code is in `app/layers`."""
 
-    tuning: str  # on such a base, around the name of the adapter
-    smaller: tuple[str, str]  # a change of the command line that saves memory, and how
-    rounds_to: str = ""  # where an adapter makes up for the rounding
-    needs_fp8: bool = False  # of a GPU
-    trains: bool = False  # weights are rounded as they are used, and trained; else they are stored so, and frozen
-    # weights for each byte of scales, with them plain and with them quantized too: those are unpacked at each use
+    tuning: str  # name of tuning on such a base, with {} for the adapter
+    smaller: tuple[str, str]  # setting that saves more memory, and how
+    rounds_to: str = ""  # number format, if the adapter compensates for the rounding
+    needs_fp8: bool = False  # GPU with fp8
+    trains: bool = False  # weights are rounded on use and trained; otherwise they are stored quantized and frozen
+    # weights per byte of scales, unquantized and quantized; the latter are dequantized on each use
     weights_per_scale_byte: tuple[float, float] = (0.0, 0.0)
 
 
 _FOUR_BITS = QuantizationKind(
     "Q{}",
-    ("quantization.double_quant=true", "the scales of the 4-bit weights have 8 bits"),
+    ("quantization.double_quant=true", "8-bit scales of the 4-bit weights"),
     rounds_to="four bits",
     weights_per_scale_byte=(16.0, 63.0),  # one scale per 64 weights, of 32 bits or of 8
 )
 QUANTIZATION_KINDS = {
-    "none": QuantizationKind("{}", ("recipe=qlora", "the frozen base has 4 bits a weight, unpacked at each use")),
+    "none": QuantizationKind("{}", ("recipe=qlora", "4 bits per weight of the frozen base, dequantized on use")),
     "nf4": _FOUR_BITS,
     "fp4": _FOUR_BITS,
-    "int8": QuantizationKind("{} on an int8 base", ("quantization=nf4", "4 bits a weight in place of 8")),
+    "int8": QuantizationKind("{} on an int8 base", ("quantization=nf4", "4 instead of 8 bits per weight")),
     "fp8": QuantizationKind(
         "{} on an fp8 base",
-        ("quantization=nf4", "4 bits a weight in place of two times 8, unpacked at each use"),
+        ("quantization=nf4", "4 instead of 2 x 8 bits per weight, dequantized on use"),
         needs_fp8=True,
     ),
     "qat": QuantizationKind(
@@ -280,7 +280,7 @@ QUANTIZATION_KINDS = {
 # ---- model kinds
 
 
-# from the best to none: documents in one row; a row each; a row each, through the model's own attention
+# from best to worst: packed documents; one document per row; the same with the model's own attention; not supported
 TIERS = PACKED, PADDED, OWN, REFUSED = "packed", "padded", "own", "refused"
 
 
@@ -290,10 +290,10 @@ class Tier:
 
     name: str
     reason: str = ""
-    layers: tuple[str, ...] = ()  # types of layers of the tiny model, beside those that any kind may have
-    compared: bool = True  # whether numbers were compared; else a reason alone, which each model is asked for anew
-    text_of: str | None = None  # of a kind that reads more than text: that of its text part, which is trained
-    uncalled: tuple[str, ...] = ()  # modules whose linear layers training does not call, with * for numbers
+    layers: tuple[str, ...] = ()  # layer types of the tiny model, in addition to the common ones
+    compared: bool = True  # whether results were compared; otherwise each model is checked again
+    text_of: str | None = None  # for a multimodal type: type of the text part, which is trained
+    uncalled: tuple[str, ...] = ()  # modules whose linear layers are not called in training, with * for layer numbers
 
     @property
     def accepted(self) -> bool:
