@@ -193,7 +193,7 @@ UNREAD = [
         ["compile.graphs=false: compile=auto", "tracker.project=a: tracker=none"],
     ),
     ("task.labels=[a,b]", ["task.labels=[a, b] has no effect with task=causal."]),  # of a rule, once
-    ("optimizer.momentum=0.5 batching.tokens=9", ["dataset.max_length=256 is more", "optimizer.momentum=0.5: opt"]),
+    ("optimizer.momentum=0.5 batching.tokens=9", ["dataset.max_length=256 exceeds", "optimizer.momentum=0.5: opt"]),
 ]
 READ = (
     "recipe=qlora adapter.r=8 quantization.double_quant=false optimizer.eps=1e-6",
