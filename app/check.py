@@ -1,14 +1,14 @@
-"""Look at a run before it is started: data, memory, cluster. Takes what app.train takes.
+"""Check data, memory or cluster before training. Accepts the settings of app.train.
 
 python -m app.check data dataset=messages dataset.path=chat.jsonl
-python -m app.check memory recipe=qlora model=llama hardware=rtx4090     whether it fits; exact=true traces every layer
-python -m app.check data dataset=text dataset.path=books/ output_dir=runs/look   check.json and check.html there too
-python -m app.check memory model=llama answers.rows=4 answers.length=2048            of its answers too
-python -m app.check memory sweep=single_gpu hardware=rtx3090                             each rung of a ladder
+python -m app.check memory recipe=qlora model=llama hardware=rtx4090     estimated memory; exact=true traces every layer
+python -m app.check data dataset=text dataset.path=books/ output_dir=runs/look   also write check.json and check.html
+python -m app.check memory model=llama answers.rows=4 answers.length=2048        also estimate generation
+python -m app.check memory sweep=single_gpu hardware=rtx3090                     estimate each rung of a ladder
 python -m app.check                                                              data and memory
-python -m app.check cluster launch.num_processes=2 output_dir=runs/look          what its processes find of each other
-python -m app.check quantization model=llama      how far its weights are from themselves in int8, fp8, NF4, FP4 ...
-python -m app.check models                     which kinds of model are trained, and how; model.path=DIR: that folder
+python -m app.check cluster launch.num_processes=2 output_dir=runs/look          test communication between processes
+python -m app.check quantization model=llama            quantization error of its weights in int8, fp8, NF4, FP4 ...
+python -m app.check models                              supported model types; model.path=DIR: whether DIR is supported
 """
 
 import os
@@ -31,15 +31,15 @@ from app.tracking.console import Console, open_console
 if TYPE_CHECKING:
     from app.config.kinds import ModelKinds
 
-# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
+# torch is imported inside functions so that command-line errors are reported within a second
 
 _COMPUTING = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "numpy")
-STOPS = 2  # the exit code where a run with these settings would stop
-FAILED = 3  # and where the planner failed with a rung
+STOPS = 2  # exit code if training would fail
+FAILED = 3  # exit code if the planner failed on a rung
 
 
 def check(config: CheckConfig, console: Console) -> int:
-    """Run the checks, show and write their facts; returns the exit code."""
+    """Run the checks, print and write their findings, and return the exit code."""
     _check_parts(config)
     if config.folder is not None and world().is_first:
         _make(config.folder)
@@ -57,7 +57,7 @@ def check(config: CheckConfig, console: Console) -> int:
         _write(config.folder, found, console)
     stops = [problem for each in found.values() for problem in each["stops"]]
     if stops:
-        text = ConfigError(stops).report() + "\na run with these settings stops at these rows" * ("data" in found)
+        text = ConfigError(stops).report() + "\ntraining would fail on these rows" * ("data" in found)
         if world().is_joined:  # the launcher prints failures for all processes
             report_failure(0, STOPS, text)
         else:
@@ -75,7 +75,7 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
 
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     from app.memory.check import check_memory
     from app.pages.check_page import out_of_memory_problem
 
@@ -83,33 +83,33 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     given = config.run, config.overrides, config.options.hardware
     facts = check_memory(*given, exact=config.options.exact, processes=processes, answers=config.options.answers)
     facts["stops"] = [] if facts["fits"] else [out_of_memory_problem(facts)]
-    facts["seconds"] = round(time.perf_counter() - begun, 2)
+    facts["seconds"] = round(time.perf_counter() - start, 2)
     return facts
 
 
 def _ladder(arguments: Sequence[str]) -> int:
-    """Show and write the planned memory of each rung of `sweep=`, beside the figures of its source."""
-    begun = time.perf_counter()
+    """Print and write the estimated memory of each rung of `sweep=`, next to the figures of its source."""
+    start = time.perf_counter()
     from app.pages.comparison_page import planned_tables
     from app.pages.page import as_text
     from app.sweeps.sweep import read_ladder
     from app.sweeps.trials import value_of
 
     if arguments[0] != "memory":
-        raise ConfigError("sweep is of app.check memory, which plans the rungs of a ladder. Put memory in front.")
-    own = [text for text in arguments if key_of(text).partition(".")[0] in ("hardware", "exact")]
-    ladder = read_ladder([text for text in arguments[1:] if text not in own])
-    given = [Path(str(value_of(text))).expanduser() for text in arguments if key_of(text) == "output_dir"]
+        raise ConfigError("sweep= is an option of app.check memory, for ladders. Add memory in front.")
+    options = [text for text in arguments if key_of(text).partition(".")[0] in ("hardware", "exact")]
+    ladder = read_ladder([text for text in arguments[1:] if text not in options])
+    folders = [Path(str(value_of(text))).expanduser() for text in arguments if key_of(text) == "output_dir"]
     label, rungs, problems, stops = "this machine", list[dict[str, Any]](), list[str](), list[str]()
     for trial, (name, rung) in zip(ladder.points, ladder.rungs.items(), strict=True):
         planned: dict[str, Any] = {"error": trial.refused}
         if trial.refused is None:
             try:
-                planned = _planned_rung(["memory", *trial.overrides, *own])
+                planned = _planned_rung(["memory", *trial.overrides, *options])
             except AppError as problem:
                 problems += problem.problems
                 planned = {"error": "\n".join(problem.problems)}
-            except Exception as fault:  # noqa: BLE001  of the planner, with one rung: the others have their plans
+            except Exception as fault:  # noqa: BLE001  a planner failure on one rung must not stop the others
                 traceback.print_exc()
                 planned = {"error": f"the planner failed: {type(fault).__name__}: {fault}"}
                 stops.append(f"{name}: {planned['error']}")
@@ -117,12 +117,12 @@ def _ladder(arguments: Sequence[str]) -> int:
         rungs.append({"name": name, "claimed": rung.claimed, **planned})
     if not stops and all(each["error"] for each in rungs):
         raise ConfigError(list(dict.fromkeys(problems)))
-    seconds = round(time.perf_counter() - begun, 2)
+    seconds = round(time.perf_counter() - start, 2)
     facts: dict[str, Any] = {"sweep": ladder.name, "label": label, "source": ladder.source, "rungs": rungs}
     facts |= {"seconds": seconds, "stops": stops}
     console = open_console()
     console.say(as_text(*planned_tables(facts)))
-    for folder in given:
+    for folder in folders:
         _make(folder)
         _write(folder, {"ladder": facts}, console)
     return FAILED if stops else 0
@@ -142,7 +142,7 @@ def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _cluster(_config: CheckConfig, _console: Console) -> dict[str, Any]:
-    """Check the cluster; runs in each process on all machines."""
+    """Check the cluster; called in every process on all machines."""
     from app.distributed.cluster_check import Unreachable, check_cluster
     from app.tracking.recorder import program_here
 
@@ -159,7 +159,7 @@ def _cluster(_config: CheckConfig, _console: Console) -> dict[str, Any]:
 
 
 def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     import torch
 
     from app.base.base_model import open_weights
@@ -169,14 +169,14 @@ def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
 
     run = config.run
     options = LoadOptions(torch.float32, torch.device("cpu"), "eager")
-    console.say(f"model   {run.model.path}, its linear layers one by one")
+    console.say(f"model   {run.model.path}: reading the linear layers")
     facts = quantization_errors(open_weights(run.model, task_of(run.task), options, run.seed).linear_weights())
-    facts |= {"model": run.model.path, "seconds": round(time.perf_counter() - begun, 2), "stops": []}
+    facts |= {"model": run.model.path, "seconds": round(time.perf_counter() - start, 2), "stops": []}
     return facts
 
 
 def _models(config: CheckConfig, _console: Console) -> dict[str, Any]:
-    """Show what the table knows of each kind, or how the model of the command line would be trained."""
+    """Return the table of supported model types, or how the model of the command line would be trained."""
     from app.config.kinds import model_kinds
 
     if any(key_of(text).partition(".")[0] == "model" for text in config.overrides):
@@ -188,7 +188,7 @@ def _models(config: CheckConfig, _console: Console) -> dict[str, Any]:
 
 
 def _verdict(run: RunConfig) -> tuple["ModelKinds", list[str]]:
-    """A table of the run's model alone, and what refuses it."""
+    """Return a table with only the run's model, and why it is not supported."""
     import transformers
 
     from app.base.base_model import open_base
@@ -205,20 +205,20 @@ def _verdict(run: RunConfig) -> tuple["ModelKinds", list[str]]:
 
 
 def _in_processes(config: CheckConfig, arguments: Sequence[str]) -> int:
-    """Launch the cluster check in the processes that a run would have."""
+    """Launch the cluster check in the processes of a run."""
     count = processes_to_start(config.run.launch)
     if count:
         return launch(count, ["-m", "app.check", *arguments])
     if not world().is_joined:
         raise ConfigError(
-            f"launch.num_processes={config.run.launch.num_processes}: one process has no others to find. Set "
-            "launch.num_processes=2 or more, or start app.check cluster with torchrun or srun."
+            f"launch.num_processes={config.run.launch.num_processes}: app.check cluster needs several processes. Set "
+            "launch.num_processes=2 or more, or start it with torchrun or srun."
         )
     return check(config, open_console() if world().is_first else Console(enabled=False))
 
 
 def _planned_processes(config: CheckConfig) -> int:
-    """The number of processes that the memory plan is for; on other hardware the one in the config."""
+    """Return the number of processes to estimate memory for; with `hardware=` that of the config."""
     if config.options.hardware is None:
         return _processes(config.run)
     count = config.run.launch.num_processes
@@ -244,7 +244,7 @@ def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
 
 
 def _check_parts(config: CheckConfig) -> None:
-    """Collect the problems that each package finds in milliseconds, and report them together."""
+    """Report the problems that packages find within milliseconds, all together."""
     from app.base import source, tokenizer
     from app.data import sources
 
@@ -269,9 +269,9 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes: 0 a run would start, 2 it would stop with the reported problems, or the settings are wrong, 3 the
-    planner failed with a rung of a ladder."""
-    usage = f"{__doc__}\nThe settings are those of app.train: python -m app.train --help\n"
+    """Exit with 0 if training would start, 2 on reported problems or invalid settings, 3 if the planner failed on a
+    rung of a ladder."""
+    usage = f"{__doc__}\nFor the settings see: python -m app.train --help\n"
     run_command(_command, lambda: usage, fail_as_one_of_several)
 
 

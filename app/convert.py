@@ -1,10 +1,9 @@
-"""Command app.convert: a file of settings of another program, in the words of this one.
+"""Convert an Axolotl, LLaMA-Factory, torchtune, Unsloth or TRL config (YAML).
 
-python -m app.convert config.yml                  what is carried, what is needless, what is lost, and the file
-python -m app.convert config.yml to=mine.yaml     writes it; python -m app.train from=mine.yaml runs it
+python -m app.convert config.yml                  print what happens to each setting, and the converted file
+python -m app.convert config.yml to=mine.yaml     write the file; python -m app.train from=mine.yaml runs it
 
-Reads YAML of Axolotl, LLaMA-Factory, torchtune, Unsloth and the command line interface of TRL. A file with an objective
-that is not supported, such as a reward model, is refused.
+A config with an unsupported objective, such as a reward model, is an error.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from app.tracking.console import Console, open_console
 
 @dataclass(kw_only=True, slots=True)
 class ConvertConfig:
-    """Options of app.convert: the file of another program, and the one to write."""
+    """Options of app.convert: config of another program, and output file."""
 
     file: str
     to: str | None = None
@@ -36,42 +35,48 @@ CONVERT = Command(schema=ConvertConfig, bare="file", example="python -m app.conv
 
 
 def convert(file: Path, to: Path | None, console: Console) -> int:
-    """Say what becomes of each setting, and write the file."""
+    """Print the result for each setting, and write the converted file."""
     try:
         data = read_yaml(file)
     except (OSError, ValueError, yaml.YAMLError) as fault:
-        raise ConfigError(f"{file} cannot be read: {gist(fault)}. Give a YAML file of another program.") from fault
+        raise ConfigError(f"{file} cannot be read: {gist(fault)}. Give a YAML config of another program.") from fault
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{file} has no settings. Give a YAML file of another program.")
+        raise ConfigError(f"{file} has no settings. Give a YAML config of another program.")
     if to is not None and to.exists():
-        raise ConfigError(f"to={to}: it exists. Give another name.")
-    found = converted(data)
-    text = as_file(found, file.name)
-    for line in _lines(found):
+        raise ConfigError(f"to={to} already exists. Choose another name.")
+    conversion = converted(data)
+    text = as_file(conversion, file.name)
+    for line in _lines(conversion):
         console.say(line)
-    counts = f"{len(found.carried)} settings carried, {len(found.needless)} needless, {len(found.lost)} lost"
-    console.say(f"{found.facts['label']}: {counts}")
+    counts = (
+        f"{len(conversion.carried)} settings converted, {len(conversion.needless)} not needed, "
+        f"{len(conversion.lost)} not converted"
+    )
+    console.say(f"{conversion.facts['label']}: {counts}")
     if to is None:
         console.say(f"\n{text}")
     else:
         write_text(to, text)
-        console.say(f"file    {to}\ntry it  python -m app.check from={to}")
+        console.say(f"file    {to}\nTry it  python -m app.check from={to}")
     return 0
 
 
-def as_file(found: Conversion, name: str) -> str:
-    """The words of a conversion as a file for `from=`, groups first."""
-    words = dict(sorted(found.words.items(), key=lambda word: word[0] not in choices_by_group()))
-    return f"# From {name} of {found.facts['label']}.\n" + yaml.safe_dump(words, sort_keys=False, allow_unicode=True)
+def as_file(conversion: Conversion, name: str) -> str:
+    """Return the converted settings as a file for `from=`, groups first."""
+    words = dict(sorted(conversion.words.items(), key=lambda word: word[0] not in choices_by_group()))
+    header = f"# Converted from {name} ({conversion.facts['label']}).\n"
+    return header + yaml.safe_dump(words, sort_keys=False, allow_unicode=True)
 
 
-def _lines(found: Conversion) -> Iterator[str]:
-    for word, group in (("carried", found.carried), ("needless", found.needless), ("lost", found.lost)):
+def _lines(conversion: Conversion) -> Iterator[str]:
+    groups = {"converted": conversion.carried, "not needed": conversion.needless, "not converted": conversion.lost}
+    settings = conversion.settings
+    for label, group in groups.items():
         for name, text in group.items():
-            value = f": {format_value(found.settings[name])}" if name in found.settings and word == "carried" else ""
-            yield f"{word:<8} {name}{value}{' -> ' if word == 'carried' else '  '}{text}"
-    for text in found.changed:
-        yield f"{'changed':<8} {text}"
+            value = f": {format_value(settings[name])}" if name in settings and label == "converted" else ""
+            yield f"{label:<13} {name}{value}{' -> ' if label == 'converted' else '  '}{text}"
+    for text in conversion.changed:
+        yield f"{'changed':<13} {text}"
 
 
 def _command(arguments: Sequence[str]) -> int:

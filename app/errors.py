@@ -1,6 +1,6 @@
-"""Errors that the user can solve; any other exception is a bug and shows its traceback.
+"""Errors that the user can fix; any other exception is a bug and shows its traceback.
 
-A message names the key to type, the value given, the cause and the remedy.
+A message names the key, its value, the cause and the fix.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from app.signals import START_ME_AGAIN
 
 
 class AppError(Exception):
-    """One or several problems that the user can solve, reported without a traceback."""
+    """One or more problems that the user can fix, reported without a traceback."""
 
     exit_code = 2
 
@@ -20,7 +20,7 @@ class AppError(Exception):
         super().__init__("\n".join(self.problems))
 
     def report(self) -> str:
-        """The message to print, without secrets and control characters: one line, or a numbered list."""
+        """Return the message without secrets and control characters: one line, or a numbered list."""
         if len(self.problems) == 1:
             return safe_text(as_started(f"error: {self.problems[0]}"))
         listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))
@@ -28,48 +28,48 @@ class AppError(Exception):
 
 
 class ConfigError(AppError):
-    """A key, a value, or a combination of them that cannot work."""
+    """Invalid key, value, or combination of settings."""
 
 
 def refuse(problems: Iterable[str]) -> None:
     """Raise one ConfigError with all problems, if there are any."""
-    found = list(problems)
-    if found:
-        raise ConfigError(found)
+    messages = list(problems)
+    if messages:
+        raise ConfigError(messages)
 
 
 def gist(fault: BaseException) -> str:
-    """Another library's error in a line, for a message of ours; a compiler's begins with a place in its source."""
+    """Return an error of another library in one line, without the source location of a compiler."""
     message = getattr(fault, "error_message", None) or fault
     return " ".join(str(message).split())[:300] or type(fault).__name__
 
 
 def first_line(fault: BaseException) -> str:
-    """The first line of an error's text."""
+    """Return the first line of an error message."""
     return str(fault).strip().partition("\n")[0]
 
 
-class PromptTooLong(ConfigError):  # noqa: N818 (a conversation goes on after it)
-    """A prompt with more tokens than the model has positions."""
+class PromptTooLong(ConfigError):  # noqa: N818 (a chat continues after it)
+    """Prompt with more tokens than the model has positions."""
 
 
 class DataError(AppError):
-    """A row, a file or a dataset that cannot be trained on."""
+    """Row, file or dataset that is not usable for training."""
 
 
 class EnvironmentProblem(AppError):  # noqa: N818 (EnvironmentError is Python's own)
-    """Something outside the configuration is missing: a file, a package, a device, a network, disk space."""
+    """Missing file, package, device, network connection or disk space."""
 
 
 class CheckpointError(AppError):
-    """A checkpoint or run folder that cannot be read, trusted or continued."""
+    """Checkpoint or run folder that cannot be read, verified or resumed."""
 
 
-class Unfinished(AppError):  # noqa: N818 (no fault: what was saved goes on)
-    """A run that was saved and continues when it is started again."""
+class Unfinished(AppError):  # noqa: N818 (not an error: the saved run can be resumed)
+    """Interrupted run that was saved and can be resumed."""
 
     exit_code = START_ME_AGAIN
 
 
 class TrainingError(AppError):
-    """Training that cannot continue, such as gradients that stay non-finite."""
+    """Training failure, such as consecutive non-finite gradients."""

@@ -1,4 +1,4 @@
-"""Atomic writes: a file or a folder is written whole or not at all, and an error of the disk gives a message."""
+"""Atomic writes of files and folders, with disk errors reported as user errors, and checksums."""
 
 import errno
 import hashlib
@@ -19,28 +19,28 @@ from safetensors import SafetensorError
 from app.errors import CheckpointError, EnvironmentProblem
 
 CHECKSUMS = "manifest.json"
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")  # what a model is read from
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")  # files that a model is loaded from
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# what keeps a file from growing: the cause, and the remedy
+# errors that keep a file from growing: cause and fix
 _FULL_DISKS = {
     errno.ENOSPC: ("the disk is full", "Free disk space"),
     errno.EDQUOT: ("the disk quota is used up", "Free disk space"),
-    errno.EFBIG: ("a file is larger than this shell allows", "Type ulimit -f unlimited"),
+    errno.EFBIG: ("file size limit of the shell exceeded", "Type ulimit -f unlimited"),
 }
-# errors that a disk makes; others, where more happens than a write, may be faults of ours
+# disk errors; other errors in code that does more than write may be bugs
 DISK_ERRORS = frozenset({*_FULL_DISKS, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EBUSY})
 _TEMP_DIR_PREFIX = ".writing-"
 STATE, SAVE_NUMBER = "state.json", "save"  # of a checkpoint, and the key of its place among all saves of the run
-RESUMED = "resumed.json"  # beside checkpoints: the one that `resume=PATH` went on from last, and its place from then on
+RESUMED = "resumed.json"  # next to checkpoints: the one last resumed with `resume=PATH`, and its place since then
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,})$")
-_MAX_JSON_BYTES = 256 << 20  # of a file that was received
+_MAX_JSON_BYTES = 256 << 20  # for untrusted files
 
 
 @contextmanager
 def report_write_errors(target: Path, errors: Container[int] | None = None) -> Iterator[None]:
-    """Turn an error of the system into a message about `target`, and how the run can go on.
+    """Convert a system error to a user error about `target` that says how to resume the run.
 
-    `errors`: the numbers of those that are reported; all by default.
+    `errors`: the error numbers to report; all by default.
     """
     try:
         yield
@@ -52,32 +52,32 @@ def report_write_errors(target: Path, errors: Container[int] | None = None) -> I
 
 
 def _explanation(error: OSError, target: Path) -> str:
-    # of the run that the target, a checkpoint or another file, belongs to
+    # checkpoints of the run that the target belongs to
     saves = checkpoints_in(target.parent) or checkpoints_in(target.parent / "checkpoints")
     newest = saves[-1] if saves else None
     full = _FULL_DISKS.get(error.errno or 0)
     if full is None:
-        way_on = f". What was saved before is intact: resume={newest} goes on with it" if newest else ""
+        hint = f". Earlier checkpoints are intact: resume with resume={newest}" if newest else ""
         why = error.strerror or error
-        return f"output_dir: cannot write {target} ({why}); choose an output_dir that can be written to{way_on}"
+        return f"output_dir: cannot write {target} ({why}); choose a writable output_dir{hint}"
     cause, remedy = full
     if newest is None:
-        way_on = f"Nothing was saved yet. {remedy} and start again, or choose an output_dir on another disk."
+        hint = f"Nothing was saved yet. {remedy} and start again, or choose an output_dir on another disk."
     else:
-        way_on = (
-            f"What was saved before is intact. {remedy} and continue with resume=auto, or on another disk with "
+        hint = (
+            f"Earlier checkpoints are intact. {remedy} and resume with resume=auto, or on another disk with "
             f"output_dir=DIR resume={newest}."
         )
-    return f"{cause}: {target} could not be written. {way_on}"
+    return f"{cause}: {target} could not be written. {hint}"
 
 
 def os_error_of(fault: BaseException) -> OSError | None:
-    """Return the system error that a write failed with, also where safetensors, a torch archive or numpy hides it."""
+    """Return the system error of a failed write, even if wrapped by safetensors, a torch archive or numpy."""
     if isinstance(fault, SafetensorError):
         number = re.search(r"\(os error (\d+)\)", str(fault))
         return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
     if isinstance(fault, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(fault)):
-        before = fault.__context__  # what the archive was being written to failed first
+        before = fault.__context__  # the underlying file failed first
         return before if isinstance(before, OSError) else OSError(errno.EIO, os.strerror(errno.EIO))
     if isinstance(fault, OSError) and re.search(r"\d+ requested and \d+ written", str(fault)):
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # numpy's tofile, which drops the error number
@@ -85,13 +85,13 @@ def os_error_of(fault: BaseException) -> OSError | None:
 
 
 def is_disk_full(fault: BaseException) -> bool:
-    """Whether a file could not grow."""
+    """Return whether a file could not grow."""
     error = os_error_of(fault)
     return error is not None and error.errno in _FULL_DISKS
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run, the last saved at the end."""
+    """Return the checkpoints of a run in the order in which they were saved."""
     found = [(CHECKPOINT_NAME.match(save.name), save) for save in folder.glob("step-*") if save.is_dir()]
     later = {name: at for name, at in read_object(folder / RESUMED).items() if isinstance(at, int)}
     named = [(max(save_number(save), later.get(save.name, 0)), int(name[1]), save) for name, save in found if name]
@@ -99,14 +99,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def next_save_number(folder: Path) -> int:
-    """The place of the next checkpoint in a folder."""
+    """Return the number of the next save in a folder."""
     return 1 + max((int(each) for each in map(save_number, folder.glob("step-*")) if each != math.inf), default=0)
 
 
 def save_number(save: Path) -> float:
-    """The place of a checkpoint among all saves of its run, however often that went back to an earlier step.
+    """Return the number of a checkpoint among all saves of its run, which may have returned to earlier steps.
 
-    0 for one of a version that did not count; infinity for one that is damaged, so that it is not passed over silently.
+    0 for checkpoints of old versions; infinity for damaged ones, so that they are not skipped silently.
     """
     try:
         state = read_json(save / STATE)
@@ -117,7 +117,7 @@ def save_number(save: Path) -> float:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file atomically; it is on the disk on return."""
+    """Replace the file atomically and sync it to disk."""
     partial = path.with_name(f".{path.name}.partial")
     with report_write_errors(path):
         try:
@@ -135,17 +135,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_partial(name: str) -> bool:
-    """Whether a killed `write_text` left a file of this name."""
+    """Return whether the name is that of a file left by a killed `write_text`."""
     return name.startswith(".") and name.endswith(".partial")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON, indented for people, by `write_text`."""
+    """Write indented JSON with `write_text`."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; ValueError where it is damaged, nested too deep, too large or no file."""
+    """Return the content of a JSON file; raise ValueError if it is damaged, nested too deep, too large or no file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")
@@ -158,17 +158,17 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Content of a JSON file that is an object; empty where it is missing, damaged or something else."""
+    """Return the object in a JSON file; empty if the file is missing, damaged or has another type."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append without a buffer: killing the process loses nothing."""
-    # lone surrogates of a user's data become the JSON escapes that they came from
+    """Append without a buffer, so that nothing is lost if the process is killed."""
+    # lone surrogates in user data become JSON escapes again
     remaining = text.encode("utf-8", "backslashreplace")
     with report_write_errors(path), io.FileIO(path, "a") as file:
         while remaining:
@@ -176,7 +176,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Force a file, or the names in a folder, onto the disk."""
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -185,15 +185,15 @@ def fsync(path: Path) -> None:
 
 
 def temp_dir_of(target: Path) -> Path:
-    """Folder beside `target` in which its content is prepared."""
+    """Return the folder next to `target` in which its content is prepared."""
     return target.with_name(_TEMP_DIR_PREFIX + target.name)
 
 
 @contextmanager
 def atomic_folder(target: Path, seal: Callable[[Path], None]) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `target` after `seal` put it on the disk; any fault removes it.
+    """Yield a temporary folder that is renamed to `target` after `seal` has synced it; remove it on any error.
 
-    All files get the mode that the umask allows: safetensors writes them for the owner alone.
+    All files get the mode of the umask: safetensors writes them for the owner only.
     """
     temp_dir = temp_dir_of(target)
     shutil.rmtree(temp_dir, ignore_errors=True)
@@ -214,15 +214,15 @@ def atomic_folder(target: Path, seal: Callable[[Path], None]) -> Iterator[Path]:
 
 @contextmanager
 def checksummed_folder(target: Path) -> Iterator[Path]:
-    """Write a folder atomically, with the checksums that `verify_checksums` compares."""
+    """Write a folder atomically, with checksums for `verify_checksums`."""
     with report_write_errors(target, DISK_ERRORS), atomic_folder(target, _write_checksums) as temp_dir:
         yield temp_dir
 
 
 def verify_checksums(folder: Path, read: Iterable[str] = ()) -> str | None:
-    """Return the first file that differs from what was written, with the difference; None if there is none.
+    """Return the first file that is missing or has changed, with the reason; None if there is none.
 
-    Each file that a pattern of `read` matches must have a checksum; others may be added. A model card may be edited.
+    Files that match a pattern of `read` must have a checksum; others may be added. A model card may be edited.
     """
     try:
         hashes = read_json(folder / CHECKSUMS)
@@ -240,14 +240,14 @@ def verify_checksums(folder: Path, read: Iterable[str] = ()) -> str | None:
         if ".." in Path(name).parts or not file.is_relative_to(folder) or not is_there:
             return f"{name} is missing"
         if sha256(file) != expected:
-            return f"{name} is not what was written"
+            return f"{name} has changed since it was written"
     found = {str(file.relative_to(folder)) for pattern in read for file in folder.glob(pattern)}
     unknown = min(found - {*hashes, CHECKSUMS}, default=None)
     return None if unknown is None else f"{unknown} is not in {CHECKSUMS}"
 
 
 def require_intact(folder: Path, remedy: str, read: Iterable[str] = MODEL_FILES, *, sealed: bool = True) -> None:
-    """Refuse a folder in which a file differs from what was written; see `verify_checksums`.
+    """Raise an error if a file in a folder has changed since it was written; see `verify_checksums`.
 
     `sealed=False` accepts folders of other programs, which have no checksums.
     """
@@ -261,12 +261,12 @@ def require_intact(folder: Path, remedy: str, read: Iterable[str] = MODEL_FILES,
 
 
 def is_own_file(path: Path) -> bool:
-    """Return whether a file exists and is not a link, which in a received folder may lead to any file."""
+    """Return whether a file exists and is not a link, which in an untrusted folder may point to any file."""
     return path.is_file() and not path.is_symlink()
 
 
 def delete_folder(folder: Path) -> str | None:
-    """Delete a folder that is no longer needed; the remark to give where it stays."""
+    """Delete a folder that is no longer needed; return a note if that fails."""
     try:
         shutil.rmtree(folder)
     except OSError as fault:
@@ -275,7 +275,7 @@ def delete_folder(folder: Path) -> str | None:
 
 
 def remove_temp_dirs(folder: Path) -> None:
-    """Remove what a killed process was writing."""
+    """Remove the temporary folders of killed processes."""
     for temp_dir in folder.glob(f"{_TEMP_DIR_PREFIX}*"):
         if temp_dir.is_dir():
             shutil.rmtree(temp_dir, ignore_errors=True)
@@ -284,17 +284,17 @@ def remove_temp_dirs(folder: Path) -> None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All files of a folder and those below it."""
+    """Return all files in a folder and its subfolders."""
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def irregular_files(folder: Path) -> list[Path]:
-    """Return the pipes, sockets and devices in a received folder: reading one may never end."""
+    """Return the pipes, sockets and devices in an untrusted folder, because reading them may block forever."""
     return sorted(path for path in folder.iterdir() if path.exists() and not (path.is_file() or path.is_dir()))
 
 
 def fsync_all(folder: Path) -> None:
-    """Force a folder and all that is in it onto the disk."""
+    """Sync a folder and its content to disk."""
     for path in (*folder.rglob("*"), folder):
         fsync(path)
 
@@ -306,6 +306,6 @@ def _write_checksums(folder: Path) -> None:
 
 
 def sha256(file: Path) -> str:
-    """Hash of a file's bytes."""
+    """Return the SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,6 +1,6 @@
-"""Console script `finetune`: `finetune train recipe=lora` for `python -m app.train recipe=lora`.
+"""Console script `finetune`: `finetune train recipe=lora` runs `python -m app.train recipe=lora`.
 
-Another folder app/ where the user stands does not hide this one, in child processes either.
+A folder app/ in the current directory does not shadow this package, including in child processes.
 """
 
 import os
@@ -13,32 +13,32 @@ from app.errors import ConfigError
 from app.program import STARTED_AS
 
 COMMANDS = {
-    "train": "fine-tune a model, or several in a sweep",
-    "check": "look through data, memory, cluster or number formats before a run",
-    "generate": "ask the model of a run",
-    "evaluate": "score a run on held-out rows, beside its base too",
-    "export": "write an adapter or a merged model for other programs",
-    "convert": "read the settings of another program",
-    "report": "make the page of a run, a sweep or a comparison",
-    "board": "watch, start, stop, compare and ask runs in a browser",
-    "reproduce": "run it again and compare the numbers",
+    "train": "fine-tune a model, or run a sweep",
+    "check": "check data, memory, cluster or quantization before training",
+    "generate": "generate text with a fine-tuned model",
+    "evaluate": "evaluate a run, optionally compared with its base model",
+    "export": "export an adapter, a merged or quantized model, or GGUF",
+    "convert": "convert an Axolotl, LLaMA-Factory, torchtune, Unsloth or TRL config",
+    "report": "create an HTML report of a run, a sweep or a comparison",
+    "board": "start, stop, watch and compare runs in a browser, and chat with them",
+    "reproduce": "repeat a run and compare the results",
 }
 
 
 def main() -> None:
-    """Exit codes as of the command."""
+    """Run a command and exit with its exit code."""
     word, *arguments = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
         listed = "\n".join(f"  finetune {name:<12}{purpose}" for name, purpose in COMMANDS.items())
-        sys.stdout.write(f"Fine-tune a language model.\n\n{listed}\n\nfinetune COMMAND --help says more.\n")
+        sys.stdout.write(f"Fine-tune a language model.\n\n{listed}\n\nRun finetune COMMAND --help for details.\n")
     elif word == "--version":
         sys.stdout.write(f"app-finetune {__version__}\n")
     elif word in COMMANDS:
         os.environ |= {STARTED_AS: "finetune", "PYTHONSAFEPATH": "1"}
         sys.argv = [f"finetune {word}", *arguments]
-        sys.orig_argv[:] = [sys.executable, "-m", f"app.{word}", *arguments]  # what the records of a run repeat
+        sys.orig_argv[:] = [sys.executable, "-m", f"app.{word}", *arguments]  # recorded as the command of a run
         import_module(f"app.{word}").main()
     else:
-        problem = ConfigError(f"{word!r} is not a command.{did_you_mean(word, COMMANDS)}")
+        problem = ConfigError(f"Unknown command {word!r}.{did_you_mean(word, COMMANDS)}")
         sys.stderr.write(f"{problem.report()}\n")
         sys.exit(problem.exit_code)

@@ -1,4 +1,4 @@
-"""How this program was started, for the commands that it prints."""
+"""How the program was started, for the commands that it prints."""
 
 import os
 import re
@@ -11,7 +11,7 @@ TYPED = "APP_TYPED"
 _MODULE = re.compile(r"\S*\bpython[\d.]*'? -m app\.(?=\w)")
 _WORD = r"""(?:'[^'\n]*'|"[^"\n]*"|[^\s'"])+"""
 _CHECK = re.compile(rf"(python -m app\.check data)((?: (?=['\"]?[\w.]+=){_WORD})+)")
-# A printed command names the source, format and columns itself; the others are not settings of a check of data.
+# Printed commands contain source, format and columns; the other settings are not accepted by `app.check data`.
 _NOT_REPEATED = re.compile(
     r"dataset(=|\.(path|split|hub_config|revision|format|columns|leave_out|mix)\b)"
     r"|(output_dir|resume|dry_run|hardware|exact|answers)\b"
@@ -19,14 +19,14 @@ _NOT_REPEATED = re.compile(
 
 
 def remember_settings(arguments: Sequence[str]) -> None:
-    """Keep the settings of a command line for the commands that this process and its children print."""
+    """Store the settings of a command line for the commands that this process and its children print."""
     settings = [word for word in arguments if "=" in word and word[0] not in "-~"]
     os.environ[TYPED] = shlex.join(word for word in settings if not _NOT_REPEATED.match(word.lstrip("+")))
 
 
 def as_started(text: str) -> str:
-    """Return the text with each printed command as the user would type it: `finetune train` for `python -m app.train`
-    where that was typed, and checks of data with the settings that were typed.
+    """Rewrite the commands in a text as the user types them: `finetune train` for `python -m app.train`, and the typed
+    settings added to data checks.
     """
     text = _CHECK.sub(_with_settings, text)
     name = os.environ.get(STARTED_AS)
@@ -34,10 +34,10 @@ def as_started(text: str) -> str:
 
 
 def _with_settings(command: re.Match[str]) -> str:
-    """Return the command with the typed settings that it does not change."""
+    """Add the typed settings to a command, except those that it changes."""
     settings = shlex.split(os.environ.get(TYPED, ""))
     typed, words = [*map(_key, settings)], re.findall(_WORD, command[2])
-    if "recipe" in typed:  # which learns from the format already, and may be another than the first that does
+    if "recipe" in typed:  # the typed recipe supports the format and may differ from the suggested one
         words = [word for word in words if _key(word) != "recipe"]
     changed = [*map(_key, words)]
     repeated = [shlex.quote(word) for word, key in zip(settings, typed, strict=True) if key not in changed]

@@ -1,8 +1,8 @@
-"""Command app.report: an HTML page about a run, a sweep, or several runs, in one file that needs nothing else.
+"""Create a self-contained HTML report of a run, a sweep or several runs.
 
-python -m app.report run=runs/mine                    runs/mine/report.html, as each run writes it at its end
-python -m app.report sweep=runs/sweep-lr-d45e4692     the leaderboard, and what the swept values did
-python -m app.report runs=runs/a,runs/b to=a-b.html   curves over each other, and what differs
+python -m app.report run=runs/mine                    runs/mine/report.html, which each run also writes when it ends
+python -m app.report sweep=runs/sweep-lr-d45e4692     leaderboard, and effect of each setting
+python -m app.report runs=runs/a,runs/b to=a-b.html   comparison of curves and settings
 """
 
 import os
@@ -20,13 +20,13 @@ from app.tracking.console import Console, open_console
 if TYPE_CHECKING:
     from app.pages.page import Page
 
-# pages are imported inside functions, so that a mistake in the command line is reported without loading YAML and jinja2
+# pages are imported inside functions so that command-line errors are reported without loading YAML and jinja2
 
 _SWEEP = "sweep.json"
 
 
 def report(config: ReportConfig, console: Console) -> None:
-    """Write the page."""
+    """Write the report."""
     refuse([*_folder_problems(config), *_target_problems(config)])
     from app.pages.page import PAGE_FAULTS, as_html
 
@@ -35,8 +35,8 @@ def report(config: ReportConfig, console: Console) -> None:
     except PAGE_FAULTS as fault:
         given = " ".join(name for name, _ in config.given)
         raise CheckpointError(
-            f"{given}: one of its files is not as runs write it ({type(fault).__name__}: {fault}). Take a copy of the "
-            "folder, or move manifest.json, preview.json or samples.jsonl away: a page is made without them."
+            f"{given}: a file is damaged ({type(fault).__name__}: {fault}). Restore the folder from a copy, or move "
+            "manifest.json, preview.json or samples.jsonl away: the report works without them."
         ) from fault
     write_text(config.target, page)
     console.say(f"report  {config.target}")
@@ -63,31 +63,31 @@ def _folder_problems(config: ReportConfig) -> Iterator[str]:
     for named, folder in config.given:
         is_sweep = (folder / _SWEEP).is_file()
         if not folder.is_dir():
-            yield f"{named}: there is no such folder. Give the output_dir of a run or a sweep."
+            yield f"{named}: no such folder. Give the output_dir of a run or a sweep."
         elif config.sweep is None and not is_run(folder):
             instead = f"Give sweep={folder}" if is_sweep else "Give the output_dir of a run"
-            yield f"{named}: there is no run in it. {instead}."
+            yield f"{named}: no run found. {instead}."
         elif config.sweep is not None and not is_sweep:
             instead = f"Give run={folder}" if is_run(folder) else "Give the output_dir of a sweep"
-            yield f"{named}: there is no {_SWEEP} in it. {instead}."
+            yield f"{named}: no {_SWEEP} found. {instead}."
         elif config.sweep is not None and read_sweep(folder) is None:
-            yield f"{named}: its {_SWEEP} cannot be read. Start the command of the sweep again: it is written anew."
+            yield f"{named}: {_SWEEP} cannot be read. Run the command of the sweep again to rewrite it."
 
 
 def _target_problems(config: ReportConfig) -> Iterator[str]:
     target = config.target
     if target.is_dir():
-        yield f"to={target}: this is a folder. Give a file in it, such as to={target / 'report.html'}."
+        yield f"to={target}: this is a folder. Give a file in it, e.g. to={target / 'report.html'}."
     elif config.to is not None and not target.parent.is_dir():
-        yield f"to={target}: there is no folder {target.parent}. Make it, or give another file."
+        yield f"to={target}: no such folder: {target.parent}. Create it, or choose another file."
     elif target.parent.is_dir() and not os.access(target.parent, os.W_OK):
-        yield f"to={target}: {target.parent} cannot be written to. Give to=FILE in another folder."
+        yield f"to={target}: {target.parent} is not writable. Set to=FILE in another folder."
     elif target.exists() and not _is_report(target):
-        yield f"to={target}: there is something else already. Move it away, or give another file."
+        yield f"to={target}: the file exists and is not a report. Move it away, or choose another file."
 
 
 def _is_report(file: Path) -> bool:
-    """Whether this command made the file, and may replace it."""
+    """Return whether the file is a report, which may be overwritten."""
     from app.pages.page import GENERATOR
 
     with file.open("rb") as content:

@@ -1,6 +1,6 @@
-"""Run a run again, from its run.yaml and manifest.json, and compare the numbers line by line.
+"""Repeat a run from its run.yaml and manifest.json, and compare the metrics line by line.
 
-python -m app.reproduce run=runs/mine                 as far as it went; the same bits are asked for
+python -m app.reproduce run=runs/mine                 all its steps, bit for bit
 python -m app.reproduce run=runs/mine steps=20 tolerance=1e-3
 """
 
@@ -22,56 +22,55 @@ from app.tracking.output_dir import RunFolder, read_lines
 from app.tracking.recorder import program_here
 from app.train import train
 
-# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
+# torch is imported inside functions so that command-line errors are reported within a second
 
-DIFFERENT = 3  # the exit code
+DIFFERENT = 3  # exit code
 
 
 def reproduce(config: ReproduceConfig, console: Console) -> int:
-    """Run it again, compare and write reproduce.json; returns the exit code."""
+    """Repeat the run, compare, write reproduce.json, and return the exit code."""
     before, after = RunFolder(config.folder), RunFolder(Path(config.output_dir).expanduser())
     if after.path.exists() and not (after.path.is_dir() and not any(after.path.iterdir())):
-        raise ConfigError(f"output_dir={after.path}: there is something already. Move it away, or give another folder.")
+        raise ConfigError(f"output_dir={after.path} is not empty. Move it away, or set another folder.")
     lines = _logged_lines(before, config.steps)
     last = max(int(line["step"]) for line in lines)
-    console.say(f"run     {before.path}, {last} steps, again in {after.path}")
+    console.say(f"run     {before.path}, {last} steps, repeated in {after.path}")
     run = as_run(config)
     run = replace(run, training=replace(run.training, stop_after=last))
     programs, content = _differences(before, run)
     differences = "\n".join(map(str, [*programs, *content]))
-    same = "versions, commit, hardware, rows, tokenizer and base are the same"
+    same = "same versions, commit, hardware, rows, tokenizer and base"
     console.say(align([("origin", differences or same)], width=8))
     if content and not config.anyway:
         raise CheckpointError(
-            f"run={config.run}: {'; '.join(map(str, content))}. It would be another run. If files only lie elsewhere "
-            "now, give dataset.path=, dataset.eval_path= or model.path=; anyway=true runs it all the same."
+            f"run={config.run}: {'; '.join(map(str, content))}. The result would differ. If files were moved, set "
+            "dataset.path=, dataset.eval_path= or model.path=. To run anyway, set anyway=true."
         )
     code = train(run)
-    found = compare_lines(lines, read_lines(after.metrics))
-    if code and found.last_step != last:
-        console.say(f"stopped, not compared: give another output_dir, or remove {after.path}, to begin again")
+    comparison = compare_lines(lines, read_lines(after.metrics))
+    if code and comparison.last_step != last:
+        console.say(f"Stopped, not compared. To start again, remove {after.path} or set another output_dir")
         return code
-    agrees = found.last_step == last and (found.largest is None or found.largest.relative <= config.tolerance)
-    console.say(align([("result", _verdict(found, agrees, last))], width=8))
-    write_json(after.path / "reproduce.json", _result(config, found, agrees, [*programs, *content]))
+    is_close = comparison.largest is None or comparison.largest.relative <= config.tolerance
+    agrees = comparison.last_step == last and is_close
+    console.say(align([("result", _verdict(comparison, agrees, last))], width=8))
+    write_json(after.path / "reproduce.json", _result(config, comparison, agrees, [*programs, *content]))
     console.say(f"written {after.path / 'reproduce.json'}")
     return 0 if agrees else DIFFERENT
 
 
 def _logged_lines(folder: RunFolder, steps: int | None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, up to `steps` if given; no lines are an error."""
+    """Return the lines of metrics.jsonl, up to `steps` if given; raise an error if there are none."""
     lines = list(read_lines(folder.metrics)) if folder.metrics.is_file() and folder.manifest.is_file() else []
-    wanted = [line for line in lines if steps is None or line["step"] <= steps]
-    if not any(line["step"] for line in wanted):
+    selected = [line for line in lines if steps is None or line["step"] <= steps]
+    if not any(line["step"] for line in selected):
         limit = "" if steps is None else f" up to step {steps}"
-        raise CheckpointError(
-            f"run={folder.path}: no step of it was logged{limit}, so there is nothing to compare with."
-        )
-    return wanted
+        raise CheckpointError(f"run={folder.path}: no steps were logged{limit}, so there is nothing to compare with.")
+    return selected
 
 
 def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], list[Difference]]:
-    """Differences of programs, which may change the numbers, and of content, which make it another run."""
+    """Return differences of programs, which may change results, and of content, which make it a different run."""
     from app.training.summary import provenance
 
     then, now = read_manifest(folder.manifest), {**program_here(), **provenance(run)}
@@ -79,7 +78,7 @@ def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], l
 
 
 def _verdict(found: LineComparison, agrees: bool, last: int) -> str:
-    ended = "" if found.last_step == last else f"\nit ended there; the first run went on to step {last}"
+    ended = "" if found.last_step == last else f"\nended there; the original run continued to step {last}"
     return f"{'agrees' if agrees else 'differs'}, {found.summary()}{ended}"
 
 
@@ -105,7 +104,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of app.train, and 3 where the numbers differ."""
+    """Exit codes of app.train, and 3 if results differ."""
     run_command(_command, lambda: command_help(__doc__, REPRODUCE))
 
 

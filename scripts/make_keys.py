@@ -39,7 +39,7 @@ Made by `python -m scripts.make_keys` from [the schema](../app/config/schema.py)
 arguments; `${...}` refers to another key. A key with names in brackets is read by these choices of its group alone.
 A key marked "command line only" is not taken from a file of settings or a run folder ([SECURITY.md](../SECURITY.md)).
 """
-_QUOTING_ADVICE = " (in quotes, where it looks like something else)"
+_QUOTING_ADVICE = " (quote it if it looks like another type)"
 _MAX_MAPPING_CHARACTERS = 60
 _COMMENT = re.compile(r"#\s+(.*)$")
 
@@ -129,7 +129,7 @@ def coming_from_page() -> str:
     )
     needless = {each: PROGRAMS[each]["needless"].split() if each in PROGRAMS else [] for each in _PROGRAMS}
     names = (", ".join(f"`{name}`" for name in given) for given in needless.values())
-    last = ["needless", *names, "Nothing here corresponds to it, and nothing is lost."]
+    last = ["not needed", *names, "No equivalent, and none is needed."]
     return with_table("coming-from.md", "make_keys", ("here", *_PROGRAMS.values(), "remark"), [*rows, last])
 
 

@@ -39,7 +39,7 @@ def test_write_text_full_disk_keeps_old_content(tmp_path: Path) -> None:
     returncode, _, err = run(code, str(path))
     assert returncode == 1
     assert "EnvironmentProblem" in err
-    assert "a file is larger than this shell allows" in err
+    assert "file size limit of the shell exceeded" in err
     assert "Type ulimit -f unlimited and start again" in err
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
@@ -122,13 +122,13 @@ def error(number: int) -> OSError:
     [
         (error(errno.ENOSPC), "the disk is full: {0} could not be written."),
         (error(errno.EDQUOT), "the disk quota is used up: {0} could not be written."),
-        (SafetensorError("I/O error: File too large (os error 27)"), "a file is larger than this shell allows: {0} "),
+        (SafetensorError("I/O error: File too large (os error 27)"), "file size limit of the shell exceeded: {0} "),
         (archive_error(error(errno.ENOSPC)), "the disk is full: {0} could not be written."),
-        (archive_error(None), "output_dir: cannot write {0} (Input/output error); choose an output_dir"),
+        (archive_error(None), "output_dir: cannot write {0} (Input/output error); choose a writable output_dir"),
         (SafetensorError("I/O error: Input/output error (os error 5)"), "output_dir: cannot write {0} (Input/output"),
-        (error(errno.EACCES), "output_dir: cannot write {0} (Permission denied); choose an output_dir"),
-        (error(errno.EROFS), "output_dir: cannot write {0} (Read-only file system); choose an output_dir"),
-        (error(errno.ESTALE), "output_dir: cannot write {0} (Stale file handle); choose an output_dir"),
+        (error(errno.EACCES), "output_dir: cannot write {0} (Permission denied); choose a writable output_dir"),
+        (error(errno.EROFS), "output_dir: cannot write {0} (Read-only file system); choose a writable output_dir"),
+        (error(errno.ESTALE), "output_dir: cannot write {0} (Stale file handle); choose a writable output_dir"),
     ],
 )
 @pytest.mark.parametrize("saved", [None, "step-000001"])
@@ -142,7 +142,7 @@ def test_checksummed_folder_error_of_disk_is_a_message(
         raise fault
     said = str(problem.value)
     assert said.startswith(message.format(target))
-    assert ("What was saved before is intact" in said) == (f"resume={tmp_path}/step-000001" in said) == bool(saved)
+    assert ("Earlier checkpoints are intact" in said) == (f"resume={tmp_path}/step-000001" in said) == bool(saved)
     assert [each.name for each in tmp_path.iterdir()] == [saved] * bool(saved)
 
 
@@ -181,4 +181,4 @@ def test_verify_checksums_edited_card_is_accepted(tmp_path: Path) -> None:
     write_text(tmp_path / "final" / "README.md", "new")
     assert verify_checksums(tmp_path / "final") is None
     write_text(tmp_path / "final" / "config.json", "new")
-    assert verify_checksums(tmp_path / "final") == "config.json is not what was written"
+    assert verify_checksums(tmp_path / "final") == "config.json has changed since it was written"

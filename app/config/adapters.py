@@ -23,7 +23,7 @@ from app.files import read_object
 
 
 class PeftMethod(NamedTuple):
-    """What a method does beside training tensors of its own in each linear layer."""
+    """Properties of a PEFT method beyond training tensors in each linear layer."""
 
     quantized: bool = True  # whether it works on a base in nf4 or fp4
     indivisible: str = ""  # what it has that FSDP cannot divide
@@ -63,26 +63,26 @@ METHODS = {
     "VERA": _PLAIN,
 }
 
-_OF_PROMPTS = "trains vectors before the prompt, which packed documents have no place for. Set adapter=lora"
+_OF_PROMPTS = "trains vectors before the prompt, which packed documents do not support. Set adapter=lora"
 _TOO_LATE = (
-    "cannot be attached to a model without weights, so the memory of the run is not known before they are read. "
+    "needs loaded weights to attach, so memory cannot be estimated before loading. "
     "Set adapter.method={}, or adapter=lora"
 )
 REFUSED = {
     **dict.fromkeys(("CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), _OF_PROMPTS),
     **dict.fromkeys(("ADAPTION_PROMPT", "PROMPT_TUNING"), _OF_PROMPTS),
-    "ADALORA": "takes ranks away by a call in each step, which is not made here. Set adapter=lora",
+    "ADALORA": "needs a call in each step to prune ranks, which is not supported. Set adapter=lora",
     "ADAMSS": _TOO_LATE.format("OSF"),
     "BOFT": _TOO_LATE.format("OFT"),
     "FROD": _TOO_LATE.format("VERA"),
-    "LORA": "is adapter=lora, which has keys of its own. Set adapter=lora",
-    "POLY": "chooses among adapters by ids of tasks, which rows do not have. Set adapter=lora",
-    "SHADOW": "trains a second model beside the base. Set adapter=lora",
+    "LORA": "is adapter=lora, which has separate keys. Set adapter=lora",
+    "POLY": "selects adapters by task ID, which rows do not have. Set adapter=lora",
+    "SHADOW": "trains a second model next to the base. Set adapter=lora",
     "SHIRA": _TOO_LATE.format("SUPERTUNING"),
     "TRAINABLE_TOKENS": "is adapter.train_tokens. Set adapter=lora adapter.train_tokens=[IDS]",
     "UNILORA": _TOO_LATE.format("VBLORA"),
     "WAVEFT": _TOO_LATE.format("FOURIERFT"),
-    "XLORA": "mixes adapters that are trained already. app.export adapters=[...] sums such",
+    "XLORA": "mixes trained adapters. Use app.export adapters=[...] to sum adapters",
 }
 
 
@@ -95,7 +95,7 @@ LAYER_NAME = re.compile(r"[\w.-]+")  # a name or its end, which is no endless re
 _PLAIN_INITS = ("default", "gaussian", "eva", "loftq")  # which leave weights of the base as they are
 _INITS = re.compile(r"default|gaussian|orthogonal|pissa|pissa_niter_[1-9]\d?|olora|eva|corda|loftq")
 _NAMES = "default, gaussian, orthogonal, pissa, pissa_niter_N, olora, eva, corda, loftq"
-_OTHER_INITS = {"lora_ga": "takes gradients before the first step, which is not offered", "mica": "trains A alone"}
+_OTHER_INITS = {"lora_ga": "needs gradients before the first step, which is not supported", "mica": "trains A only"}
 
 # settings of PEFT's methods that have keys here, or that would train or load something beside the method
 RESERVED_FIELDS = frozenset(
@@ -107,11 +107,11 @@ RESERVED_FIELDS = frozenset(
 # by which PEFT chooses among the layers that target_modules matches
 MATCHING_FIELDS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
-INDIVISIBLE = "adapter.method={} {}, which FSDP cannot divide. Set parallel=ddp, or adapter=lora."
+INDIVISIBLE = "adapter.method={} {}, which FSDP cannot shard. Set parallel=ddp, or adapter=lora."
 
 
 class AdapterKind(NamedTuple):
-    """One kind; how it changes a model is `model.adapters`."""
+    """Rules of an adapter kind; its code is in `app/adapters`."""
 
     name: str  # in papers
     problems: Callable[[RunConfig], Iterator[str]]  # of its keys
@@ -121,7 +121,7 @@ class AdapterKind(NamedTuple):
 
 
 def changes_base(adapter: AdapterConfig) -> bool:
-    """Whether the base gives up what the adapter begins with; the adapter is saved as one of the ordinary base."""
+    """Return whether the initial adapter is subtracted from the base; final/ is an adapter of the original base."""
     return adapter.init.startswith(("pissa", "olora", "corda"))
 
 
@@ -139,11 +139,11 @@ def _low_rank(run: RunConfig) -> Iterator[str]:
     for key, plain in (("dora", False), ("init", "default")) if adapter.experts else ():
         if getattr(adapter, key) != plain:
             yield (
-                f"adapter.{key}={str(getattr(adapter, key)).lower()} with adapter.experts=true: stacks of experts have "
-                f"plain LoRA alone. Set adapter.{key}={str(plain).lower()}, or adapter.experts=false."
+                f"adapter.{key}={str(getattr(adapter, key)).lower()} with adapter.experts=true: stacked experts "
+                f"support plain LoRA only. Set adapter.{key}={str(plain).lower()}, or adapter.experts=false."
             )
     if not adapter.targets:
-        yield "adapter.targets is empty. Set adapter.targets=[all-linear] or names of layers."
+        yield "adapter.targets is empty. Set adapter.targets=[all-linear] or layer names."
     yield from _pattern_problems(adapter)
     yield from _init_problems(run)
 
@@ -153,43 +153,43 @@ def _pattern_problems(adapter: AdapterConfig) -> Iterator[str]:
         pattern: dict[str, object] = getattr(adapter, key)
         for name, value in pattern.items():
             if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-                words = "a rank is a whole number from 1 on" if key == "rank_pattern" else "alpha is a number above 0"
-                yield f"adapter.{key}={{{name}: {value}}}: {words}. Give one for each name."
+                words = "a whole number, at least 1" if key == "rank_pattern" else "a number above 0"
+                yield f"adapter.{key}={{{name}: {value}}}: expected {words}."
             if not LAYER_NAME.fullmatch(name):
-                yield f"adapter.{key}: {name} is no name of layers. Give names or their ends, such as 3.mlp.down_proj."
+                yield f"adapter.{key}: {name} is not a layer name. Use names or suffixes, e.g. 3.mlp.down_proj."
 
 
 def _init_problems(run: RunConfig) -> Iterator[str]:
     adapter, init = run.adapter, f"adapter.init={run.adapter.init}"
     if not _INITS.fullmatch(adapter.init):
-        cause = _OTHER_INITS.get(adapter.init, f"is none of {_NAMES}")
+        cause = _OTHER_INITS.get(adapter.init, f"is not one of {_NAMES}")
         yield f"{init} {cause}. Choose {'default' if adapter.init in _OTHER_INITS else 'one of these'}."
     elif adapter.init not in _PLAIN_INITS and run.quantization.kind != "none":
         yield (
-            f"{init} reads weights of the base, which quantization.kind={run.quantization.kind} has packed. Set "
+            f"{init} needs unquantized base weights, but quantization.kind={run.quantization.kind}. Set "
             "adapter.init=eva or default, or recipe=lora quantization=none."
         )
     elif adapter.init == "loftq" and run.quantization.kind not in {"nf4", "fp4"}:
         yield (
-            f"{init} corrects a base in 4 bits, and quantization.kind={run.quantization.kind} has none. Set "
+            f"{init} needs a 4-bit base, but quantization.kind={run.quantization.kind}. Set "
             "quantization=nf4, or adapter.init=eva."
         )
     if adapter.dora and (changes_base(adapter) or adapter.init == "loftq"):
-        cause = "the lengths would be those of a base without what the adapter begins with"
+        cause = "magnitudes would ignore the initial adapter"
         if changes_base(adapter):
-            cause = "the result could not be saved as an adapter of the ordinary base"
+            cause = "the result cannot be saved as an adapter of the original base"
         yield f"{init} with adapter.dora=true: {cause}. Choose one of them."
     if adapter.init != "default" and adapter.start is not None:
-        yield f"{init}: adapter.start={adapter.start} gives the numbers that the adapter begins with. Leave one out."
+        yield f"{init}: adapter.start={adapter.start} already provides the initial weights. Leave one out."
     if adapter.dora and run.quantization.kind not in {"none", "nf4", "fp4"}:
         yield (
-            f"adapter.dora=true reads the weights of the base, and PEFT cannot unpack quantization.kind="
+            f"adapter.dora=true needs the base weights, and PEFT cannot dequantize quantization.kind="
             f"{run.quantization.kind}. Set quantization=nf4 or none, or adapter.dora=false."
         )
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a name, or several: no path, and no endless regular expression."""
+    """Return whether a value is a number, a name, or several: not a path or a slow regular expression."""
     if isinstance(value, dict):
         return all(is_plain(name) and is_plain(each) for name, each in value.items())
     if isinstance(value, list):
@@ -205,22 +205,22 @@ def _of_peft(run: RunConfig) -> Iterator[str]:
     if name in REFUSED:
         yield f"{given} {REFUSED[name]}."
     elif name not in METHODS:
-        yield f"{given} is no method of PEFT that is offered.{did_you_mean(name, METHODS)}"
+        yield f"{given} is not a supported PEFT method.{did_you_mean(name, METHODS)}"
     elif bits != "none" and not (METHODS[name].quantized and bits in {"nf4", "fp4"}):
         wanted = "quantization=nf4" if METHODS[name].quantized else "adapter=lora"
-        yield f"{given} cannot read a base packed by quantization.kind={bits}. Set quantization=none, or {wanted}."
+        yield f"{given} does not support quantization.kind={bits}. Set quantization=none, or {wanted}."
     elif run.parallel.divides and METHODS[name].indivisible:
         yield INDIVISIBLE.format(adapter.method, METHODS[name].indivisible)
     for key, value in adapter.fields.items():
         if not is_plain(value):
             yield (
-                f"adapter.fields={{{key}: {format_value(value)}}}: a setting is a number, true, false, a name, or a "
-                "list or mapping of these. Give one of them."
+                f"adapter.fields={{{key}: {format_value(value)}}}: expected a number, true, false, a name, or a "
+                "list or mapping of these."
             )
         elif "dropout" in key and value and run.preference.has_reference:
             yield (
                 f"adapter.fields={{{key}: {format_value(value)}}} with preference={run.preference.kind}: the reference "
-                "is without it, so rewards would be noise from the first step on. Leave it out."
+                "model runs without it, so rewards would be noisy from the first step. Leave it out."
             )
 
 
@@ -267,12 +267,12 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")  # of a layer, as Hydra takes it without
 
 
 def start_folder(adapter: AdapterConfig) -> Path | None:
-    """The folder of `adapter.start`, which need not exist: a run has its adapter in final/."""
+    """Return the folder of `adapter.start`, which may not exist; for a run it is final/."""
     return None if adapter.start is None else adapter_folder(adapter.start)
 
 
 def with_names(adapter: AdapterConfig, named: Callable[[str], str]) -> AdapterConfig:
-    """The same adapter where its layers have other names."""
+    """Return the adapter with renamed layers."""
     return replace(
         adapter,
         targets=[*map(named, adapter.targets)],
@@ -282,7 +282,7 @@ def with_names(adapter: AdapterConfig, named: Callable[[str], str]) -> AdapterCo
 
 
 def adapter_folder(start: str) -> Path:
-    """The folder of an adapter, which need not exist, of a run, a folder or a hub id."""
+    """Return the folder of an adapter, which may not exist, for a run, a folder or a hub ID."""
     given = Path(os.path.expanduser(start))  # noqa: PTH111 (os.path: no unknown user or long name is an error)
     if not os.path.exists(given) and _HUB_ID.fullmatch(start):  # noqa: PTH110
         return _from_hub(start)[0] or given
@@ -291,20 +291,20 @@ def adapter_folder(start: str) -> Path:
 
 @cache
 def _from_hub(name: str) -> tuple[Path | None, str]:
-    """The snapshot of an adapter, or why there is none."""
+    """Return the snapshot of an adapter, or why the download failed."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(name, allow_patterns=[ADAPTER, ADAPTER_WEIGHTS])), ""
     except (OSError, HFValidationError) as fault:  # every hub and network error is one of these
-        return None, f", and the hub gave none ({type(fault).__name__})"
+        return None, f", and the download failed ({type(fault).__name__})"
 
 
 def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a typed `adapter.start` that hold, by their keys, as far as they are not typed themselves.
+    """Return the settings implied by a typed `adapter.start`, by key, except those that are typed.
 
-    A resumed run that has lost the adapter keeps those that it began with.
+    A resumed run whose start adapter is missing keeps its own settings.
     """
     start = typed.get("adapter.start")
     if not isinstance(start, str) or not start:
@@ -324,7 +324,7 @@ def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_layers(folder: Path, found: Mapping[str, Any]) -> Any:
-    """Return the layers in an adapter's own file; where PEFT matches them otherwise, those that its tensors name."""
+    """Return the layers of an adapter config; if PEFT selects them by other rules, the layers of its tensors."""
     names = found.get("target_modules")
     if isinstance(names, list) and all(found.get(key) in (None, []) for key in MATCHING_FIELDS):
         return names
@@ -337,7 +337,7 @@ def adapter_layers(folder: Path, found: Mapping[str, Any]) -> Any:
 
 
 def _settings_in(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in an adapter's own file that hold, by their keys; dropout may change."""
+    """Return the fixed settings of an adapter config by key; dropout may change."""
     if found.get("peft_type") == "LORA":
         return {key: found.get(name) for key, name in KEPT.items()}
     own = (name for name in found if name.isidentifier() and name not in RESERVED_FIELDS and "dropout" not in name)
@@ -346,7 +346,7 @@ def _settings_in(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _begun_with(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of the section `adapter` in the run.yaml of a run that is resumed."""
+    """Return the same settings from the run.yaml of the resumed run."""
     resume = typed.get("resume")
     if resume is None:
         return {}
@@ -358,7 +358,7 @@ def _begun_with(typed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section(run: Path, name: str) -> Mapping[str, Any]:
-    """A section of the run.yaml of a run; empty where there is none."""
+    """Return a section of a run's run.yaml; empty if there is none."""
     try:
         section = read_yaml(run / "run.yaml")[name]
     except (OSError, ValueError, YAMLError, LookupError, TypeError):
@@ -367,7 +367,7 @@ def _section(run: Path, name: str) -> Mapping[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a number, a name, or several, as a command line has them."""
+    """Return whether a value is a number, a name, or several, as on a command line."""
     if isinstance(value, dict):
         return all(LAYER_NAME.fullmatch(str(name)) and _is_plain(each) for name, each in value.items())
     if isinstance(value, list):
@@ -376,7 +376,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_start(run: RunConfig) -> Iterator[str]:
-    """Problems with `adapter.start`; a run that is continued needs the folder no more."""
+    """Yield problems with `adapter.start`; a resumed run does not need the folder."""
     adapter, folder = run.adapter, start_folder(run.adapter)
     if folder is None or (run.resume is not None and not os.path.isdir(folder)):  # noqa: PTH112
         return
@@ -385,14 +385,14 @@ def check_start(run: RunConfig) -> Iterator[str]:
         is_local = not _HUB_ID.fullmatch(str(adapter.start)) or os.path.exists(folder)  # noqa: PTH110
         why = "" if is_local else _from_hub(str(adapter.start))[1]
         yield (
-            f"{given}: there is no {ADAPTER} with {ADAPTER_WEIGHTS}{why}. Give a run that trained an adapter, or the "
-            "folder or hub id of an adapter."
+            f"{given}: no {ADAPTER} with {ADAPTER_WEIGHTS} found{why}. Give a run with an adapter, or the "
+            "folder or hub ID of an adapter."
         )
         return
     method, is_lora = found.get("peft_type"), found.get("peft_type") == "LORA"
     if is_lora != (adapter.kind == "lora"):
         wanted = "lora" if is_lora else "peft"
-        yield f"{given}: it is of {method}, and the run is of adapter={adapter.kind}. Type adapter={wanted}."
+        yield f"{given}: it is an adapter of type {method}, not adapter={adapter.kind}. Set adapter={wanted}."
         return
     yield from _other_tokens(adapter, found, folder.parent)
     other = [
@@ -402,7 +402,7 @@ def check_start(run: RunConfig) -> Iterator[str]:
     ]
     if other:
         yield (
-            f"{given}: it goes on with its own {'rank and scale' if is_lora else 'method and fields'}. Type "
+            f"{given}: its {'rank and scale' if is_lora else 'method and fields'} cannot change. Set "
             f"{' '.join(other)}, or leave {'it' if len(other) == 1 else 'them'} out."
         )
 
@@ -414,7 +414,7 @@ def _setting(adapter: AdapterConfig, key: str) -> Any:
 
 
 def _other_tokens(adapter: AdapterConfig, found: Mapping[str, Any], run: Path) -> Iterator[str]:
-    """Rows of tokens that the adapter has and the run does not train, or the other way; ids of new ones come later."""
+    """Yield a problem if the adapter and the run train embeddings of different tokens; new IDs are checked later."""
     rows = found.get("trainable_token_indices")
     ids = sorted(next(iter(rows.values()))) if isinstance(rows, dict) and rows else []
     if not isinstance(adapter.train_tokens, list) or sorted(adapter.train_tokens) == ids:
@@ -422,6 +422,6 @@ def _other_tokens(adapter: AdapterConfig, found: Mapping[str, Any], run: Path) -
     texts = _section(run, "model").get("add_tokens")
     new = f"model.add_tokens={json.dumps(texts, ensure_ascii=False)} adapter.train_tokens=new" if texts else ""
     yield (
-        f"adapter.start={adapter.start}: it has rows of {len(ids) or 'no'} tokens, and this run trains those of "
-        f"{len(adapter.train_tokens) or 'none'} or of others. Type {new or f'adapter.train_tokens={ids}'}."
+        f"adapter.start={adapter.start}: it has embeddings of {len(ids) or 'no'} tokens, but this run trains "
+        f"{len(adapter.train_tokens) or 'none'} or others. Set {new or f'adapter.train_tokens={ids}'}."
     )

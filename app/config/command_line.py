@@ -1,4 +1,4 @@
-"""Command-line options of a command, the run settings that it accepts, and the text of `--help` and `--version`."""
+"""Parsers for the options and run settings of commands, and the text of `--help` and `--version`."""
 
 import sys
 import textwrap
@@ -44,7 +44,7 @@ Options = TypeVar("Options")
 
 Changes = Mapping[str, Any]  # choices by group and values by dotted key
 _OF_RUNS = field_types(RunConfig)
-_FREE_TEXT = ("prompt", "second", "system")  # may start with ~
+_FREE_TEXT = ("prompt", "second", "system")  # values may start with ~
 
 
 class Typed(NamedTuple):
@@ -63,11 +63,11 @@ class Typed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Generic[Options]):
-    """Parser of one command.
+    """Parser for one command.
 
     Options are the keys of `schema` that are not run settings; their value is the text after the first `=`, unquoted.
-    All other words are run settings in Hydra's grammar. They must be in `allowed` by key or section ("" is the whole
-    run); others are refused with the reason that `why_not` has for their section.
+    All other arguments are run settings in Hydra's grammar. Their key or section must be in `allowed` ("" is the whole
+    run); others are rejected with the reason in `why_not` for their section.
     """
 
     schema: type[Options]
@@ -86,19 +86,19 @@ class Command(Generic[Options]):
         return {typed.get(key, key): kind for key, kind in field_types(self.schema).items() if key not in of_runs}
 
     def parse(self, arguments: Sequence[str]) -> Options:
-        """Parse a command line without run settings; one ConfigError has all problems."""
+        """Parse a command line without run settings; raise one ConfigError with all problems."""
         typed = self.read(arguments)
         return self.validated(typed.data, typed.changes)
 
     def validated(self, data: Mapping[str, Any], changes: Changes) -> Options:
-        """Validate data by the schema and the rules; `changes` are the typed values."""
+        """Validate data against the schema and the rules; `changes` are the typed values."""
         options = parse_section(self.schema, data)
         of_run = problems_of(options) if isinstance(options, RunConfig) else ()
         refuse([*of_run, *self.rules(options, changes)])
         return options
 
     def read(self, arguments: Sequence[str]) -> Typed:
-        """Split a command line into options and run settings; one ConfigError has all unknown or invalid words."""
+        """Split a command line into options and run settings; raise one ConfigError with all invalid arguments."""
         options, words, problems = dict[str, Any](), list[str](), list[str]()
         for text in arguments:
             try:
@@ -107,14 +107,16 @@ class Command(Generic[Options]):
                 elif self.bare and "=" not in text and not text.startswith("-"):
                     options[self.bare] = self._value(self.bare, f"{self.bare}={text}")
                 elif not self.allowed and "=" in text:
-                    options[key] = text.partition("=")[2]  # unknown: the schema says so, together with wrong values
+                    options[key] = text.partition("=")[
+                        2
+                    ]  # unknown keys are reported with invalid values, by the schema
                 else:
                     refuse(self._problems(text))
                     words.append(text)
             except ConfigError as problem:
                 problems += problem.problems
         if self.bare and self.bare not in options:
-            problems.append(f"{self.bare} has no value. Give one: {self.example}")
+            problems.append(f"{self.bare}= is required, e.g. {self.example}")
         try:
             settings = values_of(check_overrides(words))
         except ConfigError as problem:
@@ -149,14 +151,14 @@ class Command(Generic[Options]):
         return None if value == "null" and is_optional(kind) else value
 
     def _problems(self, text: str) -> Iterator[str]:
-        """Yield the problem of a word that is neither an option nor an allowed setting."""
+        """Yield the problem of an argument that is neither an option nor an allowed setting."""
         key, _, value = text.lstrip("+~").partition("=")
         if not self.allowed:
-            yield f"{text!r} is not key=value. Keys: {', '.join(leaf_keys(self.schema))}."
+            yield f"Unrecognized argument {text!r}. Options are key=value: {', '.join(leaf_keys(self.schema))}."
         elif "=" not in text and not text.startswith("~"):
             is_run = "run" in self.options and Path(text).expanduser().is_dir()
             meant = f" Did you mean run={text}?" if is_run else ""
-            yield f"{text!r} is not an override. Write key=value or group=choice.{meant}"
+            yield f"Unrecognized argument {text!r}. Settings are key=value.{meant}"
         elif key not in choices_by_group() and not is_key(RunConfig, key):
             yield unknown_key(key, value, self.options)
         else:
@@ -175,28 +177,28 @@ _LISTED_GROUPS = ("recipe", "model", "dataset", "task", "sweep")  # with a line 
 _FRAME = """\
 Fine-tune a language model.
 
-  python -m app.train                                          the model and data that ship
+  python -m app.train                                          the included model and dataset
   python -m app.train recipe=qlora model=llama dataset=messages dataset.path=chat.jsonl
   python -m app.train model.path=DIR dataset=text dataset.path=books/ optimizer.lr=1e-4
-  python -m app.train output_dir=runs/mine resume=auto         go on after a stop
-  python -m app.train from=runs/mine optimizer.lr=1e-4         the settings of a run, varied
-  python -m app.train from=mine.yaml optimizer.lr=1e-4         the settings of a file; typed ones win
+  python -m app.train output_dir=runs/mine resume=auto         resume a run
+  python -m app.train from=runs/mine optimizer.lr=1e-4         start from the settings of a run
+  python -m app.train from=mine.yaml optimizer.lr=1e-4         start from a file; typed settings win
   python -m app.train -m recipe=lora,full optimizer.lr=1e-3,3e-4     a sweep
-  python -m app.train model=llama dry_run=true                 the plan, without weights
-  python -m app.train recipe=qlora --cfg job                   every key and its value
+  python -m app.train model=llama dry_run=true                 print the plan without loading weights
+  python -m app.train recipe=qlora --cfg job                   print all keys and values
 
-group=choice takes one of these (*: default), key=value sets one key of the result:
+group=choice selects one of these presets (*: default), key=value sets one key:
 
 {groups}
 
-Before, with the same words: python -m app.check data looks through the data, app.check memory plans the memory.
-Then: python -m app.generate, app.evaluate, app.report, app.reproduce, app.export run=DIR; app.board DIR shows runs.
-Keys are explained in docs/config.md, data in docs/data.md.
+Before training: python -m app.check data, python -m app.check memory (same arguments)
+After training: python -m app.generate, app.evaluate, app.report, app.reproduce, app.export run=DIR; app.board DIR
+Docs: docs/config.md (settings), docs/data.md (datasets)
 """
 
 
 def print_help_or_version(arguments: Sequence[str], help_text: Callable[[], str]) -> bool:
-    """Print what `--help` or `--version` asks for; False if neither is given. Hydra's would show internal files."""
+    """Print the text for `--help` or `--version`; return False if neither is given. Hydra's would show internals."""
     if {"-h", "--help"} & {*arguments}:
         sys.stdout.write(as_started(help_text()))
     elif "--version" in arguments:
@@ -207,7 +209,7 @@ def print_help_or_version(arguments: Sequence[str], help_text: Callable[[], str]
 
 
 def help_text() -> str:
-    """The help of app.train."""
+    """Return the help of app.train."""
     chosen = default_choices()
     lines = []
     for group, names in choices_by_group().items():
@@ -226,19 +228,19 @@ def help_text() -> str:
 
 
 def command_help(usage: str, command: Command[Any]) -> str:
-    """Return the help of another command: `usage`, its options, and the settings of a run that it takes."""
+    """Return the help of another command: `usage`, its options and the run settings that it accepts."""
     of_schema = dict(_leaf_fields(command.schema))
     option = {key: command.typed_as.get(key, key) for key in command.options}
-    own = {key: of_schema[name] for key, name in option.items() if name in of_schema}
-    width = max(map(len, own)) + 4
-    lines = [f"  {name + '=':<{width}}{_takes(each)}" for name, each in own.items()]
-    also = f"As in app.train, and otherwise as the run had them: {', '.join(command.allowed)}"
+    options = {key: of_schema[name] for key, name in option.items() if name in of_schema}
+    width = max(map(len, options)) + 4
+    lines = [f"  {name + '=':<{width}}{_takes(option_field)}" for name, option_field in options.items()]
+    also = f"As in app.train, by default those of the run: {', '.join(command.allowed)}"
     settings = ["", *textwrap.wrap(also, _WIDTH, break_on_hyphens=False)] if command.allowed else []
     return "\n".join([usage, *lines, *settings, ""])
 
 
 def _leaf_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """The fields of a schema that are no sections, by dotted key."""
+    """Yield the fields of a schema that are not sections, with their dotted keys."""
     for each in fields(schema):
         if section := section_type(each.type):
             yield from _leaf_fields(section, f"{prefix}{each.name}.")
@@ -247,7 +249,7 @@ def _leaf_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, Field[An
 
 
 def _takes(each: Field[Any]) -> str:
-    """Values that a key takes, and its default."""
+    """Return the accepted values of a key, and its default."""
     choices = each.metadata.get(CHOICES)
     takes = ", ".join(choices) if choices else "text" if takes_text(each.type) else type_text(each.type)
     has_default = each.default not in (MISSING, omegaconf.MISSING, None)

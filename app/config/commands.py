@@ -1,4 +1,4 @@
-"""Exit codes and command lines of all commands; options of app.generate, app.report and app.check."""
+"""Command startup and exit codes; options of app.generate, app.report and app.check."""
 
 import platform
 import shlex
@@ -40,7 +40,7 @@ class HardwareConfig:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether its tensor cores multiply fp8 through CUDA."""
+        """Whether the tensor cores support fp8 in CUDA."""
         if self.capability is None or self.fp8_tflops is None:
             return False
         major, _, minor = self.capability.partition(".")
@@ -55,29 +55,28 @@ def hardware_facts(options: Mapping[str, Any]) -> dict[str, Any]:
         return {"hardware": {"name": name, **conf_files.read_choice("hardware", name), **changes}}
     if changes:
         raise ConfigError(
-            f"hardware.{next(iter(changes))} needs hardware=NAME, which it changes. Choose one of "
-            f"{', '.join(hardware_names())}."
+            f"hardware.{next(iter(changes))} needs hardware=NAME. Choose one of {', '.join(hardware_names())}."
         )
     return {}
 
 
 def all_hardware() -> list[HardwareConfig]:
-    """Every GPU of conf/hardware."""
+    """Return all GPUs of conf/hardware."""
     of_names = ({"name": name, **conf_files.read_choice("hardware", name)} for name in hardware_names())
     return [parse_section(HardwareConfig, facts, "hardware.") for facts in of_names]
 
 
 def hardware_names() -> list[str]:
-    """The names of the files, without the one that stands for whatever is present."""
+    """Return the names of the files without `auto`."""
     return [name for name in conf_files.choices_by_group()["hardware"] if name != "auto"]
 
 
 def missing_hardware_support(run: RunConfig, hardware: HardwareConfig) -> list[str]:
-    """Problems of a run that needs what this GPU lacks."""
+    """Return problems of a run that needs features that this GPU lacks."""
     if not QUANTIZATION_KINDS[run.quantization.kind].needs_fp8 or hardware.has_fp8:
         return []
     those = ", ".join(each.name for each in all_hardware() if each.has_fp8)
-    has = "none of CUDA's" if hardware.capability is None else hardware.capability
+    has = "none" if hardware.capability is None else hardware.capability
     others = " or ".join(name for name, kind in QUANTIZATION_KINDS.items() if not (kind.needs_fp8 or kind.trains))
     return [
         f"quantization.kind={run.quantization.kind} needs an NVIDIA GPU of compute capability 8.9 or higher, and "
@@ -96,12 +95,12 @@ _UNSUPPORTED_SYSTEMS = {
 
 
 def require_platform(system: str = "", machine: str = "") -> None:
-    """Refuse everything but Linux on x86-64 or aarch64; tests give the arguments."""
+    """Raise an error on any platform except Linux on x86-64 or aarch64; the arguments are for tests."""
     system, machine = system or platform.system(), machine or platform.machine()
     if system != "Linux":
         raise EnvironmentProblem(_UNSUPPORTED_SYSTEMS.get(system, f"{system} is not supported: use a Linux machine."))
     if machine not in ("x86_64", "aarch64"):
-        raise EnvironmentProblem(f"Linux on {machine} is not supported: x86-64 and aarch64 are.")
+        raise EnvironmentProblem(f"Linux on {machine} is not supported: use x86-64 or aarch64.")
 
 
 def run_command(
@@ -109,7 +108,7 @@ def run_command(
     help_text: Callable[[], str],
     on_error: Callable[[AppError], None] | None = None,
 ) -> NoReturn:
-    """Run `command` on the arguments and exit with its code, or with that of a problem, which `on_error` is given."""
+    """Run `command` on the arguments and exit with its code, or that of an AppError, which is passed to `on_error`."""
     try:
         if print_help_or_version(sys.argv[1:], help_text):
             sys.exit(0)
@@ -125,23 +124,23 @@ def run_command(
 
 
 def python() -> str:
-    """How to type this interpreter, which need not be the `python` of the shell."""
+    """Return the command of this interpreter, which may differ from the shell's `python`."""
     if shutil.which("python") == sys.executable:
         return "python"
-    own = Path(sys.executable)
-    return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
+    interpreter = Path(sys.executable)
+    return str(interpreter.relative_to(Path.cwd()) if interpreter.is_relative_to(Path.cwd()) else interpreter)
 
 
 def print_settings_notes(arguments: Sequence[str]) -> None:
-    """Print which settings of `from=FILE` are replaced; on standard error, because `--cfg job` prints YAML."""
+    """Print the replaced settings of `from=FILE` to standard error, because `--cfg job` prints YAML."""
     sys.stderr.writelines(f"{safe_text(note)}\n" for note in settings_notes(arguments))
 
 
 def resume_command(arguments: Sequence[str], output_dir: str) -> str:
-    """How to continue a run that `arguments` started; its settings stay, because the checkpoint was made with them."""
+    """Return the command that resumes the run that `arguments` started, with the same settings."""
     settings = [text for text in arguments if key_of(text) not in {"output_dir", "resume"}]
     command = [python(), "-m", "app.train", *settings, f"output_dir={output_dir}", "resume=auto"]
-    return f"To go on:\n{shlex.join(command)}"
+    return f"To resume:\n{shlex.join(command)}"
 
 
 # ---- app.generate
@@ -189,29 +188,29 @@ class GenerateConfig:
 
 def _generate_problems(config: GenerateConfig, _changes: Changes) -> Iterator[str]:
     if config.run is None and config.model is None:
-        yield "run has no value. Give run=DIR of a finished run, or model=DIR or a hub id."
+        yield "run= is required, e.g. run=runs/mine, or model=DIR or a hub ID."
     if config.run is not None and config.model is not None:
-        yield f"run={config.run} and model={config.model} both say whom to ask. Keep one."
+        yield f"run={config.run} and model={config.model} both select a model. Keep one."
     yield from checkpoint_problems(config.checkpoint)
     if config.checkpoint is not None and config.run is None:
-        yield f"checkpoint={config.checkpoint} is of a run. Give run=DIR, or leave it out."
+        yield f"checkpoint={config.checkpoint} needs run=DIR. Set it, or leave checkpoint out."
     if config.prompt is not None and config.prompts is not None:
-        yield f"prompt and prompts={config.prompts} both say what to ask. Keep one."
+        yield f"prompt and prompts={config.prompts} both set the prompt. Keep one."
     if config.second is not None and config.prompt is None:
-        yield "second is the other text of a pair. Give prompt=TEXT, the first, or leave second out."
+        yield "second is the second text of a pair. Set prompt=TEXT for the first, or leave second out."
     if config.output is not None and config.prompts in (None, STDIN):
-        yield f"output={config.output} is for the answers to a file. Give prompts=FILE, or leave output out."
+        yield f"output={config.output} needs prompts=FILE. Set it, or leave output out."
     if config.model is not None and not config.adapter:
-        yield f"adapter=false: model={config.model} has no adapter that could be left off. Leave adapter out."
+        yield f"adapter=false: model={config.model} has no adapter. Leave adapter out."
     if config.temperature == 0 and (config.top_p < 1 or config.top_k is not None):
         yield (
-            "top_p and top_k choose among samples, and temperature=0 takes none. "
+            "top_p and top_k have no effect with temperature=0 (greedy decoding). "
             "Set temperature=0.7, or leave them out."
         )
     if config.beams > 1 and config.prompt is None and config.prompts is None:
         yield (
-            f"beams={config.beams} knows an answer at its end, and a conversation shows it as it is written. "
-            "Give prompt=TEXT or prompts=FILE, or leave beams out."
+            f"beams={config.beams} is not supported in a chat, because beam search cannot stream. "
+            "Set prompt=TEXT or prompts=FILE, or leave beams out."
         )
 
 
@@ -221,23 +220,23 @@ GENERATE = Command(
 
 
 def class_problems(config: GenerateConfig, folder: str, pair: bool, task: str = "classification") -> Iterator[str]:
-    """Options without a meaning for a model that answers with labels."""
+    """Yield problems with options that do not apply to a model that predicts labels."""
     beams = config.beams if config.beams > 1 else None
     given = {"system": config.system, "chat": config.chat, "temperature": config.temperature or None, "beams": beams}
     idle = [key for key, value in given.items() if value is not None]
     if idle:
         yield (
-            f"{' and '.join(idle)} would change nothing: run={folder} was tuned with task={task}, and answers "
-            "with a label. Leave it out."
+            f"{' and '.join(idle)} would have no effect: run={folder} was trained with task={task} and predicts "
+            "labels. Leave it out."
         )
     if config.prompt is None and config.prompts is None:
         yield (
-            f"prompt has no value. Give prompt=TEXT or prompts=FILE: run={folder} was tuned with task={task}, "
-            "which answers with a label and holds no conversation."
+            f"prompt= is required. Set prompt=TEXT or prompts=FILE: run={folder} was trained with task={task}, "
+            "which predicts labels and cannot chat."
         )
     if config.prompt is not None and pair != (config.second is not None):
-        words = "give second=TEXT too" if pair else "leave second out"
-        yield f"run={folder} was tuned on {'pairs of texts' if pair else 'single texts'}: {words}."
+        words = "also set second=TEXT" if pair else "leave second out"
+        yield f"run={folder} was trained on {'text pairs' if pair else 'single texts'}: {words}."
 
 
 # ---- app.report
@@ -254,40 +253,40 @@ class ReportConfig:
 
     @property
     def given(self) -> list[tuple[str, Path]]:
-        """The folders, each with the option that named it."""
+        """The folders with their options."""
         named = [("run", self.run), ("sweep", self.sweep)]
         named += [("runs", text) for text in folders_in(self.runs or "")]
         return [(f"{key}={text}", Path(text).expanduser()) for key, text in named if text is not None]
 
     @property
     def target(self) -> Path:
-        """File to write: in the folder of the run or sweep, or in the current one for several runs."""
+        """Output file: in the folder of the run or sweep; for several runs in the current folder."""
         if self.to is not None:
             return Path(self.to).expanduser()
         return Path("comparison.html") if self.runs is not None else self.given[0][1] / "report.html"
 
 
 def folders_in(text: str) -> list[str]:
-    """Split a list at its commas, but not inside the longest names that exist: folders of trials contain commas."""
+    """Split a list at its commas, except inside existing folder names: folders of trials contain commas."""
     parts = text.split(",")
-    found = []
+    folders = []
     while parts:
         lengths = range(len(parts), 0, -1)
         size = next((n for n in lengths if Path(",".join(parts[:n])).expanduser().is_dir()), 1)
-        found.append(",".join(parts[:size]))
+        folders.append(",".join(parts[:size]))
         parts = parts[size:]
-    return [each for each in found if each]
+    return [folder for folder in folders if folder]
 
 
 def _report_problems(config: ReportConfig, _changes: Changes) -> Iterator[str]:
     named = {"run": config.run, "sweep": config.sweep, "runs": config.runs}
     given = [f"{key}={text}" for key, text in named.items() if text is not None]
     if not given:
-        yield "run has no value. Give run=DIR, sweep=DIR or runs=DIR1,DIR2."
+        yield "run= is required, e.g. run=DIR, sweep=DIR or runs=DIR1,DIR2."
     if len(given) > 1:
-        yield f"{' and '.join(given)} each say whose page it is. Keep one."
+        yield f"{' and '.join(given)} both select a report. Keep one."
     if config.runs and len(folders_in(config.runs)) < 2:
-        yield f"runs={config.runs}: a comparison needs two folders at least. For the page of one run give run=DIR."
+        yield f"runs={config.runs}: a comparison needs at least two folders. For one run set run=DIR."
 
 
 REPORT = Command(schema=ReportConfig, rules=_report_problems)
@@ -336,15 +335,15 @@ CHECK = Command(schema=CheckOptions, allowed=("",))
 
 
 def check_config(arguments: Sequence[str]) -> CheckConfig:
-    """Read the command line; one ConfigError has all its problems."""
+    """Read the command line of app.check; raise one ConfigError with all problems."""
     checks, rest = _split_check_names(arguments)
     overrides, switches = split_arguments(rest)
     if switches:
-        raise ConfigError(f"{' '.join(switches)} is a switch of app.train. Leave it out.")
+        raise ConfigError(f"{' '.join(switches)} is an option of app.train. Leave it out.")
     typed = CHECK.read(overrides)
     if typed.options and "memory" not in checks:
-        own = [text for text in overrides if text not in typed.words]
-        raise ConfigError(f"{' '.join(own)}: only app.check memory asks for it. Leave it out.")
+        options_only = [text for text in overrides if text not in typed.words]
+        raise ConfigError(f"{' '.join(options_only)} is an option of app.check memory. Leave it out.")
     is_of_rows = checks[0] not in _OF_MODELS or "dataset" in map(_section_of, typed.words)
     rows = [] if is_of_rows else ["dataset=auto", "dataset.path=rows", "dataset.max_length=64"]
     run = compose_run([*rows, *typed.words])
@@ -353,7 +352,7 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     options = CHECK.validated(data | hardware_facts(typed.options), typed.options)
     problems = [] if options.hardware is None else missing_hardware_support(run, options.hardware)
     if options.answers is not None and not task_of(run.task).writes_text:
-        problems.append(f"answers: a model of task={run.task.kind} writes no text. Leave it out, or set task=causal.")
+        problems.append(f"answers: task={run.task.kind} does not generate text. Leave it out, or set task=causal.")
     refuse(problems)
     return CheckConfig(checks, run, folder, tuple(typed.words), options)
 
@@ -363,14 +362,14 @@ def _section_of(text: str) -> str:
 
 
 def _split_check_names(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """The checks that the first word names, and the other words."""
+    """Split the arguments into the checks named by the first one, and the rest."""
     if not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
         return _DEFAULT_CHECKS, list(arguments)
     word = arguments[0]
     if word not in CHECKS:
         meant = did_you_mean(word, CHECKS, listing=False)
         raise ConfigError(
-            f"{word!r} is neither a check nor key=value.{meant} Checks: {', '.join(CHECKS)}; "
-            f"no word means {' and '.join(_DEFAULT_CHECKS)}."
+            f"Unknown check {word!r}.{meant} Choose one of {', '.join(CHECKS)}; "
+            f"the default is {' and '.join(_DEFAULT_CHECKS)}."
         )
     return (word,), list(arguments[1:])

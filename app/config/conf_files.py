@@ -1,4 +1,4 @@
-"""YAML files: received ones as plain data, and conf/, whose listing is the only list of groups and choices."""
+"""YAML files: untrusted files as plain data, and conf/, whose listing defines the groups and choices."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _REFERENCE = re.compile(r"(\\*)\$\{")
 
 
 def read_yaml(file: Path) -> Any:
-    """Plain data of a YAML file without aliases, which multiply; ValueError if it is too large."""
+    """Return the plain data of a YAML file; raise ValueError if it is too large, and YAMLError for aliases."""
     if file.stat().st_size > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MB")
     return load(file.read_text(encoding="utf-8"), _FlatLoader)
@@ -30,7 +30,7 @@ class _FlatLoader(get_yaml_loader()):  # type: ignore[misc]
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.depth > _MAX_DEPTH or self.check_event(AliasEvent):
-            raise YAMLError("it has an alias, or is nested too deep")
+            raise YAMLError("it has an alias or is nested too deep")
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -38,12 +38,12 @@ class _FlatLoader(get_yaml_loader()):  # type: ignore[misc]
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:
-    """Plain data as YAML, for `read_yaml`."""
+    """Format plain data as YAML for `read_yaml`."""
     return OmegaConf.to_yaml(OmegaConf.create(literal(data)), resolve=True)
 
 
 def literal(value: Any) -> Any:
-    """The same data with each `${` escaped, for OmegaConf to take it as text."""
+    """Return the data with each `${` escaped, so that OmegaConf does not interpolate it."""
     if isinstance(value, Mapping):
         return {key: literal(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ def literal(value: Any) -> Any:
 
 
 def as_number(value: Any) -> float | None:
-    """A number of YAML, which takes 1e-5 for text; None for anything else."""
+    """Convert a YAML value to a number, including 1e-5, which YAML reads as text; None for other values."""
     try:
         return None if isinstance(value, bool | None) else float(value)
     except (TypeError, ValueError):
@@ -68,7 +68,7 @@ CONF = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 
 
 def choices_by_group() -> dict[str, tuple[str, ...]]:
-    """The names that can be chosen, by group; files that start with `_` are parts of others."""
+    """Return the choices of each group; files that start with `_` are parts of others."""
     return _choices_in(CONF)
 
 
@@ -82,12 +82,12 @@ def _choices_in(conf: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_choice(group: str, name: str) -> dict[str, Any]:
-    """Content of the file of a choice, where Hydra does not compose it."""
+    """Return the content of a choice's file without composing it."""
     file = CONF / group / f"{name}.yaml"
     try:
         facts = yaml.safe_load(file.read_text("utf-8"))
     except yaml.YAMLError as fault:
         raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
     if not isinstance(facts, dict):
-        raise ConfigError(f"{file}: expected names and values, as in the other files of the folder.")
+        raise ConfigError(f"{file}: expected keys and values, as in the other files of the folder.")
     return facts

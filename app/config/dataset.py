@@ -16,14 +16,14 @@ WITHOUT_HELD_OUT_ROWS: Mapping[str, Any] = {"eval_path": None, "eval_split": Non
 
 
 def sources_of(dataset: DatasetConfig) -> dict[str, DatasetConfig]:
-    """The section of each source with a weight, by its name in `dataset.mix`; a single source has an empty name."""
+    """Return the section of each source with a weight by its name in `dataset.mix`; a single source has no name."""
     if not dataset.mix:
         return {"": dataset}
     return {name: _section(dataset, source) for name, source in dataset.mix.items() if source.weight}
 
 
 def _section(dataset: DatasetConfig, source: MixSource) -> DatasetConfig:
-    """The keys of `dataset` with those of the source; sources never share `hub_config` and `revision`."""
+    """Return `dataset` with the keys of the source; sources never share `hub_config` and `revision`."""
     known = {each.name for each in fields(Columns)}  # the rules report a misspelt one
     return replace(
         dataset,
@@ -39,38 +39,38 @@ def _section(dataset: DatasetConfig, source: MixSource) -> DatasetConfig:
 
 
 def key_of(name: str) -> str:
-    """Prefix of the keys of a source."""
+    """Return the key prefix of a source."""
     return f"dataset.mix.{name}" if name else "dataset"
 
 
 def paths_of(dataset: DatasetConfig) -> str:
-    """The paths of all sources as text."""
+    """Return the paths of all sources as text."""
     return " + ".join(str(section.path) for section in sources_of(dataset).values())
 
 
 def paths_read(dataset: DatasetConfig) -> list[str | None]:
-    """The paths of all sources, and that of the held-out rows."""
+    """Return the paths of all sources and of the eval set."""
     return [*(section.path for section in sources_of(dataset).values()), dataset.eval_path]
 
 
 def formats_of(dataset: DatasetConfig) -> str:
-    """The formats of all sources as text."""
+    """Return the formats of all sources as text."""
     return " + ".join(dict.fromkeys(section.format for section in sources_of(dataset).values()))
 
 
 def formats_for(task: str) -> tuple[str, ...]:
-    """The formats that a task can be trained on; `dataset.format=auto` chooses among them."""
+    """Return the formats that a task supports; `dataset.format=auto` detects one of them."""
     return tuple(fmt for fmt in ROW_FORMATS if fmt in TASKS[task].formats)
 
 
 def trains_answers(dataset: DatasetConfig) -> bool:
-    """Whether the trained tokens answer a prompt; otherwise whole rows are trained."""
+    """Return whether only answers to prompts are trained, not whole rows."""
     formats = {source.format for source in sources_of(dataset).values()}
     return not formats.issubset(WITHOUT_ANSWERS) and dataset.train_on != "all"
 
 
 def has_chats(dataset: DatasetConfig) -> bool:
-    """Whether a chat template renders any rows, including those of `dataset.eval_path`."""
+    """Return whether any rows, including those of `dataset.eval_path`, are rendered by a chat template."""
     formats = {source.format for source in sources_of(dataset).values()}
     if dataset.eval_path is not None:
         formats.add(dataset.format)
@@ -78,12 +78,12 @@ def has_chats(dataset: DatasetConfig) -> bool:
 
 
 def has_pairs(dataset: DatasetConfig) -> bool:
-    """Whether any rows have two texts."""
+    """Return whether any rows are text pairs."""
     return any(section.format == "text_pair" for section in sources_of(dataset).values())
 
 
 def has_held_out_rows(dataset: DatasetConfig) -> bool:
-    """Whether the dataset has rows for evaluation."""
+    """Return whether the dataset has an eval set."""
     return any(getattr(dataset, name) != nothing for name, nothing in WITHOUT_HELD_OUT_ROWS.items())
 
 
@@ -98,7 +98,7 @@ def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
         allowed = ROW_FORMATS[source.format].train_on if source.format in ROW_FORMATS else ()
         if allowed and source.train_on not in allowed:
             yield (
-                f"dataset.train_on={source.train_on} means nothing for {key_of(name)}.format={source.format}. "
+                f"dataset.train_on={source.train_on} is not supported for {key_of(name)}.format={source.format}. "
                 f"Choose {' or '.join(allowed)}."
             )
 
@@ -109,10 +109,10 @@ def _thoughts_are_of_answers(run: RunConfig) -> Iterator[str]:
         return
     if all(source.format not in (*CHAT_FORMATS, "auto") for source in sources):
         formats = " and ".join(sorted({source.format for source in sources}))
-        yield f"dataset.thinking={thinking}: rows of dataset.format={formats} are no messages, so it changes nothing."
+        yield f"dataset.thinking={thinking} has no effect: rows of dataset.format={formats} are not messages."
     elif thinking == "mask" and run.dataset.train_on == "all":
         yield (
-            "dataset.thinking=mask with dataset.train_on=all: all is trained then, thoughts as well. Set "
+            "dataset.thinking=mask with dataset.train_on=all, which trains on all tokens including reasoning. Set "
             "dataset.train_on=auto, or dataset.thinking=train."
         )
 
@@ -123,26 +123,26 @@ def _rows_suit_the_task(run: RunConfig) -> Iterator[str]:
         if source.format in (*task.formats, "auto"):
             continue
         recipes = ROW_FORMATS[source.format].learnt_by if source.format in ROW_FORMATS else ()
-        remedy = f"from such rows {' or '.join(recipes)} learns." if recipes else task.other_rows
+        remedy = f"such rows need {' or '.join(recipes)}." if recipes else task.other_rows
         yield f"{key_of(name)}.format={source.format}: {remedy}"
 
 
 def _masked_tokens_are_some(run: RunConfig) -> Iterator[str]:
     task = TASKS[run.task.kind]
     if task.unit == "token" and task.sees == "both" and run.task.mask_share <= 0:
-        yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
+        yield f"task.mask_share={run.task.mask_share:g} masks nothing. Set task.mask_share=0.15."
 
 
 def _labels_are_distinct(run: RunConfig) -> Iterator[str]:
     labels, given = run.task.labels, f"task.labels={format_value(run.task.labels)}"
     least = PROBLEMS[run.task.problem].least_labels
     if labels and not TASKS[run.task.kind].has_classes:
-        yield (f"{given} means nothing for task={run.task.kind}. Set task=classification, or leave it out.")
+        yield f"{given} has no effect with task={run.task.kind}. Set task=classification, or leave it out."
     elif 0 < len(labels) < least:
-        yield f"{given}: there is nothing to choose. Give two or more, or none: those of the rows."
+        yield f"{given}: at least two labels are needed. List all, or none to use those of the rows."
     elif len(set(labels)) < len(labels):
         twice = sorted({label for label in labels if labels.count(label) > 1})
-        yield f"{given} names {', '.join(twice)} more than once. Give each label once."
+        yield f"{given}: duplicate label {', '.join(twice)}. List each label once."
 
 
 def _class_weights_are_of_classes(run: RunConfig) -> Iterator[str]:
@@ -151,11 +151,11 @@ def _class_weights_are_of_classes(run: RunConfig) -> Iterator[str]:
     if weights is None:
         return
     if not PROBLEMS[run.task.problem].named:
-        yield f"{given} with task.problem={run.task.problem}: numbers have no classes. Leave it out."
-    elif isinstance(weights, list) and not all(0 < each < math.inf for each in weights):
-        yield f"{given}: weights are above 0 and finite. Leave a label out of the rows to learn nothing of it."
+        yield f"{given} with task.problem={run.task.problem}: regression has no classes. Leave it out."
+    elif isinstance(weights, list) and not all(0 < weight < math.inf for weight in weights):
+        yield f"{given}: weights must be above 0 and finite. To exclude a label, leave it out of the rows."
     elif isinstance(weights, list) and labels and len(labels) != len(weights):
-        yield f"{given} has {len(weights)} numbers for {len(labels)} labels of task.labels. Give as many."
+        yield f"{given} has {len(weights)} numbers for {len(labels)} labels of task.labels. Give one per label."
 
 
 def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
@@ -175,17 +175,17 @@ def _starred(section: DatasetConfig, key: str) -> dict[str, str]:
 def _star_problems(starred: dict[str, str]) -> Iterator[str]:
     for key, path in starred.items():
         if not _LIST_PATH.fullmatch(path):
-            yield f"{key}={path}: a * stands for each element of a list, as in instances.*.output."
+            yield f"{key}={path}: use * for each element of a list, as in instances.*.output."
     if len({path.partition(".*")[0] for path in starred.values()}) > 1:
         given = " ".join(f"{key}={path}" for key, path in starred.items())
-        yield f"{given}: the elements of one list make the rows. Let every * stand behind the same column."
+        yield f"{given}: rows come from the elements of one list. Use * after the same column everywhere."
 
 
 def _only_text_splits(run: RunConfig) -> Iterator[str]:
     for name, source in sources_of(run.dataset).items():
         if source.on_overflow == "split" and source.format not in ("text", "auto"):
             yield (
-                f"dataset.on_overflow=split would tear a row of {key_of(name)}.format={source.format} apart. "
+                f"dataset.on_overflow=split is not supported for {key_of(name)}.format={source.format}. "
                 "Choose drop, truncate or error."
             )
 
@@ -194,23 +194,22 @@ def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
     dataset = run.dataset
     if dataset.path is None and not dataset.mix:
         yield (
-            "dataset.path=null names no rows. Give dataset.path=FILE, or dataset.mix.NAME.path=FILE "
-            "for each of several."
+            "dataset.path=null: no dataset. Set dataset.path=FILE, or dataset.mix.NAME.path=FILE for each of several."
         )
     if not dataset.mix:
         return
     if dataset.path is not None:
         yield (
-            f"dataset.path={dataset.path} and dataset.mix both name the rows. Choose dataset=mix or dataset.path=null, "
-            "with one more dataset.mix.NAME.path if those rows are wanted too."
+            f"dataset.path={dataset.path} and dataset.mix both set the dataset. Set dataset=mix or dataset.path=null, "
+            "and add a dataset.mix.NAME.path to include those rows."
         )
     if dataset.eval_split is not None:
         yield (
-            f"dataset.eval_split={dataset.eval_split} says not of which source of dataset.mix. "
+            f"dataset.eval_split={dataset.eval_split} is not supported with dataset.mix. "
             "Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
         )
     if not any(source.weight for source in dataset.mix.values()):
-        yield "dataset.mix: every weight is 0, so nothing is trained on. Set dataset.mix.NAME.weight=1."
+        yield "dataset.mix: all weights are 0, so there is nothing to train on. Set dataset.mix.NAME.weight=1."
     for name, source in dataset.mix.items():
         yield from _source_problems(key_of(name), source)
 
@@ -218,13 +217,13 @@ def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
 def _source_problems(key: str, source: MixSource) -> Iterator[str]:
     formats = (*ROW_FORMATS, "auto")
     if source.format is not None and source.format not in formats:
-        yield f"{key}.format={source.format} is none of {', '.join(formats)}."
+        yield f"{key}.format={source.format}: expected one of {', '.join(formats)}."
     known = [f"{key}.columns.{each.name}" for each in fields(Columns)]
     for column, value in source.columns.items():
         if f"{key}.columns.{column}" not in known:
-            yield f"{key}.columns.{column} is not a key.{did_you_mean_key(f'{key}.columns.{column}', known)}"
+            yield f"Unknown setting {key}.columns.{column}.{did_you_mean_key(f'{key}.columns.{column}', known)}"
         elif value is not None and not isinstance(value, str):
-            yield f"{key}.columns.{column}={value}: expected the name of a column."
+            yield f"{key}.columns.{column}={value}: expected a column name."
 
 
 def _random_rows_have_the_wanted_lengths(run: RunConfig) -> Iterator[str]:
@@ -232,12 +231,12 @@ def _random_rows_have_the_wanted_lengths(run: RunConfig) -> Iterator[str]:
     if RANDOM not in paths_read(dataset):
         return
     if made.shortest is not None and made.shortest > made.length:
-        yield f"dataset.random.shortest={made.shortest} is more than dataset.random.length={made.length}. Swap them."
+        yield f"dataset.random.shortest={made.shortest} exceeds dataset.random.length={made.length}. Swap them."
     if made.shortest is None and dataset.max_length > made.length:
         yield (
-            f"dataset.max_length={dataset.max_length} is more than dataset.random.length={made.length}, the words of a "
-            f"row, so rows would have other lengths than asked. Set dataset.random.length={dataset.max_length}, or "
-            "dataset.random.shortest for rows of several lengths."
+            f"dataset.max_length={dataset.max_length} exceeds dataset.random.length={made.length} (words per row), so "
+            f"rows would be shorter. Set dataset.random.length={dataset.max_length}, or "
+            "dataset.random.shortest for variable lengths."
         )
 
 
@@ -248,14 +247,14 @@ def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:
         if getattr(run.dataset, name)
     ]
     if len(given) > 1:
-        yield f"{' and '.join(given)} both choose the held-out rows. Keep one; set the other to null or 0."
+        yield f"{' and '.join(given)} both set the eval set. Keep one; set the other to null or 0."
 
 
 def _one_process_prepares_rows(run: RunConfig) -> Iterator[str]:
     if run.dataset.workers is not None:
         yield (
-            f"dataset.workers={run.dataset.workers} no longer has a meaning: one process prepares the rows, with all "
-            "cores for its tokenizer. Leave it out."
+            f"dataset.workers={run.dataset.workers} has no effect anymore: one process prepares the rows, and its "
+            "tokenizer uses all cores. Leave it out."
         )
 
 

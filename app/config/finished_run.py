@@ -22,35 +22,35 @@ _TYPES = {"starts": list, "choices": dict, "hashes": dict, "counts": dict}
 
 
 def finished_folder(given: str | None, checkpoint: str | None = None) -> Path:
-    """Return the folder named by `run=`; refuse a run that has not finished, unless a `checkpoint` is asked for."""
+    """Return the folder of `run=`; raise an error if the run has not finished, unless a `checkpoint` is given."""
     folder = run_folder(given)
     if (folder / "sweep.json").is_file():
-        raise CheckpointError(f"run={given}: this is the folder of a sweep. Give that of one of its trials, inside it.")
+        raise CheckpointError(f"run={given}: this is the folder of a sweep. Give the folder of one of its trials.")
     if checkpoint is None and not (folder / "final").is_dir():
         raise CheckpointError(
-            f"run={given}: there is no final/ in it, so the run did not finish. "
+            f"run={given}: no final/ found, so the run did not finish. "
             f"Finish it with python -m app.train ... {shlex.quote(f'output_dir={given}')} resume=auto"
         )
     return folder
 
 
 def run_folder(given: str | None) -> Path:
-    """The folder of `run=`, which must exist."""
+    """Return the folder of `run=`, which must exist."""
     if given is None:
-        raise ConfigError("run has no value. Give run=DIR, the output_dir of a run.")
+        raise ConfigError("run= is required, e.g. run=runs/mine")
     folder = Path(given).expanduser()
     if not folder.is_dir():
-        raise CheckpointError(f"run={given}: there is no such folder. Give the output_dir of a finished run.")
+        raise CheckpointError(f"run={given}: no such folder. Give the output_dir of a finished run.")
     return folder
 
 
 def require_intact_final(run: Path) -> None:
-    """Refuse a run whose final/ has a file that differs from what was written."""
-    require_intact(run / "final", "Train it again, or restore it from a copy of the run.")
+    """Raise an error if a file in final/ was changed after it was written."""
+    require_intact(run / "final", "Train again, or restore the folder from a copy of the run.")
 
 
 def with_recorded_choices(run: RunConfig, choices: Mapping[str, Any]) -> RunConfig:
-    """The run with each `auto` as the `choices` of its manifest have it."""
+    """Return the run with each `auto` replaced by the recorded `choices` of its manifest."""
     if run.precision.kind == "auto" and "precision" in choices:
         run = replace(run, precision=replace(run.precision, kind=choices["precision"]))
     if run.attention.kind == "auto" and "attention" in choices:
@@ -65,7 +65,7 @@ def with_recorded_choices(run: RunConfig, choices: Mapping[str, Any]) -> RunConf
 
 
 def as_run(config: RunConfig) -> RunConfig:
-    """The run without the keys of a command."""
+    """Return the run without the options of the command."""
     return RunConfig(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
 
 
@@ -98,27 +98,27 @@ _NOT_FOR_A_FINISHED_RUN: Mapping[str, Any] = {
 
 
 def checkpoint_problems(checkpoint: str | None) -> Iterator[str]:
-    """Problems with `checkpoint=`."""
+    """Yield problems with `checkpoint=`."""
     if checkpoint not in (None, "best") and not str(checkpoint).isdecimal():
-        yield f"checkpoint={checkpoint}: expected best or a number of steps, such as checkpoint=100."
+        yield f"checkpoint={checkpoint}: expected best or a step number, e.g. checkpoint=100."
 
 
 def own_files(folder: Path) -> dict[str, Any]:
-    """The tokenizer and the chat template lie in final/, if the run finished."""
+    """Return the settings that point to the tokenizer and chat template in final/, if the run finished."""
     if (folder / "final").is_dir():
         return {**_NOT_FOR_A_FINISHED_RUN, "model.tokenizer": str(folder / "final")}
     return {key: value for key, value in _NOT_FOR_A_FINISHED_RUN.items() if not key.startswith("model.")}
 
 
 def with_recorded_precision(folder: Path) -> RunConfig:
-    """The run with its recorded precision; the attention kernel may differ on this machine, without changing scores."""
+    """Return the run with its recorded precision; the attention backend may differ, as scores do not depend on it."""
     choices = read_manifest(folder / "manifest.json").get("choices", {})
     precision = {name: kind for name, kind in choices.items() if name == "precision"}
     return with_recorded_choices(read_run(folder / "run.yaml"), precision)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Content of a manifest.json; empty if there is none."""
+    """Return the content of a manifest.json; empty if the file is missing."""
     if not path.exists():
         return {}
     try:
@@ -126,24 +126,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except ValueError as fault:
         raise CheckpointError(f"{path} cannot be read as the manifest of a run: {fault}.") from fault
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{path} cannot be read as the manifest of a run: it has no names.")
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: it is not an object.")
     odd = [name for name, kind in _TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
     if odd:
-        raise CheckpointError(f"{path} cannot be read as the manifest of a run: its {odd[0]} are of another type.")
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: {odd[0]} has the wrong type.")
     return manifest
 
 
 # ---- app.evaluate
 
-_WEIGHTS = "because the weights are those of the run; weights=tuned, base or both chooses between them"
+_WEIGHTS = "because the weights are those of the run; choose weights=tuned, base or both"
 _EVALUATE_ALLOWED = (
     *("output_dir", "cache_dir", "dataset", "attention", "precision"),
     *("batching.packing", "batching.tokens", "eval.rows", "launch.threads", "launch.num_processes"),
     *("model.path", "model.chat_template", "model.template_options", "model.trust_remote_code"),
 )
 _EVALUATE_WHY_NOT = {
-    "": "because an evaluation trains nothing",
-    "batching.rows": "eval.rows is the number of rows in a micro-batch of an evaluation",
+    "": "because it is for training only",
+    "batching.rows": "because eval.rows is the eval micro-batch size",
     **dict.fromkeys(("model", "adapter", "quantization", "recipe", "experiment"), _WEIGHTS),
 }
 _SOURCE = ("path", "mix", "split", "hub_config", "revision")
@@ -180,26 +180,26 @@ def _harness_problems(changes: Changes) -> Iterator[str]:
     idle = [key for key in changes if key.partition(".")[0] in of_rows or key == "launch.num_processes"]
     if idle:
         yield (
-            f"{' and '.join(idle)} would change nothing: the tasks of harness= bring rows of their own, asked by one "
-            f"process with transformers' own attention. Leave {'it' if len(idle) == 1 else 'them'} out."
+            f"{' and '.join(idle)} would have no effect: harness= uses the rows of its tasks, one process and the "
+            f"attention of transformers. Leave {'it' if len(idle) == 1 else 'them'} out."
         )
 
 
 def _evaluate_problems(config: EvaluateConfig, changes: Changes) -> Iterator[str]:
     yield from checkpoint_problems(config.kept_checkpoint)
     if config.kept_checkpoint is not None and config.weights == "base":
-        yield f"checkpoint={config.kept_checkpoint}: weights=base reads no weights of the run. Leave one of them out."
+        yield f"checkpoint={config.kept_checkpoint} has no effect with weights=base. Leave one of them out."
     if not config.harness and (config.harness_limit is not None or config.harness_chat):
-        yield "harness_limit and harness_chat say how tasks are asked, and there are none. Give harness=TASK."
+        yield "harness_limit and harness_chat need harness=TASK. Set it, or leave them out."
     if config.harness and not TASKS[config.task.kind].writes_text:
         yield (
-            f"harness={','.join(config.harness)}: its tasks are for models that write text, and this run was tuned "
+            f"harness={','.join(config.harness)} needs a model that generates text, but this run was trained "
             f"with task={config.task.kind}. Leave harness out."
         )
     if config.batching.tokens == "auto":
         yield (
-            "batching.tokens=auto is found for training; an evaluation gives the same numbers with any bins. "
-            f"Give batching.tokens={max(config.model.suggest.tokens, config.dataset.max_length)}, or leave it out."
+            "batching.tokens=auto is for training; the result of an evaluation does not depend on the bin size. "
+            f"Set batching.tokens={max(config.model.suggest.tokens, config.dataset.max_length)}, or leave it out."
         )
     yield from unread_model_path(config, changes, needs_base=config.weights != "tuned")
 
@@ -214,22 +214,22 @@ EVALUATE = Command(
 
 
 def unread_model_path(config: FinishedRunConfig, changes: Changes, *, needs_base: bool) -> Iterator[str]:
-    """Problems with a given `model.path` that nothing would read."""
+    """Yield problems with a `model.path` that has no effect."""
     if "model.path" not in changes:
         return
     if config.model.weights == "random":
-        yield f"model.path={config.model.path} would not be read: the base of this run had random weights."
+        yield f"model.path={config.model.path} has no effect: the base of this run was randomly initialized."
     elif config.adapter.kind == "none" and not needs_base:
         yield (
-            f"model.path={config.model.path} would not be read: this run tuned a whole model, and that is in final/. "
-            "Its base is scored by app.evaluate with weights=base or weights=both."
+            f"model.path={config.model.path} has no effect: this run fine-tuned the whole model, which is in final/. "
+            "To score its base, use app.evaluate with weights=base or weights=both."
         )
 
 
 def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: Changes) -> dict[str, Any]:
-    """The dataset section to score: rows that the run held out; of another dataset its held-out rows, else all.
+    """Return the dataset section to score: the run's eval set; for another dataset its held-out rows, else all rows.
 
-    Keys that hold rows out or limit them belong to the dataset that they were given for.
+    Keys that hold out or limit rows apply only to the dataset for which they were set.
     """
     own = asdict(own_dataset)
     typed_in = {name for name in (*WITHOUT_HELD_OUT_ROWS, *_LIMITS) if f"dataset.{name}" in changes}
@@ -240,9 +240,9 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
     elif any(own[name] != given[name] for name in (*_SOURCE, *WITHOUT_HELD_OUT_ROWS)):
         forgotten = {**WITHOUT_HELD_OUT_ROWS, **_LIMITS}
     elif "dataset.path" not in changes and not has_held_out_rows(own_dataset):
-        trained_on = f"(dataset.path={own['path']} scores those that it was trained on)."
+        trained_on = f"(dataset.path={own['path']} scores the training rows)."
         raise ConfigError(
-            f"run={changes['run']}: it held no rows out. Give dataset.path=FILE with rows to score "
+            f"run={changes['run']}: the run has no eval set. Set dataset.path=FILE with rows to score "
             + ("" if own["path"] is None else trained_on)
         )
     if "dataset.path" in changes and own["mix"]:
@@ -250,8 +250,8 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
     rows = {**given, **{name: nothing for name, nothing in forgotten.items() if name not in typed_in}}
     if "max_rows" in typed_in and (rows.get("eval_path") or rows.get("eval_split")):
         raise ConfigError(
-            f"dataset.max_rows={given['max_rows']} limits the rows that a run trains on. Of those that are scored "
-            f"here, dataset.eval_max_rows={given['max_rows']} takes the first."
+            f"dataset.max_rows={given['max_rows']} limits the training rows. To score the first eval rows, "
+            f"set dataset.eval_max_rows={given['max_rows']}."
         )
     return rows
 
@@ -263,7 +263,7 @@ _REPRODUCE_ALLOWED = (
     *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path", "dataset.leave_out"),
     *("model.path", "model.tokenizer", "model.chat_template", "model.trust_remote_code"),
 )
-_REPRODUCE_WHY_NOT = {"": "because a run is reproduced with its own settings; only its files may lie elsewhere"}
+_REPRODUCE_WHY_NOT = {"": "because a run is reproduced with its own settings; only paths may differ"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -299,7 +299,10 @@ _EXPORT_ALLOWED = (
     *("cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
-_EXPORT_WHY_NOT = {"": "because an export writes down what the run made; only its files may lie elsewhere"}
+_EXPORT_WHY_NOT = {
+    "": "because an export uses the settings of the run; only paths may differ",
+    "output_dir": "because export uses to=",
+}
 # the export is verified on single held-out rows, with SDPA attention
 _FOR_EXPORT = {"eval.rows": 1, "batching.packing": False, "attention.kind": "sdpa", "tracker.kind": "none"}
 
@@ -316,16 +319,16 @@ class ExportKind(NamedTuple):
 
 EXPORT_KINDS = {
     "adapter": ExportKind(
-        True, dict.fromkeys(("dtype", "shard_gb", "quant", "names"), "an adapter is exported as it is")
+        True, dict.fromkeys(("dtype", "shard_gb", "quant", "names"), "an adapter is exported unchanged")
     ),
-    "merged": ExportKind(needs_adapter=False, unused={"quant": "the weights of a merged model have 16 or 32 bits"}),
-    "quantized": ExportKind(False, {"names": "it has the names of its base"}, quants=("nf4", "fp4", "int8")),
+    "merged": ExportKind(needs_adapter=False, unused={"quant": "merged weights have 16 or 32 bits"}),
+    "quantized": ExportKind(False, {"names": "it keeps the names of the base"}, quants=("nf4", "fp4", "int8")),
     "gguf": ExportKind(
         needs_adapter=False,
         unused={
-            "dtype": "quant says how a GGUF file stores weights",
+            "dtype": "quant sets the format of a GGUF file",
             "shard_gb": "a GGUF export is one file",
-            "names": "a GGUF file has names of its own",
+            "names": "GGUF defines its own names",
         },
         quants=("bf16", "f16", "q8_0", "q4_0"),
         by_llama_cpp=("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k"),
@@ -355,13 +358,13 @@ class ExportConfig(FinishedRunConfig):
 
     @property
     def factors(self) -> dict[str, float]:
-        """The factor of each of `adapters`; NaN where there is none."""
+        """Factor of each adapter; NaN if missing or invalid."""
         split = (text.rpartition(":") for text in self.adapters)
         return {given: math.nan if (read := as_number(factor)) is None else read for given, _, factor in split}
 
     @property
     def combination(self) -> str:
-        """What `combine=auto` comes to."""
+        """Method of combination, with `auto` resolved."""
         by_rank = "cat" if self.rank is None else "svd"
         return by_rank if self.combine == "auto" else self.combine
 
@@ -370,7 +373,7 @@ class ExportConfig(FinishedRunConfig):
         return Path(self.to).expanduser().absolute()
 
     def written(self, key: str) -> str | None:
-        """The dtype or the quant that weights are converted to; None: this kind does not read the key."""
+        """Return the dtype or quant that weights are converted to; None if this kind ignores the key."""
         return None if key in EXPORT_KINDS[self.kind].unused else getattr(self, key)
 
 
@@ -389,23 +392,23 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
     kind = EXPORT_KINDS[config.kind]
     if kind.needs_adapter and config.adapter.kind == "none":
         yield (
-            f"kind={config.kind}: run={config.run} tuned a whole model and has no adapter. Give kind=merged: its "
-            f"weights in dtype={config.dtype}."
+            f"kind={config.kind}: run={config.run} fine-tuned the whole model and has no adapter. Set kind=merged "
+            f"to export its weights in dtype={config.dtype}."
         )
     if kind.by_llama_cpp and not task_of(config.task).writes_text:
-        yield f"kind={config.kind} is for models that write text, not for task={config.task.kind}. Give kind=merged."
+        yield f"kind={config.kind} is for models that generate text, not task={config.task.kind}. Set kind=merged."
     for key, reason in kind.unused.items():
         if key in changes:
             other = next(name for name, each in EXPORT_KINDS.items() if key not in each.unused)
-            yield f"{key}={changes[key]} would change nothing: {reason}. Leave it out, or give kind={other}."
+            yield f"{key}={changes[key]} would have no effect: {reason}. Leave it out, or set kind={other}."
     if config.llama_cpp is not None and not kind.by_llama_cpp:
-        yield f"llama_cpp={config.llama_cpp}: llama.cpp writes GGUF files alone. Leave it out, or give kind=gguf."
+        yield f"llama_cpp={config.llama_cpp} is for GGUF files only. Leave it out, or set kind=gguf."
     elif config.quant in kind.by_llama_cpp and config.llama_cpp is None:
-        yield f"quant={config.quant}: it is llama.cpp that writes it. Give llama_cpp=DIR, its folder, or quant=q4_0."
+        yield f"quant={config.quant} needs llama.cpp. Set llama_cpp=DIR, its folder, or quant=q4_0."
     elif config.quant != "auto" and kind.quants and config.quant not in (*kind.quants, *kind.by_llama_cpp):
-        yield f"quant={config.quant}: kind={config.kind} writes {', '.join(kind.quants)}. Give one of these."
+        yield f"quant={config.quant}: kind={config.kind} supports {', '.join(kind.quants)}. Choose one of these."
     if "private" in changes and config.push is None:
-        yield f"private={changes['private']} says who sees a repository, and there is none. Give push=USER/NAME."
+        yield f"private={changes['private']} needs push=USER/NAME. Set it, or leave private out."
     yield from unread_model_path(config, changes, needs_base=False)
     yield from checkpoint_problems(config.kept_checkpoint)
     yield from _combination_problems(config)
@@ -417,31 +420,31 @@ EXPORT = Command(
 
 
 def _combination_problems(config: ExportConfig) -> Iterator[str]:
-    """Problems with `adapters`, `combine` and `rank`."""
+    """Yield problems with `adapters`, `combine` and `rank`."""
     if not config.adapters:
         if config.combine != "auto" or config.rank is not None:
-            yield 'combine and rank say how adapters are summed. Give adapters="[A:0.7,B:0.3]", or leave both out.'
+            yield 'combine and rank need adapters to sum. Set adapters="[A:0.7,B:0.3]", or leave both out.'
         return
     given = f"adapters=[{','.join(config.adapters)}]"
     if config.adapter.kind == "none":
-        yield f"{given}: run={config.run} tuned a whole model, so it has no base to add them to. Give run=A of one."
+        yield f"{given}: run={config.run} fine-tuned the whole model and has no base for adapters. Set run=A."
     yield from _factor_problems(config, given)
     if config.kept_checkpoint is not None:
-        yield f"{given}: checkpoint={config.kept_checkpoint} is in place of run={config.run}'s own. Leave one out."
+        yield f"{given}: checkpoint={config.kept_checkpoint} cannot be combined with adapters. Leave one out."
     if (config.combination == "svd") != (config.rank is not None):
         yield (
-            f"combine={config.combine} rank={config.rank}: svd alone takes a rank, and needs one. Give rank=32, say, "
+            f"combine={config.combine} rank={config.rank}: svd needs a rank, and only svd supports one. Set rank=32, "
             "or leave both out: cat sums exactly."
         )
 
 
 def _factor_problems(config: ExportConfig, given: str) -> Iterator[str]:
     if len(config.factors) < len(config.adapters):
-        yield f"{given}: the same adapter stands there twice. Give it once, with the sum of its factors."
+        yield f"{given}: duplicate adapter. List it once, with the sum of its factors."
     for name, factor in config.factors.items():
         if not math.isfinite(factor):
-            yield f"{given}: each has a finite factor behind a colon, such as {name or 'RUN'}:0.5."
+            yield f"{given}: each adapter needs a finite factor after a colon, e.g. {name or 'RUN'}:0.5."
         elif not (adapter_folder(name) / ADAPTER).is_file():
-            yield f"{given}: {name} has no {ADAPTER}. Give a run that trained an adapter, or the folder of one."
+            yield f"{given}: {name} has no {ADAPTER}. Give a run with an adapter, or the folder of an adapter."
     if not any(config.factors.values()):
-        yield f"{given}: all factors are 0, so nothing is left. Give one that is not."
+        yield f"{given}: all factors are 0. Set at least one to another value."

@@ -1,6 +1,6 @@
-"""Kinds of row format, classification problem, preference loss, metric, quantization and model, as tables of facts.
+"""Tables of row formats, classification problems, preference losses, metrics, quantizations and model types.
 
-Schema, rules, data, models and pages share them. `assets/model_kinds.json` is made by `python -m scripts.make_kinds`.
+Schema, rules, data, models and pages share them. `python -m scripts.make_kinds` writes `assets/model_kinds.json`.
 """
 
 import json
@@ -31,7 +31,7 @@ PREFERENCE_KINDS: Mapping[str, PreferenceKind] = {
     "simpo": PreferenceKind(has_reference=False, has_recipe=True),
     "kto": PreferenceKind(task="preference_label", has_recipe=True),
 }
-_MOST_WEIGHT_OF_WANTED = 4 / 3  # of all wanted answers together over that of the unwanted ones: Eq. 8 of KTO's paper
+_MAX_GOOD_WEIGHT = 4 / 3  # total weight of good answers over that of bad ones: Eq. 8 of the KTO paper
 
 
 def recipes_of(task: str) -> tuple[str, ...]:
@@ -40,17 +40,16 @@ def recipes_of(task: str) -> tuple[str, ...]:
 
 
 def balance_notes(weights: Mapping[str, float], rows: Mapping[str, int]) -> Iterator[str]:
-    """A note where one label outweighs the other; `weights` by the key that sets them, `rows` by label."""
-    (wanted, desirable), (unwanted, undesirable) = zip(("true", "false"), weights.values(), strict=True)
-    total, against = rows.get(wanted, 0) * desirable, rows.get(unwanted, 0) * undesirable
-    if not total or not against or 1 <= total / against <= _MOST_WEIGHT_OF_WANTED:
+    """Yield a note if one label outweighs the other; `weights` by key, `rows` by label."""
+    (good, desirable), (bad, undesirable) = zip(("true", "false"), weights.values(), strict=True)
+    total, against = rows.get(good, 0) * desirable, rows.get(bad, 0) * undesirable
+    if not total or not against or 1 <= total / against <= _MAX_GOOD_WEIGHT:
         return
     up, down = weights
-    key, value = (up, against / rows[wanted]) if total < against else (down, total / rows[unwanted])
+    key, value = (up, against / rows[good]) if total < against else (down, total / rows[bad])
     yield (
-        f"{rows[wanted]:,} wanted and {rows[unwanted]:,} unwanted answers: together the wanted ones weigh "
-        f"{total / against:.2f} times as much as the others, and KTO's paper advises 1 to 1.33. {key}={value:.3g} "
-        "makes it 1"
+        f"{rows[good]:,} good and {rows[bad]:,} bad answers: total weight ratio {total / against:.2f}, "
+        f"the KTO paper recommends 1 to 1.33. Set {key}={value:.3g} for a ratio of 1"
     )
 
 
@@ -59,7 +58,7 @@ def balance_notes(weights: Mapping[str, float], rows: Mapping[str, int]) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Fields of `dataset.columns` that every row `needs`, those that it `may` have as well, and what is trained."""
+    """Columns that every row `needs`, columns that it `may` have, and the trained part."""
 
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
@@ -67,8 +66,8 @@ class RowFormat:
     train_on: tuple[str, ...] = ("auto", "assistant", "last", "all")  # what `dataset.train_on` can mean
     overflow: Literal["drop", "split", "truncate"] = "drop"  # what `auto` does with longer samples
     message: tuple[str, ...] = ()  # keys of the messages that its columns list: the role, and what one may hold
-    pairs: bool = False  # of a wanted and an unwanted answer
-    learnt_by: tuple[str, ...] = ()  # recipes, where only those with a loss over answers learn from it
+    pairs: bool = False  # of a chosen and a rejected answer
+    learnt_by: tuple[str, ...] = ()  # recipes, if the format needs a preference loss
     any_column: bool = False  # recognized whatever its column is called
 
     @property
@@ -119,7 +118,7 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
 }
 CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")
 PREFERENCE_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.learnt_by)
-# of texts: the format that writes the same answers through a chat template
+# for text formats: the format that renders the same answers with a chat template
 CHAT_OF = {"preference_text": "preference", "preference_label_text": "preference_label"}
 LABELED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
 TAGGED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "tags")
@@ -134,12 +133,12 @@ def fields_of(fmt: str) -> tuple[str, ...]:
 # ---- problems
 
 
-THRESHOLD = 0.5  # a label of several is given where it is at least so likely
+THRESHOLD = 0.5  # minimum probability of a predicted label in multi-label classification
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """How the outputs of a model with one head for each label are read."""
+    """Interpretation of the outputs of a classification head."""
 
     problem_type: str  # of config.json
     values: str  # what `app.generate` writes of each output, for its files
@@ -149,7 +148,7 @@ class Problem:
 
 
 def text_of(answer: Any) -> str:
-    """An answer for people."""
+    """Format a prediction as text."""
     if isinstance(answer, Mapping):
         return ", ".join(f"{name} {value:.4g}" for name, value in answer.items())
     if isinstance(answer, list):
@@ -193,20 +192,20 @@ class Metric:
 
     @property
     def is_share(self) -> bool:
-        """Whether it lies between 0 and 1."""
+        """Whether the value is between 0 and 1."""
         return self.format.endswith("%")
 
     @property
     def may_lack(self) -> bool:
-        """Whether there may be nothing to take it of: no answers, or numbers that are all alike."""
+        """Whether the metric may be undefined: no answers, or constant values."""
         return self.is_share or self.told
 
     def cost(self, value: float) -> float:
-        """The value as a number of which less is better; the cost of a cost is the value."""
+        """Return the value with a sign such that lower is better; the cost of a cost is the value."""
         return value if self.better == "lower" else -value
 
     def text(self, value: float) -> str:
-        """The number for people."""
+        """Format the value as text."""
         return f"{value:{self.format}}"
 
 
@@ -216,12 +215,12 @@ _ALL = (
     Metric("token_accuracy", "token accuracy", ".2%", "higher", "share of the trained tokens", logged=False),
     Metric("exact_match", "exact match", ".2%", "higher", "share of the held-out answers"),
     Metric("accuracy", "accuracy", ".2%", "higher", "share of the held-out answers, or of their words"),
-    Metric("pair_accuracy", "pair accuracy", ".2%", "higher", "share of the pairs whose wanted answer is preferred"),
-    Metric("reward_margin", "reward margin", ".3f", "higher", "reward of the wanted answer less that of the other"),
-    Metric("chosen_reward", "reward of wanted answers", ".3f", "higher", "mean of the answers"),
-    Metric("rejected_reward", "reward of unwanted answers", ".3f", "lower", "mean of the answers"),
-    Metric("chosen_log_probability", "wanted answers", ".3f", "higher", "mean log-probability of a token"),
-    Metric("rejected_log_probability", "unwanted answers", ".3f", "lower", "mean log-probability of a token"),
+    Metric("pair_accuracy", "pair accuracy", ".2%", "higher", "fraction of pairs whose chosen answer is preferred"),
+    Metric("reward_margin", "reward margin", ".3f", "higher", "reward of the chosen minus the rejected answer"),
+    Metric("chosen_reward", "chosen reward", ".3f", "higher", "mean of the answers"),
+    Metric("rejected_reward", "rejected reward", ".3f", "lower", "mean of the answers"),
+    Metric("chosen_log_probability", "chosen answers", ".3f", "higher", "mean log-probability per token"),
+    Metric("rejected_log_probability", "rejected answers", ".3f", "lower", "mean log-probability per token"),
     Metric("macro_f1", "macro F1", ".2%", "higher", "mean of the labels"),
     Metric("micro_f1", "micro F1", ".2%", "higher", "of all labels of all rows together"),
     Metric("entity_f1", "entity F1", ".2%", "higher", "of all entities of tagged words, by seqeval's rule"),
@@ -232,7 +231,7 @@ _ALL = (
 
 
 def cost_of(objective: float, name: str | None) -> float:
-    """An objective as a number of which less is better; without a name it is a loss."""
+    """Return an objective with a sign such that lower is better; without a name it is a loss."""
     return objective if name is None else METRICS[name].cost(objective)
 
 
@@ -245,31 +244,31 @@ TOLD = tuple(metric for metric in _ALL if metric.logged and metric.may_lack)
 
 
 class QuantizationKind(NamedTuple):
-    """One kind; what it does to a model is `model.quantization`."""
+    """Properties of a quantization; its code is in `app/layers`."""
 
-    tuning: str  # on such a base, around the name of the adapter
-    smaller: tuple[str, str]  # a change of the command line that saves memory, and how
-    rounds_to: str = ""  # where an adapter makes up for the rounding
-    needs_fp8: bool = False  # of a GPU
-    trains: bool = False  # weights are rounded as they are used, and trained; else they are stored so, and frozen
-    # weights for each byte of scales, with them plain and with them quantized too: those are unpacked at each use
+    tuning: str  # name of tuning on such a base, with {} for the adapter
+    smaller: tuple[str, str]  # setting that saves more memory, and how
+    rounds_to: str = ""  # number format, if the adapter compensates for the rounding
+    needs_fp8: bool = False  # GPU with fp8
+    trains: bool = False  # weights are rounded on use and trained; otherwise they are stored quantized and frozen
+    # weights per byte of scales, unquantized and quantized; the latter are dequantized on each use
     weights_per_scale_byte: tuple[float, float] = (0.0, 0.0)
 
 
 _FOUR_BITS = QuantizationKind(
     "Q{}",
-    ("quantization.double_quant=true", "the scales of the 4-bit weights have 8 bits"),
+    ("quantization.double_quant=true", "8-bit scales of the 4-bit weights"),
     rounds_to="four bits",
     weights_per_scale_byte=(16.0, 63.0),  # one scale per 64 weights, of 32 bits or of 8
 )
 QUANTIZATION_KINDS = {
-    "none": QuantizationKind("{}", ("recipe=qlora", "the frozen base has 4 bits a weight, unpacked at each use")),
+    "none": QuantizationKind("{}", ("recipe=qlora", "4 bits per weight of the frozen base, dequantized on use")),
     "nf4": _FOUR_BITS,
     "fp4": _FOUR_BITS,
-    "int8": QuantizationKind("{} on an int8 base", ("quantization=nf4", "4 bits a weight in place of 8")),
+    "int8": QuantizationKind("{} on an int8 base", ("quantization=nf4", "4 instead of 8 bits per weight")),
     "fp8": QuantizationKind(
         "{} on an fp8 base",
-        ("quantization=nf4", "4 bits a weight in place of two times 8, unpacked at each use"),
+        ("quantization=nf4", "4 instead of 2 x 8 bits per weight, dequantized on use"),
         needs_fp8=True,
     ),
     "qat": QuantizationKind(
@@ -281,20 +280,20 @@ QUANTIZATION_KINDS = {
 # ---- model kinds
 
 
-# from the best to none: documents in one row; a row each; a row each, through the model's own attention
+# from best to worst: packed documents; one document per row; the same with the model's own attention; not supported
 TIERS = PACKED, PADDED, OWN, REFUSED = "packed", "padded", "own", "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """How models of a kind are trained, and why not in a better way."""
+    """How models of a type are trained, and why not packed."""
 
     name: str
     reason: str = ""
-    layers: tuple[str, ...] = ()  # types of layers of the tiny model, beside those that any kind may have
-    compared: bool = True  # whether numbers were compared; else a reason alone, which each model is asked for anew
-    text_of: str | None = None  # of a kind that reads more than text: that of its text part, which is trained
-    uncalled: tuple[str, ...] = ()  # modules whose linear layers training does not call, with * for numbers
+    layers: tuple[str, ...] = ()  # layer types of the tiny model, in addition to the common ones
+    compared: bool = True  # whether results were compared; otherwise each model is checked again
+    text_of: str | None = None  # for a multimodal type: type of the text part, which is trained
+    uncalled: tuple[str, ...] = ()  # modules whose linear layers are not called in training, with * for layer numbers
 
     @property
     def accepted(self) -> bool:
@@ -303,13 +302,13 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class ModelKinds:
-    """The table by task, then by model_type."""
+    """Support table by task and model_type."""
 
     transformers: str  # the version that its models were built with
     tasks: dict[str, dict[str, Tier]]
 
     def facts(self, task: str) -> dict[str, Any]:
-        """As they stand in check.json: `total` and `accepted` are of one task."""
+        """Return the table for check.json; `total` and `accepted` count one task."""
         counted = {name: _counts(tiers.values()) for name, tiers in self.tasks.items()}
         return {
             "transformers": self.transformers,
@@ -345,7 +344,7 @@ def uncalled_modules(kind: str) -> tuple[str, ...]:
 
 @cache
 def model_kinds() -> ModelKinds:
-    """The table that ships."""
+    """Return the included table."""
     content = json.loads((ROOT / "model_kinds.json").read_text("utf-8"))
     tasks = {
         task: {kind: Tier(**{key: _frozen(value) for key, value in entry.items()}) for kind, entry in kinds.items()}

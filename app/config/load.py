@@ -1,4 +1,4 @@
-"""Command line and conf/ into a checked RunConfig; changes to the run of a run.yaml."""
+"""Composition of conf/ and the command line to a validated RunConfig; changes to the run of a run.yaml."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -38,9 +38,9 @@ _OFF = {"model.trust_remote_code": False}  # as in conf/model/_hub.yaml
 
 
 def _validated(data: Mapping[str, Any], typed: Mapping[str, Any]) -> RunConfig:
-    """Validate plain data by the schema and the rules.
+    """Validate plain data against the schema and the rules.
 
-    Keys that were `typed` must also be read: a rule's own message about one of them is enough.
+    `typed` keys must also have an effect; a key that a rule already reports is not reported twice.
     """
     config = parse_section(RunConfig, data)
     problems = problems_of(config)
@@ -50,19 +50,19 @@ def _validated(data: Mapping[str, Any], typed: Mapping[str, Any]) -> RunConfig:
 
 
 def _of_own_rows(run: RunConfig) -> RunConfig:
-    """The run, unless it would be scored on rows that ship with the program and trained on others."""
+    """Return the run; refuse to evaluate a model trained on other rows on the included sample."""
     path, held, fmt = run.dataset.path, run.dataset.eval_path, run.dataset.format
     if path is not None and not path.startswith(_SAMPLE) and str(held).startswith(_SAMPLE):
         chosen = "auto" if fmt == "messages" else fmt
         raise ConfigError(
-            f"dataset.path={path} would be scored on the sample that ships (dataset.eval_path={held}). Add "
-            f"dataset={chosen}, which holds out some of your rows, or give dataset.eval_path=FILE."
+            f"dataset.path={path} would be evaluated on the included sample (dataset.eval_path={held}). Add "
+            f"dataset={chosen} to hold out some of your rows, or set dataset.eval_path=FILE."
         )
     return run
 
 
 def read_run(file: Path) -> RunConfig:
-    """The run of a run.yaml, without the rules: those about resume and folders hold at its start only."""
+    """Return the run of a run.yaml without checking the rules, some of which apply only at the start of a run."""
     try:
         data = read_yaml(file)
         return parse_section(RunConfig, _without_fused(data) if isinstance(data, dict) else {})
@@ -83,12 +83,12 @@ def _without_fused(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
-    """Compose conf/ and the overrides, or vary the run of `from=RUN`; one ConfigError has every problem."""
+    """Compose conf/ and the overrides, or change the run of `from=RUN`; raise one ConfigError with all problems."""
     return _varied_run(overrides) if is_varied(overrides) else _composed(_checked_overrides(overrides))
 
 
 def _checked_overrides(overrides: Sequence[str]) -> list[str]:
-    """Overrides that compose; where some are invalid, the values of the others are validated all the same."""
+    """Return overrides that compose; if some are invalid, also validate the values of the others."""
     valid, problems = partition_overrides(overrides)
     valid = _with_folder_model(valid)
     valid += [f"++{key}={format_value(off)}" for key, off in replaced_alternatives(values_of(valid)).items()]
@@ -98,7 +98,7 @@ def _checked_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _wrong_values(overrides: Sequence[str]) -> list[str]:
-    """Problems with the given keys alone: others may follow from the overrides that were left out."""
+    """Return the problems of the given keys only: others may follow from the rejected overrides."""
     given = tuple(f"{key_of(text)}=" for text in overrides)
     if not given:
         return []
@@ -110,7 +110,7 @@ def _wrong_values(overrides: Sequence[str]) -> list[str]:
 
 
 def _with_folder_model(overrides: list[str]) -> list[str]:
-    """Choose `model=folder` for a bare `model.path=...`: sizes and rates of the default model do not suit it."""
+    """Select `model=folder` for a bare `model.path=...`, so that sizes and rates of the default model do not apply."""
     given = {key_of(text): text.partition("=")[2] for text in overrides}
     path = given.get("model.path", PREFIX)
     if path.strip("'\"").startswith(PREFIX) or given.keys() & {"model", "experiment"}:
@@ -120,12 +120,12 @@ def _with_folder_model(overrides: list[str]) -> list[str]:
 
 def _composed(overrides: Sequence[str]) -> RunConfig:
     config = _compose(_with_kept_settings(overrides))
-    # validated as plain data: Hydra lets `+key=...` past a schema of its own
+    # validated as plain data: Hydra accepts `+key=...` despite a schema
     return _of_own_rows(_validated(_plain(config), values_of(overrides)))
 
 
 def _with_kept_settings(overrides: Sequence[str]) -> list[str]:
-    """The overrides with those that `adapter.start` brings along."""
+    """Return the overrides with the settings implied by `adapter.start`."""
     kept = kept_settings(values_of(overrides))
     return [*overrides, *(f"++{key}={format_value(value).replace(' ', '')}" for key, value in kept.items())]
 
@@ -134,20 +134,20 @@ def _with_kept_settings(overrides: Sequence[str]) -> list[str]:
 
 
 def is_varied(overrides: Sequence[str]) -> bool:
-    """Whether the run starts from the settings of another one."""
+    """Return whether the run starts from the settings of another run."""
     return any(key_of(text) == "varied_from" for text in overrides)
 
 
 def _varied_run(overrides: Sequence[str]) -> RunConfig:
-    """The run of `from=RUN` with the other overrides, in a folder of its own and from its first step."""
+    """Return the run of `from=RUN` with the other overrides, in a new folder and from step 0."""
     changes = values_of(check_overrides(overrides))
     given = format_value(changes["varied_from"])
     file = Path(given).expanduser() / "run.yaml"
     if not file.is_file():
-        raise CheckpointError(f"from={given}: there is no run.yaml in it. Give the output_dir of a run.")
+        raise CheckpointError(f"from={given}: no run.yaml found. Give the output_dir of a run.")
     refuse(
-        f"{key}={changes[key]}: rates and sizes that follow from it would stay as from={given} has them. Give the keys "
-        f"that change, or the command of that run (in its manifest.json) with {key}={changes[key]}."
+        f"{key}={changes[key]}: dependent rates and sizes would keep the values of from={given}. Set the keys to "
+        f"change, or repeat that run's command (in its manifest.json) with {key}={changes[key]}."
         for key in ("model", "recipe", "experiment", "debug")
         if key in changes
     )
@@ -165,16 +165,16 @@ def _varied_run(overrides: Sequence[str]) -> RunConfig:
 
 
 def _resumes(given: str, changes: Mapping[str, Any]) -> bool:
-    """Whether `from=RUN` resumes the run in its own folder."""
+    """Return whether `from=RUN` resumes the run in its own folder."""
     place = Path(str(changes.get("output_dir", ""))).expanduser()
     return changes.get("resume") is not None and place.resolve() == Path(given).expanduser().resolve()
 
 
 def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data of a run with `over` and then `changes` applied; a chosen group replaces its section.
+    """Return the plain data of a run with `over` and then `changes` applied; a selected group replaces its section.
 
-    The run may come from others, so it neither chooses code nor starts processes. Its threads may change the last bits,
-    and stay.
+    The run is untrusted: its settings that select code or start processes are reset. Its thread count may change the
+    last bits of results and is kept.
     """
     choices = {key: value for key, value in changes.items() if key in conf_files.choices_by_group()}
     sections = {group: load_choice(group, choice) for group, choice in choices.items()}
@@ -184,7 +184,7 @@ def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str,
     processes = run.launch.num_processes
     if processes != defaults[_PROCESSES] and _PROCESSES not in {**over, **changes}:
         raise ConfigError(
-            f"{_PROCESSES}={processes} of the run is not taken from its run.yaml, which may come from others. "
+            f"{_PROCESSES}={processes} in run.yaml is not accepted from a file. "
             f"Type {_PROCESSES}={processes}, or another number."
         )
     for key, value in {**own, **over, **changes}.items():
@@ -197,35 +197,35 @@ def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str,
 
 
 def load_choice(group: str, choice: str) -> dict[str, Any]:
-    """The section of a group's choice, its `${...}` unresolved."""
+    """Return the section of a group's choice with unresolved `${...}`."""
     return _as_dict(_compose([f"{group}={choice}"])[group], resolve=False)
 
 
 def named_model(name: str) -> ModelConfig:
-    """The model of a bare `model=`: a choice of conf/model as in app.train, else a folder or a hub id."""
+    """Return the model of a bare `model=`: a preset of conf/model as in app.train, else a folder or hub ID."""
     if name not in conf_files.choices_by_group()["model"]:
         return ModelConfig(path=name, weights="pretrained")
     section = load_choice("model", name)
     path = section.get("path", MISSING)
     if path == MISSING:
-        raise ConfigError(f"model={name} has no path of its own. Give model=DIR or a hub id.")
+        raise ConfigError(f"model={name} has no path. Set model=DIR or a hub ID.")
     if Path(name).is_dir():
-        raise ConfigError(f"model={name} is a choice of conf/model and a folder. Give model=./{name} or model={path}.")
+        raise ConfigError(f"model={name} is both a preset and a folder. Set model=./{name} or model={path}.")
     return ModelConfig(path=path, revision=section["revision"], weights="pretrained")
 
 
 def default_choices() -> dict[str, str | None]:
-    """The default choice of each group."""
+    """Return the default choice of each group."""
     return dict(_compose([], return_hydra_config=True).hydra.runtime.choices)
 
 
 def default_values() -> dict[str, Any]:
-    """Plain data of a run without overrides, its `${...}` unresolved."""
+    """Return the plain data of a run without overrides, with unresolved `${...}`."""
     return _as_dict(_compose([]), resolve=False)
 
 
 def _compose(overrides: Sequence[str], **options: bool) -> DictConfig:
-    """Compose conf/ without a schema, because Hydra stops at the first key that a schema refuses."""
+    """Compose conf/ without a schema, because Hydra stops at the first invalid key."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_files.CONF), version_base=_VERSION_BASE):
@@ -234,23 +234,23 @@ def _compose(overrides: Sequence[str], **options: bool) -> DictConfig:
         raise ConfigError(_one_line(fault)) from fault
     except ValueError as fault:  # of omegaconf: a key inside a list
         deepest = max(map(key_of, overrides), key=lambda key: key.count("."))
-        raise ConfigError(f"{deepest} lies inside a list or a number ({fault}). Give the whole list anew.") from fault
+        raise ConfigError(f"{deepest} is inside a list or a number ({fault}). Set the whole list.") from fault
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
-    """Plain data of a run with every `${...}` resolved."""
+    """Return the plain data of a run with all `${...}` resolved."""
     try:
         _fit_pairs(config)
         return _as_dict(config, resolve=True)
     except OmegaConfBaseException as fault:
-        # a misspelt key is often why another one cannot be looked up
+        # a misspelled key is often the reason of a failed lookup
         reason = _one_line(fault).partition(" full_key:")[0].rpartition("while resolving interpolation: ")[2].strip('"')
         lookup = f"{fault.full_key}: {reason}." if fault.full_key else f"{reason}."
         raise ConfigError(_problems_besides_lookups(config) or lookup) from fault
 
 
 def _fit_pairs(config: DictConfig) -> None:
-    """Lower the default of `dataset.max_length` until a bin holds both answers of a pair."""
+    """Lower the default of `dataset.max_length` so that both answers of a pair fit in a bin."""
     keys = ("task.kind", "batching.packing", "batching.tokens", "dataset.max_length")
     kind, packing, tokens, length = (OmegaConf.select(config, key) for key in keys)
     if not (kind in TASKS and packing and isinstance(tokens, int) and isinstance(length, int)):

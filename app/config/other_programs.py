@@ -1,4 +1,4 @@
-"""Settings of other programs: translated by tables of their names, or by code where no table row can."""
+"""Conversion of settings of other programs, by tables of their names or by code."""
 
 import math
 import re
@@ -20,12 +20,12 @@ PROGRAMS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("converted_files.yaml").read_text("utf-8")
 )
 UNSET: tuple[Any, ...] = (None, "", [], {}, False, "none", "None")
-OF_ADAPTERS = ("lora", "qlora", "full")  # recipes that follow from the adapter and the bits of the whole file
+OF_ADAPTERS = ("lora", "qlora", "full")  # recipes that follow from the adapter and the quantization of the file
 
 
 @dataclass(kw_only=True, slots=True)
 class Conversion:
-    """The settings of a file: `words` of this program, and what became of each setting."""
+    """Converted settings (`words`) of a file, and the result for each setting."""
 
     program: str
     settings: Mapping[str, Any]
@@ -37,86 +37,90 @@ class Conversion:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is known of files of the program."""
+        """Table entries for the program."""
         return PROGRAMS[self.program]
 
     def has(self, *names: str) -> str:
-        """The first of some settings that is set; empty for none."""
+        """Return the first of some settings that is set; empty if none is."""
         return next((name for name in names if self.settings.get(name) not in UNSET), "")
 
     def carry(self, name: str, **words: Any) -> None:
-        """Set words of this program for a setting; a dot in a key is written as two underscores."""
+        """Convert a setting to keys and values; a dot in a key is written as two underscores."""
         given = {key.replace("__", "."): value for key, value in words.items()}
         self.words |= given
         self.carried[name] = " ".join(f"{key}={format_value(value)}" for key, value in given.items())
 
 
-def lost(found: Conversion, name: str, value: Any) -> None:
-    """A setting with advice in its row of the table, and without a translation."""
-    row = setting_of(found.facts["columns"], name, value)
+def lost(conversion: Conversion, name: str, value: Any) -> None:
+    """Record a setting that is not converted, with the advice in its table row."""
+    row = setting_of(conversion.facts["columns"], name, value)
     if value in UNSET or (as_number(value) == 1 and name.endswith(("size", "degree", "dim"))):
-        found.needless[name] = "it is not set"
+        conversion.needless[name] = "not set"
     else:
-        found.lost[name] = f"{row['here']}: {row['remark']}"
+        conversion.lost[name] = f"{row['here']}: {row['remark']}"
 
 
-def by_table(found: Conversion, name: str, value: Any) -> None:
-    """A setting by the row of its name, or of its name and value; by its name alone where it has one here."""
-    facts = found.facts
+def by_table(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert a setting by the table row of its name or of name and value, else by its name."""
+    facts = conversion.facts
     known = facts.get("alias", {}).get(name, name)
     needless = facts["needless"].split()
     row = {} if name in needless else setting_of(facts["columns"], known, value)
     here, remark = row.get("here", ""), row.get("remark", "")
-    section = _mapping_of(found, known)
+    section = _mapping_of(conversion, known)
     if not row and any(fnmatch(name, pattern) for pattern in needless):
-        found.needless[name] = "nothing here corresponds to it"
+        conversion.needless[name] = "no equivalent"
     elif here == "cache_dir":
-        found.needless[name] = f"{here} has it, which is typed"
+        conversion.needless[name] = f"set {here} on the command line"
     elif typed := [key for key in (known, f"model.{known}", here) if typed_only(RunConfig, key)]:
-        found.lost[name] = f"it must be typed: {typed[0]}={format_value(value)}" if value else "it is off"
+        conversion.lost[name] = f"set on the command line only: {typed[0]}={format_value(value)}" if value else "off"
     elif section and not row and known.partition(".")[2].isidentifier():
-        found.carry(name, **{f"{section}.{known.partition('.')[2]}": value})
+        conversion.carry(name, **{f"{section}.{known.partition('.')[2]}": value})
     elif not row and (value is None or (value is False and known in choices_by_group())):
-        found.needless[name] = "it is not set"
+        conversion.needless[name] = "not set"
     elif is_key(RunConfig, known) and not row:
-        found.carry(name, **{known: value})
+        conversion.carry(name, **{known: value})
     elif not here and (value in UNSET or remark.endswith("Leave it out.")):
-        found.needless[name] = remark or ("it is off" if value is False else "it is not set")
+        conversion.needless[name] = remark or ("off" if value is False else "not set")
     elif not here:
-        found.lost[name] = remark or "no setting of this program is known for it: docs/keys.md has all"
+        conversion.lost[name] = remark or "no equivalent setting; see docs/keys.md"
     else:
         is_exact = bool(setting_of(facts["columns"], f"{known}={value}", ""))
-        _carry_here(found, name, value, here, is_exact=is_exact)
+        _carry_here(conversion, name, value, here, is_exact=is_exact)
 
 
-def _mapping_of(found: Conversion, name: str) -> str:
-    """The key here of a setting that is a mapping, for one of its entries."""
-    key = setting_of(found.facts["columns"], name.partition(".")[0], "").get("here", "") if "." in name else ""
+def _mapping_of(conversion: Conversion, name: str) -> str:
+    """Return the key for a mapping setting, given one of its entries."""
+    key = setting_of(conversion.facts["columns"], name.partition(".")[0], "").get("here", "") if "." in name else ""
     return str(key) if field_types(RunConfig).get(key) == dict[str, Any] else ""
 
 
-def _carry_here(found: Conversion, name: str, value: Any, here: str, *, is_exact: bool) -> None:
-    """Carry a setting by the words of its row in the table."""
+def _carry_here(conversion: Conversion, name: str, value: Any, here: str, *, is_exact: bool) -> None:
+    """Convert a setting by its table row."""
     words = dict(word.partition("=")[::2] for word in here.split())
     is_switch = any(words.values())
     count = as_number(value) if here.startswith("training.max_") else None
     if words.get("recipe") in OF_ADAPTERS:
         del words["recipe"]
     if value is None or (value in UNSET and is_switch and not is_exact) or (count is not None and count < 1):
-        found.needless[name] = "it is not set"
+        conversion.needless[name] = "not set"
     elif not words:
-        found.needless[name] = "the recipe has it"
+        conversion.needless[name] = "set by the recipe"
     elif is_switch:
-        found.carry(name, **{key: value if text == "NAME" else yaml.safe_load(text) for key, text in words.items()})
+        conversion.carry(
+            name, **{key: value if text == "NAME" else yaml.safe_load(text) for key, text in words.items()}
+        )
     elif here in choices_by_group() and value not in choices_by_group()[here]:
-        found.lost[name] = f"{here}={format_value(value)} is not offered: {', '.join(choices_by_group()[here])} are"
+        conversion.lost[name] = (
+            f"{here}={format_value(value)} is not supported. Choose one of {', '.join(choices_by_group()[here])}"
+        )
     elif isinstance(value, str) and field_types(RunConfig).get(here) == list[str]:
-        found.carry(name, **{here: [each.strip() for each in value.split(",")]})
+        conversion.carry(name, **{here: [each.strip() for each in value.split(",")]})
     else:
-        found.carry(name, **{here: value})
+        conversion.carry(name, **{here: value})
     if count is not None and count >= 1:
-        found.changed.append(
-            f"{name}: {format_value(value)}: a run also ends after training.epochs, whichever is first"
+        conversion.changed.append(
+            f"{name}: {format_value(value)}: a run ends after this or training.epochs, whichever comes first"
         )
 
 
@@ -137,34 +141,36 @@ _MESSAGE_KEYS = [
 _STAGE = re.compile(r"z(?:ero)?_?(?:stage)?_?([123])")  # of DeepSpeed, in the name of its file
 
 
-def translate(found: Conversion, name: str, value: Any) -> None:
-    """Carry a setting, or say why not; what the adapter, its bits and the rows are is read of the whole file."""
-    if name in (found.facts["rows"], found.facts["adapter"][0], *found.facts["four_bits"]):
+def translate(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert a setting or record why not; adapter, quantization and rows are derived from the whole file."""
+    if name in (conversion.facts["rows"], conversion.facts["adapter"][0], *conversion.facts["four_bits"]):
         return
-    special = _SPECIAL.get((found.program, name)) or _SPECIAL.get(("", name.rpartition(".")[2]))
-    is_lost = name in found.facts.get("lost", "").split()
-    (special or (lost if is_lost else by_table))(found, name, value)
+    special = _SPECIAL.get((conversion.program, name)) or _SPECIAL.get(("", name.rpartition(".")[2]))
+    is_lost = name in conversion.facts.get("lost", "").split()
+    (special or (lost if is_lost else by_table))(conversion, name, value)
 
 
-def _datasets(found: Conversion, name: str, value: Any) -> None:
-    """A list of data sets of Axolotl or TRL; `type` may be a mapping of columns."""
+def _datasets(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert a list of datasets of Axolotl or TRL; `type` may be a mapping of columns."""
     sources = value if isinstance(value, list) else []
     if not all(isinstance(each, Mapping) and "path" in each for each in sources) or not sources:
-        found.lost[name] = "its entries have no path"
+        conversion.lost[name] = "entries without path"
         return
     read = [
-        _source(found, f"{name}[{number}]", one) for number, each in enumerate(sources) for one in _of_one_file(each)
+        _source(conversion, f"{name}[{number}]", one)
+        for number, each in enumerate(sources)
+        for one in _of_one_file(each)
     ]
     if len(read) == 1:
         words = {f"dataset.{key}": text for key, text in read[0].items() if key != "format"}
-        found.carry(name, dataset=read[0].get("format", "auto"), **words)
+        conversion.carry(name, dataset=read[0].get("format", "auto"), **words)
     else:
         mix = {f"dataset.mix.source{n}.{key}": text for n, each in enumerate(read, 1) for key, text in each.items()}
-        found.carry(name, dataset="mix", dataset__format="auto", **mix)
+        conversion.carry(name, dataset="mix", dataset__format="auto", **mix)
 
 
 def _of_one_file(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A data set for each of its files, where its path is their type."""
+    """Return one dataset per file if `path` is a file type."""
     files = given.get("data_files")
     names = files if isinstance(files, list) else [files]
     if given["path"] not in _FILE_TYPES or not all(isinstance(each, str) for each in names):
@@ -172,12 +178,12 @@ def _of_one_file(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**{key: text for key, text in given.items() if key != "data_files"}, "path": each} for each in names]
 
 
-def _source(found: Conversion, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of one data set; what it has besides is lost."""
+def _source(conversion: Conversion, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of one dataset; its other settings are not converted."""
     columns = {"field": "text", **{f"field_{each}": each for each in _COLUMNS}}
     kind = given.get("type")
     source = {**given, **(kind if isinstance(kind, Mapping) else {})}
-    if found.has("rl"):  # the messages are what both answers follow
+    if conversion.has("rl"):  # the messages are what both answers follow
         columns["field_messages"] = "prompt"
         if kind == "chat_template.default":
             source.setdefault("field_messages", "messages")
@@ -185,244 +191,252 @@ def _source(found: Conversion, name: str, given: Mapping[str, Any]) -> dict[str,
     keys |= {theirs: f"columns.{ours}" for theirs, ours in columns.items()}
     for key, value in source.items():
         if key not in (*keys, "type", "ds_type") and not _is_default(key, value):
-            found.lost[f"{name}.{key}"] = f"{format_value(value)}: dataset.columns and dataset.format"
+            conversion.lost[f"{name}.{key}"] = f"{format_value(value)}: dataset.columns and dataset.format"
     rows = _NAMES_OF_ROWS.get(str(kind))
     read = {keys[key]: value for key, value in source.items() if key in keys and keys[key] != f"columns.{value}"}
     return read | ({"format": rows} if rows else {})
 
 
 def _is_default(key: str, value: Any) -> bool:
-    """Whether a setting of a data set names keys of messages, or roles, that are read without it."""
+    """Return whether a dataset setting names message keys or roles that are supported by default."""
     if key == "message_property_mappings":
         return value in _MESSAGE_KEYS
     return key == "roles" and isinstance(value, Mapping) and all(names == [role] for role, names in value.items())
 
 
-def _held_out(found: Conversion, name: str, value: Any) -> None:
-    """Axolotl's list of held-out data sets."""
+def _held_out(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert Axolotl's list of eval datasets."""
     if value in UNSET:
-        found.needless[name] = "it is not set"
+        conversion.needless[name] = "not set"
         return
     if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], Mapping) or "path" not in value[0]:
-        found.lost[name] = "dataset.eval_path takes one file"
+        conversion.lost[name] = "dataset.eval_path accepts one file"
         return
-    source = _source(found, f"{name}[0]", value[0])
-    found.carry(name, dataset__eval_path=source.pop("path"))
-    found.lost |= {
-        f"{name}[0].{key}": "held-out rows are read as the others"
+    source = _source(conversion, f"{name}[0]", value[0])
+    conversion.carry(name, dataset__eval_path=source.pop("path"))
+    conversion.lost |= {
+        f"{name}[0].{key}": "eval rows use the format of the training rows"
         for key, text in source.items()
-        if key != "format" and found.words.get(f"dataset.{key}") != text
+        if key != "format" and conversion.words.get(f"dataset.{key}") != text
     }
 
 
-def _dataset(found: Conversion, name: str, value: Any) -> None:
-    """The path of a data set: a name of LLaMA-Factory's dataset_info.json is none."""
+def _dataset(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert a dataset path; names in LLaMA-Factory's dataset_info.json are not paths."""
     if value in UNSET:
-        found.needless[name] = "it is not set"
-    elif found.program == "llama_factory":
+        conversion.needless[name] = "not set"
+    elif conversion.program == "llama_factory":
         key = "dataset.eval_path" if name.startswith("eval") else "dataset"
-        found.lost[name] = (
-            f"{format_value(value)}: a name of dataset_info.json. Type {key}=FILE, or ORG/NAME of the hub"
+        conversion.lost[name] = (
+            f"{format_value(value)}: a name in dataset_info.json. Set {key}=FILE, or a hub ID ORG/NAME"
         )
     else:
-        found.carry(name, dataset="auto", dataset__path=value)
+        conversion.carry(name, dataset="auto", dataset__path=value)
 
 
-def _targets(found: Conversion, name: str, value: Any) -> None:
-    """Layers of an adapter, as a list or a text."""
+def _targets(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert the layers of an adapter, a list or text."""
     names = value.split(",") if isinstance(value, str) else value
     if value in UNSET:
-        found.needless[name] = "it is not set"
+        conversion.needless[name] = "not set"
     elif not isinstance(names, list) or not all(isinstance(each, str | int) for each in names):
-        found.lost[name] = f"{format_value(value)}: it is no list of names"
-    elif {"all", "all-linear"} & {*names} or found.has("lora_target_linear"):
-        found.carry(name, adapter__targets=["all-linear"])
+        conversion.lost[name] = f"{format_value(value)}: not a list of names"
+    elif {"all", "all-linear"} & {*names} or conversion.has("lora_target_linear"):
+        conversion.carry(name, adapter__targets=["all-linear"])
     elif not all(LAYER_NAME.fullmatch(str(each).strip()) for each in names):
-        found.lost[name] = (
+        conversion.lost[name] = (
             f"{format_value(value)}: regular expressions are not supported, and all linear layers are the default. "
-            "Type layer names or their ends: adapter.targets=[q_proj,v_proj]"
+            "Set layer names or suffixes: adapter.targets=[q_proj,v_proj]"
         )
     else:
-        mlp = _MLP if found.settings.get("model.apply_lora_to_mlp") else []
-        found.carry(name, adapter__targets=[_LAYERS.get(str(each).strip(), str(each).strip()) for each in names] + mlp)
+        mlp = _MLP if conversion.settings.get("model.apply_lora_to_mlp") else []
+        conversion.carry(
+            name, adapter__targets=[_LAYERS.get(str(each).strip(), str(each).strip()) for each in names] + mlp
+        )
 
 
-def _per_epoch(found: Conversion, name: str, value: Any) -> None:
-    """A number of times an epoch."""
+def _per_epoch(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert a number of times per epoch."""
     count = as_number(value)
     if count:
-        found.carry(name, **{_every(name): f"{1 / count:.3g}epoch"})
+        conversion.carry(name, **{_every(name): f"{1 / count:.3g}epoch"})
     elif value in UNSET:
-        found.needless[name] = "it is not set"
+        conversion.needless[name] = "not set"
     else:
-        found.lost[name] = f"{format_value(value)}: it is no number"
+        conversion.lost[name] = f"{format_value(value)}: not a number"
 
 
-def _strategy(found: Conversion, name: str, value: Any) -> None:
-    """`epoch`, `no`, or `steps`: their number is another setting."""
+def _strategy(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert `epoch`, `no`, or `steps`, whose number is another setting."""
     if value in ("epoch", "no", False):
-        found.carry(name, **{_every(name): "1epoch" if value == "epoch" else 0})
+        conversion.carry(name, **{_every(name): "1epoch" if value == "epoch" else 0})
     elif value in ("steps", None):
-        found.needless[name] = "the number of steps says it"
+        conversion.needless[name] = "set by the number of steps"
     else:
-        found.lost[name] = f"{value}: {_every(name)} takes a number of steps, or a part of an epoch like 0.5epoch"
+        conversion.lost[name] = (
+            f"{value}: {_every(name)} takes a number of steps, or a fraction of an epoch like 0.5epoch"
+        )
 
 
-def _steps(found: Conversion, name: str, value: Any) -> None:
-    """Steps between evaluations or checkpoints, which only the strategy `steps` reads."""
+def _steps(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert steps between evaluations or checkpoints, which only the strategy `steps` uses."""
     kind = name.partition("_")[0]
     strategies = (f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
-    other = next((each for each in strategies if found.settings.get(each) not in ("steps", None)), "")
+    other = next((each for each in strategies if conversion.settings.get(each) not in ("steps", None)), "")
     if other:
-        found.needless[name] = f"{other} says it"
+        conversion.needless[name] = f"set by {other}"
     else:
-        by_table(found, name, value)
+        by_table(conversion, name, value)
 
 
 def _every(name: str) -> str:
     return "checkpoint.every" if "save" in name else "eval.every"
 
 
-def _steps_per_epoch(found: Conversion, name: str, value: Any) -> None:
-    """Steps of each epoch, of torchtune."""
-    steps, epochs = as_number(value), as_number(found.settings.get("epochs", 1))
+def _steps_per_epoch(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert torchtune's steps per epoch."""
+    steps, epochs = as_number(value), as_number(conversion.settings.get("epochs", 1))
     if steps and epochs and math.isfinite(steps * epochs):
-        found.carry(name, training__max_steps=round(steps * epochs))
+        conversion.carry(name, training__max_steps=round(steps * epochs))
     else:
-        found.needless[name] = "it is not set"
+        conversion.needless[name] = "not set"
 
 
-def _warm_up(found: Conversion, name: str, value: Any) -> None:
-    """Steps of warm-up, a fraction below 1; where they are given too, transformers does not read the ratio."""
+def _warm_up(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert warmup steps, or a fraction below 1; if both are set, transformers ignores the ratio."""
     steps = as_number(value)
     ratio = name.replace("steps", "ratio")
-    if name == ratio and found.has(name.replace("ratio", "steps")):
-        found.needless[name] = f"{name.replace('ratio', 'steps')} says it"
-    elif not steps and name != ratio and found.settings.get(ratio) is not None:
-        found.needless[name] = f"{ratio} says it"
+    if name == ratio and conversion.has(name.replace("ratio", "steps")):
+        conversion.needless[name] = f"set by {name.replace('ratio', 'steps')}"
+    elif not steps and name != ratio and conversion.settings.get(ratio) is not None:
+        conversion.needless[name] = f"set by {ratio}"
     elif steps is not None and 0 < steps < 1:
-        found.carry(name, schedule__warmup_fraction=steps)
+        conversion.carry(name, schedule__warmup_fraction=steps)
     else:
-        by_table(found, name, value)
+        by_table(conversion, name, value)
 
 
-def _precision(found: Conversion, name: str, value: Any) -> None:
-    """`bf16: auto` and the like."""
+def _precision(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert `bf16: auto` and similar settings."""
     if value in (True, "auto", "full", "true"):
-        found.carry(name, precision="auto" if value == "auto" else name.rpartition(".")[2])
+        conversion.carry(name, precision="auto" if value == "auto" else name.rpartition(".")[2])
     else:
-        found.needless[name] = "it is off"
+        conversion.needless[name] = "off"
 
 
-def _other_precision(found: Conversion, name: str, value: Any) -> None:
-    """The type of weights that are computed in another one, or of the rest of the arithmetic."""
-    decided = found.has("bf16", "fp16")
-    if found.program == "trl" and value == "float32" and found.settings.get("bf16") is not False:
-        decided = "bf16"  # which is on by itself
+def _other_precision(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert the dtype of the weights, or of the compute."""
+    decided = conversion.has("bf16", "fp16")
+    if conversion.program == "trl" and value == "float32" and conversion.settings.get("bf16") is not False:
+        decided = "bf16"  # on by default
     if decided:
-        found.needless[name] = f"{decided} decides"
+        conversion.needless[name] = f"set by {decided}"
     else:
-        by_table(found, name, value)
+        by_table(conversion, name, value)
 
 
-def _bits(found: Conversion, name: str, value: Any) -> None:
-    """Details of a base in four bits."""
-    if not any(found.settings.get(each) in (True, 4) for each in found.facts["four_bits"]):
-        found.needless[name] = "the base is not quantized"
+def _bits(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert settings of a 4-bit base."""
+    if not any(conversion.settings.get(each) in (True, 4) for each in conversion.facts["four_bits"]):
+        conversion.needless[name] = "the base is not quantized"
     elif name.endswith("quant_type"):
-        found.carry(name, quantization=value)
+        conversion.carry(name, quantization=value)
     else:
-        found.carry(name, quantization__double_quant=value)
+        conversion.carry(name, quantization__double_quant=value)
 
 
-def _deepspeed(found: Conversion, name: str, value: Any) -> None:
-    """The stage of ZeRO in the name of DeepSpeed's file."""
+def _deepspeed(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert the ZeRO stage in the name of a DeepSpeed config."""
     text = str(value).rpartition("/")[2].lower()
     stage = _STAGE.search(text)
     if value in UNSET:
-        found.needless[name] = "it is not set"
+        conversion.needless[name] = "not set"
     elif stage is None:
-        found.lost[name] = f"{format_value(value)}: its name has no stage. Type parallel=zero2 or parallel=zero3"
+        conversion.lost[name] = (
+            f"{format_value(value)}: no ZeRO stage in the name. Set parallel=zero2 or parallel=zero3"
+        )
     else:
         offload = {"parallel__offload": True} if "offload" in text else {}
-        found.carry(name, parallel="zero3" if stage[1] == "3" else "zero2", **offload)
+        conversion.carry(name, parallel="zero3" if stage[1] == "3" else "zero2", **offload)
 
 
-def _attention(found: Conversion, name: str, _value: Any) -> None:
-    found.needless[name] = "attention=auto takes the fastest kernel that keeps packed documents apart"
+def _attention(conversion: Conversion, name: str, _value: Any) -> None:
+    conversion.needless[name] = "attention=auto selects the fastest backend for packed documents"
 
 
-def _template(found: Conversion, name: str, value: Any) -> None:
-    """A chat template by its name there."""
+def _template(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert a chat template name."""
     if value in (*UNSET, "tokenizer_default", "default"):
-        found.needless[name] = "the tokenizer's own template is used"
+        conversion.needless[name] = "the tokenizer's own template is used"
     else:
-        found.lost[name] = f"{value}: the tokenizer's own template is used, or model.chat_template=FILE"
+        conversion.lost[name] = f"{value}: the tokenizer's own template is used, or model.chat_template=FILE"
 
 
-def _stage(found: Conversion, name: str, value: Any) -> None:
-    """LLaMA-Factory's word for a task."""
+def _stage(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert LLaMA-Factory's training stage."""
     if value == "sft":
-        found.needless[name] = "it is the default"
-    elif value == "dpo" and setting_of(["llama_factory"], "pref_loss", found.settings.get("pref_loss")).get("here"):
-        found.needless[name] = "pref_loss says it"
-    else:
-        by_table(found, name, value)
-
-
-def _loss_of_pairs(found: Conversion, name: str, value: Any) -> None:
-    """LLaMA-Factory's loss over pairs of answers."""
-    if found.settings.get("stage") == "dpo":
-        by_table(found, name, value)
-    else:
-        found.needless[name] = "used with stage: dpo only"
-
-
-def _one_of_a_list(found: Conversion, name: str, value: Any) -> None:
-    by_table(found, name, value[0] if isinstance(value, list) and len(value) == 1 else value)
-
-
-def _wandb(found: Conversion, name: str, value: Any) -> None:
-    """A switch of wandb, or its project, which is read where the switch is on."""
-    if not found.settings.get(
-        "logging.enable_wandb" if found.program == "unsloth" else "use_wandb", found.program == "axolotl"
+        conversion.needless[name] = "default"
+    elif value == "dpo" and setting_of(["llama_factory"], "pref_loss", conversion.settings.get("pref_loss")).get(
+        "here"
     ):
-        found.needless[name] = "wandb is off"
+        conversion.needless[name] = "set by pref_loss"
+    else:
+        by_table(conversion, name, value)
+
+
+def _loss_of_pairs(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert LLaMA-Factory's preference loss."""
+    if conversion.settings.get("stage") == "dpo":
+        by_table(conversion, name, value)
+    else:
+        conversion.needless[name] = "used with stage: dpo only"
+
+
+def _one_of_a_list(conversion: Conversion, name: str, value: Any) -> None:
+    by_table(conversion, name, value[0] if isinstance(value, list) and len(value) == 1 else value)
+
+
+def _wandb(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert the wandb switch, or the project if wandb is on."""
+    if not conversion.settings.get(
+        "logging.enable_wandb" if conversion.program == "unsloth" else "use_wandb", conversion.program == "axolotl"
+    ):
+        conversion.needless[name] = "wandb is off"
     elif name.endswith("enable_wandb"):
-        found.carry(name, tracker="wandb")
+        conversion.carry(name, tracker="wandb")
     else:
-        by_table(found, name, value)
+        by_table(conversion, name, value)
 
 
-def _length(found: Conversion, name: str, value: Any) -> None:
+def _length(conversion: Conversion, name: str, value: Any) -> None:
     if value is None:
-        found.lost[name] = "rows without a limit are not offered: dataset.max_length=NUMBER"
+        conversion.lost[name] = "unlimited length is not supported. Set dataset.max_length=NUMBER"
     else:
-        by_table(found, name, value)
+        by_table(conversion, name, value)
 
 
-def _data_of_code(found: Conversion, name: str, value: Any) -> None:
-    if "dataset.source" in found.settings:
-        found.needless[name] = "dataset=auto finds the format"
+def _data_of_code(conversion: Conversion, name: str, value: Any) -> None:
+    if "dataset.source" in conversion.settings:
+        conversion.needless[name] = "dataset=auto detects the format"
         return
-    found.lost[name] = f"{value}: rows that code chooses. Type dataset=FILE, or ORG/NAME of the hub"
+    conversion.lost[name] = f"{value}: dataset defined by code. Set dataset=FILE, or a hub ID ORG/NAME"
 
 
-def _component(found: Conversion, name: str, value: Any) -> None:
-    """A class of torchtune, by its last name."""
+def _component(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert a torchtune class by the last part of its name."""
     here = setting_of(["torchtune"], name, value).get("here", "")
     kind = str(value).rpartition(".")[2]
     logger = kind.removesuffix("Logger").lower()
     if here.startswith("optimizer="):
-        found.carry(name, optimizer=here.partition("=")[2])
+        conversion.carry(name, optimizer=here.partition("=")[2])
     elif "cosine" in kind:
-        found.carry(name, schedule="cosine")
+        conversion.carry(name, schedule="cosine")
     elif logger in choices_by_group()["tracker"]:
-        found.carry(name, tracker=logger)
+        conversion.carry(name, tracker=logger)
     elif logger in ("disk", "stdout"):
-        found.needless[name] = "metrics.jsonl and the terminal have the metrics"
+        conversion.needless[name] = "metrics are in metrics.jsonl and on the terminal"
     else:
-        found.lost[name] = f"{value}: it is not offered"
+        conversion.lost[name] = f"{value}: not supported"
 
 
 _SPECIAL = {

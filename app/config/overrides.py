@@ -1,4 +1,4 @@
-"""Overrides of the command line and of `from=FILE.yaml`, checked against conf/ and the schema before Hydra composes."""
+"""Command-line overrides and settings of `from=FILE.yaml`, checked against conf/ and the schema before composing."""
 
 import os
 import re
@@ -38,26 +38,26 @@ _ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run has one key of each; t
     {f"dataset.{name}": none for name, none in WITHOUT_HELD_OUT_ROWS.items()},
 )
 RATE = "optimizer.lr"  # set by recipes, so another optimizer keeps it
-_FROM = "varied_from="  # the word `from=` as a key of the schema
-_KEY = re.compile(r"[a-z_]\w*(\.[\w-]+)*", re.ASCII | re.IGNORECASE)  # the one spelling of a key
-_SWEPT = "sweep.space."  # before a key that a sweep varies
+_FROM = "varied_from="  # schema key of `from=`
+_KEY = re.compile(r"[a-z_]\w*(\.[\w-]+)*", re.ASCII | re.IGNORECASE)  # canonical spelling of a key
+_SWEPT = "sweep.space."  # prefix of the keys that a sweep varies
 _MAX_SHOWN_CHARACTERS = 200
 
 
 def names_file(word: str) -> bool:
-    """Whether a word is `from=FILE`, not `from=RUN`."""
+    """Return whether an argument is `from=FILE`, not `from=RUN`."""
     place = _place(word.removeprefix(_FROM).strip("'\""))
     return word.startswith(_FROM) and (place.suffix in (".yaml", ".yml") or os.path.isfile(place))  # noqa: PTH113
 
 
 def _place(given: str) -> Path:
-    return Path(os.path.expanduser(given))  # noqa: PTH111 (Path's raises for a user that is not known)
+    return Path(os.path.expanduser(given))  # noqa: PTH111 (Path's raises for an unknown user)
 
 
 def with_settings(words: Sequence[str], typed: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the words with each `from=FILE` replaced by the file's settings, and notes on settings that are not used.
+    """Return the arguments with each `from=FILE` replaced by the file's settings, and notes on unused settings.
 
-    The `typed` values win: a key over the same key and its alternatives, a group over its whole section.
+    `typed` values take precedence: a key over the same key and its alternatives, a group over its whole section.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
@@ -79,35 +79,33 @@ def with_settings(words: Sequence[str], typed: Mapping[str, Any]) -> tuple[list[
 
 
 def _typed_group(key: str, typed: Collection[str]) -> str:
-    """Return the group that was typed and replaces the section of a key; empty if none does."""
+    """Return the typed group that replaces the section of a key; empty if there is none."""
     section = key.partition(".")[0]
     return section if section in typed and section in choices_by_group() and key != RATE else ""
 
 
 def replaced_alternatives(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that a typed alternative switches off, with their values for off: `eval_path` replaces the
-    `eval_fraction` of its group.
-    """
-    found: dict[str, Any] = {}
+    """Return the keys that a typed alternative disables, with their off values, e.g. `eval_fraction`."""
+    disabled: dict[str, Any] = {}
     for table in _ALTERNATIVES:
         chosen = [key for key, off in table.items() if typed.get(key) not in (None, off)]
         if len(chosen) == 1:
-            found |= {key: off for key, off in table.items() if key not in typed}
-    return found
+            disabled |= {key: off for key, off in table.items() if key not in typed}
+    return disabled
 
 
 def untrusted_problems(settings: Mapping[str, Any], place: str, allowed: Collection[str] = ()) -> Iterator[str]:
-    """Problems with settings that may come from others: keys in another spelling, and keys that must be typed for other
-    reasons than those `allowed`.
+    """Yield problems with settings from untrusted sources: invalid names, and keys that must be typed on the command
+    line for a reason that is not in `allowed`.
     """
     for key, value in settings.items():
         name = key.removeprefix(_SWEPT)
         shown, reason = key[:_MAX_SHOWN_CHARACTERS], typed_only(RunConfig, name)
         if not _KEY.fullmatch(key):
-            yield f"{shown} in {place}: not the name of a setting. Write section.key or group, without + ~ @ or /."
+            yield f"{shown} in {place}: invalid setting name. Write section.key or group, without + ~ @ or /."
         elif reason and reason not in allowed and value is not None and value is not False:
             yield (
-                f"{shown} in {place} is not accepted, because it {reason}. If you trust the source, type "
+                f"{shown} in {place} is not accepted because it {reason}. If you trust the source, type "
                 f"{shown}={format_value(value)[:_MAX_SHOWN_CHARACTERS]} on the command line."
             )
 
@@ -115,22 +113,22 @@ def untrusted_problems(settings: Mapping[str, Any], place: str, allowed: Collect
 def _settings(given: str) -> dict[str, Any]:
     file = _place(given)
     if file.name == "run.yaml" and (file.parent / "manifest.json").is_file():
-        raise ConfigError(f"from={given}: it is the run.yaml of a run. Give its folder: from={file.parent}")
+        raise ConfigError(f"from={given}: this is the run.yaml of a run. Use its folder: from={file.parent}")
     try:
         data = read_yaml(file)
     except FileNotFoundError:
         raise ConfigError(
-            f"from={given}: there is no such file. Give a YAML file of settings, or the output_dir of a run."
+            f"from={given}: no such file. Give a YAML settings file or the output_dir of a run."
         ) from None
     except (OSError, ValueError, YAMLError) as fault:
-        raise ConfigError(f"from={given}: it cannot be read as settings: {gist(fault)}. Fix the file.") from fault
+        raise ConfigError(f"from={given}: settings cannot be read: {gist(fault)}. Fix the file.") from fault
     if not isinstance(data, Mapping):
-        raise ConfigError(f"from={given}: it has no settings. Write them as key: value, such as recipe: lora.")
+        raise ConfigError(f"from={given}: the file has no settings. Write them as key: value, e.g. recipe: lora.")
     return dict(flat("", literal(data)))
 
 
 def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """`optimizer.lr`, x for `optimizer: {lr: x}`."""
+    """Flatten nested data to dotted keys: `optimizer.lr`, x for `optimizer: {lr: x}`."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from flat(f"{prefix}.{name}" if prefix else str(name), inner)
@@ -139,7 +137,7 @@ def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def as_override(value: Any) -> str:
-    """A value in Hydra's grammar."""
+    """Format a value in Hydra's grammar."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
@@ -156,17 +154,17 @@ def as_override(value: Any) -> str:
 
 _SWITCHES = ("-m", "--multirun", "-h", "--help", "--version")
 _PRINTS_SETTINGS = ("-c", "--cfg")  # with `job`
-_OF_HYDRA = ("--config-path", "--config-name", "--config-dir")  # conf/ is the only configuration
+_OF_HYDRA = ("--config-path", "--config-name", "--config-dir")  # not supported: configs live in conf/
 _MAX_KEY_CHARACTERS = 200  # Hydra looks for a file of that name
 _MAX_DEPTH = 20  # of brackets; hundreds exceed the recursion limit
 _OPTIONAL_GROUPS = ("experiment", "debug")
 _KEYS = field_types(RunConfig)
-# groups that take a path or hub id in place of a name, with the choice that reads it
+# groups that accept a path or hub ID instead of a name, with the choice that reads it
 _PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a file, a folder or a hub id")}
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
-    """Whether `-m` is given; unreadable arguments are reported as those of a run."""
+    """Return whether `-m` is given; invalid arguments are reported as those of a single run."""
     try:
         return _starts_sweep(_read(arguments)[1])
     except ConfigError:
@@ -174,25 +172,25 @@ def is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
-    """The overrides, with those of `from=FILE`, and the switches; ConfigError for an unknown switch, or one that a
-    sweep cannot have.
+    """Return the overrides, including those of `from=FILE`, and the switches; raise ConfigError for unknown switches
+    and for those that a sweep does not support.
     """
     overrides, switches, problems = _read(arguments)
     others = [word for word in switches if word not in ("-m", "--multirun")]
     if sweep and others and not problems:
         problems.append(
-            f"{' '.join(others)} does not go with -m, because it is about one run. Leave out one of them; "
-            "dry_run=true tells the plan of every trial."
+            f"{' '.join(others)} applies to one run and cannot be combined with -m. Leave out one of them; "
+            "dry_run=true prints the plan of every trial."
         )
     if _starts_sweep(switches) and not sweep:
-        problems.append("-m starts a sweep, and this is one run. Leave it out.")
+        problems.append("-m starts a sweep, but this command takes one run. Leave it out.")
     refuse(problems)
     return _with_settings(overrides)[0], switches
 
 
 def settings_notes(arguments: Sequence[str]) -> list[str]:
-    """Return a note for each `from=FILE` on the settings in it that typed groups replace."""
-    return [f"{'note':8}{each}" for each in _with_settings(_read(arguments)[0])[1]]
+    """Return a note for each `from=FILE` on its settings that typed groups replace."""
+    return [f"{'note':8}{note}" for note in _with_settings(_read(arguments)[0])[1]]
 
 
 def _with_settings(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -203,15 +201,15 @@ def _with_settings(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def values_in(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of overrides by key, each spelled as typed; text where Hydra's grammar cannot read it."""
-    found: dict[str, Any] = {}
+    """Return the override values by key as typed; unparsable values are returned as text."""
+    values: dict[str, Any] = {}
     value: Any
-    for text in (each for word in overrides for each in _with_place(word)):
+    for text in (override for word in overrides for override in _with_place(word)):
         key, _, value = text.partition("=")
         with suppress(HydraException):
             value = parse_override(text).value()
-        found |= flat(key, value)
-    return found
+        values |= flat(key, value)
+    return values
 
 
 def _starts_sweep(switches: Sequence[str]) -> bool:
@@ -243,25 +241,22 @@ def _switch_problem(word: str, name: str, value: str) -> str:
     if name in _PRINTS_SETTINGS:
         return f"{name} {value}".rstrip() + ": only --cfg job is supported. It prints every key and its value."
     if name in _OF_HYDRA:
-        return (
-            f"{name} is not in this program: its configurations are the files of conf/. Choose among them with "
-            "group=choice; --help lists them."
-        )
-    setting = f" Settings have no dashes in front: {name.lstrip('-').replace('-', '_')}={value or '...'}"
-    return f"{word}: there is no such switch.{of_other_program(name, value) or setting}"
+        return f"{name} is not supported: configs live in conf/. Choose them with group=choice; --help lists them."
+    setting = f" Settings are written without dashes: {name.lstrip('-').replace('-', '_')}={value or '...'}"
+    return f"Unknown option {word}.{of_other_program(name, value) or setting}"
 
 
 def _as_key(word: str) -> str:
-    """`varied_from=RUN` for `from=RUN`: a word of Python's cannot be a field of the schema."""
+    """Rename `from=RUN` to `varied_from=RUN`: a Python keyword cannot be a schema field."""
     return f"varied_{word}" if word.startswith("from=") else word
 
 
 def parse_override(text: str) -> Override:
-    """The override of a word by Hydra's grammar; HydraException for what cannot be read, or composed later."""
+    """Parse an override by Hydra's grammar; raise HydraException if it cannot be parsed or composed."""
     key, _, value = text.partition("=")
     depths = accumulate((sign in "([{") - (sign in ")]}") for sign in value if value[0] not in "\"'")
     if len(key) > _MAX_KEY_CHARACTERS or max(depths, default=0) > _MAX_DEPTH:
-        raise HydraException("its key is too long, or its brackets are nested too deeply")
+        raise HydraException("the key is too long or the brackets are nested too deeply")
     try:
         return OverridesParser.create().parse_override(text)
     except ValueError as fault:  # a number with thousands of digits
@@ -269,53 +264,53 @@ def parse_override(text: str) -> Override:
 
 
 def check_overrides(arguments: Sequence[str]) -> list[str]:
-    """The overrides in a form that always composes (`++`); one ConfigError has every problem."""
+    """Return the overrides in a form that always composes (`++`); raise one ConfigError with all problems."""
     valid, problems = partition_overrides(arguments)
     refuse(problems)
     return valid
 
 
 def partition_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The valid overrides in a form that composes, and problems with the others."""
+    """Return the valid overrides in a form that composes, and the problems of the others."""
     valid: list[str] = []
     problems: list[str] = []
-    for text in (each for given in arguments for each in _with_place(given)):
+    for text in (override for argument in arguments for override in _with_place(argument)):
         try:
             override = _parsed(text)
         except ConfigError as problem:
             problems += problem.problems
             continue
-        found = list(_problems(override, text))
-        problems += found
-        if not found:
+        faults = list(_problems(override, text))
+        problems += faults
+        if not faults:
             valid.append(_composable(override))
     return valid, problems
 
 
 def _with_place(text: str) -> list[str]:
-    """`model=folder`, `model.path=ORG/NAME` for `model=ORG/NAME`; of a sweep, each value by itself."""
+    """Expand `model=ORG/NAME` to `model=folder`, `model.path=ORG/NAME`; sweep values are expanded one by one."""
     group, _, value = text.partition("=")
     place = value.strip("'\"")
     if group not in _PLACES or place in choices_by_group()[group] or set(place) & set(",()[]{}*"):
         return [text]
-    # os.path: that of a name that is too long is no error
+    # os.path does not raise for names that are too long
     is_place = "/" in place or "\\" in place or os.path.exists(place)  # noqa: PTH110
     return [f"{group}={_PLACES[group][0]}", f"{group}.path={value}"] if is_place else [text]
 
 
 def key_of(text: str) -> str:
-    """Key of an override: `seed` of `++seed=1`."""
+    """Return the key of an override: `seed` for `++seed=1`."""
     return text.lstrip("+").partition("=")[0]
 
 
 def values_of(overrides: Iterable[str]) -> dict[str, Any]:
-    """Return the choices by group and values by dotted key of overrides that compose."""
+    """Return choices by group and values by dotted key for overrides that compose."""
     parsed = (parse_override(text) for text in overrides if not text.startswith("~"))
-    return {key: value for each in parsed for key, value in _flat(each.key_or_group, each.value())}
+    return {key: value for override in parsed for key, value in _flat(override.key_or_group, override.value())}
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """`dataset.path`, x for `dataset={path: x}`."""
+    """Flatten sections to dotted keys: `dataset.path`, x for `dataset={path: x}`."""
     if isinstance(value, dict) and is_dataclass(_KEYS.get(key)):
         for name, inner in value.items():
             yield from _flat(f"{key}.{name}", inner)
@@ -327,7 +322,7 @@ def _parsed(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not key or not (equals or text.startswith("~")):
         meant = f" Did you mean from={text}?" if text.endswith((".yaml", ".yml")) else ""
-        raise ConfigError(f"{text!r} is not an override. Write key=value or group=choice.{meant}")
+        raise ConfigError(f"Unrecognized argument {text!r}. Settings are key=value.{meant}")
     try:
         return parse_override(text)
     except HydraException as fault:
@@ -346,9 +341,9 @@ def _problems(override: Override, text: str) -> Iterator[str]:
         yield other_command
     elif override.is_delete():
         if key not in _OPTIONAL_GROUPS:
-            yield f"{text}: nothing can be taken out of a run. Set {key} to null, none or 0, where it takes that."
+            yield f"{text}: settings cannot be removed. Set {key}=none, null or 0."
     elif override.package is not None:
-        yield f"{text}: {key} has one place in a run. Write {key}=..."
+        yield f"{text}: packages (@) are not supported. Write {key}=..."
     elif key not in choices_by_group() and not is_key(RunConfig, key):
         yield unknown_key(key, text.partition("=")[2])
     elif override.is_sweep_override():
@@ -360,20 +355,20 @@ def _problems(override: Override, text: str) -> Iterator[str]:
 
 
 def unknown_user(text: str) -> Iterator[str]:
-    """The problem with `key=~NAME/folder` where no user has the name: pathlib raises for it."""
+    """Yield the problem of `key=~NAME/folder` if there is no such user: pathlib would raise."""
     place = text.partition("=")[2].strip("'\"")
     if place.startswith("~") and os.path.expanduser(place) == place:  # noqa: PTH111
-        yield f"{text}: there is no user {place.partition('/')[0][1:]}. Write the whole path, or ./{place}."
+        yield f"{text}: unknown user {place.partition('/')[0][1:]}. Write the full path, or ./{place}."
 
 
 def _other_command(section: str, text: str) -> str | None:
-    """Return where to type a section of another command."""
+    """Return the problem of a section that belongs to another command, with that command."""
     word = shlex.quote(text)
     if section == "sweep":
-        return f"{text}: a sweep is several runs, and -m starts those: python -m app.train -m {word} ..."
+        return f"{text}: several runs make a sweep; add -m: python -m app.train -m {word} ..."
     if section == "hardware":
         key = key_of(text)
-        return f"{text}: {key} is asked by app.check, not by a run: python -m app.check memory {word} ..."
+        return f"{text}: {key}= is an option of app.check: python -m app.check memory {word} ..."
     return None
 
 
@@ -382,12 +377,12 @@ def _sweep_problem(key: str, value: str) -> str:
     if kind == list[str]:
         meant = f" For a list write {key}=[{value}]."
     elif key not in choices_by_group() and takes_text(kind):
-        meant = f" For text with a comma in it write '{key}=\"{value}\"'."
-    return f"{key}={value}: several values are a sweep, which -m starts: python -m app.train -m {key}=...{meant}"
+        meant = f" For text with a comma write '{key}=\"{value}\"'."
+    return f"{key}={value}: several values make a sweep; add -m: python -m app.train -m {key}=...{meant}"
 
 
 def wrong_choice(group: str, choice: Any) -> Iterator[str]:
-    """Yield the problem of a choice that its group does not have."""
+    """Yield the problem of a choice that is not in its group."""
     names = choices_by_group().get(group)
     if names is None or isinstance(choice, dict) or choice in names or (choice is None and group in _OPTIONAL_GROUPS):
         return
@@ -395,20 +390,20 @@ def wrong_choice(group: str, choice: Any) -> Iterator[str]:
     meant = of_other_program(group, given) or did_you_mean(given, names, listing=False)
     _, place = _PLACES.get(group, ("", ""))
     others = f", or give {place}" if place else ""
-    yield f"{group}={given}: there is no such {group}.{meant} Choose one of {', '.join(names)}{others}."
+    yield f"{group}={given}: unknown {group}.{meant} Choose one of {', '.join(names)}{others}."
 
 
 def unknown_key(key: str, value: str, options: Iterable[str] = ()) -> str:
-    """Return the problem with an unknown key, and the nearest of a run or of the `options` of a command."""
+    """Return the problem of an unknown key, with the most similar run setting or command option."""
     groups, known = choices_by_group(), {*options, *_KEYS}
     near = [] if of_other_program(key, value) else nearest_keys(key, {*known, *groups})
     if near and near[0] in groups:
-        return f"{key} is neither a key nor a group. Did you mean {near[0]}={'|'.join(groups[near[0]])}?"
-    return f"{key} is not a key.{did_you_mean_key(key, known, value)}"
+        return f"Unknown setting {key}. Did you mean {near[0]}={'|'.join(groups[near[0]])}?"
+    return f"Unknown setting {key}.{did_you_mean_key(key, known, value)}"
 
 
 def _composable(override: Override) -> str:
-    """The override with `++`, which sets a key whether or not the YAML has it; groups have no such form."""
+    """Return the override with `++`, which also sets keys that are not in the YAML; not for groups."""
     key, value = override.key_or_group, override.value()
     text = override.input_line or ""
     if override.is_delete():
@@ -417,5 +412,5 @@ def _composable(override: Override) -> str:
     if key in choices_by_group() and not isinstance(value, dict):
         return f"~{key}" if value is None else f"{key}={given}"
     if isinstance(value, int | float) and takes_text(_KEYS.get(key)):
-        return f'++{key}="{given}"'  # `model.revision=12e4567` is no number
+        return f'++{key}="{given}"'  # `model.revision=12e4567` is text
     return f"++{key}={given}"

@@ -1,4 +1,4 @@
-"""Rules on combinations of keys, each a pure function from the run to its problems; keys that nothing reads."""
+"""Rules on combinations of keys, as pure functions from a run to its problems, and detection of unused keys."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
@@ -19,7 +19,7 @@ AUTO, BLOCKS, NONE = "auto", "blocks", "none"
 
 
 class Obstacle(NamedTuple):
-    """Why layers cannot be compiled, and the remedy where compile=blocks asks for it."""
+    """Reason why layers cannot be compiled, and the fix if compile=blocks is set."""
 
     reason: str
     remedy: str
@@ -27,12 +27,12 @@ class Obstacle(NamedTuple):
 
 def compile_refusals(obstacles: Iterable[Obstacle]) -> Iterator[str]:
     """Yield the problems of compile=blocks."""
-    for each in obstacles:
-        yield f"compile=blocks: {each.reason}. {each.remedy}"
+    for obstacle in obstacles:
+        yield f"compile=blocks: {obstacle.reason}. {obstacle.remedy}"
 
 
 def settings_obstacles(run: RunConfig) -> Iterator[Obstacle]:
-    """Yield obstacles that settings alone show."""
+    """Yield the obstacles that follow from settings alone."""
     if run.task.router_loss not in ("auto", 0):
         yield Obstacle(
             f"task.router_loss={run.task.router_loss:g} reads routers inside compiled layers",
@@ -40,34 +40,34 @@ def settings_obstacles(run: RunConfig) -> Iterator[Obstacle]:
         )
     if not run.batching.packing:
         yield Obstacle(
-            "padded rows have many shapes (batching.packing=false), and a graph has one",
+            "padded rows have variable shapes (batching.packing=false), which compiled layers do not support",
             "Set batching.packing=true, or compile=none.",
         )
 
 
 def compiled_layers_suit_the_run(run: RunConfig) -> Iterator[str]:
-    """Problems with what is compiled, and how."""
+    """Yield conflicts of the compile settings."""
     backend, mode, graphs = run.compile.backend, run.compile.mode, run.compile.graphs
     if run.compile.kind == BLOCKS:
         yield from compile_refusals(settings_obstacles(run))
     if mode != "default" and backend != "inductor":
         yield (
-            f"compile.mode={mode} is of inductor, and compile.backend={backend} does not read it. "
+            f"compile.mode={mode} needs compile.backend=inductor, not {backend}. "
             "Set compile.backend=inductor, or compile.mode=default."
         )
     if graphs and backend in {"aot_eager", "eager"}:
         yield (
-            f"compile.graphs=true records kernels, which compile.backend={backend} leaves to torch one by one. "
+            f"compile.graphs=true is not supported with compile.backend={backend}, which runs kernels one by one. "
             "Set compile.backend=inductor or cudagraphs, or compile.graphs=false."
         )
     if not graphs and backend == "cudagraphs":
         yield (
-            "compile.backend=cudagraphs records CUDA graphs, as compile.graphs=true asks for. "
+            "compile.backend=cudagraphs needs compile.graphs=true. "
             "Set compile.graphs=true, or compile.backend=inductor."
         )
     if not graphs and mode in {"reduce-overhead", "max-autotune"}:
         yield (
-            f"compile.mode={mode} records CUDA graphs, as compile.graphs=true asks for. "
+            f"compile.mode={mode} records CUDA graphs and needs compile.graphs=true. "
             "Set compile.graphs=true, or compile.mode=default or max-autotune-no-cudagraphs."
         )
 
@@ -79,12 +79,12 @@ _SECTIONS = ("adapter", "compile", "optimizer", "preference", "quantization", "s
 
 
 def readers_of(key: str) -> Collection[str]:
-    """The kinds of a section that read its key; empty where all do, or none has it in its file."""
+    """Return the kinds of a section that read a key; empty if all or none of them do."""
     section, _, leaf = key.partition(".")
     if section not in _SECTIONS or not leaf:
         return ()
     keys = _keys_by_kind(conf_files.CONF / section)
-    readers = [kind for kind, own in keys.items() if leaf.partition(".")[0] in own]
+    readers = [kind for kind, names in keys.items() if leaf.partition(".")[0] in names]
     return readers if len(readers) < len(keys) else ()
 
 
@@ -94,28 +94,28 @@ def _keys_by_kind(folder: Path) -> dict[str, Collection[str]]:
 
 
 def is_unread(run: RunConfig, key: str) -> bool:
-    """Whether the kind that the run has in the key's section does not read it."""
+    """Return whether the run's kind of the section ignores the key."""
     readers = readers_of(key)
     return bool(readers) and getattr(run, key.partition(".")[0]).kind not in readers
 
 
 def unread_problems(run: RunConfig, typed: Mapping[str, Any]) -> Iterator[str]:
-    """Problems with the `typed` keys that change nothing; values of YAMLs may wait for another kind."""
+    """Yield problems with `typed` keys that have no effect; unused values in YAML files are allowed."""
     for key, value in typed.items():
         given, section = f"{key}={format_value(value)}", key.partition(".")[0]
         if key.startswith("model.architecture") and run.model.weights == "pretrained":
             yield (
-                f"{given} would not be read: model.weights=pretrained has its numbers in the config.json beside its "
-                "weights. Add model.weights=random for a model of these numbers without training."
+                f"{given} has no effect with model.weights=pretrained, which reads the architecture from config.json. "
+                "Add model.weights=random for a randomly initialized model."
             )
         elif key.startswith("dataset.random.") and RANDOM not in paths_read(run.dataset):
-            yield f"{given}: no rows are made, so it changes nothing. Leave it out, or choose dataset=random."
+            yield f"{given} has no effect without dataset=random. Leave it out, or choose dataset=random."
         elif is_unread(run, key):
             kind = f"{section}={getattr(run, section).kind}"
-            cause, wanted = f"{kind} does not read it", f"{section}={' or '.join(readers_of(key))}"
+            cause, remedy = f"{kind} ignores it", f"{section}={' or '.join(readers_of(key))}"
             if section == "adapter" and typed.get("recipe") == "full" and "adapter" not in typed:
-                cause, wanted = "recipe=full trains no adapter", "recipe=lora"
-            yield f"{given}: {cause}, so it changes nothing. Leave it out, or choose {wanted}."
+                cause, remedy = "recipe=full trains no adapter", "recipe=lora"
+            yield f"{given}: {cause}. Leave it out, or choose {remedy}."
 
 
 # ---- rules
@@ -123,11 +123,11 @@ def unread_problems(run: RunConfig, typed: Mapping[str, Any]) -> Iterator[str]:
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
-_TASKS_OF_ANSWERS = {each.task for each in PREFERENCE_KINDS.values()}
+_TASKS_OF_ANSWERS = {loss.task for loss in PREFERENCE_KINDS.values()}
 
 
 def problems_of(run: RunConfig) -> list[str]:
-    """The problems of every broken rule, in the order of RULES."""
+    """Return the problems of all broken rules, in the order of RULES."""
     return [problem for rule in RULES for problem in rule(run)]
 
 
@@ -135,7 +135,7 @@ def _rows_fit_the_model(run: RunConfig) -> Iterator[str]:
     positions = run.model.architecture.get("max_position_embeddings")
     if run.model.weights == "random" and positions and run.dataset.max_length > positions:
         yield (
-            f"dataset.max_length={run.dataset.max_length} is more than the {positions} positions of the model. "
+            f"dataset.max_length={run.dataset.max_length} exceeds the model's {positions} positions. "
             f"Set dataset.max_length={positions} or less."
         )
 
@@ -145,7 +145,7 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
     if batching.tokens != "auto":
         if batching.packing and longest > batching.bin_tokens:
             yield (
-                f"dataset.max_length={longest} is more than a bin holds (batching.tokens={batching.tokens}). "
+                f"dataset.max_length={longest} exceeds the bin size (batching.tokens={batching.tokens}). "
                 f"Set batching.tokens={longest} or more, or dataset.max_length={batching.tokens} or less."
             )
         return
@@ -157,13 +157,13 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
         )
     elif run.optimizer.in_backward:
         yield (
-            "batching.tokens=auto divides a step into micro-batches, and optimizer.in_backward=true has one. "
+            "batching.tokens=auto needs several micro-batches per step, but optimizer.in_backward=true allows one. "
             "Set optimizer.in_backward=false, or batching.tokens to a number."
         )
     elif whole < longest:
         yield (
-            f"batching.tokens=auto: a step has model.suggest.tokens={run.model.suggest.tokens} times "
-            f"batching.accumulation={batching.accumulation} tokens, too few for a row of dataset.max_length={longest}. "
+            f"batching.tokens=auto: a step has model.suggest.tokens={run.model.suggest.tokens} x "
+            f"batching.accumulation={batching.accumulation} tokens, too few for dataset.max_length={longest}. "
             f"Set batching.accumulation={-(-longest // run.model.suggest.tokens)} or dataset.max_length={whole}."
         )
 
@@ -171,8 +171,8 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
 def _own_attention_is_of_padded_rows(run: RunConfig) -> Iterator[str]:
     if run.attention.kind == OWN and run.batching.packing is True:
         yield (
-            "attention=own is the model's own, which does not keep the documents of a row apart "
-            "(batching.packing=true). Set batching.packing=auto, or attention=auto."
+            "attention=own (the model's own attention) cannot separate packed documents (batching.packing=true). "
+            "Set batching.packing=auto, or attention=auto."
         )
 
 
@@ -181,9 +181,10 @@ def _answers_have_their_loss(run: RunConfig) -> Iterator[str]:
     if PREFERENCE_KINDS[kind].task == task or (kind == "none" and task not in _TASKS_OF_ANSWERS):
         return
     yield (
-        f"preference={kind} with task={task}: pairs of answers (task=preference) and single ones with a label "
-        f"(task=preference_label) have losses of their own. Choose {' or '.join(recipes_of('preference'))} for pairs, "
-        f"{' or '.join(recipes_of('preference_label'))} for labels, or preference=none with another task."
+        f"preference={kind} does not match task={task}. "
+        f"Choose {' or '.join(recipes_of('preference'))} for chosen/rejected pairs (task=preference), "
+        f"{' or '.join(recipes_of('preference_label'))} for single labeled answers (task=preference_label), "
+        "or preference=none with another task."
     )
 
 
@@ -192,8 +193,8 @@ def _pairs_fit_their_bins(run: RunConfig) -> Iterator[str]:
     learns_pairs = TASKS[run.task.kind].documents > 1
     if learns_pairs and batching.packing and batching.tokens != "auto" and (2 * longest > batching.bin_tokens):
         yield (
-            f"dataset.max_length={longest}: a pair of answers has up to twice as many tokens, and a bin holds "
-            f"batching.tokens={batching.tokens}. Set batching.tokens={2 * longest} or more, or "
+            f"dataset.max_length={longest}: a chosen/rejected pair has up to twice as many tokens, more than a bin "
+            f"(batching.tokens={batching.tokens}). Set batching.tokens={2 * longest} or more, or "
             f"dataset.max_length={batching.bin_tokens // 2} or less."
         )
 
@@ -202,8 +203,8 @@ def _reference_has_no_noise(run: RunConfig) -> Iterator[str]:
     for key, value in (("adapter.dropout", run.adapter.dropout), ("training.neftune", run.training.neftune)):
         if run.preference.has_reference and value:
             yield (
-                f"{key}={value:g} with preference={run.preference.kind}: the reference is without it, so rewards would "
-                f"be noise from the first step on. Set {key}=0."
+                f"{key}={value:g} with preference={run.preference.kind}: the reference model runs without it, so "
+                f"rewards would be noisy from the first step. Set {key}=0."
             )
 
 
@@ -213,21 +214,23 @@ def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
     judged = [f"eval.objective={run.eval.objective}"] if run.eval.objective != "eval_loss" else []
     of_rows = [*wants, *judged, *(["eval.at_start=true"] if run.eval.at_start is True else [])]
     if of_rows and not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
-        yield f"{' and '.join(of_rows)} needs held-out rows. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
+        yield f"{' and '.join(of_rows)} needs an eval set. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
     elif wants and run.eval.every == 0:
-        yield f"{' and '.join(wants)} needs evaluations during the run. Set eval.every=100."
+        yield f"{' and '.join(wants)} needs evaluations during training. Set eval.every=100."
 
 
 def _new_tokens_are_trained(run: RunConfig) -> Iterator[str]:
     texts, trained = run.model.add_tokens, run.adapter.train_tokens
     given = f"model.add_tokens=[{', '.join(texts)}]"
     if any(not text.strip() for text in texts) or len(set(texts)) < len(texts):
-        yield f"{given}: give each text once, and none that is empty."
+        yield f"{given}: duplicate or empty token. Give each text once."
     elif texts and run.adapter.kind != "none" and not trained:
         other = "adapter=lora " if run.adapter.kind == "peft" else ""
-        yield f"{given}: an adapter leaves their rows as they are. Set {other}adapter.train_tokens=new, or recipe=full."
+        yield (
+            f"{given}: adapters do not train the new embeddings. Set {other}adapter.train_tokens=new, or recipe=full."
+        )
     elif trained == "new" and not texts:
-        yield "adapter.train_tokens=new without new tokens. Give model.add_tokens=[...], or the ids of tokens."
+        yield "adapter.train_tokens=new without new tokens. Set model.add_tokens=[...], or list token IDs."
 
 
 def _also_is_beside_held_out_rows(run: RunConfig) -> Iterator[str]:
@@ -235,22 +238,20 @@ def _also_is_beside_held_out_rows(run: RunConfig) -> Iterator[str]:
         return
     if run.preference.kind != "none":
         yield (
-            f"eval.also={run.eval.also} with preference={run.preference.kind}: a loss over answers is no measure of "
-            "other rows. Leave it out."
+            f"eval.also={run.eval.also} is not supported with preference={run.preference.kind}: a preference loss "
+            "cannot score general rows. Leave it out."
         )
     if not has_held_out_rows(run.dataset):
         yield (
-            f"eval.also={run.eval.also}: it is scored beside the held-out rows, and there are none. Set "
-            "dataset.eval_path=FILE or dataset.eval_fraction=0.02."
+            f"eval.also={run.eval.also} needs an eval set. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
         )
 
 
 def _offload_needs_recomputed_layers(run: RunConfig) -> Iterator[str]:
     if run.training.offload and run.training.recompute in (False, 0):
         yield (
-            "training.offload=true moves what recomputed layers keep, and training.recompute="
-            f"{str(run.training.recompute).lower()} recomputes none. Set training.recompute=true or "
-            "training.offload=false."
+            "training.offload=true needs gradient checkpointing, but training.recompute="
+            f"{str(run.training.recompute).lower()}. Set training.recompute=true or training.offload=false."
         )
 
 
@@ -258,9 +259,9 @@ def _quantization_suits_what_is_trained(run: RunConfig) -> Iterator[str]:
     trains = QUANTIZATION_KINDS[run.quantization.kind].trains
     if trains and run.adapter.kind != "none":
         yield (
-            f"quantization.kind={run.quantization.kind} trains weights to be rounded, and this run has adapter.kind="
-            f"{run.adapter.kind}: merged with the base its weights are rounded to other numbers than those it was "
-            "trained with. Set recipe=full, or quantization=none."
+            f"quantization.kind={run.quantization.kind} (quantization-aware training) is not supported with "
+            f"adapter.kind={run.adapter.kind}: merging the adapter changes the rounded weights. Set recipe=full, or "
+            "quantization=none."
         )
     if run.quantization.kind != "none" and run.adapter.kind == "none" and not trains:
         yield (
@@ -273,12 +274,12 @@ def _narrow_numbers_go_with_narrow_arithmetic(run: RunConfig) -> Iterator[str]:
     trained, norm, precision = run.precision.trained, run.model.norm, run.precision.kind
     if trained != "fp32" and run.adapter.kind == "none" and precision != "bf16":
         yield (
-            f"precision.trained={trained} goes with arithmetic in bf16, and this run has precision.kind={precision}. "
-            "Set precision=bf16 too, or precision.trained=fp32."
+            f"precision.trained={trained} needs precision=bf16, but precision.kind={precision}. "
+            "Set precision=bf16, or precision.trained=fp32."
         )
     if norm != "own" and precision in {"fp32", "tf32"}:
         yield (
-            f"model.norm={norm} is for bf16 or fp16, and precision={precision} computes everything in float32. "
+            f"model.norm={norm} is for bf16 or fp16, but precision={precision} computes in fp32. "
             "Set precision=bf16, or model.norm=own."
         )
 
@@ -290,41 +291,41 @@ def _full_fine_tuning_has_its_own_settings(run: RunConfig) -> Iterator[str]:
         return
     if trained != "fp32":
         yield (
-            f"precision.trained={trained} is for training whole models, and this run has {has_adapter}: its base is in "
-            "16 bits already. Set recipe=full, or precision.trained=fp32."
+            f"precision.trained={trained} is for full fine-tuning; with {has_adapter} the base is already in 16 bits. "
+            "Set recipe=full, or precision.trained=fp32."
         )
     if norm != "own":
         yield (
-            f"model.norm={norm} is for training whole models, and this run has {has_adapter}. Set recipe=full, or "
+            f"model.norm={norm} is for full fine-tuning, but this run has {has_adapter}. Set recipe=full, or "
             "model.norm=own."
         )
     if states != "same":
         yield (
-            f"optimizer.embedding_states={states} is for trained embeddings, and this run has {has_adapter}: its "
-            "embeddings are frozen. Set recipe=full, or optimizer.embedding_states=same."
+            f"optimizer.embedding_states={states} is for trained embeddings; {has_adapter} freezes them. "
+            "Set recipe=full, or optimizer.embedding_states=same."
         )
     if run.training.freeze:
         yield (
-            f"training.freeze=[{','.join(run.training.freeze)}] is for full fine-tuning, and {has_adapter} freezes all "
-            "of the base. Leave it out and name adapter.targets, or set recipe=full."
+            f"training.freeze=[{','.join(run.training.freeze)}] is for full fine-tuning; {has_adapter} freezes the "
+            "whole base. Leave it out and set adapter.targets, or set recipe=full."
         )
     if run.optimizer.in_backward:
         yield (
-            f"optimizer.in_backward=true saves the gradients of whole models, and this run has {has_adapter}: those of "
-            "adapters are small. Set recipe=full, or optimizer.in_backward=false."
+            f"optimizer.in_backward=true is for full fine-tuning; with {has_adapter} gradients are small. "
+            "Set recipe=full, or optimizer.in_backward=false."
         )
 
 
 def _conflicts(key: str, reason: str, faults: list[tuple[bool, str, str]]) -> Iterator[str]:
-    """One message about all settings that conflict with `key=true`, because they are changed together.
+    """Yield one message about all settings that conflict with `key=true`.
 
-    A fault says whether there is one, the setting as given, and the one to give.
+    A fault is whether there is a conflict, the current setting, and its replacement.
     """
-    found = [(given, wanted) for broken, given, wanted in faults if broken]
-    if found:
+    conflicts = [(setting, remedy) for broken, setting, remedy in faults if broken]
+    if conflicts:
         yield (
-            f"{key}=true {reason.format(' and '.join(given for given, _ in found))}. "
-            f"Set {' '.join(wanted for _, wanted in found)}, or {key}=false."
+            f"{key}=true {reason.format(' and '.join(setting for setting, _ in conflicts))}. "
+            f"Set {' '.join(remedy for _, remedy in conflicts)}, or {key}=false."
         )
 
 
@@ -337,8 +338,8 @@ def _weights_stepped_together_are_fp32(run: RunConfig) -> Iterator[str]:
         "precision.trained=bf16": run.precision.trained == "bf16",
     }
     if given != remedy and any(singly.values()):
-        found = " and ".join(name for name, wanted in singly.items() if wanted)
-        yield f"{given} steps all weights together, and {found} one after another. Set {remedy}."
+        names = " and ".join(name for name, is_set in singly.items() if is_set)
+        yield f"{given} steps all weights at once, but {names} steps them one by one. Set {remedy}."
 
 
 def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
@@ -347,8 +348,7 @@ def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
     accumulation, processes = run.batching.accumulation, run.launch.num_processes
     yield from _conflicts(
         "optimizer.in_backward",
-        "steps each weight as soon as its gradient is there, so nothing can be done to all gradients first, "
-        "as {} would",
+        "steps each weight during the backward pass and does not support {}",
         [
             (run.training.clip != 0, f"training.clip={run.training.clip:g}", "training.clip=0"),
             (accumulation != 1, f"batching.accumulation={accumulation}", "batching.accumulation=1"),
@@ -369,45 +369,45 @@ def _recorded_graphs_are_of_one_step(run: RunConfig) -> Iterator[str]:
         (profile_step is not None, f"training.profile_step={profile_step}", "training.profile_step=null"),
     ]
     if run.compile.graphs:
-        reason = "records compiled layers that keep what they compute, with gradients in one place: not with {}"
+        reason = "does not support {}"
         yield from _conflicts("compile.graphs", reason, faults)
 
 
 def _models_are_divided_by_layers_alone(run: RunConfig) -> Iterator[str]:
     if run.parallel.tensor > 1:
         yield (
-            f"parallel.tensor={run.parallel.tensor}: tensor parallelism is not offered, because PEFT's adapters break "
-            "on layers that are divided by rows. Set parallel.tensor=1, and parallel=fsdp for what does not fit."
+            f"parallel.tensor={run.parallel.tensor}: tensor parallelism is not supported because PEFT adapters break "
+            "on row-sharded layers. Set parallel.tensor=1, and parallel=fsdp if the model does not fit."
         )
     if run.parallel.context > 1:
         yield (
-            f"parallel.context={run.parallel.context}: context parallelism is not offered, because it lets packed "
-            "documents see each other. Set parallel.context=1, and training.recompute=true for long rows."
+            f"parallel.context={run.parallel.context}: context parallelism is not supported because packed documents "
+            "would attend to each other. Set parallel.context=1, and training.recompute=true for long rows."
         )
     if run.parallel.kind == "ddp" and run.parallel.offload:
         yield (
-            "parallel.offload=true keeps shards in memory of the host, and parallel=ddp has none: each process has the "
-            "whole model. Set parallel=fsdp, or parallel.offload=false."
+            "parallel.offload=true keeps shards in CPU RAM, but parallel=ddp does not shard the model. "
+            "Set parallel=fsdp, or parallel.offload=false."
         )
     if run.parallel.divides and run.parallel.overlap:
         yield (
-            f"parallel.overlap=true is of parallel=ddp; parallel={run.parallel.kind} always reduces gradients while it "
-            "computes. Set parallel.overlap=false, or parallel=ddp."
+            f"parallel.overlap=true is for parallel=ddp; parallel={run.parallel.kind} always overlaps communication. "
+            "Set parallel.overlap=false, or parallel=ddp."
         )
     if run.parallel.divides and run.optimizer.kind == "adafactor":
         yield (
-            f"optimizer=adafactor looks at whole tensors, and parallel={run.parallel.kind} gives each process a part. "
+            f"optimizer=adafactor needs whole tensors, but parallel={run.parallel.kind} shards them. "
             "Set optimizer=adamw_8bit, or parallel=ddp."
         )
 
 
 def _random_weights_are_of_numbers(run: RunConfig) -> Iterator[str]:
     if run.model.weights == "random" and "model_type" not in run.model.architecture:
-        yield "model.weights=random needs model.architecture with model_type and the numbers of config.json."
+        yield "model.weights=random needs model.architecture with model_type and the other config.json values."
     if run.model.weights == "random" and Path(run.model.path).expanduser().is_dir():
         yield (
-            f"model.path={run.model.path} would not be read, because model.weights=random. "
-            "Choose model=folder, or the model=NAME that it is like with model.weights=pretrained."
+            f"model.path={run.model.path} has no effect with model.weights=random. "
+            "Choose model=folder, or a similar model=NAME with model.weights=pretrained."
         )
 
 
@@ -415,8 +415,8 @@ def _warmup_has_one_length(run: RunConfig) -> Iterator[str]:
     steps, fraction = run.schedule.warmup_steps, run.schedule.warmup_fraction
     if steps is not None and fraction is not None:
         yield (
-            f"schedule.warmup_steps={steps} and schedule.warmup_fraction={fraction:g} both say how long the warm-up "
-            "is. Keep one; set the other to null."
+            f"schedule.warmup_steps={steps} and schedule.warmup_fraction={fraction:g} both set the warmup. "
+            "Keep one; set the other to null."
         )
 
 
@@ -425,10 +425,7 @@ def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
         return
     path = Path(run.resume).expanduser()
     if not path.is_dir():
-        yield (
-            f"resume={run.resume}: there is no such folder. "
-            "Give resume=auto or a folder like RUN/checkpoints/step-000100."
-        )
+        yield (f"resume={run.resume}: no such folder. Set resume=auto or a folder like RUN/checkpoints/step-000100.")
 
 
 RULES: tuple[Rule, ...] = (

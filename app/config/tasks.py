@@ -1,4 +1,4 @@
-"""Facts of tasks that need no torch; `app/tasks` has their code."""
+"""Properties of tasks that need no torch; `app/tasks` has their code."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -9,7 +9,7 @@ from app.config.schema import TaskConfig
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One kind of head on a backbone, and of what it is trained to answer."""
+    """Properties of a training task: model head, row formats and messages."""
 
     name: str
     description: str  # of a model that can do it
@@ -55,8 +55,8 @@ _ALL = (
         unit="token",
         writes_text=True,
         formats=(*(name for name in CHAT_FORMATS if name not in PREFERENCE_FORMATS), "prompt_completion", "text"),
-        other_rows="its labels are learnt by task=classification alone, and this is task=causal. "
-        "Set task=classification, or dataset=text for the text without its labels.",
+        other_rows="task=causal cannot train on labels. "
+        "Set task=classification, or dataset=text to train on the text without labels.",
     ),
     Task(
         name="masked",
@@ -70,7 +70,7 @@ _ALL = (
         unit="token",
         writes_text=False,
         formats=("text",),
-        other_rows="task=masked finds hidden tokens of plain text. Set dataset=text dataset.path=FILE, or task=causal.",
+        other_rows="task=masked needs plain text. Set dataset=text dataset.path=FILE, or task=causal.",
         tokenizer="asset:wordpiece",  # has a mask token
     ),
     Task(
@@ -85,9 +85,9 @@ _ALL = (
         unit="class",
         writes_text=False,
         formats=LABELED_FORMATS,
-        other_rows="task=classification learns labels, and such rows have none. Set dataset=labelled_text or "
+        other_rows="task=classification needs labels, which such rows lack. Set dataset=labelled_text or "
         "dataset=text_pair with dataset.path=FILE, or task=causal.",
-        one_label="there is nothing to choose. Give rows of two labels or more, or name all there are: "
+        one_label="there is only one class. Use rows with at least two labels, or list all labels: "
         "task.labels=[one,other].",
     ),
     Task(
@@ -102,12 +102,11 @@ _ALL = (
         unit="word",
         writes_text=False,
         formats=TAGGED_FORMATS,
-        other_rows="task=tokens learns a tag for each word, and such rows have none. Set dataset=tagged_words with "
+        other_rows="task=tokens needs a tag for each word, which such rows lack. Set dataset=tagged_words with "
         "dataset.path=FILE, or task=causal.",
         labeling="tokens",
         tokenizer="asset:wordpiece",
-        one_label="there is nothing to choose. Give rows of two tags or more, or name all there are: "
-        "task.labels=[O,B-PER].",
+        one_label="there is only one class. Use rows with at least two tags, or list all tags: task.labels=[O,B-PER].",
     ),
 )
 _PREFERENCE = replace(
@@ -115,28 +114,28 @@ _PREFERENCE = replace(
     name="preference",
     documents=2,
     formats=tuple(name for name in PREFERENCE_FORMATS if ROW_FORMATS[name].pairs),
-    other_rows="task=preference learns from pairs of a wanted and an unwanted answer. Set dataset=preference with "
+    other_rows="task=preference needs chosen/rejected pairs. Set dataset=preference with "
     "dataset.path=FILE, or task=causal.",
 )
 _PREFERENCE_LABEL = replace(
     _ALL[0],
     name="preference_label",
     formats=tuple(name for name in PREFERENCE_FORMATS if not ROW_FORMATS[name].pairs),
-    other_rows="recipe=kto learns from single answers with a label. Set dataset=preference_label with "
+    other_rows="recipe=kto needs single answers labeled good/bad. Set dataset=preference_label with "
     "dataset.path=FILE, or recipe=dpo for pairs of answers.",
-    one_label="nothing tells wanted answers from unwanted ones. Give rows of both labels, true and false, or learn the "
-    "wanted answers alone by recipe=lora.",
+    one_label="all answers have the same label. Use rows with both labels, true and false, or fine-tune on good "
+    "answers only with recipe=lora.",
 )
 TASKS: dict[str, Task] = {task.name: task for task in (*_ALL, _PREFERENCE, _PREFERENCE_LABEL)}
 
 
 def task_of(config: TaskConfig) -> Task:
-    """The task of a run, with its labels."""
+    """Return the task of a run with its labels."""
     task = TASKS[config.kind]
     return replace(task, labels=tuple(config.labels), problem=config.problem if task.pooled else None)
 
 
 def labeling_of(config: TaskConfig) -> str:
-    """The name of what a label is in the rows of a run."""
+    """Return the label type of a run's rows."""
     task = TASKS[config.kind]
     return config.problem if task.pooled else task.labeling

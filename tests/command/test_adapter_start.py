@@ -57,13 +57,13 @@ def remarks_of(start: Path, *words: str, command: Sequence[str] = COMMAND) -> li
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("adapter.r=4",), "it goes on with its own rank and scale. Type adapter.r=32, or leave"),
-        (("adapter.start=nowhere",), "adapter.start=nowhere: there is no adapter_config.json with adapter_model.safe"),
+        (("adapter.r=4",), "its rank and scale cannot change. Set adapter.r=32, or leave"),
+        (("adapter.start=nowhere",), "adapter.start=nowhere: no adapter_config.json with adapter_model.safe"),
         (
             ("adapter.targets=[q_proj]",),
             "and adapter.targets=[q_proj] means others here. Type adapter.targets=[down_pr",
         ),
-        (("recipe=full", "optimizer.lr=1e-3"), "recipe=full trains no adapter, so it changes nothing"),
+        (("recipe=full", "optimizer.lr=1e-3"), "recipe=full trains no adapter"),
         (("seed=7",), "it was trained on another base"),
     ],
 )

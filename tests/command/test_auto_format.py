@@ -62,9 +62,9 @@ def test_detected_format_is_written_to_run_yaml(zygote: Zygote, folder: Path) ->
     [
         (
             "dataset.train_on=completion",
-            "dataset.train_on=completion means nothing for dataset.format=sharegpt. Choose auto or assistant",
+            "dataset.train_on=completion is not supported for dataset.format=sharegpt. Choose auto or assistant",
         ),
-        ("dataset.on_overflow=split", "would tear a row of dataset.format=sharegpt apart"),
+        ("dataset.on_overflow=split", "is not supported for dataset.format=sharegpt"),
     ],
 )
 def test_detected_format_that_the_settings_do_not_suit_is_a_user_error(

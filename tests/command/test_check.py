@@ -55,12 +55,12 @@ def test_check_data_bad_rows_have_places_and_exit_code_2(zygote: Zygote, tmp_pat
     code, said, wrong = look(zygote, tmp_path, "data", *words, "output_dir=look")
     assert code == 2
     assert wrong.startswith("error: a.jsonl:21 and 1 more row: message 0 has the role 'asistant'")
-    assert wrong.endswith("a run with these settings stops at these rows\n")
+    assert wrong.endswith("training would fail on these rows\n")
     facts = facts_in(tmp_path / "look")
     assert (facts["rows"], facts["bad_rows"], facts["bad_places"]) == (42, 2, ["a.jsonl:21", "a.jsonl:42"])
     assert "a.jsonl:21 and 1 more row:" in " ".join(said.split())
     trained = zygote.run(tmp_path, *words, "output_dir=run", code=2)
-    assert trained.stderr == wrong.removesuffix("a run with these settings stops at these rows\n")
+    assert trained.stderr == wrong.removesuffix("training would fail on these rows\n")
 
     code, _, wrong = look(zygote, tmp_path, "data", *words, "dataset.on_bad_row=skip")
     assert (code, wrong) == (0, "")
@@ -126,8 +126,8 @@ def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -
 
 WRONG = {
     "data dataset=auto dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",
-    "cluster": "error: launch.num_processes=1: one process has no others to find. Set launch.num_processes=2",
-    "dataset=messages data": "error: 'data' is not an override.",
+    "cluster": "error: launch.num_processes=1: app.check cluster needs several processes. Set launch.num_processes=2",
+    "dataset=messages data": "error: Unrecognized argument 'data'.",
 }
 
 
@@ -203,7 +203,7 @@ LADDERS_REFUSED = [
     ("memory sweep=lr", "sweep=lr has no rungs, and app.check memory plans one run or the rungs of a ladder."),
     ("memory sweep=packing batching.packing=true", "batching.packing is what the rungs of sweep=packing differ in."),
     ("memory sweep=packing hardware=rtx3", "hardware=rtx3"),
-    ("data sweep=packing", "sweep is of app.check memory, which plans the rungs of a ladder."),
+    ("data sweep=packing", "sweep= is an option of app.check memory, for ladders."),
 ]
 
 

@@ -660,12 +660,12 @@ def test_every_setting_is_carried_needless_or_lost(name: str, tmp_path: Path) ->
 
 def test_meaning_that_changes_is_told() -> None:
     told, default = conversion("axolotl_qlora").changed
-    assert [each[:23] for each in conversion("torchtune_qlora").changed] == ["the file leaves these t"]
+    assert [each[:23] for each in conversion("torchtune_qlora").changed] == ["torchtune defaults made"]
     assert told.startswith("micro_batch_size: 2: rows are packed, so a micro-batch is a bin of 2 x 4096 = 8192 tokens")
-    assert default.endswith("so they are written out: schedule.final_fraction=0.0")
+    assert default.endswith("defaults made explicit: schedule.final_fraction=0.0")
     assert [each[:23] for each in conversion("trl_4_bits_off").changed] == [
-        "max_steps: 100: a run a",
-        "the file leaves these t",
+        "max_steps: 100: a run e",
+        "TRL defaults made expli",
     ]
     assert conversion("trl_full").changed[-1].endswith("dataset.train_on=all trains as before")
 
@@ -708,8 +708,7 @@ def test_converted_file_pairs_with_messages_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: 1", "no file of settings of Axolotl"), ("[1]", "has no settings"), ("a: [", "cannot be read")],
+    ("text", "message"), [("a: 1", "not a config of Axolotl"), ("[1]", "has no settings"), ("a: [", "cannot be read")]
 )
 def test_file_of_no_program_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "x.yml"
@@ -722,8 +721,12 @@ def test_existing_file_is_kept(tmp_path: Path) -> None:
     source, target = tmp_path / "config.yml", tmp_path / "mine.yaml"
     source.write_text(FILES["trl_lora"][0])
     assert convert(source, tmp_path / "new.yaml", Console(enabled=False)) == 0
-    assert (tmp_path / "new.yaml").read_text().startswith("# From config.yml of TRL.\ndataset: auto\nrecipe: lora\n")
+    assert (
+        (tmp_path / "new.yaml")
+        .read_text()
+        .startswith("# Converted from config.yml (TRL).\ndataset: auto\nrecipe: lora\n")
+    )
     target.write_text("mine")
-    with pytest.raises(ConfigError, match="it exists"):
+    with pytest.raises(ConfigError, match="already exists"):
         convert(source, target, Console(enabled=False))
     assert target.read_text() == "mine"

@@ -120,13 +120,13 @@ def update(run: Path, alpha: int, name: str) -> Tensor:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("adapters=[a:x]",), "each has a finite factor behind a colon, such as a:0.5"),
+        (("adapters=[a:x]",), "each adapter needs a finite factor after a colon, e.g. a:0.5"),
         (("adapters=[a:0]",), "all factors are 0"),
         (("adapters=[nowhere:1]",), "nowhere has no adapter_config.json"),
-        (("adapters=[a:1]", "combine=svd"), "svd alone takes a rank, and needs one"),
-        (("adapters=[a:1]", "combine=linear", "rank=4"), "svd alone takes a rank, and needs one"),
-        (("rank=4",), "combine and rank say how adapters are summed"),
-        (("adapters=[a:1]", "checkpoint=3"), "is in place of run=a's own"),
+        (("adapters=[a:1]", "combine=svd"), "svd needs a rank, and only svd supports one"),
+        (("adapters=[a:1]", "combine=linear", "rank=4"), "svd needs a rank, and only svd supports one"),
+        (("rank=4",), "combine and rank need adapters to sum"),
+        (("adapters=[a:1]", "checkpoint=3"), "cannot be combined with adapters"),
     ],
 )
 def test_sum_that_means_nothing_is_refused(
@@ -168,7 +168,7 @@ def torn(file: Path) -> None:
     reseal(file)
 
 
-FLIPPED = "safetensors is not what was written"
+FLIPPED = "safetensors has changed since it was written"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,12 @@ FLIPPED = "safetensors is not what was written"
         *((ADAPTER, flip, command, FLIPPED) for command in (EVALUATE, GENERATE, EXPORT, START)),
         *((BASE, flip, command, FLIPPED) for command in (EVALUATE, GENERATE, EXPORT)),
         (BASE, flip, (*GENERATE, "checkpoint=3"), FLIPPED),
-        (Path("final/tokenizer.json"), flip, (*GENERATE, "checkpoint=3"), "tokenizer.json is not what was written"),
+        (
+            Path("final/tokenizer.json"),
+            flip,
+            (*GENERATE, "checkpoint=3"),
+            "tokenizer.json has changed since it was written",
+        ),
         *((ADAPTER, without_one, command, "differ in base_model.model") for command in (EVALUATE, GENERATE)),
         *((ADAPTER, with_nan, command, "has NaN, or numbers too large") for command in (EVALUATE, GENERATE)),
         *((ADAPTER, torn, command, "safetensors cannot be loaded (") for command in (EVALUATE, GENERATE)),

@@ -108,9 +108,9 @@ def test_impossible_export_is_refused(
 
 
 def test_export_errors_come_before_loading(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    said = "kind has no value. Give kind=adapter or kind=merged"
+    said = "kind= is required. Set kind=adapter or kind=merged"
     ended = zygote.refused(tmp_path, f"run={finished('lora')}", module="app.export", message=said)
-    assert "to has no value. Give to=..." in ended.stderr
+    assert "to= is required. Set to=..." in ended.stderr
 
 
 def test_export_checks_disk_space_first(

@@ -8,14 +8,14 @@ from tests.config.small import refusal_of
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("recipe=kto", "task=preference"), "preference=kto with task=preference"),
-        (("recipe=kto", "preference.sft=1"), "preference=kto does not read it"),
-        (("recipe=kto", "dataset=pairs"), "from such rows recipe=dpo or recipe=orpo or recipe=simpo learns"),
-        (("recipe=dpo", "dataset=labelled_answers"), "from such rows recipe=kto learns"),
-        (("recipe=dpo", "task=causal"), "preference=dpo with task=causal"),
-        (("recipe=orpo", "preference.gamma=1"), "preference=orpo does not read it"),
-        (("recipe=dpo", "dataset=sample"), "task=preference learns from pairs"),
-        (("dataset=preference", "dataset.path=x"), "from such rows recipe=dpo or recipe=orpo or recipe=simpo learns"),
+        (("recipe=kto", "task=preference"), "preference=kto does not match task=preference"),
+        (("recipe=kto", "preference.sft=1"), "preference=kto ignores it"),
+        (("recipe=kto", "dataset=pairs"), "such rows need recipe=dpo or recipe=orpo or recipe=simpo"),
+        (("recipe=dpo", "dataset=labelled_answers"), "such rows need recipe=kto"),
+        (("recipe=dpo", "task=causal"), "preference=dpo does not match task=causal"),
+        (("recipe=orpo", "preference.gamma=1"), "preference=orpo ignores it"),
+        (("recipe=dpo", "dataset=sample"), "task=preference needs chosen/rejected pairs"),
+        (("dataset=preference", "dataset.path=x"), "such rows need recipe=dpo or recipe=orpo or recipe=simpo"),
     ],
 )
 def test_settings_that_compare_nothing_are_refused(words: tuple[str, ...], message: str) -> None:

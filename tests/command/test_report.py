@@ -69,21 +69,21 @@ def test_report_is_rebuilt_without_torch(finished: FinishedRuns, run_app: RunApp
 def test_report_of_another_shape_is_told(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "run.yaml").write_text("seed: 1")
     (tmp_path / name).write_text(text)
-    with pytest.raises(CheckpointError, match="one of its files is not as runs write it"):
+    with pytest.raises(CheckpointError, match="a file is damaged"):
         report(REPORT.parse([f"run={tmp_path}"]), Console(enabled=False))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("run=absent", "run=absent: there is no such folder."),
-        ("run=empty", "run=empty: there is no run in it. Give the output_dir of a run."),
-        ("sweep=empty", "sweep=empty: there is no sweep.json in it."),
-        ("run=made to=notes.txt", "to=notes.txt: there is something else already."),
-        ("run=made to=empty", "to=empty: this is a folder. Give a file in it, such as to=empty/report.html."),
-        ("run=made to=no/page.html", "to=no/page.html: there is no folder no."),
-        ("sweep=made", "sweep=made: there is no sweep.json in it. Give run=made."),
-        ("runs=made,absent", "runs=absent: there is no such folder."),
+        ("run=absent", "run=absent: no such folder."),
+        ("run=empty", "run=empty: no run found. Give the output_dir of a run."),
+        ("sweep=empty", "sweep=empty: no sweep.json found."),
+        ("run=made to=notes.txt", "to=notes.txt: the file exists and is not a report."),
+        ("run=made to=empty", "to=empty: this is a folder. Give a file in it, e.g. to=empty/report.html."),
+        ("run=made to=no/page.html", "to=no/page.html: no such folder: no."),
+        ("sweep=made", "sweep=made: no sweep.json found. Give run=made."),
+        ("runs=made,absent", "runs=absent: no such folder."),
     ],
 )
 def test_report_errors_are_reported(

@@ -54,7 +54,7 @@ def check_same_bits(zygote: Zygote, folder: Path) -> None:
     assert (ended.code, ended.stderr) == (0, "")
     assert content_of(folder / "run") == before
     assert numbers(folder / "run-reproduced") == numbers(folder / "run")
-    assert "origin  versions, commit, hardware, rows, tokenizer and base are the same" in ended.stdout
+    assert "origin  same versions, commit, hardware, rows, tokenizer and base" in ended.stdout
     assert re.search(r"result  agrees, \d+ lines up to step \d, to the last bit", ended.stdout)
     lines = metrics(folder / "run")
     assert found == {
@@ -95,7 +95,7 @@ def test_reproduce_names_the_first_difference(zygote: Zygote, folder: Path) -> N
     [
         (("run=bare",), "bare/run.yaml cannot be read as the configuration of a run"),
         (("run=run", "seed=3"), "seed does not apply, because a run is reproduced with its own settings"),
-        (("run=run", "output_dir=bare"), "output_dir=bare: there is something already."),
+        (("run=run", "output_dir=bare"), "output_dir=bare is not empty."),
     ],
 )
 def test_reproduce_errors_come_before_loading(

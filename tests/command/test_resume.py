@@ -135,7 +135,7 @@ def check_end(number: int, victim: int, running: Sequence[Running], parts: Path,
     assert (parts / "checkpoints" / f"step-{result(parts)['steps']:06d}").is_dir()
     *_, saved, report, resume, typed = stopped.stdout.splitlines()
     assert saved.endswith("which is saved.")
-    assert [report, resume] == [f"report  {parts / 'report.html'}", "To go on:"]
+    assert [report, resume] == [f"report  {parts / 'report.html'}", "To resume:"]
     python, *words = shlex.split(typed)
     assert words == ["-m", "app.train", *command]
     assert python in ("python", sys.executable)

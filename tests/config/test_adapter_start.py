@@ -51,9 +51,9 @@ def test_composed_run_has_method_fields_and_layers_of_its_start(tmp_path: Path) 
         "adapter.fields.block_share=true": "adapter.fields.block_share=null",
     }.items():
         (problem,) = check_start(compose_run([*words, typed]))
-        assert problem.endswith(f"it goes on with its own method and fields. Type {meant}, or leave it out.")
+        assert problem.endswith(f"its method and fields cannot change. Set {meant}, or leave it out.")
     (problem,) = check_start(compose_run(["recipe=lora", start]))
-    assert problem.endswith("it is of OFT, and the run is of adapter=lora. Type adapter=peft.")
+    assert problem.endswith("it is an adapter of type OFT, not adapter=lora. Set adapter=peft.")
 
 
 @pytest.mark.parametrize("odd", [{"r": "4"}, {"target_modules": ".*"}, {"target_modules": ["a b"]}])
@@ -74,7 +74,7 @@ def test_resumed_run_that_lost_its_start_keeps_what_it_began_with(tmp_path: Path
 @pytest.mark.parametrize("start", ["a" * 300, "a" * 300 + "/b"])
 def test_start_that_no_file_can_be_is_refused(start: str) -> None:
     (problem,) = check_start(compose_run(["recipe=lora", f"adapter.start={start}"]))
-    assert "there is no adapter_config.json" in problem
+    assert "no adapter_config.json" in problem
 
 
 def test_start_may_be_an_adapter_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,25 +56,25 @@ def test_generate_all_problems_together() -> None:
     with pytest.raises(ConfigError) as refusal:
         GENERATE.parse(["rum=r", "temperature=-1", "seed=x", "chat=perhaps", "launch.threads=0", "launch.thread=1"])
     assert refusal.value.problems == (
-        "rum is not a key. Did you mean run?",
+        "Unknown setting rum. Did you mean run?",
         "chat=perhaps: expected true or false or null.",
         "temperature=-1.0 must be at least 0.",
         "seed=x: expected a whole number.",
-        "launch.thread is not a key. Did you mean launch.threads?",
+        "Unknown setting launch.thread. Did you mean launch.threads?",
         "launch.threads=0 must be at least 1 and at most 1024.",
     )
-    with pytest.raises(ConfigError, match=r"'hello' is not key=value. Keys: run, checkpoint, model, prompt, "):
+    with pytest.raises(ConfigError, match=r"Unrecognized argument 'hello'. Options are key=value: run, checkpoint, "):
         GENERATE.parse(["hello"])
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("run=a", "second=b"), "second is the other text of a pair. Give prompt=TEXT, the first"),
-        (("run=a", "output=b"), "output=b is for the answers to a file. Give prompts=FILE"),
-        (("model=a", "adapter=false"), "adapter=false: model=a has no adapter that could be left off."),
-        (("run=a", "beams=2"), "beams=2 knows an answer at its end, and a conversation shows it as it is written."),
-        (("model=a", "top_k=3"), "top_p and top_k choose among samples, and temperature=0 takes none."),
+        (("run=a", "second=b"), "second is the second text of a pair. Set prompt=TEXT for the first"),
+        (("run=a", "output=b"), "output=b needs prompts=FILE"),
+        (("model=a", "adapter=false"), "adapter=false: model=a has no adapter."),
+        (("run=a", "beams=2"), "beams=2 is not supported in a chat, because beam search cannot stream."),
+        (("model=a", "top_k=3"), "top_p and top_k have no effect with temperature=0 (greedy decoding)."),
     ],
 )
 def test_generate_idle_options_refused(words: tuple[str, ...], told: str) -> None:
@@ -86,11 +86,11 @@ def test_generate_idle_options_refused(words: tuple[str, ...], told: str) -> Non
 @pytest.mark.parametrize(
     ("words", "pair", "told"),
     [
-        (("prompt=x", "beams=2"), False, "beams would change nothing: run=r was tuned with"),
-        (("prompt=x", "temperature=0.5"), False, "temperature would change nothing: run=r was tuned with"),
-        (("prompt=x",), True, "run=r was tuned on pairs of texts: give second=TEXT too."),
-        (("prompt=x", "second=y"), False, "run=r was tuned on single texts: leave second out."),
-        ((), False, "which answers with a label and holds no conversation."),
+        (("prompt=x", "beams=2"), False, "beams would have no effect: run=r was trained with"),
+        (("prompt=x", "temperature=0.5"), False, "temperature would have no effect: run=r was trained with"),
+        (("prompt=x",), True, "run=r was trained on text pairs: also set second=TEXT."),
+        (("prompt=x", "second=y"), False, "run=r was trained on single texts: leave second out."),
+        ((), False, "which predicts labels and cannot chat."),
     ],
 )
 def test_generate_idle_options_of_a_classifier_refused(words: tuple[str, ...], pair: bool, told: str) -> None:
@@ -102,7 +102,7 @@ def test_generate_model_names_as_in_train(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert [named_model(name).path for name in ("tiny", "Qwen/Qwen3-8B")] == ["asset:tiny", "Qwen/Qwen3-8B"]
     (tmp_path / "tiny").mkdir()
-    for name, told in (("folder", "no path of its own"), ("tiny", "Give model=./tiny or model=asset:tiny.")):
+    for name, told in (("folder", "has no path"), ("tiny", "Set model=./tiny or model=asset:tiny.")):
         with pytest.raises(ConfigError, match=told):
             named_model(name)
 
@@ -112,7 +112,7 @@ def test_option_without_key_missing_shows_example() -> None:
         (CONVERT, "python -m app.convert config.yml to=mine.yaml"),
         (BOARD, "python -m app.board"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(f"{command.bare} has no value. Give one: {example}")):
+        with pytest.raises(ConfigError, match=re.escape(f"{command.bare}= is required, e.g. {example}")):
             command.parse([])
 
 
@@ -122,14 +122,14 @@ def test_option_without_key_missing_shows_example() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "run has no value. Give run=DIR, sweep=DIR or runs=DIR1,DIR2."),
-        (("run=a", "sweep=b"), "run=a and sweep=b each say whose page it is. Keep one."),
-        (("run=a", "runs=b,c"), "run=a and runs=b,c each say whose page it is. Keep one."),
-        (("runs=a",), "runs=a: a comparison needs two folders at least. For the page of one run give run=DIR."),
-        (("run=~no-user/a",), "run=~no-user/a: there is no user no-user. Write the whole path, or ./~no-user/a."),
-        (("run=",), "run= is empty. Give a value, or run=null."),
-        (("runs/mine",), "'runs/mine' is not key=value. Keys: run, sweep, runs, to."),
-        (("rnu=a",), "rnu is not a key. Did you mean run?"),
+        ((), "run= is required, e.g. run=DIR, sweep=DIR or runs=DIR1,DIR2."),
+        (("run=a", "sweep=b"), "run=a and sweep=b both select a report. Keep one."),
+        (("run=a", "runs=b,c"), "run=a and runs=b,c both select a report. Keep one."),
+        (("runs=a",), "runs=a: a comparison needs at least two folders. For one run set run=DIR."),
+        (("run=~no-user/a",), "run=~no-user/a: unknown user no-user. Write the full path, or ./~no-user/a."),
+        (("run=",), "run= is empty. Set a value, or run=null."),
+        (("runs/mine",), "Unrecognized argument 'runs/mine'. Options are key=value: run, sweep, runs, to."),
+        (("rnu=a",), "Unknown setting rnu. Did you mean run?"),
     ],
 )  # fmt: skip
 def test_report_without_one_subject_refused(words: tuple[str, ...], said: str) -> None:
@@ -207,22 +207,22 @@ def test_check_fp8_without_support_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("memory", "hardware=h10"), "hardware=h10: there is no such hardware. Did you mean h100? Choose one of a10,"),
+        (("memory", "hardware=h10"), "hardware=h10: unknown hardware. Did you mean h100? Choose one of a10,"),
         (("memory", "hardware=h100", "hardware.memory_gb=3"), "Did you mean hardware.memory_gib?"),
         (("memory", "hardware=h100", "hardware.memory_gib=much"), "hardware.memory_gib=much: expected a number."),
         (("memory", "hardware=h100", "hardware.memory_gib=0"), "hardware.memory_gib=0.0 must be above 0"),
-        (("memory", "hardware.memory_gib=3"), "hardware.memory_gib needs hardware=NAME, which it changes."),
-        (("memory", "exactt=true"), "exactt is not a key. Did you mean exact?"),
+        (("memory", "hardware.memory_gib=3"), "hardware.memory_gib needs hardware=NAME."),
+        (("memory", "exactt=true"), "Unknown setting exactt. Did you mean exact?"),
         (("memory", "exact=perhaps"), "exact=perhaps: expected true or false."),
         (("memory", "exactt=true", "sed=1", "hardware=h10"), "Did you mean seed? hardware=h10:"),
-        (("memory", "answers.row=4"), "answers.row is not a key. Did you mean answers.rows?"),
+        (("memory", "answers.row=4"), "Unknown setting answers.row. Did you mean answers.rows?"),
         (("memory", "answers.rows=0"), "answers.rows=0 must be at least 1."),
-        (("data", "answers.rows=2"), "answers.rows=2: only app.check memory asks for it."),
+        (("data", "answers.rows=2"), "answers.rows=2 is an option of app.check memory."),
         (("memory", "answers.rows=2", "task=masked", "dataset=text", "dataset.path=x.txt"),
-         "answers: a model of task=masked writes no text. Leave it out, or set task=causal."),
-        (("data", "hardware=h100"), "hardware=h100: only app.check memory asks for it."),
-        (("memori",), "'memori' is neither a check nor key=value. Did you mean memory? Checks: data, memory, clu"),
-        (("data", "--cfg", "job"), "--cfg job is a switch of app.train. Leave it out."),
+         "answers: task=masked does not generate text. Leave it out, or set task=causal."),
+        (("data", "hardware=h100"), "hardware=h100 is an option of app.check memory."),
+        (("memori",), "Unknown check 'memori'. Did you mean memory? Choose one of data, memory, clu"),
+        (("data", "--cfg", "job"), "--cfg job is an option of app.train. Leave it out."),
     ],
 )  # fmt: skip
 def test_check_invalid_arguments_refused(words: tuple[str, ...], told: str) -> None:

@@ -14,27 +14,27 @@ TWO = ("dataset=mix", "dataset.mix.chat.path=a.jsonl", "dataset.mix.code.path=b.
 CODE = "dataset.mix.code"
 WRONG = [  # what is refused together
     {
-        f"{CODE}.weigth=2": f"{CODE}.weigth is not a key. Did you mean {CODE}.weight?",
+        f"{CODE}.weigth=2": f"Unknown setting {CODE}.weigth. Did you mean {CODE}.weight?",
         f"{CODE}.weight=much": f"{CODE}.weight=much: expected a number.",
         "dataset.mix.chat.weight=-1": "dataset.mix.chat.weight=-1.0 must be at least 0",
-        "dataset.mix.more.weight=1": "dataset.mix.more.path has no value. Give dataset.mix.more.path=...",
+        "dataset.mix.more.weight=1": "dataset.mix.more.path= is required. Set dataset.mix.more.path=...",
         f"{CODE}.max_rows=0": f"{CODE}.max_rows=0 must be at least 1.",
     },
     {
-        f"{CODE}.format=messagess": f"{CODE}.format=messagess is none of messages, ",
-        f"{CODE}.columns.txt=x": f"{CODE}.columns.txt is not a key. Did you mean {CODE}.columns.text?",
+        f"{CODE}.format=messagess": f"{CODE}.format=messagess: expected one of messages, ",
+        f"{CODE}.columns.txt=x": f"Unknown setting {CODE}.columns.txt. Did you mean {CODE}.columns.text?",
     },
-    {f"{CODE}.columns.text=[x]": f"{CODE}.columns.text=['x']: expected the name of a column."},
-    {f"{CODE}=3": f"{CODE}=3: {CODE} is a section. Give its keys, such as {CODE}.path=..."},
+    {f"{CODE}.columns.text=[x]": f"{CODE}.columns.text=['x']: expected a column name."},
+    {f"{CODE}=3": f"{CODE}=3: {CODE} is a section. Set its keys, e.g. {CODE}.path=..."},
     {"dataset.mix=a.jsonl": "dataset.mix=a.jsonl: expected a mapping like {a: 1, b: 2}."},
     {
-        "dataset.path=c.jsonl": "dataset.path=c.jsonl and dataset.mix both name the rows.",
-        "dataset.eval_split=test": "dataset.eval_split=test says not of which source of dataset.mix.",
-        "dataset.on_overflow=split": "=split would tear a row of dataset.mix.chat.format=messages",
+        "dataset.path=c.jsonl": "dataset.path=c.jsonl and dataset.mix both set the dataset.",
+        "dataset.eval_split=test": "dataset.eval_split=test is not supported with dataset.mix.",
+        "dataset.on_overflow=split": "=split is not supported for dataset.mix.chat.format=messages",
         f"{CODE}.columns={{input: 'a.*.x', output: 'b.*.y'}}": (
-            f"{CODE}.columns.input=a.*.x {CODE}.columns.output=b.*.y: the elements of one list"
+            f"{CODE}.columns.input=a.*.x {CODE}.columns.output=b.*.y: rows come from the elements of one list"
         ),
-        "dataset.train_on=completion": f"means nothing for {CODE}.format=messages.",
+        "dataset.train_on=completion": f"is not supported for {CODE}.format=messages.",
     },
 ]
 
@@ -68,11 +68,11 @@ def test_mix_format_auto_allowed(key: str) -> None:
 
 def test_dataset_without_rows_refused() -> None:
     (problem,) = refusal_of("dataset=mix")
-    assert problem.startswith("dataset.path=null names no rows. Give dataset.path=FILE, or dataset.mix.NAME.path=")
+    assert problem.startswith("dataset.path=null: no dataset. Set dataset.path=FILE, or dataset.mix.NAME.path=")
     chat_off = "dataset.mix.chat.weight=0"
     assert list(sources_of(compose_run([*TWO, chat_off]).dataset)) == ["code"]
     assert refusal_of(*TWO, chat_off, f"{CODE}.weight=0") == [
-        "dataset.mix: every weight is 0, so nothing is trained on. Set dataset.mix.NAME.weight=1."
+        "dataset.mix: all weights are 0, so there is nothing to train on. Set dataset.mix.NAME.weight=1."
     ]
 
 
@@ -82,7 +82,9 @@ def test_dataset_without_rows_refused() -> None:
 )
 def test_own_rows_never_scored_on_the_sample(given: tuple[str, ...], group: str) -> None:
     (problem,) = refusal_of("dataset.path=m.jsonl", *given)
-    assert problem.startswith("dataset.path=m.jsonl would be scored on the sample that ships (dataset.eval_path=asset:")
+    assert problem.startswith(
+        "dataset.path=m.jsonl would be evaluated on the included sample (dataset.eval_path=asset:"
+    )
     assert f"Add dataset={group}, " in problem
     assert compose_run(["dataset.path=m.jsonl", *given, f"dataset={group}"]).dataset.eval_path is None
     assert compose_run(["dataset.path=m.jsonl", *given, "dataset.eval_path=h.jsonl"]).dataset.path == "m.jsonl"

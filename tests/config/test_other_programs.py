@@ -15,17 +15,14 @@ ROWS = other_programs()
 NAMES = {name: row for row in ROWS for program in PROGRAMS for name in row.get(program, ())}
 
 TOLD = [
-    ("--learning_rate 2e-4", "--learning_rate: there is no such switch. Did you mean optimizer.lr=2e-4?"),
-    ("--learning-rate=2e-4", "--learning-rate=2e-4: there is no such switch. Did you mean optimizer.lr=2e-4?"),
-    ("learning_rate=2e-4", "learning_rate is not a key. Did you mean optimizer.lr=2e-4?"),
-    ("training.learning_rate=2e-4", "training.learning_rate is not a key. Did you mean optimizer.lr=2e-4?"),
-    ("training.optim=adamw_bnb_8bit", "training.optim is not a key. Did you mean optimizer=adamw_8bit?"),
-    ("--load_in_4bit", "--load_in_4bit: there is no such switch. Did you mean recipe=qlora?"),
-    ("+load_in_4bit=True", "load_in_4bit is not a key. Did you mean recipe=qlora?"),
-    (
-        "adapter=qlora",
-        "adapter=qlora: there is no such adapter. Did you mean recipe=qlora? Choose one of lora, none, peft.",
-    ),
+    ("--learning_rate 2e-4", "Unknown option --learning_rate. Did you mean optimizer.lr=2e-4?"),
+    ("--learning-rate=2e-4", "Unknown option --learning-rate=2e-4. Did you mean optimizer.lr=2e-4?"),
+    ("learning_rate=2e-4", "Unknown setting learning_rate. Did you mean optimizer.lr=2e-4?"),
+    ("training.learning_rate=2e-4", "Unknown setting training.learning_rate. Did you mean optimizer.lr=2e-4?"),
+    ("training.optim=adamw_bnb_8bit", "Unknown setting training.optim. Did you mean optimizer=adamw_8bit?"),
+    ("--load_in_4bit", "Unknown option --load_in_4bit. Did you mean recipe=qlora?"),
+    ("+load_in_4bit=True", "Unknown setting load_in_4bit. Did you mean recipe=qlora?"),
+    ("adapter=qlora", "adapter=qlora: unknown adapter. Did you mean recipe=qlora? Choose one of lora, none, peft."),
     ("lora_r=16", "Did you mean adapter.r=16?"),
     ("gradient_accumulation_steps=4", "Did you mean batching.accumulation=4?"),
     ("num_epochs=3", "Did you mean training.epochs=3?"),
@@ -38,9 +35,9 @@ TOLD = [
     ("report_to=wandb", "Did you mean tracker=wandb?"),
     ("lr_scheduler_type=polynomial", "Did you mean schedule=constant|cosine|linear|wsd?"),
     ("warmup_steps=10", "Did you mean schedule.warmup_steps=10?"),
-    ("use_dora=true", "use_dora is not a key. Did you mean adapter.dora=true?"),
-    ("--config my.yaml", "--config: there is no such switch. Did you mean from=FILE.yaml? A file of settings has"),
-    ("my.yaml", "'my.yaml' is not an override. Write key=value or group=choice. Did you mean from=my.yaml?"),
+    ("use_dora=true", "Unknown setting use_dora. Did you mean adapter.dora=true?"),
+    ("--config my.yaml", "Unknown option --config. Did you mean from=FILE.yaml? A file of settings has"),
+    ("my.yaml", "Unrecognized argument 'my.yaml'. Settings are key=value. Did you mean from=my.yaml?"),
     (
         "parallel=deepspeed",
         "Did you mean parallel=zero3? By torch's FSDP2; parallel=zero2 for stage 2. DeepSpeed is not",
@@ -57,22 +54,22 @@ TOLD = [
     ("precision=fp8", "Did you mean recipe=lora quantization=fp8? The frozen base is computed in fp8"),
     (
         "compile.backend=nvfuser",
-        "compile.backend=nvfuser is none of inductor, aot_eager, eager, cudagraphs. Did you mean",
+        "compile.backend=nvfuser: expected one of inductor, aot_eager, eager, cudagraphs. Did you mean",
     ),
     (
         "task=distillation",
-        "task=distillation: there is no such task. Distillation is not offered. Answers that another model wrote",
+        "task=distillation: unknown task. Distillation is not offered. Answers that another model wrote",
     ),
-    ("optimizer=adamw_torch_fused", "there is no such optimizer. Did you mean optimizer=adamw? Choose one of"),
-    ("optimizer=galore", "there is no such optimizer. GaLore and APOLLO are not offered, because their states are"),
-    ("optimizer.foreach=true", "optimizer.foreach is not a key. Did you mean optimizer.implementation=foreach?"),
+    ("optimizer=adamw_torch_fused", "unknown optimizer. Did you mean optimizer=adamw? Choose one of"),
+    ("optimizer=galore", "unknown optimizer. GaLore and APOLLO are not offered, because their states are"),
+    ("optimizer.foreach=true", "Unknown setting optimizer.foreach. Did you mean optimizer.implementation=foreach?"),
     ("attention=eager", "Did you mean attention=sdpa? The numbers are those of eager attention, without keeping its"),
     ("parallel=tensor", "Did you mean parallel=fsdp? Tensor and context parallelism are not offered, because PEFT's"),
     ("precision=high", "Did you mean precision=tf32? Choose one of"),
     ("torch_compile_mode=default", "Did you mean compile.mode=default?"),
     ("dataloader_pin_memory=true", "Batches are made while the GPU is busy, in pinned memory. Leave it out."),
-    ("--unheard-of 3", "--unheard-of: there is no such switch. Settings have no dashes in front: unheard_of=3"),
-    ("adapter.fused=true", "adapter.fused is not a key. Did you mean compile=auto? The fused layers were removed"),
+    ("--unheard-of 3", "Unknown option --unheard-of. Settings are written without dashes: unheard_of=3"),
+    ("adapter.fused=true", "Unknown setting adapter.fused. Did you mean compile=auto? The fused layers were removed"),
 ]
 
 

@@ -25,48 +25,48 @@ from tests.config.small import refusal_of
 from tests.harness.composed import composed
 
 REFUSED = [
-    ("", "'' is not an override. Write key=value or group=choice."),
-    ("=3", "'=3' is not an override."),
+    ("", "Unrecognized argument ''. Settings are key=value."),
+    ("=3", "Unrecognized argument '=3'."),
     ("model.=3", "'model.=3' cannot be read"),
     ("model.add_tokens=[<x>]", "Quote the value: 'model.add_tokens=[\"...\"]'"),
-    ("~resume", "~resume: nothing can be taken out of a run. Set resume to null, none or 0, where it takes that."),
-    ("model@here=tiny", "model@here=tiny: model has one place in a run. Write model=..."),
-    ("model=null", "model=null: there is no such model. Choose one of bert, bert_large, folder, gemma3_"),
-    ("model=_hub", "model=_hub: there is no such model."),
-    ("model=lllama", "model=lllama: there is no such model. Did you mean llama?"),
-    ("dataset=aplaca", "dataset=aplaca: there is no such dataset. Did you mean alpaca?"),
+    ("~resume", "~resume: settings cannot be removed. Set resume=none, null or 0."),
+    ("model@here=tiny", "model@here=tiny: packages (@) are not supported. Write model=..."),
+    ("model=null", "model=null: unknown model. Choose one of bert, bert_large, folder, gemma3_"),
+    ("model=_hub", "model=_hub: unknown model."),
+    ("model=lllama", "model=lllama: unknown model. Did you mean llama?"),
+    ("dataset=aplaca", "dataset=aplaca: unknown dataset. Did you mean alpaca?"),
     ("dataset=rows.jsonl", "or give a file, a folder or a hub id."),
-    ("model=ORG/A,ORG/B", "several values are a sweep, which -m starts: python -m app.train -m model="),
-    ("recipe=loar", "recipe=loar: there is no such recipe. Did you mean lora?"),
-    ("modl=llama", "modl is neither a key nor a group. Did you mean model=bert|bert_large|folder|gemma3_"),
-    ("sed=1", "sed is not a key. Did you mean seed?"),
-    ("training.max_stps=1", "training.max_stps is not a key. Did you mean training.max_steps?"),
-    ("model.suggest.lr_ful=1", "model.suggest.lr_ful is not a key. Did you mean model.suggest.lr_full?"),
-    ("++trning.clip=1", "trning.clip is not a key. Did you mean training.clip?"),
-    ("output=runs/a", "output is not a key. Did you mean output_dir or dataset.columns.output?"),
-    ("lr=1e-3", "lr is not a key. Did you mean optimizer.lr?"),
-    ("dataset={pth: a}", "dataset.pth is not a key. Did you mean dataset.path?"),
-    ("seed=1,2", "seed=1,2: several values are a sweep, which -m starts: python -m app.train -m seed=..."),
-    ("seed=range(1,3)", "several values are a sweep"),
-    ("dataset.path=a,b", "For text with a comma in it write 'dataset.path=\"a,b\"'."),
+    ("model=ORG/A,ORG/B", "several values make a sweep; add -m: python -m app.train -m model="),
+    ("recipe=loar", "recipe=loar: unknown recipe. Did you mean lora?"),
+    ("modl=llama", "Unknown setting modl. Did you mean model=bert|bert_large|folder|gemma3_"),
+    ("sed=1", "Unknown setting sed. Did you mean seed?"),
+    ("training.max_stps=1", "Unknown setting training.max_stps. Did you mean training.max_steps?"),
+    ("model.suggest.lr_ful=1", "Unknown setting model.suggest.lr_ful. Did you mean model.suggest.lr_full?"),
+    ("++trning.clip=1", "Unknown setting trning.clip. Did you mean training.clip?"),
+    ("output=runs/a", "Unknown setting output. Did you mean output_dir or dataset.columns.output?"),
+    ("lr=1e-3", "Unknown setting lr. Did you mean optimizer.lr?"),
+    ("dataset={pth: a}", "Unknown setting dataset.pth. Did you mean dataset.path?"),
+    ("seed=1,2", "seed=1,2: several values make a sweep; add -m: python -m app.train -m seed=..."),
+    ("seed=range(1,3)", "several values make a sweep"),
+    ("dataset.path=a,b", "For text with a comma write 'dataset.path=\"a,b\"'."),
     ("adapter.targets=a,b", "For a list write adapter.targets=[a,b]."),
-    ("hydra.mode=MULTIRUN", "hydra.mode is not a key."),
-    ("hydra/launcher=basic", "hydra/launcher is not a key."),
+    ("hydra.mode=MULTIRUN", "Unknown setting hydra.mode."),
+    ("hydra/launcher=basic", "Unknown setting hydra/launcher."),
     ("seed=${sed}", "seed: Interpolation key 'sed' not found."),
     ("seed=${oc.env:NO_SUCH_NAME}", "seed: Environment variable 'NO_SUCH_NAME' not found."),
     ("model.suggest=3", "model.suggest=3: model.suggest is a section."),
-    ("model.architecture.hidden_size=64", "would not be read: model.weights=pretrained has its numbers"),
-    (f"seed={'[' * 200}{']' * 200}", "cannot be read: its key is too long, or its brackets are nested too deeply."),
+    ("model.architecture.hidden_size=64", "has no effect with model.weights=pretrained, which reads"),
+    (f"seed={'[' * 200}{']' * 200}", "cannot be read: the key is too long or the brackets are nested too deeply."),
     (f"model.architecture={'{a: ' * 200}1{'}' * 200}", "nested too deeply"),
-    (f"model.architecture.{'.'.join('a' * 500)}=1", "its key is too long"),
+    (f"model.architecture.{'.'.join('a' * 500)}=1", "the key is too long"),
     (f"seed={'9' * 5000}", "cannot be read: Exceeds the limit"),
 ]  # fmt: skip
 
 IN_YAML = [
-    ("config.yaml", "seed: 0", "sed: 0", "sed is not a key. Did you mean seed?"),
-    ("config.yaml", "\ntraining:\n", "\ntrning:\n", "trning is not a key. Did you mean training?"),
-    ("model/tiny.yaml", "\nsuggest:\n", "\nsuggst:\n", "model.suggst is not a key. Did you mean model.suggest?"),
-    ("adapter/lora.yaml", "\nr: 32", "\nrank: 32", "adapter.rank is not a key."),
+    ("config.yaml", "seed: 0", "sed: 0", "Unknown setting sed. Did you mean seed?"),
+    ("config.yaml", "\ntraining:\n", "\ntrning:\n", "Unknown setting trning. Did you mean training?"),
+    ("model/tiny.yaml", "\nsuggest:\n", "\nsuggst:\n", "Unknown setting model.suggst. Did you mean model.suggest?"),
+    ("adapter/lora.yaml", "\nr: 32", "\nrank: 32", "Unknown setting adapter.rank."),
     ("recipe/lora.yaml", "lr_adapter}", "lr_adaptor}", "optimizer.lr: Interpolation key 'model.suggest.lr_adaptor'"),
     ("recipe/lora.yaml", "/adapter: lora", "/adapter: lorra", "adapter/lorra"),
     ("optimizer/adamw.yaml", "kind: adamw", "kind: adamwx", "Did you mean adamw?"),
@@ -136,7 +136,7 @@ def test_overrides_several_mistakes_reported_together(conf: Path) -> None:
 
 def test_overrides_misspelt_key_and_wrong_value_both_reported() -> None:
     assert refusal_of("optimizer.lrr=3", "optimizer.lr=-1", "adapter.r=x", "training.clip=1") == [
-        "optimizer.lrr is not a key. Did you mean optimizer.lr?",
+        "Unknown setting optimizer.lrr. Did you mean optimizer.lr?",
         "adapter.r=x: expected a whole number.",
         "optimizer.lr=-1.0 must be above 0.",
     ]
@@ -236,7 +236,7 @@ def test_overrides_last_one_wins() -> None:
 
 def test_overrides_key_inside_list_refused() -> None:
     words = ["model.weights=random", "model=llama", "model.architecture.eos_token_id.x=3"]
-    with pytest.raises(ConfigError, match=r"model\.architecture\.eos_token_id\.x lies inside a list"):
+    with pytest.raises(ConfigError, match=r"model\.architecture\.eos_token_id\.x is inside a list"):
         compose_run(words)
 
 
@@ -264,18 +264,18 @@ def test_split_arguments_mixed_switches_and_overrides() -> None:
 
 
 WRONG_SWITCHES = [
-    (["-m", "seed=1,2"], False, "-m starts a sweep, and this is one run."),
-    (["--multirun"], False, "-m starts a sweep, and this is one run."),
-    (["--output-dir=runs"], False, "Settings have no dashes in front: output_dir=runs"),
-    (["--resume", "auto"], False, "--resume: there is no such switch"),
+    (["-m", "seed=1,2"], False, "-m starts a sweep, but this command takes one run."),
+    (["--multirun"], False, "-m starts a sweep, but this command takes one run."),
+    (["--output-dir=runs"], False, "Settings are written without dashes: output_dir=runs"),
+    (["--resume", "auto"], False, "Unknown option --resume"),
     (["--cfg", "jobb"], False, "--cfg jobb: only --cfg job is supported."),
-    (["--config-name=mine"], False, "--config-name is not in this program"),
-    (["--config-dir", "here"], False, "--config-dir is not in this program"),
-    (["--experimental-rerun", "a.pickle"], False, "--experimental-rerun: there is no such switch."),
-    (["--cfg", "job", "-m"], True, "--cfg job does not go with -m, because it is about one run."),
-    (["-m", "--help", "seed=1,2"], True, "--help does not go with -m"),
-    (["-m", "--resume", "auto"], True, "--resume: there is no such switch"),
-    (["-m", "--config-name=mine"], True, "--config-name is not in this program"),
+    (["--config-name=mine"], False, "--config-name is not supported: configs live in conf/"),
+    (["--config-dir", "here"], False, "--config-dir is not supported: configs live in conf/"),
+    (["--experimental-rerun", "a.pickle"], False, "Unknown option --experimental-rerun."),
+    (["--cfg", "job", "-m"], True, "--cfg job applies to one run and cannot be combined with -m."),
+    (["-m", "--help", "seed=1,2"], True, "--help applies to one run and cannot be combined with -m"),
+    (["-m", "--resume", "auto"], True, "Unknown option --resume"),
+    (["-m", "--config-name=mine"], True, "--config-name is not supported: configs live in conf/"),
 ]
 
 
@@ -419,20 +419,20 @@ def test_settings_file_serves_sweeps_and_checks(file: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("optimizer: {lrr: 1}", "optimizer.lrr is not a key. Did you mean optimizer.lr?"),
+        ("optimizer: {lrr: 1}", "Unknown setting optimizer.lrr. Did you mean optimizer.lr?"),
         ("recipe: full\nadapter.r: 4", "adapter.r=4: recipe=full trains no adapter"),
         ("model.trust_remote_code: true", "model.trust_remote_code in"),
-        ("hydra: {callbacks: {a: {_target_: os.system}}}", "hydra.callbacks.a._target_ is not a key."),
+        ("hydra: {callbacks: {a: {_target_: os.system}}}", "Unknown setting hydra.callbacks.a._target_."),
         (
             "cache_dir: /tmp/x",
-            "is not accepted, because it decides which code runs. If you trust the source, type cache_dir=/tmp/x",
+            "is not accepted because it decides which code runs. If you trust the source, type cache_dir=/tmp/x",
         ),
         ("launch: {num_processes: 500}", "type launch.num_processes=500 on the command line."),
         ("launch.threads: 9", "launch.threads in"),
-        ("+seed: 1", "my.yaml: not the name of a setting. Write section.key or group, without + ~ @ or /."),
-        ("varied_from: other.yaml", "there is no run.yaml in it"),
-        ("recipe: [", "it cannot be read as settings"),
-        ("- recipe", "it has no settings"),
+        ("+seed: 1", "my.yaml: invalid setting name. Write section.key or group, without + ~ @ or /."),
+        ("varied_from: other.yaml", "no run.yaml found"),
+        ("recipe: [", "settings cannot be read"),
+        ("- recipe", "the file has no settings"),
         ("a: &a [1]\nb: *a", "it has an alias"),
         ("training.max_steps: three", "training.max_steps=three"),
     ],
@@ -443,7 +443,7 @@ def test_settings_file_that_is_wrong_is_refused(file: Path, settings: str, messa
 
 
 def test_settings_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert "there is no such file" in refusal(f"from={tmp_path / 'no.yaml'}")
+    assert "no such file" in refusal(f"from={tmp_path / 'no.yaml'}")
     (tmp_path / "manifest.json").write_text("{}")
     (tmp_path / "run.yaml").write_text("seed: 1")
-    assert f"Give its folder: from={tmp_path}" in refusal(f"from={tmp_path / 'run.yaml'}")
+    assert f"Use its folder: from={tmp_path}" in refusal(f"from={tmp_path / 'run.yaml'}")

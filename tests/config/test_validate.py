@@ -37,25 +37,25 @@ WRONG: list[tuple[str, Any, str]] = [
     ("training.rehearse", "no way", "training.rehearse=no way: expected true, false or auto."),
     ("launch.num_processes", "all", "launch.num_processes=all: expected a whole number or auto."),
     ("training.recompute", "some", "training.recompute=some: expected true, false, a whole number or auto."),
-    ("output_dir", "", "output_dir= is empty. Give a value."),
-    ("resume", "", "resume= is empty. Give a value, or resume=null."),
-    ("resume", True, "resume=true: expected text (in quotes, where it looks like something else) or null."),
+    ("output_dir", "", "output_dir= is empty. Set a value."),
+    ("resume", "", "resume= is empty. Set a value, or resume=null."),
+    ("resume", True, "resume=true: expected text (quote it if it looks like another type) or null."),
     ("model.revision", 1e5, "model.revision=100000.0: expected text"),
     ("model.path", ["a", None], "model.path=[a, null]: expected text"),
     ("adapter.targets", "q_proj", "adapter.targets=q_proj: expected a list like [a, b]."),
     ("adapter.targets", ["q_proj", None], "adapter.targets=[q_proj, null]: expected a list like [a, b]."),
     ("model.architecture", 3, "model.architecture=3: expected a mapping like {a: 1, b: 2}."),
-    ("dataset.format", "messagess", "dataset.format=messagess is none of auto, messages, sharegpt, "),
-    ("checkpoint.final", "first", "checkpoint.final=first is none of last, best."),
-    ("training", 3, "training=3: training is a section. Give its keys, such as training.epochs=..."),
+    ("dataset.format", "messagess", "dataset.format=messagess: expected one of auto, messages, sharegpt, "),
+    ("checkpoint.final", "first", "checkpoint.final=first: expected one of last, best."),
+    ("training", 3, "training=3: training is a section. Set its keys, e.g. training.epochs=..."),
     ("model.suggest", None, "model.suggest=null: model.suggest is a section."),
-    ("dataset.path", "???", "dataset.path has no value. Give dataset.path=..."),
-    ("dataset.clumns", {}, "dataset.clumns is not a key. Did you mean dataset.columns?"),
-    ("learning_rate", 1, "learning_rate is not a key. Did you mean optimizer.lr?"),
-    ("dataset.columns.foo", "a", "dataset.columns.foo is not a key. Known: dataset.columns.answer, "),
-    ("training.clip", None, "training.clip=null: expected a number. 0 is none."),
+    ("dataset.path", "???", "dataset.path= is required. Set dataset.path=..."),
+    ("dataset.clumns", {}, "Unknown setting dataset.clumns. Did you mean dataset.columns?"),
+    ("learning_rate", 1, "Unknown setting learning_rate. Did you mean optimizer.lr?"),
+    ("dataset.columns.foo", "a", "Unknown setting dataset.columns.foo. Choose one of dataset.columns.answer, "),
+    ("training.clip", None, "training.clip=null: expected a number. Use 0 for none."),
     *(
-        (key, value, "expected a whole number or a part of an epoch like 0.25epoch.")
+        (key, value, "expected a whole number or a fraction of an epoch like 0.25epoch.")
         for key in ("eval.every", "checkpoint.every")
         for value in (1.5, "x", "0epoch", "-1epoch", "nanepoch", "epoch", "infepoch", True)
     ),
@@ -99,8 +99,8 @@ def test_key_missing_reported() -> None:
     del data["training"], data["seed"]
     with pytest.raises(ConfigError) as refusal:
         parse_section(RunConfig, data)
-    assert "seed has no value. Give seed=..." in refusal.value.problems
-    assert "training.clip has no value. Give training.clip=..." in refusal.value.problems
+    assert "seed= is required. Set seed=..." in refusal.value.problems
+    assert "training.clip= is required. Set training.clip=..." in refusal.value.problems
 
 
 @pytest.mark.parametrize(
@@ -237,14 +237,14 @@ def test_settings_file_typed_only_key_accepted_where_typed(tmp_path: Path, key: 
 
 
 IN_FORMS = [
-    ("hydra.job.chdir=true", "hydra.job.chdir is not a key."),
+    ("hydra.job.chdir=true", "Unknown setting hydra.job.chdir."),
     ("++hydra.job.chdir=true", "hydra.job.chdir in the form: "),
     ("hydra/launcher=basic", "hydra/launcher in the form: "),
-    ("++seed=1", "seed in the form: not the name of a setting"),
-    ("model@x=tiny", "model@x in the form: not the name of a setting"),
-    ("model.trust_remote_code=true", "model.trust_remote_code in the form is not accepted, because it decides"),
-    ("model={trust_remote_code: true}", "model.trust_remote_code in the form is not accepted, because it decides"),
-    ("cache_dir=/tmp/x", "cache_dir in the form is not accepted, because it decides"),
+    ("++seed=1", "seed in the form: invalid setting name"),
+    ("model@x=tiny", "model@x in the form: invalid setting name"),
+    ("model.trust_remote_code=true", "model.trust_remote_code in the form is not accepted because it decides"),
+    ("model={trust_remote_code: true}", "model.trust_remote_code in the form is not accepted because it decides"),
+    ("cache_dir=/tmp/x", "cache_dir in the form is not accepted because it decides"),
     ("--cfg=job", "--cfg job"),
     ("--info", "--info"),
 ]

@@ -66,7 +66,7 @@ def test_random_rows_are_a_source_of_a_mix(tmp_path: Path) -> None:
 
 
 def test_random_rows_settings_of_other_data_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dataset\.random\.rows=9: no rows are made, so it changes nothing"):
+    with pytest.raises(ConfigError, match=r"dataset\.random\.rows=9 has no effect without dataset=random"):
         compose_run(["dataset.random.rows=9"])
 
 

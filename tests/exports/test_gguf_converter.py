@@ -53,14 +53,14 @@ def test_merged_model_goes_through_converter_and_quantizer(
 
 def test_missing_programs_and_keys_of_no_use_are_refused(finished: FinishedRuns, tmp_path: Path) -> None:
     words = [f"run={finished('lora')}", f"to={tmp_path}/out"]
-    with pytest.raises(AppError, match="Give llama_cpp=DIR, its folder"):
+    with pytest.raises(AppError, match="Set llama_cpp=DIR, its folder"):
         export_config([*words, "kind=gguf", "quant=q4_k_m"])
     other = finished.copy(tmp_path / "other")
     settings = (other / "run.yaml").read_text().replace("kind: causal", "kind: classification")
     (other / "run.yaml").write_text(settings.replace("format: messages", "format: labelled_text"))
-    with pytest.raises(AppError, match="is for models that write text, not for task=classification"):
+    with pytest.raises(AppError, match="is for models that generate text, not task=classification"):
         export_config([f"run={other}", "kind=gguf", f"to={tmp_path}/out", "llama_cpp=here"])
-    with pytest.raises(AppError, match="writes GGUF files alone"):
+    with pytest.raises(AppError, match="is for GGUF files only"):
         export_config([*words, "kind=merged", "llama_cpp=here"])
     assert "there is no convert_hf_to_gguf.py in it" in "".join(converter_problems(str(tmp_path), "bf16"))
     (stand_in(tmp_path / "llama.cpp") / "build" / "bin" / "llama-quantize").unlink()

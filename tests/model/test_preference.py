@@ -139,8 +139,8 @@ def test_kto_equals_its_formula(mean_ratio: float) -> None:
     [
         ((1.0, 1.0), (100, 100), ""),
         ((1.0, 1.0), (400, 300), ""),
-        ((1.0, 1.0), (900, 100), "preference.undesirable=9 makes it 1"),
-        ((1.0, 1.0), (100, 300), "preference.desirable=3 makes it 1"),
+        ((1.0, 1.0), (900, 100), "Set preference.undesirable=9 for a ratio of 1"),
+        ((1.0, 1.0), (100, 300), "Set preference.desirable=3 for a ratio of 1"),
         ((1.0, 9.0), (900, 100), ""),
     ],
 )

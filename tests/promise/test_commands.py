@@ -41,5 +41,5 @@ def test_toy_option_is_parsed_and_listed_with_the_others() -> None:
 
     toy_command = replace(commands.GENERATE, schema=Options)
     assert toy_command.parse(["run=r", "prompt=Hi", "toy=5"]) == Options(run="r", prompt="Hi", toy=5)
-    with pytest.raises(ConfigError, match=r"toyz is not a key\. Did you mean toy"):
+    with pytest.raises(ConfigError, match=r"Unknown setting toyz\. Did you mean toy"):
         toy_command.parse(["run=r", "prompt=Hi", "toyz=5"])

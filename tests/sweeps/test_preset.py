@@ -86,7 +86,7 @@ REFUSED = [
     ("sweep=3", "sweep=3: there is no such sweep."),
     ("sweep.trials=3", f"sweep.trials needs sweep=..., which it changes. Choose one of {NAMES}."),
     ("sweep=lr sweep.seed=3", "are of a search: sweep=lr has a trial for each of its values."),
-    ("sweep=optuna sweep.trails=3", "sweep.trails is not a key. Did you mean sweep.trials?"),
+    ("sweep=optuna sweep.trails=3", "Unknown setting sweep.trails. Did you mean sweep.trials?"),
     ("sweep=optuna sweep.trials=0", "sweep.trials=0 must be at least 1 and at most 1000."),
     ("sweep=optuna sweep.trials=many", "sweep.trials=many: expected a whole number."),
     ("sweep=optuna sweep.trials=1,2", "sweep.trials=1,2: a sweep has one sweep.trials."),
@@ -96,9 +96,9 @@ REFUSED = [
     ("sweep=single_gpu sweep.space.seed=[1,2]", "sweep.space.seed: sweep=single_gpu has rungs, which its file names."),
     ("sweep=null", "sweep=null: there is no such sweep."),
     ("sweep=optuna sweep.space=[", "'sweep.space=[' cannot be read:"),
-    ("sweep=optuna sweep.space.optimizer.lrr=[1,2]", "optimizer.lrr is not a key. Did you mean optimizer.lr?"),
+    ("sweep=optuna sweep.space.optimizer.lrr=[1,2]", "Unknown setting optimizer.lrr. Did you mean optimizer.lr?"),
     ("sweep=optuna sweep.space.optimizer.lr=3", "sweep.space.optimizer.lr=3: expected values, [a, b], or a range,"),
-    ("sweep=optuna sweep.space.recipe=[lora,full,lroa]", "recipe=lroa: there is no such recipe. Did you mean lora?"),
+    ("sweep=optuna sweep.space.recipe=[lora,full,lroa]", "recipe=lroa: unknown recipe. Did you mean lora?"),
     ("sweep=optuna sweep.space.seed=[1,1]", "seed=1,1: 1 is there twice."),
     ("sweep=optuna sweep.space.output_dir=[a,b]", "output_dir=a,b: one folder holds the whole sweep"),
     ("sweep=optuna sweep.space.resume=[auto,null]", "a sweep resumes each trial from its own checkpoint"),
@@ -115,7 +115,7 @@ REFUSED = [
     ("sweep=rank adapter.r=8", "sweep=rank has nothing to vary: adapter.r is given."),
     ("sweep=lr sweep.space={}", "sweep=lr has nothing to vary: its space is empty."),
     ("sweep=lr seed=range(200)", "seed, optimizer.lr: more than 1,000 trials in one sweep."),
-    ("swep=lr", f"swep is neither a key nor a group. Did you mean sweep={CHOICES}?"),
+    ("swep=lr", f"Unknown setting swep. Did you mean sweep={CHOICES}?"),
 ]
 
 
@@ -149,7 +149,7 @@ def test_preset_invalid_point_named() -> None:
 
 
 def test_preset_without_m_refused() -> None:
-    with pytest.raises(ConfigError, match=r"-m starts those: python -m app\.train -m sweep=lr"):
+    with pytest.raises(ConfigError, match=r"add -m: python -m app\.train -m sweep=lr"):
         compose_run(["sweep=lr"])
 
 

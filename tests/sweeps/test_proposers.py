@@ -84,9 +84,9 @@ REFUSED = [
     ("precision=bf16", "precision is what the rungs of sweep=single_gpu differ in."),
     ("seed=1,2", "seed has several values, and the trials of sweep=single_gpu are its rungs. Give one."),
     ("sweep.trials=3", "sweep.trials: sweep=single_gpu has rungs, which its file names. Leave it out;"),
-    ("sweep.size=tiny", "sweep.size=tiny is none of full, small."),
-    ("optimizer.lrr=1", "optimizer.lrr is not a key."),
-    ("sweep=mlm adapter.r=8", "adapter.r=8: recipe=full trains no adapter, so it changes nothing."),
+    ("sweep.size=tiny", "sweep.size=tiny: expected one of full, small."),
+    ("optimizer.lrr=1", "Unknown setting optimizer.lrr."),
+    ("sweep=mlm adapter.r=8", "adapter.r=8: recipe=full trains no adapter."),
     ("sweep=lr sweep.size=small", "sweep.size is of rungs, and sweep=lr has none. Leave it out."),
 ]
 
@@ -122,7 +122,7 @@ def test_ladder_rungs_read_some_keys_and_are_refused_alone(conf: Path) -> None:
     ]
     (missing, reason), *others = [(trial.name, trial.refused) for trial in plan.proposer.points if trial.refused]
     assert missing == "3-missing"
-    assert reason.startswith("optimizer=nosuch: there is no such optimizer.")
+    assert reason.startswith("optimizer=nosuch: unknown optimizer.")
     assert others == [("4-faulty", "no such file"), ("5-given_up", "not offered")]
 
 

@@ -233,8 +233,8 @@ WRONG = [
     ("optimizer.lr", {"low": 1, "high": 2, "lg": True}, "expected low: and high:, with log: true or step: if wanted."),
     ("model.path", {"low": 1, "high": 2}, "model.path takes no numbers. Give a list of values."),
     ("recipe", {"low": 1, "high": 2}, "recipe takes no numbers."),
-    ("optimizr.lr", {"low": 1, "high": 2}, "optimizr.lr is not a key. Did you mean optimizer.lr?"),
-    ("optimizr.lr", ["1x", "2x"], "optimizr.lr is not a key. Did you mean optimizer.lr?"),
+    ("optimizr.lr", {"low": 1, "high": 2}, "Unknown setting optimizr.lr. Did you mean optimizer.lr?"),
+    ("optimizr.lr", ["1x", "2x"], "Unknown setting optimizr.lr. Did you mean optimizer.lr?"),
     ("adapter.r", [], "expected values, [a, b], or a range"),
     ("adapter.r", 8, "expected values, [a, b], or a range"),
 ]

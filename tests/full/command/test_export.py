@@ -67,7 +67,7 @@ def test_export_reports_damage_and_full_disk(quick_zygote: Zygote, finished: Fin
     content[-1] ^= 1
     file.write_bytes(content)
     damaged = export(quick_zygote, tmp_path, run, "kind=merged")
-    refused(damaged.code, damaged.stdout, damaged.stderr, "adapter_model.safetensors is not what was written")
+    refused(damaged.code, damaged.stdout, damaged.stderr, "adapter_model.safetensors has changed since it was written")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".writing*"))
 

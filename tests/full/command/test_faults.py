@@ -54,12 +54,7 @@ def test_bug_prints_its_traceback(app_env: dict[str, str], tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fault", "code", "tracebacks", "message"),
     [
-        (
-            "file limit",
-            2,
-            0,
-            "error: a file is larger than this shell allows: {}/run/checkpoints/step-000003 could not",
-        ),
+        ("file limit", 2, 0, "error: file size limit of the shell exceeded: {}/run/checkpoints/step-000003 could not"),
         ("bug", 1, 1, "KeyError: 'injected'"),
     ],
 )

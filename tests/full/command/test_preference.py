@@ -87,4 +87,4 @@ def test_kto_learns_from_labels_against_its_reference(zygote: Zygote, tmp_path: 
     alone = tmp_path / "alone.jsonl"
     alone.write_text('{"prompt": "Hi", "completion": "Hello", "label": true}\n' * 3)
     rows = ("dataset=preference_label", "dataset.path=alone.jsonl", "dataset.eval_fraction=0", "eval.at_start=false")
-    zygote.refused(tmp_path, *KTO, *rows, message="nothing tells wanted answers from unwanted ones. Give rows of both")
+    zygote.refused(tmp_path, *KTO, *rows, message="all answers have the same label. Use rows with both")

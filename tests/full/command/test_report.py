@@ -93,7 +93,7 @@ def test_reproduce_within_the_tolerance_agrees(zygote: Zygote, folder: Path) -> 
     near, found = again(zygote, folder, "steps=2", "tolerance=0.01")
     assert near.code == 0, near.stderr
     assert "\nstopped after step 2, which is saved.\n" in near.stdout
-    assert "To go on" not in near.stdout, "nothing to go on with"
+    assert "To resume" not in near.stdout, "nothing to go on with"
     assert "\nresult  agrees" in near.stdout
     assert (found["agrees"], found["same_bits"]) == (True, False)
 

@@ -64,7 +64,7 @@ def test_shell_runs_what_is_typed(shell: Shell) -> None:
     """Through bash and the scripts: a wrong word, a failing command and a command nobody has are noticed."""
     wrong = shell.type("scripts/train optimizer.lrr=1")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert "error: optimizer.lrr is not a key. Did you mean optimizer.lr?" in wrong.stderr
+    assert "error: Unknown setting optimizer.lrr. Did you mean optimizer.lr?" in wrong.stderr
     assert shell.type(".venv/bin/python -m app.generate run=runs/none prompt=x").returncode == 2
     assert shell.type("python -m app.trian").returncode == 1
     assert shell.type("python other.py").returncode == 99

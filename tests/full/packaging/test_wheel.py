@@ -55,7 +55,7 @@ def test_console_script_refuses_as_it_was_started(finetune: list[str], tmp_path:
     run = python(*finetune, "train", "sweep=lr", cwd=tmp_path)
     assert (run.returncode, "finetune train -m sweep=lr" in run.stderr) == (2, True), run.stderr
     run = python(*finetune, "trian", cwd=tmp_path)
-    assert (run.returncode, run.stderr[:48]) == (2, "error: 'trian' is not a command. Did you mean tr")
+    assert (run.returncode, run.stderr[:48]) == (2, "error: Unknown command 'trian'. Did you mean tra")
     run = python(*finetune, "check", "--help", cwd=tmp_path)
     assert run.stdout.count("finetune check") > 5
     assert "python -m" not in run.stdout
