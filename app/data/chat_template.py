@@ -212,7 +212,7 @@ class RenderedConversation:
         try:
             return render_chat(self.tokenizer, messages, tools=self.tools, ask=ask, options=self.options)
         except ConversationRefused as refusal:
-            raise RowProblem(f"the chat template refuses the conversation: {refusal}") from refusal
+            raise RowProblem(f"the chat template rejects the conversation: {refusal}") from refusal
 
 
 def common_start(*texts: str) -> str:
@@ -251,7 +251,7 @@ def render_conversation(conversation: Conversation, tokenizer: Tokenizer, names:
     if unwritten is None and refusal is not None:
         raise refusal
     raise RowProblem(
-        f"the chat template writes nothing of the tool call in message {unwritten}; give one that knows tools:"
+        f"the chat template does not render the tool call in message {unwritten}; set one with tool support:"
         f" model.chat_template=FILE or {', '.join(TOOL_TEMPLATES)}"
     )
 
