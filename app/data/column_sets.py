@@ -43,7 +43,7 @@ class FormatCandidate:
 
     def reason(self, count: int) -> str:
         holds = ROW_FORMATS[self.format].holds
-        return f"{self.fits} of the first {count} rows hold {holds} in {', '.join(self.columns)}"
+        return f"found {holds} in {', '.join(self.columns)} in {self.fits} of {count} rows"
 
 
 def _set(fmt: str, columns: str, others: str = "") -> ColumnSet:
@@ -100,7 +100,7 @@ def answer_columns(first: FirstRows) -> tuple[str, dict[str, str]]:
         answer = first.in_role("messages", is_talk)
         answer = answer or named_like(ROLES["answers"], [name for name in names if name != label])
         if label and answer:
-            return f"{label} is true where the answer in {answer} is good", {"completion": answer, "label": label}
+            return f"{label} labels the answers in {answer} as good or bad", {"completion": answer, "label": label}
     return "", {}
 
 
@@ -156,11 +156,11 @@ def suggestion(first: FirstRows) -> str:
     fmt, columns = pair_format(asks, answers, others)
     if fmt not in first.formats:
         return ""
-    meaning = f"{asks} asks and {answers} answers"
+    meaning = f"{asks} is the prompt and {answers} the answer"
     if len(several) > 1:
-        meaning = f"this is preference data ({' and '.join(several)} answer the same) and {answers} is wanted"
+        meaning = f"this is preference data ({' and '.join(several)}) and {answers} is the chosen answer"
     elif EVERY_ELEMENT in asks and EVERY_ELEMENT in answers:
-        meaning += f", each element of {asks.partition(EVERY_ELEMENT)[0]} without those before it"
+        meaning += f", with each element of {asks.partition(EVERY_ELEMENT)[0]} as a separate sample"
     return f"If {meaning}, type: {first.command(fmt, columns, several[1:])}"
 
 
@@ -175,7 +175,7 @@ def proposal(first: FirstRows, formats: Sequence[str]) -> str:
         kinds = {path: _kind(each.format, field, path) for field, path in each.columns.items()}
         if each.format in allowed and first.is_most(first.number(kinds)):
             asks, answers, *more = each.columns.values()
-            meaning = f"{asks} asks and {each.columns.get('output', answers)} answers"
+            meaning = f"{asks} is the prompt and {each.columns.get('output', answers)} the answer"
             if each.format in LABELED_FORMATS:
                 meaning = f"{more[0]} is the label of the pair {asks}, {answers}"
             elif each.format in TAGGED_FORMATS:
@@ -205,14 +205,14 @@ def _of_nested_chats(first: FirstRows) -> str:
     check = check_of_made(file)
     if first.most("prompt", _is_tree):
         made = f"{file.jq_of_rows(_OF_TREE)} && {check} dataset.train_on=last"
-        return f"Each row is a tree of messages. To make a conversation of each answer: {made}"
+        return f"Each row is a tree of messages. To convert each answer to a conversation: {made}"
     name = next((name for name in first.names if first.most(name, _is_pairs)), "")
     if not name:
         return ""
     turns = '{role: "user", content: .human}, {role: "assistant", content: .assistant}'
     quoted = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
     made = f"{file.jq_of_rows(f'{{messages: [.[{quoted}][] | {turns}]}}')} && {check}"
-    return f"Column {name} has pairs of human and assistant. To make messages of them, type: {made}"
+    return f"Column {name} has human/assistant pairs. To convert them to messages, type: {made}"
 
 
 def _is_tree(found: Any) -> bool:
