@@ -63,7 +63,7 @@ def preference(row: Row, columns: Columns) -> AnswerPair:
     start -= chosen == rejected  # which the caller drops: their last messages are the answers
     answers = chosen[start:], rejected[start:]
     if start == 0 or not all(answers) or {side[0]["role"] for side in answers} != {"assistant"}:
-        raise RowProblem("the two answers follow different conversations")
+        raise RowProblem("the chosen and rejected answers have different prompts")
     for name, answer in zip((columns.chosen, columns.rejected), answers, strict=True):
         _require_answer(answer, name)
     return AnswerPair(*(replace(side, completion_start=start) for side in sides))
@@ -87,7 +87,7 @@ def is_wanted(row: Row, column: str) -> bool:
     known = judgment(found)
     if known is None:
         what = repr(found) if isinstance(found, str | int | float) else kind_of(found)
-        raise RowProblem(f"column {column!r} must be true (wanted) or false, found {what}")
+        raise RowProblem(f"column {column!r} must be true (good answer) or false (bad answer), found {what}")
     return known
 
 
@@ -137,11 +137,11 @@ def _turn(index: int, turn: object) -> Message:
         raise RowProblem(f"message {index} must be an object with from and value, found {kind_of(turn)}")
     allowed = ", ".join(SPEAKERS)
     if "from" not in turn:
-        hint = "; role/content is another convention: set dataset.format=messages" if "role" in turn else ""
+        hint = "; for role/content messages, set dataset.format=messages" if "role" in turn else ""
         raise RowProblem(f"message {index} has no from; allowed: {allowed}{hint}")
     speaker, text = turn["from"], turn.get("value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise RowProblem(f"message {index} is from {speaker!r}; allowed: {allowed}")
+        raise RowProblem(f"message {index}: unknown from {speaker!r}; allowed: {allowed}")
     rest = {key: inner for key, inner in turn.items() if key not in ("from", "value")}
     if speaker == "function_call" and isinstance(text, str):
         calls = _parsed(text, f"message {index}: the function_call")  # one call, or a list of them
@@ -193,8 +193,8 @@ def _system_messages(system: str, first: Message, column: str | None) -> list[Me
     if first["content"].strip() == system.strip():
         return []
     raise RowProblem(
-        f"has a system message and another text in column {column!r}; set dataset.columns.system=null to"
-        " leave the column unread"
+        f"found a system message and a different text in column {column!r}; set dataset.columns.system=null to"
+        " ignore the column"
     )
 
 
@@ -230,13 +230,13 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
 def _role(index: int, message: Message) -> str:
     allowed = ", ".join(ROLES)
     if "role" not in message:
-        hint = "; from/value is another convention: set dataset.format=sharegpt" if "from" in message else ""
+        hint = "; for from/value messages, set dataset.format=sharegpt" if "from" in message else ""
         raise RowProblem(f"message {index} has no role; allowed: {allowed}{hint}")
     role = _ROLE_NAMES.get(str(message["role"]), message["role"])
     if role not in ROLES:
         near = difflib.get_close_matches(str(role).lower(), ROLES, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RowProblem(f"message {index} has the role {role!r}; allowed: {allowed}{hint}")
+        raise RowProblem(f"message {index}: unknown role {role!r}; allowed: {allowed}{hint}")
     return str(role)
 
 
@@ -263,8 +263,8 @@ def _part(index: int, part: Any) -> tuple[str, str]:
     if isinstance(text, str):
         return str(kind), text
     raise RowProblem(
-        f"message {index}: a part of its content is of type {kind!r}; only"
-        ' parts like {"type": "text", "text": "..."} can be trained on, and those of type reasoning or tool_call'
+        f"message {index}: unsupported content part of type {kind!r}; supported are"
+        ' {"type": "text", "text": "..."} and the types reasoning and tool_call'
     )
 
 
@@ -277,7 +277,7 @@ def _weight(index: int, given: Any) -> float:
         found = str(given)[:20] if is_number else kind_of(given)
         raise RowProblem(
             f"message {index}: weight must be 0 (not trained) or a number from {_MIN_WEIGHT:g} to"
-            f" {_MAX_WEIGHT:,.0f} (1 is that of other messages), found {found}"
+            f" {_MAX_WEIGHT:,.0f} (default 1), found {found}"
         )
     return float(given)
 
@@ -297,7 +297,7 @@ def _tool(index: int, given: Any, column: str) -> dict[str, Any]:
     function = given.get("function", given) if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowProblem(
-            f"column {column!r}: tool {index} must be an object with a name, or with a function that has one;"
+            f"column {column!r}: tool {index} must be an object with name, or with function.name;"
             f" found {kind_of(given)}"
         )
     return given if "function" in given else {"type": "function", "function": given}
@@ -317,21 +317,19 @@ def _calls(index: int, message: Message) -> list[Message]:
     if message.get("function_call"):
         found = [*found, message["function_call"]]
     if found and message["role"] != "assistant":
-        raise RowProblem(f"message {index} calls tools, but is of {message['role']}, not of assistant")
+        raise RowProblem(f"message {index} has tool calls, but its role is {message['role']}, not assistant")
     return [_call(f"message {index}: tool call {at}", call) for at, call in enumerate(found)]
 
 
 def _call(where: str, call: Any) -> Message:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowProblem(
-            f"{where} must be an object with a function that has name and arguments, found {kind_of(call)}"
-        )
+        raise RowProblem(f"{where} must be an object with function.name and function.arguments, found {kind_of(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{where}: arguments") if arguments.strip() else {}
     if not isinstance(arguments, dict | None):
-        twice = ": it is encoded as JSON twice" if isinstance(arguments, str) else ""
+        twice = ": it is JSON-encoded twice" if isinstance(arguments, str) else ""
         raise RowProblem(f"{where}: arguments must be an object, found {kind_of(arguments)}{twice}")
     identity = {"id": call["id"]} if call.get("id") else {}
     named = {"name": function["name"], "arguments": arguments or {}}
@@ -342,4 +340,4 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RowProblem(f"{where} is no JSON: {error.msg} at character {error.colno}") from error
+        raise RowProblem(f"{where} is not valid JSON: {error.msg} at character {error.colno}") from error
