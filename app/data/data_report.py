@@ -146,10 +146,9 @@ class DataReport:
         if self.eval is not None:
             lines += split_lines("eval", self.eval)
         elif self.train.samples:
-            seen = "whether the model learns or only remembers is not seen"
-            lines.append(f"eval: nothing is held out, so {seen}; set {eval_remedy(self.train.samples)}")
+            lines.append(f"eval: no eval set: overfitting would go unnoticed; set {eval_remedy(self.train.samples)}")
         if self.shared:
-            lines.append(f"eval: {many(self.shared, 'sample')} of it also trained on: eval_loss is too good")
+            lines.append(f"eval: {many(self.shared, 'sample')} also in the training set: eval_loss is too low")
         return lines + self.notes
 
 
@@ -158,10 +157,10 @@ def _mix_lines(report: DataReport) -> Iterator[str]:
         yield from split_lines(f"train {name}", counts)
         share = report.shares[name]
         part = share.tokens / max(report.train.tokens, 1)
-        drawn = f"{many(share.drawn, 'sample')} an epoch, {part:.1%} of its tokens"
+        drawn = f"{many(share.drawn, 'sample')} per epoch, {part:.1%} of the tokens"
         yield f"train {name}: weight {share.weight:g}, {drawn}"
     c = report.train
-    yield f"train: {many(c.samples, 'sample')}, {many(c.tokens, 'token')}, {c.trained_tokens:,} trained an epoch"
+    yield f"train: {many(c.samples, 'sample')}, {many(c.tokens, 'token')}, {c.trained_tokens:,} trained per epoch"
 
 
 def split_lines(split: str, c: RowCounts) -> Iterator[str]:
@@ -177,11 +176,11 @@ def split_lines(split: str, c: RowCounts) -> Iterator[str]:
     yield f"{split}: {size}, {many(c.tokens, 'token')}, {trained}"
     if c.weighted_samples:
         average = c.label_weight / max(c.trained_tokens, 1)
-        count = f"its trained tokens count as {c.label_weight:,.1f}, {average:.2f} each on average"
-        yield f"{split}: {many(c.weighted_samples, 'sample')} with messages of another weight than 1: {count}"
+        count = f"trained tokens count as {c.label_weight:,.1f}, {average:.2f} each on average"
+        yield f"{split}: {many(c.weighted_samples, 'sample')} with message weights other than 1: {count}"
     for line in (*_lost_lines(c), *_template_lines(c)):
         yield f"{split}: {line}"
-    for counted, what, unit in ((c.unread_columns, "columns", "row"), (c.unread_keys, "keys of messages", "message")):
+    for counted, what, unit in ((c.unread_columns, "columns", "row"), (c.unread_keys, "message keys", "message")):
         if counted:
             names = [f"{name} ({many(number, unit)})" for name, number in counted.items()]
             yield f"{split}: {what} not read: {listed(names)}"
@@ -202,7 +201,7 @@ def count_name(counts: dict[str, int], name: str, number: int = 1) -> None:
 
 def _lost_lines(c: RowCounts) -> Iterator[str]:
     if c.files_left_out:
-        yield f"{many(len(c.files_left_out), 'file')} of the folder not read: {_first(c.files_left_out)}"
+        yield f"{many(len(c.files_left_out), 'file')} in the folder not read: {_first(c.files_left_out)}"
     yield from c.reading_notes
     if c.bad_rows:
         yield f"{many(c.bad_rows, 'bad row')} skipped: {_first(c.bad_places)} ({c.first_problem})"
@@ -210,20 +209,20 @@ def _lost_lines(c: RowCounts) -> Iterator[str]:
         fates = {"dropped": c.dropped, "truncated": c.truncated, f"split into {c.pieces:,} pieces": c.split}
         shown = ", ".join(f"{number:,} {fate}" for fate, number in fates.items() if number)
         lost = f"; {many(c.tokens_lost, 'token')} lost" if c.tokens_lost else ""
-        longer = f"{many(c.over_long, 'sample')} longer than dataset.max_length (the longest {c.longest:,})"
+        longer = f"{many(c.over_long, 'sample')} longer than dataset.max_length (longest: {c.longest:,})"
         yield f"{longer}: {shown}{lost}"
     if c.equal_answers:
-        yield f"{many(c.equal_answers, 'pair')} of equal answers dropped"
+        yield f"{many(c.equal_answers, 'pair')} of identical answers dropped"
     if c.empty:
         shown = ", ".join(f"{number:,} in {where}" for where, number in c.empty.items())
-        yield f"texts that are empty or white space: {shown}"
+        yield f"empty or whitespace-only texts: {shown}"
     if c.duplicates:
-        fate = "trained on again (dataset.deduplicate=true leaves them out)"
+        fate = "kept (dataset.deduplicate=true drops them)"
         if c.duplicates_dropped:
-            fate = "left out"
-        yield f"{many(c.duplicates, 'sample')} equal to an earlier one: {fate}"
+            fate = "dropped"
+        yield f"{many(c.duplicates, 'duplicate sample')}: {fate}"
     if c.left_over:
-        yield f"{many(c.left_over, 'sample')} beyond the wanted number not used"
+        yield f"{many(c.left_over, 'sample')} beyond the row limit not used"
 
 
 def _template_lines(c: RowCounts) -> Iterator[str]:
@@ -231,24 +230,24 @@ def _template_lines(c: RowCounts) -> Iterator[str]:
         fates = [f"{many(c.joined, 'conversation')} joined into one sample each"] if c.joined else []
         if c.expanded_into:
             expanded = f"{many(c.unstable - c.joined, 'conversation')} became {many(c.expanded_into, 'sample')}"
-            fates.append(f"{expanded}, one for each trained turn")
+            fates.append(f"{expanded}, one per trained turn")
         fates = fates or [f"{many(c.unstable, 'conversation')} train only the last turn"]
         yield f"the chat template rewrites earlier turns: {'; '.join(fates)}"
     if c.merged:
         what = f"consecutive assistant messages of {many(c.merged, 'conversation')} joined with a blank line"
         yield f"{what}: the chat template does not support them"
     if c.unseen:
-        yield f"the chat template leaves out what {many(c.unseen, 'message')} of system, user or tool say"
+        yield f"the chat template omits the content of {many(c.unseen, 'system, user or tool message')}"
     if c.marked:
-        yield f"{many(c.marked, 'message')} with the text of a special token: the model reads it as the token itself"
+        yield f"{many(c.marked, 'message')} with special-token text, which the model reads as the token itself"
     if c.shortened:
-        yield f"the chat template leaves out a part (of thoughts, say) of {many(c.shortened, 'trained answer')}"
+        yield f"the chat template omits a part (such as reasoning) of {many(c.shortened, 'trained answer')}"
     if c.end_tokens:
         yield f"end token written as text removed from {many(c.end_tokens, 'answer')}: the tokenizer adds its own"
     if c.glued:
-        yield f"in {many(c.glued, 'sample')} a token holds both prompt and answer, and is not trained"
+        yield f"{many(c.glued, 'sample')} with a token across prompt and answer, which is not trained"
     if c.endless:
-        ends = f"in {many(c.endless, 'sample')} no special token ends the answer"
+        ends = f"no special token ends the answer in {many(c.endless, 'sample')}"
         yield f"{ends}: the model will not learn to stop"
 
 
@@ -263,7 +262,7 @@ def _join_lines(c: RowCounts) -> Iterator[str]:
         yield f"{about}; {kept}"
     elif c.unstable_reasoning:
         refused = many(c.unstable_reasoning, "conversation")
-        yield f"{about}; dataset.on_unstable_template=join refuses {refused} with reasoning in earlier turns"
+        yield f"{about}; dataset.on_unstable_template=join does not support {refused} with reasoning in earlier turns"
     else:
         same = "train the same answers in one sample per conversation"
         yield f"{about}. Set dataset.on_unstable_template=join to {same}, where {kept}"
@@ -291,8 +290,8 @@ def stop_reasons(
     if config.on_unstable_template == "error" and counts.unstable:
         yield (
             f"{named}: the chat template rewrites earlier turns of {counts.unstable:,} conversations; set"
-            " dataset.on_unstable_template=expand (a sample for each turn), join (one for all turns) or last (one for"
-            " the last)"
+            " dataset.on_unstable_template=expand (one sample per turn), join (one sample for all turns) or last"
+            " (only the last turn)"
         )
     if trains:
         key, rows = source.key.rpartition(".")[0], counts.rows_kept + counts.rows_lost
@@ -303,9 +302,9 @@ def stop_reasons(
     elif not counts.rows_read:
         yield f"{named}: has no rows"
     elif not counts.rows_kept and not (counts.bad_rows and config.on_bad_row == "error"):
-        bad = f"; {counts.bad_rows:,} bad, the first {counts.first_problem}" if counts.bad_rows else ""
+        bad = f"; {counts.bad_rows:,} bad, first: {counts.first_problem}" if counts.bad_rows else ""
         long = f"; {counts.dropped:,} longer than dataset.max_length={config.max_length}" if counts.dropped else ""
-        yield f"{named}: of {counts.rows_read:,} rows none can be trained on{bad}{long}"
+        yield f"{named}: none of {counts.rows_read:,} rows can be used for training{bad}{long}"
 
 
 def without_stops(config: DatasetConfig) -> DatasetConfig:
@@ -329,16 +328,16 @@ def _is_too_long(config: DatasetConfig, counts: RowCounts) -> bool:
 
 def _too_long(config: DatasetConfig, source: Source, counts: RowCounts, readable: int) -> str:
     limit, number, made = config.max_length, counts.over_long, _num_made(counts)
-    longest = f"the longest {counts.longest:,} tokens, the first {counts.first_over_long}"
+    longest = f"(longest: {counts.longest:,} tokens, first: {counts.first_over_long})"
     if counts.longest <= readable:
         remedy = "raise it, or"
     elif readable > limit:
-        remedy = f"raise it, to at most {readable:,}, which is all that the model reads, or"
+        remedy = f"raise it to at most {readable:,}, the limit of the model, or"
     else:
-        remedy = "the model reads no more: choose one that does, or"
+        remedy = "this is the limit of the model: choose a model with a longer context, or"
     return (
-        f"dataset.max_length={limit}: {number:,} of {made:,} samples of {source.name} ({number / made:.1%}) are longer,"
-        f" {longest}; {remedy} choose their fate: dataset.on_overflow=truncate or drop"
+        f"dataset.max_length={limit}: {number:,} of {made:,} samples of {source.name} ({number / made:.1%}) are longer"
+        f" {longest}; {remedy} set dataset.on_overflow=truncate or drop"
     )
 
 
