@@ -71,7 +71,7 @@ def _note_on_template(first: FirstRows) -> str:
     section = first.section
     columns = {field: path for field in fields_of(section.format) if (path := getattr(section.columns, field))}
     return (
-        f"{first.key}.format={section.format} writes no chat template, although the model has one. To write it,"
+        f"{first.key}.format={section.format} does not use the chat template of the model. To use it,"
         f" type: {first.command(CHAT_OF[section.format], columns)}"
     )
 
@@ -110,7 +110,7 @@ def detect_format(
         lines = _unknown(first, advice or _of_answers(first, has_template))
         raise DataError(f"{named}: " + _NEW_LINE.join(map(escaped, lines)))
     if len(fitting) > 1:
-        begin = f"{named}: {key}.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
+        begin = f"{named}: {key}.format=auto: {len(fitting)} formats fit these rows. Choose one:"
         ways = [f"{first.command(each.format, each.renamed)}   ({each.reason(len(rows))})" for each in fitting]
         raise DataError(_NEW_LINE.join([begin, *map(escaped, ways)]))
     found = _with_prompt(fitting[0], first, config.columns, has_template)
@@ -127,7 +127,7 @@ def first_rows(source: Source, config: DatasetConfig, key: str, formats: Sequenc
         raise DataError(f"{named}: has no rows")
     location, row = first[0]
     if not rows and isinstance(row, Broken):
-        raise DataError(f"{named}: none of its first rows can be read; {location}: {row.reason}")
+        raise DataError(f"{named}: none of the first rows can be read; {location}: {row.reason}")
     return FirstRows(rows, config, key, formats)
 
 
@@ -231,7 +231,7 @@ def _note(found: FormatCandidate, first: FirstRows, columns: Columns, reason: st
     may = [name for name in given if name not in read and any(has(row, name) for row in first.rows)]
     also = f"; also read: {listed(may)}" if may else ""
     words = typed(first.key, found.format, found.renamed)
-    return escaped(f"{first.key}.format=auto: taken as {words}, because {reason}{also}")
+    return escaped(f"{first.key}.format=auto: detected {words}: {reason}{also}")
 
 
 def _answers_beside(first: FirstRows, fitting: Sequence[FormatCandidate]) -> str:
@@ -258,14 +258,16 @@ def _unknown(first: FirstRows, advice: str) -> list[str]:
     key, rows = first.key, first.rows
     held = {name: next((row[name] for row in rows if row.get(name) is not None), None) for name in first.names}
     found = listed([f"{name} ({kind_of(inner)})" for name, inner in held.items()]) or "none"
-    begin = f"{key}.format=auto knows no format for these rows; columns found: {found}"
+    begin = f"{key}.format=auto: no format fits these rows; columns found: {found}"
     wants = [_missing(fmt, first) for fmt in first.formats]
     if any("input_ids" in row for row in rows):
-        return [begin, *filter(None, wants), "Rows of tokens (input_ids) are not read: give their texts"]
+        return [begin, *filter(None, wants), "Tokenized rows (input_ids) are not supported: use rows of text"]
     chosen = "dataset=FORMAT" if key == "dataset" and not first.section.mix else f"{key}.format=FORMAT"
     asks = without_answers(first)
-    alone = f"No column has the name of an answer to {asks}. " if asks else ""
-    general = f"{alone}docs/data.md has the shapes of rows; columns of other names: {chosen} {key}.columns.FIELD=NAME"
+    alone = f"No column is named like an answer to {asks}. " if asks else ""
+    general = (
+        f"{alone}docs/data.md lists the row formats; for other column names, set {chosen} {key}.columns.FIELD=NAME"
+    )
     return [begin, *filter(None, wants), advice or suggestion(first) or general]
 
 
@@ -280,4 +282,4 @@ def _missing(fmt: str, first: FirstRows) -> str:
         kinds = {kind_of(each): None for each in others if each is not ABSENT}
         number = f"{len(first.rows) - len(others)} of {len(first.rows)} rows have it"
         wants.append(f"{name} ({number}{'; others: ' * bool(kinds)}{listed([*kinds])})")
-    return f"{first.key}.format={fmt} wants {ROW_FORMATS[fmt].holds} in {' and '.join(wants)}"
+    return f"{first.key}.format={fmt} needs {ROW_FORMATS[fmt].holds} in {' and '.join(wants)}"
