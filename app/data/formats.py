@@ -56,7 +56,7 @@ def _history(found: Any, column: str | None) -> list[Message]:
     if found is None:
         return []
     if not isinstance(found, list):
-        raise RowProblem(f"column {column!r} must be a list of [question, answer], found {kind_of(found)}")
+        raise RowProblem(f"column {column!r} must be a list of [question, answer] pairs, found {kind_of(found)}")
     turns: list[Message] = []
     for index, pair in enumerate(found):
         if not isinstance(pair, list) or [type(side) for side in pair] != [str, str]:
@@ -81,7 +81,7 @@ def _preference_text(row: Row, columns: Columns) -> AnswerPair:
     if not prompt:
         starts = {side[: side.rfind(ASSISTANT) + len(ASSISTANT)] for side in (chosen, rejected) if ASSISTANT in side}
         if len(starts) > 1:
-            raise RowProblem("the two answers follow different conversations")
+            raise RowProblem("the chosen and rejected answers have different prompts")
         prompt = "".join(starts)
     sides = ((columns.chosen, chosen), (columns.rejected, rejected))
     return AnswerPair(*(_plain_answer(prompt, side, name) for name, side in sides))
@@ -113,12 +113,12 @@ def _tagged_words(row: Row, columns: Columns) -> Example:
             )
     if len(words) != len(tags) or not words:
         raise RowProblem(
-            f"column {columns.tokens!r} has {many(len(words), 'word')}, and {columns.tags!r} {many(len(tags), 'tag')}"
+            f"column {columns.tokens!r} has {many(len(words), 'word')}, but {columns.tags!r} {many(len(tags), 'tag')}"
         )
     odd = [at for at, word in enumerate(words) if not isinstance(word, str) or not word.strip()]
     if odd:
         what = "empty" if words[odd[0]] == "" else repr(words[odd[0]])[:40]
-        raise RowProblem(f"column {columns.tokens!r} must hold words, found {what} at place {odd[0]}")
+        raise RowProblem(f"column {columns.tokens!r} must contain words, found {what} at index {odd[0]}")
     return words_with_tags(words, _label(row, columns.tags, tags_as_text))
 
 
@@ -258,7 +258,7 @@ def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Itera
         return
     for message in content.messages:
         if message["role"] in _SPEAKING_ROLES and not message["content"].strip() and "tool_calls" not in message:
-            yield f"messages of {message['role']}"
+            yield f"{message['role']} messages"
 
 
 def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:
@@ -274,5 +274,5 @@ def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:
     if near:
         advice = f"set dataset.columns.{field}={near[0]}"
     elif fitting:
-        advice += f", or dataset.format={fitting[0]}, which these columns fit"
+        advice += f", or dataset.format={fitting[0]}, which fits these columns"
     return f"dataset.format={fmt} needs a column {name!r}; columns found: {found}; {advice}"

@@ -233,4 +233,4 @@ def open_file(path: Path) -> io.BufferedReader:
     try:
         return path.open("rb")
     except PermissionError as error:
-        raise EnvironmentProblem(f"{path} may not be read: {error.strerror}; make it readable") from error
+        raise EnvironmentProblem(f"cannot read {path}: {error.strerror}; make it readable") from error
