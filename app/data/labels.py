@@ -16,7 +16,7 @@ from app.data.rows import RowProblem, kind_of
 FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MAX_LABEL_CHARS = 200  # a longer one is a text in the wrong column
-_NOT_ONE = "must be one label, a word or a whole number, found"
+_NOT_ONE = "must be a label (a word or an integer), found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def as_text(found: Any) -> str:
     if isinstance(found, list):
         parts = [as_text(part) for part in found if not isinstance(part, list)]
         if len(parts) < len(found):
-            raise RowProblem("has a list in a list, which is no label")
+            raise RowProblem("has a nested list, which is not a label")
         return json.dumps(parts, ensure_ascii=False)
     if isinstance(found, bool | int):
         return str(found).lower()
@@ -65,7 +65,7 @@ def as_text(found: Any) -> str:
 def tags_as_text(found: list[Any]) -> str:
     """The tags of the words of a row as JSON; names beside numbers are a row that was put together wrongly."""
     if len({isinstance(tag, bool | int | float) for tag in found}) > 1:
-        raise RowProblem("has numbers beside names; give one of them in all rows")
+        raise RowProblem("mixes numbers and names; use one of them in all rows")
     return as_text(found)
 
 
@@ -83,13 +83,13 @@ def parts_of(label: str) -> list[str]:
 def _single_problem(label: str) -> str:
     if label.startswith("[") and parts_of(label) != [label]:
         return (
-            f"{_NOT_ONE} a list: rows with several labels each are learnt by task.problem=multi, and numbers by "
-            "task.problem=regression"
+            f"{_NOT_ONE} a list: set task.problem=multi for several labels per row, or task.problem=regression for "
+            "numbers"
         )
     if FRACTION.fullmatch(label):
         return (
-            f"is {label}, and a label is a word or a whole number: values between classes (regression) are learnt by "
-            "task.problem=regression; else name the classes, 'low' and 'high', or 4 in place of 4.0"
+            f"is {label}, but a label must be a word or an integer: set task.problem=regression for numbers, or name "
+            "the classes ('low' and 'high', or 4 instead of 4.0)"
         )
     return _name_problem(label)
 
@@ -97,22 +97,22 @@ def _single_problem(label: str) -> str:
 def _name_problem(label: str) -> str:
     if not label:
         return f"{_NOT_ONE} empty"
-    return f"has {len(label):,} characters: that is a text, no label" if len(label) > _MAX_LABEL_CHARS else ""
+    return f"has {len(label):,} characters: this is a text, not a label" if len(label) > _MAX_LABEL_CHARS else ""
 
 
 def _parts_problem(label: str, fraction: str) -> str:
     """`fraction` is the problem of a number with a point."""
     for part in dict.fromkeys(parts_of(label)):
         if FRACTION.fullmatch(part):
-            return f"has {part}, and {fraction}"
+            return f"has {part}, but {fraction}"
         if problem := _name_problem(part):
             return problem
     return ""
 
 
 _FRACTION_OF_SEVERAL = (
-    "labels are words or whole numbers: numbers are learnt by task.problem=regression, a list of shares (0.0, 1.0) is "
-    "to name the labels that hold"
+    "labels must be words or integers: set task.problem=regression for numbers, or replace a list of shares (0.0, 1.0) "
+    "with the names of the labels that apply"
 )
 
 
@@ -121,7 +121,7 @@ def _number_problem(label: str) -> str:
     words = [part for part in parts if not _NUMBER.fullmatch(part) or not math.isfinite(float(part))]
     if words or not parts:
         what = repr(words[0][:_MAX_LABEL_CHARS]) if words else "empty"
-        return f"must be a number, found {what}: task.problem=single learns words as labels"
+        return f"must be a number, found {what}: set task.problem=single for labels that are words"
     return ""
 
 
@@ -142,11 +142,11 @@ def class_weights(labeling: str, classes: Sequence[str], counts: Mapping[str, in
     assert balanced is not None
     for name in classes:
         if not counts.get(name):
-            raise ValueError(f"no row that is trained on has the label {name}")
+            raise ValueError(f"no training row has the label {name}")
     found = balanced(np.array([counts[name] for name in classes], np.float64), rows)
     for name, weight in zip(classes, found, strict=True):
         if weight <= 0:
-            raise ValueError(f"every row that is trained on has the label {name}")
+            raise ValueError(f"every training row has the label {name}")
     return [float(f"{weight:.6g}") for weight in found]
 
 
@@ -168,7 +168,7 @@ LABELINGS: dict[str, Labeling] = {
     "tokens": Labeling(
         parts_of,
         lambda label, classes: np.array([classes.index(part) for part in parts_of(label)], np.int32),
-        partial(_parts_problem, fraction="a tag is a name or a whole number"),
+        partial(_parts_problem, fraction="a tag must be a name or an integer"),
         _of_equal_sums,
     ),
     "regression": Labeling(
