@@ -222,24 +222,24 @@ class Renderer:
         wishes |= {index: f"weight={weight:g}" for index, weight in content.weights.items()}
         for index, wish in wishes.items():
             if roles[index] != "assistant" or index < first:
-                where = f"is of {roles[index]}" if index >= first else "is in the prompt"
-                what = "the completion" if first else "answers of the assistant"
+                where = f"has the role {roles[index]}" if index >= first else "is in the prompt"
+                what = "the completion" if first else "assistant messages"
                 raise RowProblem(
-                    f"message {index} {where} and has {wish}, but dataset.train_on={self._train_on} trains {what} only"
+                    f"message {index} {where} and has {wish}, but dataset.train_on={self._train_on} trains only {what}"
                 )
         answers = [index for index, role in enumerate(roles) if role == "assistant" and index >= first]
         if not answers:
-            where = " in its completion" if first else ""
+            where = " in the completion" if first else ""
             raise RowProblem(
-                f"has no assistant message{where}, so dataset.train_on={self._train_on} has nothing to train on;"
-                " prompts without answers, as for RL, are not training data"
+                f"no assistant message{where}, so there is nothing to train on (dataset.train_on={self._train_on});"
+                " prompts without answers (RL data) are not supported"
             )
         wanted = answers[-1:] if self._train_on == "last" else answers
         kept = [index for index in wanted if content.trained.get(index, True)]
         if not kept:
             raise RowProblem(
-                f"has no assistant message to train under dataset.train_on={self._train_on}: train=false or"
-                f" weight=0 takes out message {', '.join(map(str, wanted))}"
+                f"no assistant message to train on with dataset.train_on={self._train_on}: train=false or"
+                f" weight=0 excludes message {', '.join(map(str, wanted))}"
             )
         return kept
 
@@ -267,9 +267,11 @@ class Renderer:
 
 def _require_whole(*answers: RenderedRow) -> None:
     if any(len(each.samples) > 1 or (each.unstable and len(each.samples[0].spans) > 1) for each in answers):
-        raise RowProblem("the chat template rewrites earlier turns of an answer, which cannot be compared then")
+        raise RowProblem(
+            "the chat template rewrites earlier turns of an answer, which preference data does not support"
+        )
     if any(sample.weights for each in answers for sample in each.samples):
-        raise RowProblem("a message has a weight, and answers are judged as a whole; only weight=0 is read, or 1")
+        raise RowProblem("preference data supports only message weights of 0 and 1")
 
 
 def _labeled(answer: RenderedRow, label: str) -> RenderedRow:
@@ -351,10 +353,10 @@ def _all_but_untrained(rendered: RenderedConversation, content: Conversation) ->
         before, through = rendered.prefix(index), rendered.prefix(index + 1)
         is_stable = through.startswith(before) and rendered.whole.startswith(through)
         if not is_stable or not _is_in(through[len(before) :], _text_of(rendered.messages[index])):
-            wish = f"has weight={weight:g}" if weight else "is taken out of training"
+            wish = f"has weight={weight:g}" if weight else "is excluded from training"
             raise RowProblem(
-                f"message {index} {wish}, but where the chat template writes it cannot be told"
-                " under dataset.train_on=all"
+                f"message {index} {wish}, but it cannot be located in the rendered text, as dataset.train_on=all"
+                " requires"
             )
         spans += [((start, len(before)), 1.0), ((len(before), len(through)), weight)]
         start = len(through)

@@ -236,7 +236,7 @@ class _Pipeline:
         except RowProblem as problem:
             return str(problem)
         except RecursionError:
-            return "lists or objects in it are nested too deeply"
+            return "lists or objects are nested too deeply"
         self._counts.end_tokens += ended
         self._count_unread(row, content, rendered)
         return replace(rendered, empty=tuple(empty_parts(row, content, fmt, columns)))
@@ -332,11 +332,11 @@ class _Pipeline:
 def _check_characters(text: str) -> None:
     """RowProblem for what JSON and tables can write, and no text has."""
     if "\0" in text:
-        raise RowProblem("holds a NUL character, as damaged files do")
+        raise RowProblem("contains a NUL character (damaged file)")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RowProblem(f"holds half a character: {error.object[error.start]!r}") from error
+        raise RowProblem(f"contains a lone surrogate (half a character): {error.object[error.start]!r}") from error
 
 
 def _nothing_trained(texts: list[RenderedText], samples: list[Tokens]) -> str:
@@ -344,17 +344,17 @@ def _nothing_trained(texts: list[RenderedText], samples: list[Tokens]) -> str:
     for text, tokens in zip(texts, samples, strict=True):
         if text.is_example:
             if not len(tokens.ids):
-                return "the tokenizer makes no token of it"
+                return "the tokenizer makes no tokens from it"
             without = len(text.words) - int(tokens.loss_mask.sum())
             if without:
-                return f"the tokenizer makes no token of their own of {without} of its {len(text.words)} words"
+                return f"the tokenizer has no separate token for {without} of its {len(text.words)} words"
             continue
         trained = int(tokens.loss_mask.sum())
         if not trained and not tokens.more:
-            return "no token of it is trained"
+            return "it has no trained tokens"
         if text.raw and tokens.glued and trained == 1:
             return (
-                "the completion is one token with the end of the prompt, so it cannot be trained; move white"
-                " space from the end of the prompt to the beginning of the completion"
+                "the completion shares its only token with the end of the prompt, so it cannot be trained; move"
+                " whitespace from the end of the prompt to the start of the completion"
             )
     return ""
