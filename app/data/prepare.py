@@ -230,8 +230,8 @@ def rows_to_score(
         held = _hold_out(pool, config, DataReport(pool.total()))
         if held.eval is None or held.report.eval is None:
             raise DataError(
-                f"dataset.eval_fraction={config.eval_fraction} of {len(pool.rows):,} samples holds none out, so there "
-                "is nothing to score; set dataset.eval_fraction=0 to score all of them"
+                f"dataset.eval_fraction={config.eval_fraction} of {len(pool.rows):,} samples is empty, so there "
+                "is nothing to evaluate; set dataset.eval_fraction=0 to evaluate all of them"
             )
         rows, counts = held.eval, held.report.eval
     return Data(rows.select([]), rows, DataReport(RowCounts(), counts, notes=[*notes, *_notes(config, tokenizer)]))
@@ -324,10 +324,10 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column
         names = labeling.classes(label)
         if not labeling.named:
             size = len(known) or len(labeling.classes(first))
-            wrong = f"column {column!r} has {many(len(names), 'number')}, and {size} a row are learnt"
+            wrong = f"column {column!r} has {many(len(names), 'number')}, expected {size} per row"
             return wrong if len(names) != size else ""
         unknown = [name for name in names if name not in known] if known else []
-        return f"label {unknown[0]!r} is none of those that are learnt: {listed(known)}" if unknown else ""
+        return f"unknown label {unknown[0]!r}; labels: {listed(known)}" if unknown else ""
 
     wrong = np.flatnonzero(rows.where_label(lambda label: bool(problem(label))))
     for i in wrong.tolist():
@@ -343,14 +343,14 @@ def _require_equal_labels(rows: TokenRows, config: DatasetConfig, found: Sequenc
     sizes = {len(LABELINGS[rows.labeling].classes(label)) for label in rows.labels}
     if not LABELINGS[rows.labeling].named and len(sizes) > 1:
         raise DataError(
-            f"dataset.mix: its sources have {' and '.join(map(str, sorted(sizes)))} numbers a row. Give sources of as "
-            "many numbers each."
+            f"dataset.mix: sources have {' and '.join(map(str, sorted(sizes)))} numbers per row. Use sources with the "
+            "same count."
         )
     for name in ("False", "True"):  # as tables of text have what is false and true in JSON
         if {name, name.lower()} <= {*found}:
             raise DataError(
                 f"dataset.path={paths_of(config)}: the labels {name} and {name.lower()} would be two classes. "
-                "Write one of them in all rows."
+                "Use one of them in all rows."
             )
 
 
@@ -369,11 +369,11 @@ def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
     if has_chats(config):
         notes += _marker_notes(tokenizer)
     if has_chats(config) and "strftime_now" in str(tokenizer.chat_template):
-        notes.append("the chat template writes a date: that of the day on which the rows were tokenized")
+        notes.append("the chat template writes the current date: the day on which the rows were tokenized")
     if has_pairs(config) and not separates_pairs(tokenizer):
         notes.append(
-            "the tokenizer puts nothing between the two texts of a pair: where one ends is for the model to find;"
-            " end the first with a line break, or whatever parts them"
+            "the tokenizer adds no separator between the two texts of a pair; end the first text with one, such as a"
+            " line break"
         )
     return notes
 
@@ -387,8 +387,8 @@ def _marker_notes(tokenizer: Tokenizer) -> list[str]:
     if not missing:
         return []
     return [
-        f"the chat template writes {listed(missing)}, which are no tokens of this tokenizer: the model reads them as"
-        f" ordinary text; choose a model of its family, or set model.chat_template={other_template(tokenizer)}"
+        f"the chat template writes {listed(missing)}, which are not tokens of this tokenizer: the model reads them as"
+        f" ordinary text; choose a model of the same family, or set model.chat_template={other_template(tokenizer)}"
     ]
 
 
@@ -400,13 +400,13 @@ def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
     notes = []
     absent = [name for name in known if name not in counts]
     if absent:
-        notes.append(f"no row that is trained on has the label {listed(absent)}: it cannot be learnt")
+        notes.append(f"no training row has the label {listed(absent)}: it cannot be learned")
     rare = [f"{name} ({number})" for name, number in counts.items() if number < _RARE_ROWS]
     if rare:
-        notes.append(f"very few rows have the label {listed(rare)}: expect little of it")
+        notes.append(f"very few rows have the label {listed(rare)}: expect poor accuracy")
     ambiguous = len(np.unique(rows.content_hashes)) - len(np.unique(rows.ids_hashes))
     if ambiguous:
-        notes.append(f"texts with more than one label: {ambiguous:,}; the model can only learn how often each is given")
+        notes.append(f"texts with more than one label: {ambiguous:,}; the model can only learn their frequencies")
     return notes
 
 
@@ -417,12 +417,13 @@ def _number_notes(rows: TokenRows) -> list[str]:
     found = np.concatenate([LABELINGS[rows.labeling].targets(rows.class_of(i), ()) for i in range(len(rows))])
     mean, spread = found.mean(axis=0, dtype=np.float64), found.std(axis=0, dtype=np.float64)
     notes = [
-        f"the numbers that are learnt have a mean of {m:.4g} and a standard deviation of {s:.4g}, from {low:.4g} to "
-        f"{high:.4g}"
+        f"target numbers: mean {m:.4g}, standard deviation {s:.4g}, from {low:.4g} to {high:.4g}"
         for m, s, low, high in zip(mean, spread, found.min(axis=0), found.max(axis=0), strict=True)
     ]
     if max(np.abs(mean).max(), spread.max()) > _LARGE_NUMBER:
-        notes.append("numbers of this size are learnt slowly: the model begins at 0; bring them to about -1 to 1")
+        notes.append(
+            "large target numbers are learned slowly, because outputs start near 0; scale them to about -1 to 1"
+        )
     return notes
 
 
@@ -433,8 +434,8 @@ def _hold_out(pool: Pool, config: DatasetConfig, report: DataReport) -> Data:
         return _with_epoch(pool, None, report)
     if out.all():
         raise DataError(
-            f"dataset.eval_fraction={config.eval_fraction} leaves none of {len(out):,} samples to train on;"
-            " lower it, or name the held-out rows with dataset.eval_path=FILE"
+            f"dataset.eval_fraction={config.eval_fraction} leaves none of {len(out):,} samples for training;"
+            " lower it, or set dataset.eval_path=FILE"
         )
     report.eval = RowCounts(source=report.train.source)
     held_out = _first(pool.rows.select(np.flatnonzero(out)), config.eval_max_rows, report.eval)
