@@ -17,7 +17,9 @@ def prompts_file(given: str) -> Path:
     """The file that `prompts=` names; DataError if it does not exist."""
     path = Path(given).expanduser()
     if not path.is_file():
-        raise DataError(f"prompts={given}: no such file, or a pipe. Give a .txt with a prompt a line, or a .jsonl.")
+        raise DataError(
+            f"prompts={given}: no such file (pipes are not supported). Use a .txt with a prompt per line, or a .jsonl."
+        )
     return path
 
 
@@ -31,7 +33,7 @@ def read_prompt(location: str, line: str, system: str | None) -> list[Message]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as fault:
-        raise DataError(f"{location}: this is no JSON ({fault}).") from fault
+        raise DataError(f"{location}: not valid JSON ({fault}).") from fault
     return _with_system(_of_row(location, row if isinstance(row, dict) else {}), system)
 
 
@@ -73,11 +75,13 @@ def tokens_of_words(rows: Sequence[Sequence[str]], tokenizer: Tokenizer, max_len
         kept = [tokens] if len(tokens.ids) <= max_length else POLICIES["truncate"](tokens, max_length)
         if without:
             raise DataError(
-                f"prompts: the tokenizer makes no token of their own of {without} of the {len(words)} words of text "
-                f"{number}. Leave these out."
+                f"prompts: the tokenizer has no separate token for {without} of the {len(words)} words of text "
+                f"{number}. Remove these words."
             )
         if not kept:
-            raise DataError(f"prompts: dataset.max_length={max_length} leaves no word of text {number}. Leave it out.")
+            raise DataError(
+                f"prompts: dataset.max_length={max_length} leaves no word of text {number}. Remove the text."
+            )
         found += kept
     return found
 
@@ -86,7 +90,7 @@ def _rows(given: str) -> list[tuple[str, Row]]:
     """All rows with key and location; a line of a text file is a prompt."""
     path, rows = prompts_file(given), list[tuple[str, Row]]()
     if extension(path) not in READERS:
-        raise DataError(f"prompts={given}: files of this kind are not read. Give one of {', '.join(READERS)}.")
+        raise DataError(f"prompts={given}: unsupported file type. Use one of {', '.join(READERS)}.")
     for location, row in read_file(DataFile(path, given)):
         if isinstance(row, Broken):
             raise DataError(f"prompts={given}: {location}: {row.reason}")
@@ -95,7 +99,7 @@ def _rows(given: str) -> list[tuple[str, Row]]:
         else:
             rows.append((location, row))
     if not rows:
-        raise DataError(f"prompts={given}: it has no prompts.")
+        raise DataError(f"prompts={given}: no prompts in the file.")
     return [(f"prompts={given}: {location}", row) for location, row in rows]
 
 
