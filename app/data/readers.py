@@ -59,7 +59,7 @@ def _lines(stream: io.BufferedReader, name: str) -> Iterator[str]:
     with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as lines:
         while line := lines.readline(longest + 1):
             if len(line) > longest:
-                raise DataError(f"{name}: has a line of more than {longest >> 20} MB, which is no row of a table")
+                raise DataError(f"{name}: a line is longer than {longest >> 20} MB, so this is not a table")
             longest = 2 * MAX_FIELD_BYTES + _MAX_HEADER_BYTES  # fields have a limit of their own
             yield line
 
@@ -73,8 +73,8 @@ def _records(lines: Iterable[str], name: str, chosen: Format) -> Iterator[tuple[
             fields = next(reader, None)
         except csv.Error as error:
             raise DataError(
-                f"{name}:{number}: cannot be read as CSV: {escaped(str(error))}; a field that contains quotes must be"
-                ' in quotes, with each quote inside it written as ""'
+                f"{name}:{number}: cannot be read as CSV: {escaped(str(error))}; quote a field that contains"
+                ' quotes, and write " as "" inside it'
             ) from error
         if fields is None:
             return
@@ -148,8 +148,8 @@ def _require_names(header: list[str], rows: Sequence[list[str]], file: DataFile,
     names = [known.get(at, f"column{at + 1}") for at in range(len(header))]
     line = delimiter.join(names).replace("\t", "\\t")
     raise DataError(
-        f"{file.name}: the first line must name the columns, and looks like a row: {header[min(texts)][:40]!r} ..."
-        f" To put names before it, type: {file.with_first_line(line)}"
+        f"{file.name}: the first line must name the columns, but looks like a row: {header[min(texts)][:40]!r} ..."
+        f" To add a line of names, type: {file.with_first_line(line)}"
     )
 
 
@@ -169,7 +169,7 @@ def _not_utf8(fields: list[str], file: DataFile) -> str:
         "".join(fields).encode()
     except UnicodeEncodeError as error:
         byte = f"0x{ord(error.object[error.start]) - 0xDC00:02x}"
-        return f"not UTF-8 (the byte {byte}); {file.as_utf8()}"
+        return f"not UTF-8 (byte {byte}); {file.as_utf8()}"
     return ""
 
 
@@ -189,7 +189,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SPREAD_OUT = {b"{": ".", b"[": ".[]"}  # a first line of JSON over several lines, with what selects its rows for jq
-_NO_ARRAY = "expected an array of rows, or an object that holds one"
+_NO_ARRAY = "expected an array of rows, or an object with one"
 _INSPECTED_LINES = 50
 _MIN_LINES = 2
 _TAG = re.compile(r"O|[BIESLU]-\S+")
@@ -204,14 +204,12 @@ def read_file(file: DataFile) -> Iterator[Located]:
                 command = file.converted("iconv -f UTF-16 -t UTF-8")
                 raise DataError(f"{name}: is UTF-16, expected UTF-8; type: {command}")
             if stream.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
-                raise DataError(
-                    f"{name}: is a pointer of Git LFS, and the file itself was not fetched; type: git lfs pull"
-                )
+                raise DataError(f"{name}: is a Git LFS pointer, the file was not downloaded; type: git lfs pull")
             yield from READERS[kind](stream, file)
     except (EOFError, zlib.error, OSError) as error:
         if not file.packing or getattr(error, "errno", None) is not None:
             raise
-        raise DataError(f"{name}: not a whole {file.packing} file: {error}") from error
+        raise DataError(f"{name}: not a complete {file.packing} file: {error}") from error
 
 
 def _read_jsonl(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
@@ -220,8 +218,8 @@ def _read_jsonl(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
     for line in iter(partial(stream.readline, _MAX_ROW_BYTES + 1), b""):
         if len(line) > _MAX_ROW_BYTES:
             raise DataError(
-                f"{name}: has a line of more than {_MAX_ROW_BYTES >> 20} MB, and each line must be one row, a JSON"
-                f" object; to make rows of an array, type: {file.jq('.[]')}"
+                f"{name}: a line is longer than {_MAX_ROW_BYTES >> 20} MB; each line must be one JSON object;"
+                f" to convert an array to rows, type: {file.jq('.[]')}"
             )
         for part in line.rstrip().split(b"\r"):
             number += 1
@@ -245,7 +243,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise _SameKeyError(f"the key {twice!r} stands twice in one object")
+        raise _SameKeyError(f"duplicate key {twice!r} in one object")
     return found
 
 
@@ -259,12 +257,12 @@ def _parse_line(line: bytes, file: DataFile) -> dict[str, object] | Broken:
         if error.doc[error.pos :].strip() == ",":
             command = file.converted("sed 's/,[[:space:]]*$//'")
             return Broken(f"each line must be one JSON object, without a comma after it; type: {command}")
-        found = "it holds NUL bytes, as damaged files do" if b"\0" in line else f"column {error.colno}: {error.msg}"
+        found = "contains NUL bytes (damaged file)" if b"\0" in line else f"column {error.colno}: {error.msg}"
         return Broken(f"{found}; each line must be one JSON object")
     except (ValueError, RecursionError) as error:
         return Broken(_unreadable_json(error))
     if not isinstance(value, dict):
-        return Broken(f"each line must be one JSON object, this one is {_kind_with_command(value, file)}")
+        return Broken(f"each line must be one JSON object, found {_kind_with_command(value, file)}")
     return value
 
 
@@ -281,18 +279,18 @@ def _kind_with_command(found: Any, file: DataFile, each: str = "") -> str:
 def _unreadable_json(error: ValueError | RecursionError) -> str:
     """Reason why valid JSON cannot be read."""
     if isinstance(error, RecursionError):
-        return "lists or objects in it are nested too deeply"
+        return "lists or objects are nested too deeply"
     if isinstance(error, _SameKeyError):
         return str(error)
-    return "holds a number of more than 4,300 digits; if it is none, put it in quotes"
+    return "a number has more than 4,300 digits; if it is not a number, put it in quotes"
 
 
 def _read_json(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
     """The rows of an array, of an object's only array, or one row; the location is their index."""
     name = file.name
-    as_lines = f"to make JSON Lines of an array, type: {file.jq('.[]')}"
+    as_lines = f"to convert an array to JSON Lines, type: {file.jq('.[]')}"
     raw = _read_whole(
-        stream, _MAX_JSON_BYTES, f"{name}: a JSON file is read whole, up to {_MAX_JSON_BYTES >> 20} MB; {as_lines}"
+        stream, _MAX_JSON_BYTES, f"{name}: a JSON file may have at most {_MAX_JSON_BYTES >> 20} MB; {as_lines}"
     )
     if raw.count(b"[") + raw.count(b"{") > _MAX_JSON_PARTS:
         raise DataError(f"{name}: has more than {_MAX_JSON_PARTS:,} lists and objects; {as_lines}")
@@ -306,7 +304,7 @@ def _read_json(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
         if isinstance(row, dict):
             yield f"{name}[{number}]", row
         else:
-            broken = Broken(f"each row must be a JSON object, this one is {_kind_with_command(row, file, each)}")
+            broken = Broken(f"each row must be a JSON object, found {_kind_with_command(row, file, each)}")
             yield f"{name}[{number}]", broken
 
 
@@ -344,8 +342,7 @@ def _array(value: object, file: DataFile) -> tuple[str, list[Any]]:
         return ".", [value]
     if not arrays and value and all(isinstance(inner, dict) for inner in value.values()):
         raise DataError(
-            f"{file.name}: expected an array of rows, this is an object of {len(value):,} objects; type:"
-            f" {file.jq('.[]')}"
+            f"{file.name}: expected an array of rows, found an object of {len(value):,} objects; type: {file.jq('.[]')}"
         )
     if len(arrays) != 1:
         raise DataError(f"{file.name}: expected one list of rows, {_lists_with_command(arrays, file)}")
@@ -355,7 +352,7 @@ def _array(value: object, file: DataFile) -> tuple[str, list[Any]]:
 
 def _lists_with_command(arrays: Mapping[str, list[Any]], file: DataFile) -> str:
     """Name the lists of an object, with the command that makes rows of them: of one list, or of columns."""
-    found = f"this object has {len(arrays)}{': ' if arrays else ''}{listed([*map(escaped, arrays)])}"
+    found = f"found {len(arrays)}{': ' if arrays else ''}{listed([*map(escaped, arrays)])}"
     names = [*map(json.dumps, arrays)]
     if not arrays:
         return found
@@ -373,8 +370,8 @@ def _read_text(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
     raw = _read_whole(
         stream,
         _MAX_TEXT_BYTES,
-        f"{name}: a text file is one document, and of more than 1 GB none is read; split it into files, or into"
-        ' rows of JSON Lines, {"text": "..."}',
+        f"{name}: a text file is one document of at most 1 GB; split it into files, or into JSON Lines rows,"
+        ' {"text": "..."}',
     )
     try:
         yield name, {TEXT_COLUMN: raw.decode().removeprefix("\ufeff")}
@@ -470,7 +467,7 @@ def require_prose(file: DataFile, text: str) -> None:
     )
     raise DataError(
         f"{file.name}: its {what}, which would be trained as one plain text. To read them as rows, type: {as_rows}\n"
-        f"    To train them as they are, type: {as_text}"
+        f"    To train them as plain text, type: {as_text}"
     )
 
 
