@@ -57,18 +57,18 @@ def refused_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig |
         return ""
     if name := _preference_column(row, columns):
         words = _wanted_answers(row, config)
-        message = f"column {name!r} makes this preference data (chosen and rejected answers), from which "
-        message += f"{' and '.join(recipes_of('preference'))} learn."
-        return message + (f" To train on the wanted answers alone, type: {words}" if words else "")
+        message = f"column {name!r} makes this preference data (chosen and rejected answers): "
+        message += f"set {' or '.join(recipes_of('preference'))}."
+        return message + (f" To train only on the chosen answers, type: {words}" if words else "")
     label = next((name for name in ROLES["label"] if _is_true_or_false(row.get(name))), "")
     answers = names_of("messages", "answers")
     if shape.learnt_by or not label or {*answers, *(getattr(columns, each, None) for each in answers)}.isdisjoint(row):
         return ""
     right = json_file(config).jq_of_rows(f"select(.{label} == true) | del(.{label})")
-    remedy = f"Make rows of the right ones alone: {right}, or learn from both by recipe=kto"
+    remedy = f"To keep only the good ones, type: {right}, or train on both with recipe=kto"
     return (
-        f"column {label!r} judges the answers as right or wrong (preference data, as for KTO), and all of them"
-        f" would be learnt. {remedy if label != 'labels' else 'Take such rows out'}"
+        f"column {label!r} labels the answers as good or bad (KTO data), but all of them would be trained on."
+        f" {remedy if label != 'labels' else 'Remove these rows'}"
     )
 
 
@@ -99,7 +99,7 @@ def _texts(content: Conversation | Document | Example) -> Iterator[tuple[str, st
 
 
 def _of_media_columns(row: Row, media: Sequence[str], config: DatasetConfig | None) -> str:
-    without = f" Or leave it out, type: {command('auto', {}, config, leave_out=media)}"
+    without = f" Or, to ignore it, type: {command('auto', {}, config, leave_out=media)}"
     has_placeholder = any(_PLACEHOLDER.search(text) for text in _strings(row))
     return _of_media("column " + ", ".join(map(repr, media)), without * (not has_placeholder))
 
@@ -114,7 +114,7 @@ def _strings(found: Any) -> Iterator[str]:
 
 
 def _of_media(what: str, more: str = "") -> str:
-    return f"{what} stands for images, video or audio, and only text is trained here. Take such rows out.{more}"
+    return f"{what} refers to images, video or audio, but only text is supported. Remove these rows.{more}"
 
 
 def _preference_column(row: Row, columns: Columns) -> str:
@@ -364,9 +364,9 @@ def unread_problems(
     without = command(fmt, _columns_of(fmt, config.columns), config, key, [*places, *judging])
     if places:
         counted = ", ".join(f"{name} ({missed[name]:,} of {rows:,} rows)" for name in places)
-        why = "though the answers may need it"
+        why = "but the answers may need it"
         if fmt == "text":
-            why = f"so {config.columns.text} alone would be trained"
+            why = f"so only {config.columns.text} would be trained"
         elif any(place.field == "prompt" and not (place.paths or place.first) for place in places.values()):
             why = "so the answers would be trained without their prompt"
         yield (
@@ -376,9 +376,9 @@ def unread_problems(
     for name in judging:
         right = json_file(config).jq_of_rows(f"select((.{name} | tonumber) == 1) | del(.{name})")
         yield (
-            f"column {name!r} is 0 or 1 in {missed[name]:,} of {rows:,} rows, which judges the answers as wrong"
-            " or right (preference data, as for KTO), and all of them would be learnt. Make rows of the right ones"
-            f" alone: {right}\n    If it judges nothing, type: {without}"
+            f"column {name!r} is 0 or 1 in {missed[name]:,} of {rows:,} rows, which labels the answers as bad"
+            " or good (KTO data), but all of them would be trained on. To keep only the good ones, type:"
+            f" {right}\n    If it does not label answers, type: {without}"
         )
 
 
@@ -387,8 +387,8 @@ def _how(config: DatasetConfig, key: str, places: Mapping[str, ColumnPlace]) -> 
     thread = next((place for place in places.values() if place.way is Way.THREAD), None)
     if thread is not None:
         if not thread.paths:
-            return "make rows of messages, one for each conversation"
-        return f"make a conversation of each answer: {_jq_of_thread(config, *thread.paths)}"
+            return "convert each conversation to a row of messages"
+        return f"convert each answer to a conversation: {_jq_of_thread(config, *thread.paths)}"
     if all(place.way is Way.SYSTEM_MESSAGE for place in places.values()):
         [text] = next(iter(places.values())).paths
         joined = " + ".join(f'"\\n\\n" + .{name}' for name in places)
@@ -396,7 +396,7 @@ def _how(config: DatasetConfig, key: str, places: Mapping[str, ColumnPlace]) -> 
         return f"type: {json_file(config).jq_of_rows(f'{text} += {joined} | del({taken})')}"
     reading = _reading(config.format, config.columns, places)
     if reading is None:
-        return "write it into the texts that are read"
+        return "add it to the texts that are read"
     has_template = any(place.way is Way.TEMPLATE for place in places.values())
     template = f" model.chat_template={THOUGHT_TEMPLATE}" if has_template else ""
     return f"type: {command(*reading, config, key)}{template}"
