@@ -80,7 +80,9 @@ def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequ
     except EmptyDatasetError:
         return {}
     except (FileNotFoundError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{named}: README.md or file names do not tell its splits: {first_line(error)}") from error
+        raise DataError(
+            f"{named}: cannot get the splits from README.md or the file names: {first_line(error)}"
+        ) from error
     known = {str(root / file.relative_to(place)): file for file in files}
     splits = {str(name): [known[each] for each in sorted(set(paths)) if each in known] for name, paths in found.items()}
     splits = {name: paths for name, paths in splits.items() if paths}
@@ -99,9 +101,9 @@ def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping
     configs = MetadataConfigs.from_dataset_card_data(card or {})
     name = hub_config or configs.get_default_config_name()
     if configs and name not in configs:
-        given = f"dataset.hub_config={hub_config} is not one of them" if hub_config else "none of them is the default"
+        given = f"dataset.hub_config={hub_config} is not one of them" if hub_config else "none is the default"
         raise DataError(
-            f"{named}: its configurations are {', '.join(configs)}, and {given}. Choose one, such as"
+            f"{named}: available configurations: {', '.join(configs)}, but {given}. Choose one, e.g."
             f" dataset.hub_config={next(iter(configs))}"
         )
     return configs[name] if configs and name is not None else {}
@@ -188,7 +190,7 @@ class HubRows:
         finally:
             datasets.config.HF_HUB_OFFLINE = was_offline
         if reason and self.revision and not any(self.revision in f["filename"] for f in loaded.cache_files):
-            raise self._problem(f"{reason}, and the local cache has only another revision than {self.revision}")
+            raise self._problem(f"{reason}, and the local cache does not have revision {self.revision}")
         return loaded
 
     def _why_unreachable(self) -> str:
@@ -202,7 +204,7 @@ class HubRows:
             page = f"https://huggingface.co/datasets/{self.name}"
             raise self._problem(f"gated: accept its terms at {page}") from error
         except hub.RevisionNotFoundError as error:
-            raise self._problem(f"the hub has it, but not dataset.revision={self.revision}") from error
+            raise self._problem(f"dataset.revision={self.revision} is not on the hub") from error
         except hub.RepositoryNotFoundError as error:
             raise self._problem("not on the hub, or private") from error
         except hub.OfflineModeIsEnabled:
@@ -213,8 +215,8 @@ class HubRows:
 
     def _problem(self, cause: str) -> EnvironmentProblem:
         return EnvironmentProblem(
-            f"{self.key}={self.name}: {cause}. For a gated or private dataset set HF_TOKEN to a token that may"
-            f" read it (https://huggingface.co/settings/tokens); or download it and give {self.key}=FILE"
+            f"{self.key}={self.name}: {cause}. For a gated or private dataset, set HF_TOKEN to a token with"
+            f" read access (https://huggingface.co/settings/tokens); or download it and set {self.key}=FILE"
         )
 
 
@@ -245,7 +247,7 @@ class SavedRows:
         if isinstance(loaded, datasets.DatasetDict):
             if self.split not in loaded:
                 known = ", ".join(sorted(loaded))
-                raise DataError(f"{self.key}={self.name}: no dataset.split={self.split}; it has: {known}")
+                raise DataError(f"{self.key}={self.name}: no dataset.split={self.split}; splits: {known}")
             loaded, shown = loaded[self.split], f"{self.name}[{self.split}]"
         for index, row in enumerate(named_tags(loaded.features, loaded)):
             yield f"{shown} row {index}", row
@@ -289,8 +291,8 @@ def eval_source(config: DatasetConfig) -> Source | None:
     found = open_source(config.path, "dataset.path", config, config.eval_split)
     if isinstance(found, FileRows | RandomRows) and not found.split:
         raise DataError(
-            f"dataset.eval_split={config.eval_split}: dataset.path={config.path} has no splits; name the held-out rows"
-            " with dataset.eval_path=FILE, or let dataset.eval_fraction choose them"
+            f"dataset.eval_split={config.eval_split}: dataset.path={config.path} has no splits; set"
+            " dataset.eval_path=FILE or dataset.eval_fraction instead"
         )
     return found
 
@@ -335,7 +337,7 @@ def open_source(path: str, key: str, config: DatasetConfig, split: str | None) -
         return FileRows(path, key, ((_readable(place, key), escaped(place.name)),))
     if place.exists():
         raise DataError(
-            f"{key}={path}: is a device or a pipe, and rows are read more than once; write them to a file: cat {path}"
+            f"{key}={path}: is a device or a pipe, which cannot be read twice; write the rows to a file: cat {path}"
             " > rows.jsonl"
         )
     if glob.has_magic(path):
@@ -353,11 +355,11 @@ def _is_hub_id(path: str) -> bool:
 
 def _readable(path: Path, key: str) -> Path:
     if extension(path) not in READERS:
-        known = f"known: {' '.join(READERS)} (those of text also with .gz or .zst)"
+        known = f"supported: {' '.join(READERS)} (text formats also with .gz or .zst)"
         if program := TAGGED_FILES.get(extension(path)):
             command = DataFile(path, path.name).converted(program, ".jsonl")
-            known = f"to make rows of its words and tags for task=tokens, type: {command}"
-        raise DataError(f"{key}={path}: unknown kind of file; {known}")
+            known = f"to convert its words and tags to rows for task=tokens, type: {command}"
+        raise DataError(f"{key}={path}: unsupported file type; {known}")
     return path
 
 
@@ -369,7 +371,7 @@ def _matches(path: str, place: Path, key: str) -> FileRows:
     found = sorted(match for match in root.glob(str(place.relative_to(root))) if match.is_file())
     files = [file for file in found if not _is_hidden(file.relative_to(root))]
     if not files:
-        raise DataError(f"{key}={path}: the pattern matches no file")
+        raise DataError(f"{key}={path}: no file matches the pattern")
     return FileRows(path, key, _with_names([_readable(file, key) for file in files], root))
 
 
@@ -387,10 +389,10 @@ def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str 
     known = [file for file in files if extension(file) in READERS]
     tables = [file for file in known if extension(file) not in TEXT_FILES]
     if not known:
-        raise DataError(f"{key}={path}: the folder holds no file of a known kind: {' '.join(READERS)}")
+        raise DataError(f"{key}={path}: no supported file in the folder; supported: {' '.join(READERS)}")
     if tables and len(tables) < len(known) and config.format == "text":
         raise DataError(
-            f"{key}={path}: holds text files and tables; choose with a pattern, such as {key}='{path}/*.txt'"
+            f"{key}={path}: contains text files and tables; choose with a pattern, e.g. {key}='{path}/*.txt'"
         )
     # a packed file that lies unpacked beside it is left out
     packed = {each for each in known if each.suffix.lower() in PACKED_FILES and each.with_suffix("").is_file()}
@@ -400,8 +402,8 @@ def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str 
         return FileRows(path, key, _with_names(chosen, place), _left_out(files, chosen, place))
     if split not in splits:
         raise DataError(
-            f"{key}={path}: no split {split}; its files have: {', '.join(splits)}. dataset.split chooses the rows to"
-            " train on, dataset.eval_split those held out"
+            f"{key}={path}: no split {split}; splits: {', '.join(splits)}. Set dataset.split for the training"
+            " rows, dataset.eval_split for the eval set"
         )
     others = tuple(name for name in splits if name != split)
     left_out = _left_out(files, [file for each in splits.values() for file in each], place)
@@ -424,7 +426,7 @@ def _missing(path: str, place: Path, key: str) -> str:
     if near:
         message += f"; did you mean {' or '.join(str(Path(path).with_name(name)) for name in near)}?"
     if not extension(place):
-        message += "; a dataset of the hub is named ORG/NAME, and no folder ORG may be here"
+        message += "; a hub dataset is ORG/NAME, and no local folder ORG may exist"
     return message
 
 
