@@ -344,7 +344,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 # ---- token cache
 
 
-CODE_VERSION = 12  # raise it with every change of what rows become; a test of rows of all formats says when
+CODE_VERSION = 13  # raise it with every change of what rows become; a test of rows of all formats says when
 BATCH_ROWS = 4096  # of one record batch
 _BATCH_TOKENS = 1 << 22  # fewer rows if they are long
 _ABANDONED_SECONDS = 24 * 3600  # after which a half-written file is removed without a lock
@@ -367,7 +367,7 @@ def cached_rows(cache_dir: str, key: str, write: "Callable[[RowWriter], Facts]")
                 found = open_rows(path)
     if found is None:
         raise EnvironmentProblem(
-            f"cache_dir={cache_dir}: what was just written there reads back differently;"
+            f"cache_dir={cache_dir}: data read back differs from the data just written;"
             " set cache_dir to a folder on another disk"
         )
     return found
@@ -395,7 +395,7 @@ def _explain_disk_errors(cache_dir: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise EnvironmentProblem(
-            f"cache_dir={cache_dir}: cannot write the token cache: {error.strerror}; make room there, or set"
+            f"cache_dir={cache_dir}: cannot write the token cache: {error.strerror}; free disk space there, or set"
             " cache_dir to another folder"
         ) from error
 

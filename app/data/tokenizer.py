@@ -32,11 +32,11 @@ def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
     if fmt in CHAT_FORMATS and tokenizer.chat_template is None:
         raise ConfigError(
             f"model.chat_template: the tokenizer has none, and dataset.format={fmt} needs one;"
-            " set model.chat_template=FILE or one of the names that ship"
+            " set model.chat_template=FILE or the name of a built-in template"
         )
     has_end = tokenizer.eos_token_id is not None or tokenizer.sep_token_id is not None
     if fmt not in (*CHAT_FORMATS, *LABELED_FORMATS, *TAGGED_FORMATS) and not has_end:
-        raise ConfigError(f"model.tokenizer: it has no end-of-text token, and dataset.format={fmt} needs one")
+        raise ConfigError(f"model.tokenizer: no end-of-text token, which dataset.format={fmt} needs")
 
 
 def separates_pairs(tokenizer: Tokenizer) -> bool:
@@ -70,7 +70,7 @@ class Encoder:
         # The first call also switches off whatever truncation and padding tokenizer.json asks for.
         whole = tokenizer(_PROBE, add_special_tokens=False, verbose=False)["input_ids"]
         if list(whole) != self._encodings([_PROBE])[0].ids:
-            raise ConfigError("model.tokenizer: it changes text before its fast backend sees it; not supported")
+            raise ConfigError("model.tokenizer: changing text before the fast backend is not supported")
         inside = _as_ids(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
         framed = _as_ids(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
         starts = range(len(framed) - len(inside) + 1)
@@ -172,7 +172,7 @@ def _second_start(types: Sequence[int]) -> int:
     """Index of the first token of the second text, which goes to the end."""
     at = types.index(1) if 1 in types else len(types)
     if list(types) != [0] * at + [1] * (len(types) - at):
-        raise ConfigError("model.tokenizer: it marks the sides of a pair otherwise than by 0 and 1; not supported")
+        raise ConfigError("model.tokenizer: token type ids of a pair other than 0 and 1 are not supported")
     return at
 
 
