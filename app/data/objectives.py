@@ -27,7 +27,7 @@ class Objective(Protocol):
 
     documents_per_row: ClassVar[int] = 1
     over_documents: ClassVar[bool] = False  # whether the loss is a function of whole documents, not a sum over labels
-    marked: ClassVar[str] = "to be predicted"  # what people read of the marked tokens of a row
+    marked: ClassVar[str] = "tokens in the loss"  # what people read of the marked tokens of a row
 
     @property
     def bidirectional(self) -> bool:

@@ -28,7 +28,7 @@ _MASKED_SHARE, _RANDOM_SHARE = 0.8, 0.1
 class MaskedTokens(Objective):
     """A share of each row's tokens, drawn anew in each epoch, is masked and predicted where it stood."""
 
-    marked: ClassVar[str] = "hidden in the first epoch, to be predicted"
+    marked: ClassVar[str] = "masked tokens of the first epoch"
     share: float
     mask_id: int
     special: NDArray[np.int64]  # never drawn
@@ -73,7 +73,7 @@ class MaskedTokens(Objective):
 def _objective(config: TaskConfig, tokenizer: Tokenizer, seed: int, _bidirectional: bool) -> Objective:
     if tokenizer.mask_token_id is None:
         raise ConfigError(
-            "task.kind=masked: the tokenizer has no mask token. Give the tokenizer of an encoder "
+            "task.kind=masked: the tokenizer has no mask token. Use the tokenizer of an encoder "
             "(model.tokenizer=DIR), or set task=causal."
         )
     special = sorted(set(tokenizer.all_special_ids))
@@ -88,7 +88,7 @@ def _continues_a_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
     if not isinstance(model, WordPiece):
         raise ConfigError(
             f"task.whole_words=true: the tokenizer is {type(model).__name__}, whose tokens do not show where "
-            "words begin. Give a WordPiece tokenizer (model.tokenizer=DIR), or set task.whole_words=false."
+            "words begin. Use a WordPiece tokenizer (model.tokenizer=DIR), or set task.whole_words=false."
         )
     vocabulary = tokenizer.get_vocab()
     found = np.zeros(max(vocabulary.values()) + 1, np.bool_)

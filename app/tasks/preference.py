@@ -34,7 +34,7 @@ class Comparisons(Objective):
 
     documents_per_row: ClassVar[int] = 2
     over_documents: ClassVar[bool] = True
-    marked: ClassVar[str] = "the wanted answer, then the unwanted one"
+    marked: ClassVar[str] = "the chosen answer, then the rejected one"
     reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by its row's hash
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
@@ -51,7 +51,7 @@ class LabeledAnswers(Objective):
     """Each row is one answer that is wanted or not; beside it goes a mismatched one, which tells how far all moved."""
 
     over_documents: ClassVar[bool] = True
-    marked: ClassVar[str] = "the answer, true where it is wanted"
+    marked: ClassVar[str] = "the answer, true if it is good"
     reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by the hash of a row, mismatched or not
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn

@@ -32,7 +32,7 @@ _ENTITIES = 3  # true, predicted, both
 class WordTags(Classification):
     """The state of the first token of each word predicts its tag."""
 
-    marked: ClassVar[str] = "the first token of each word, whose tag is to be predicted"
+    marked: ClassVar[str] = "the first token of each word, which predicts its tag"
 
     def at(self, rows: TokenRows, i: int) -> NDArray[np.int64]:
         return np.flatnonzero(rows.loss_mask(i))
