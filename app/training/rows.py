@@ -150,7 +150,7 @@ def _read(
 
     if has_auto_bins(run):
         bins = suggested_bin(replace(run, dataset=dataset))
-        notes = [*notes, f"batching.tokens=auto is found by a run; here bins have {bins:,} tokens"]
+        notes = [*notes, f"batching.tokens=auto is set at the start of a run; this check uses bins of {bins:,} tokens"]
     return prepare(without_stops(dataset), tokenizer, run.cache_dir, notes, collect, *labels)
 
 
@@ -191,7 +191,7 @@ def _note_length_of_pairs(run: RunConfig, base: BaseModel, say: Callable[[str], 
     if documents == 1 or not run.batching.packing or has_auto_bins(run):
         return
     if length == run.batching.bin_tokens // documents < run.model.suggest.length:
-        both = f"a bin of batching.tokens={run.batching.tokens} holds both answers of a pair"
+        both = f"a bin of batching.tokens={run.batching.tokens} must fit both answers of a pair"
         more = documents * run.model.suggest.length
         say(f"note    dataset.max_length={length}: {both}. For longer answers, raise both, e.g. batching.tokens={more}")
 
@@ -213,14 +213,15 @@ def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, li
     if isinstance(given, list):
         listed = ", ".join(labels)
         wrong = (
-            f"task.class_weights has {len(given)} numbers, and there are {len(labels)} labels: {listed}. Give as many."
+            f"task.class_weights has {len(given)} numbers, but there are {len(labels)} labels: {listed}. Set one for "
+            "each label."
         )
         return given, [wrong] if len(given) != len(labels) else []
     try:
         return class_weights(labeling_of(task), labels, data.train.class_counts(), len(data.train)), []
     except ValueError as fault:
         return None, [
-            f"task.class_weights=balanced: {fault}, so it has no weight. Leave it out of task.labels and of the rows, "
+            f"task.class_weights=balanced: {fault}, so its weight is undefined. Remove it from task.labels and rows, "
             "or give the weights as numbers."
         ]
 
@@ -232,7 +233,7 @@ def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any, say: Callabl
     rows = base.vocabulary(last) if ids else 0
     if last >= rows and given is not None:
         raise ConfigError(
-            f"model.vocab_size={given}: new tokens have ids up to {last}. Give {last + 1} or more, or null."
+            f"model.vocab_size={given}: new tokens have ids up to {last}. Set {last + 1} or more, or null."
         )
     if last >= rows:
         given = (last // ROWS_MULTIPLE + 1) * ROWS_MULTIPLE
@@ -240,7 +241,7 @@ def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any, say: Callabl
     run = replace(run, model=replace(run.model, vocab_size=given), adapter=adapter)
     refuse(_resizing_problems(run, base))
     if last >= rows:
-        say(f"note    model.vocab_size={given}: the base has {rows} rows; the new ones are their mean")
+        say(f"note    model.vocab_size={given}: the base has {rows} rows; new rows start as their mean")
     return run
 
 
@@ -250,17 +251,18 @@ def _resizing_problems(run: RunConfig, base: BaseModel) -> Iterator[str]:
     if rows is None:
         return
     given = "model.add_tokens" if texts else f"model.vocab_size={rows}"
-    other = "Resize the base with transformers, and give its folder as model.path."
+    other = "Resize the base with transformers, and set model.path to its folder."
     if run.model.weights == "random":
         yield f"{given}: the weights are random. Set model.architecture.vocab_size={rows}."
     elif base.text_part is not None:
-        yield f"{given}: the vocabulary of the text part of a larger model is not resized. {other}"
+        yield f"{given}: resizing the text part of a multimodal model is not supported. {other}"
     elif not base.is_resizable:
-        yield f"{given}: a model of kind {base.numbers.model_type} has more tensors by token than two. {other}"
+        yield f"{given}: {base.numbers.model_type} has more than two per-token tensors, which is not supported. {other}"
     elif base.task.has_classes and run.adapter.kind != "none":
         yield (
-            f"{given}: final/ has a config.json for the classes, with which other programs load the base as it is. "
-            "Set recipe=full, or resize the base with transformers and give its folder as model.path."
+            f"{given}: not supported for an adapter with classes, because other programs load the base unresized, with "
+            "the config.json of final/. Set recipe=full, or resize the base with transformers and set model.path to "
+            "its folder."
         )
 
 
@@ -279,8 +281,8 @@ def _class_problems(
     if (facts.has_classes and task.labels) or (not facts.has_classes and not (trains and len(classes) == 1)):
         return
     if len(classes) < least:
-        only = f"all have the label {classes[0]}" if classes else "none has a label"
-        yield f"dataset.path={paths_of(dataset)}: of its rows {only}, so {facts.one_label}"
+        only = f"all rows have the label {classes[0]}" if classes else "no row has a label"
+        yield f"dataset.path={paths_of(dataset)}: {only}, so {facts.one_label}"
 
 
 def _unknown_ids(run: RunConfig, base: BaseModel, *splits: TokenRows | None) -> Iterator[str]:
@@ -289,8 +291,8 @@ def _unknown_ids(run: RunConfig, base: BaseModel, *splits: TokenRows | None) -> 
     vocabulary = base.vocabulary(largest)
     if largest >= vocabulary:
         yield (
-            f"model.tokenizer={run.model.tokenizer or 'null'}: it gives ids up to {largest}, but the model knows only "
-            f"{vocabulary} (0 to {vocabulary - 1}). Give the tokenizer that belongs to model.path={run.model.path}."
+            f"model.tokenizer={run.model.tokenizer or 'null'}: it has ids up to {largest}, but the model has only "
+            f"{vocabulary} (0 to {vocabulary - 1}). Set the tokenizer of model.path={run.model.path}."
         )
 
 

@@ -128,7 +128,7 @@ def sampler(plan: Plan, model: TrainingModel, recorder: Recorder) -> Callable[[i
             return
         found = try_or_none(answers)
         if found is None:
-            recorder.message(f"step {step}: out of memory, so no held-out prompt was answered; set eval.samples=0")
+            recorder.message(f"step {step}: out of memory, eval samples skipped; set eval.samples=0")
         else:
             recorder.samples(step, found)
 
