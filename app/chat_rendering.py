@@ -79,7 +79,7 @@ _FILTERS = {**_METHODS, "format": _interpolated}
 
 def _require(size: Any, name: str) -> None:
     if size > MAX_SIZE:
-        raise SecurityError(f"{name} makes a value of more than {MAX_SIZE:,} characters")
+        raise SecurityError(f"{name} creates a value of more than {MAX_SIZE:,} characters")
 
 
 def _measured(values: Iterable[Any], separator: int) -> Iterator[Any]:
@@ -204,7 +204,7 @@ def _with_global(function: Any, **exchanged: Any) -> Callable[..., Any]:
 
 
 MAX_SECONDS = 10.0  # of one rendering, which takes about 0.0001
-_REMEDY = "Mend it, or give another: model.chat_template=FILE, or a name that ships"
+_REMEDY = "Fix it, or set another: model.chat_template=FILE or the name of a built-in template"
 
 
 class ConversationRefused(Exception):  # noqa: N818  (the template's own decision, no fault)
@@ -235,16 +235,16 @@ def render_chat(
             f"model.chat_template: line {error.lineno}: {str(error.message).rstrip('.')}. {_REMEDY}."
         ) from error
     except SecurityError as error:
-        raise ConfigError(f"model.chat_template: it may not do this: {str(error).rstrip('.')}. {_REMEDY}.") from error
+        raise ConfigError(f"model.chat_template: not allowed: {str(error).rstrip('.')}. {_REMEDY}.") from error
     except (TemplateError, TypeError) as error:  # a TypeError: it adds text to what is none
         raise ConversationRefused(str(error)) from error
     except _TooSlow:
         raise ConfigError(
-            f"model.chat_template: it takes more than {MAX_SECONDS:g} seconds for one conversation. {_REMEDY}."
+            f"model.chat_template: rendering one conversation takes more than {MAX_SECONDS:g} seconds. {_REMEDY}."
         ) from None
     except Exception as error:  # what a program may raise: a division by zero, endless recursion, no memory
         what = f"{type(error).__name__} ({error})" if str(error) else type(error).__name__
-        raise ConfigError(f"model.chat_template: it ends in {what}{_line_of(error)}. {_REMEDY}.") from error
+        raise ConfigError(f"model.chat_template: fails with {what}{_line_of(error)}. {_REMEDY}.") from error
     return text
 
 
