@@ -1,6 +1,6 @@
-"""Rows that hold a conversation, read into the form that chat templates expect.
+"""Conversations of rows, in the form that chat templates expect.
 
-OpenAI's messages, ShareGPT's turns, or messages in two columns; with tools and tool calls.
+OpenAI messages, ShareGPT turns, or messages in two columns; with tools and tool calls.
 """
 
 import difflib
@@ -22,15 +22,15 @@ _ROLE_NAMES = {
 }
 SPEAKERS = {**_ROLE_NAMES, "function_call": "assistant"}
 ROLES = ("system", "user", "assistant", "tool")
-_MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # others are likely a mistake, and underflow or overflow in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
 _READ_PARTS = ("text", "reasoning", "tool_call")
-# as Axolotl, LLaMA-Factory, ms-swift and XTuner call them; a `loss` that is a number is a measurement
+# names in Axolotl, LLaMA-Factory, ms-swift and XTuner; a numeric `loss` is a measurement
 _KEY_ALIASES = {"training": "train", "loss_weight": "weight", "loss": "train"}
 
 
 def speaker_of(message: Any) -> str | None:
-    """Return who says a message or turn, as templates call it; None for a name that is not known."""
+    """Return the role of a message or turn, as templates call it; None for an unknown name."""
     return SPEAKERS.get(str(message.get("role", message.get("from")))) if isinstance(message, dict) else None
 
 
@@ -55,12 +55,12 @@ def chat_completion(row: Row, columns: Columns) -> Conversation:
 
 
 def preference(row: Row, columns: Columns) -> AnswerPair:
-    """Read two answers to one prompt: texts, messages or whole chats that begin alike."""
+    """Read two answers to one prompt: texts, messages, or whole chats with a common start."""
     sides = [_answered(row, name, columns) for name in (columns.chosen, columns.rejected)]
     chosen, rejected = (side.messages for side in sides)
     pairs = zip(chosen, rejected, strict=False)
     start = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
-    start -= chosen == rejected  # which the caller drops: their last messages are the answers
+    start -= chosen == rejected  # the caller drops equal chats: their last messages are the answers
     answers = chosen[start:], rejected[start:]
     if start == 0 or not all(answers) or {side[0]["role"] for side in answers} != {"assistant"}:
         raise RowProblem("the chosen and rejected answers have different prompts")
@@ -70,7 +70,7 @@ def preference(row: Row, columns: Columns) -> AnswerPair:
 
 
 def preference_label(row: Row, columns: Columns) -> Judged:
-    """Read one answer and whether it is wanted; without a prompt it is the end of a whole chat."""
+    """Read one answer and its label; without a prompt, the answer is the end of a whole chat."""
     whole = _answered(row, columns.completion, columns)
     roles = [message["role"] for message in whole.messages]
     last_asked = next((at for at in range(len(roles), 0, -1) if roles[at - 1] not in ("assistant", "tool")), 0)
@@ -82,17 +82,17 @@ def preference_label(row: Row, columns: Columns) -> Judged:
 
 
 def is_wanted(row: Row, column: str) -> bool:
-    """The label of an answer; tables of text and numbers write it as well."""
+    """Return the label of an answer, which may be text or a number."""
     found = value(row, column)
-    known = judgment(found)
-    if known is None:
+    label = judgment(found)
+    if label is None:
         what = repr(found) if isinstance(found, str | int | float) else kind_of(found)
         raise RowProblem(f"column {column!r} must be true (good answer) or false (bad answer), found {what}")
-    return known
+    return label
 
 
 def _answered(row: Row, column: str, columns: Columns) -> Conversation:
-    """The prompt with the answer of a column, which may repeat it."""
+    """Return the prompt and the answer of a column, which may repeat the prompt."""
     prompt = _turns(row, columns.prompt, "user") if optional(row, columns.prompt) is not None else []
     turns = _turns(row, column, "assistant")
     answer = turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
@@ -106,7 +106,7 @@ def _require_answer(messages: Sequence[Message], column: str) -> None:
 
 
 def _turns(row: Row, column: str, speaker: str) -> list[Any]:
-    """The messages of a column, which may be a list of them, one, or the text of one."""
+    """Return the messages of a column with a list of messages, one message, or its text."""
     found = value(row, column)
     if isinstance(found, str):
         return [{"role": speaker, "content": found}]
@@ -115,7 +115,7 @@ def _turns(row: Row, column: str, speaker: str) -> list[Any]:
 
 
 def parsed_list(found: Any) -> Any:
-    """Return the list that a text holds as JSON, as tables of text keep messages; any other value as it is."""
+    """Parse a list that is stored as JSON text, as in CSV; return other values unchanged."""
     if not isinstance(found, str) or not found.lstrip().startswith("["):
         return found
     try:
@@ -144,19 +144,19 @@ def _turn(index: int, turn: object) -> Message:
         raise RowProblem(f"message {index}: unknown from {speaker!r}; allowed: {allowed}")
     rest = {key: inner for key, inner in turn.items() if key not in ("from", "value")}
     if speaker == "function_call" and isinstance(text, str):
-        calls = _parsed(text, f"message {index}: the function_call")  # one call, or a list of them
+        calls = _parsed(text, f"message {index}: the function_call")  # one call or a list
         return {**rest, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
     return {**rest, "role": SPEAKERS[speaker], "content": text}
 
 
-def read_conversation(given_messages: Sequence[object], row: Row, columns: Columns) -> Conversation:
-    """Check messages, and add the columns `system` and `tools` of their row."""
+def read_conversation(turns: Sequence[object], row: Row, columns: Columns) -> Conversation:
+    """Check messages and add the columns `system` and `tools` of the row."""
     messages: list[Message] = []
     trained: dict[int, bool] = {}
     weights: dict[int, float] = {}
     system = optional_text(row, columns.system)
-    for index, given in enumerate(given_messages):
-        message, is_trained, weight = _message(index, given)
+    for index, turn in enumerate(turns):
+        message, is_trained, weight = _message(index, turn)
         if index == 0 and system.strip():
             messages = _system_messages(system, message, columns.system)
         if is_trained is not None:
@@ -170,14 +170,14 @@ def read_conversation(given_messages: Sequence[object], row: Row, columns: Colum
 
 
 def tools_column(row: Row, columns: Columns) -> str | None:
-    """The column with the tools of a row; OpenAI called it `functions` before."""
+    """Return the column with the tools of a row; formerly `functions` in the OpenAI format."""
     older = row.get("functions")
     is_older = isinstance(older, list) and bool(older) and all(isinstance(f, dict) and "name" in f for f in older)
     return "functions" if columns.tools == "tools" and row.get("tools") is None and is_older else columns.tools
 
 
 def _options(row: Row, column: str | None) -> dict[str, Any]:
-    """Values for names that the chat template reads, an object or JSON text of one."""
+    """Return chat template options from an object or its JSON text."""
     found = optional(row, column)
     if isinstance(found, str):
         found = _parsed(found, f"column {column!r}") if found.strip() else None
@@ -187,7 +187,7 @@ def _options(row: Row, column: str | None) -> dict[str, Any]:
 
 
 def _system_messages(system: str, first: Message, column: str | None) -> list[Message]:
-    """The messages to put before the first one."""
+    """Return the system message to insert before the first message, if any."""
     if first["role"] != "system":
         return [{"role": "system", "content": system}]
     if first["content"].strip() == system.strip():
@@ -199,13 +199,13 @@ def _system_messages(system: str, first: Message, column: str | None) -> list[Me
 
 
 def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
-    """The message, whether it says that it is trained (None: it does not say), and its weight."""
+    """Return the message, its train flag (None: unset), and its weight."""
     if not isinstance(found, dict):
         raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(found)}")
     given: Message = {
         str(key) if key == "loss" and not isinstance(value, bool) else _KEY_ALIASES.get(key, str(key)): value
         for key, value in found.items()
-        if value is not None  # tables fill absent keys with null
+        if value is not None  # tables store absent keys as null
     }
     role = _role(index, given)
     given = _without_parts(index, given)
@@ -214,7 +214,7 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
     if content is None and calls:
         content = ""
     elif isinstance(content, dict) and role == "tool":
-        content = json.dumps(content, ensure_ascii=False, default=str)  # tables may hold dates
+        content = json.dumps(content, ensure_ascii=False, default=str)  # tables may have dates
     elif not isinstance(content, str):
         raise RowProblem(f"message {index}: content must be text, found {kind_of(content)}")
     others = {key: value for key, value in given.items() if key not in _READ_KEYS}
@@ -224,7 +224,7 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
     weight, train = _weight(index, given.get("weight")), given.get("train")
     if not isinstance(train, bool | None):
         raise RowProblem(f"message {index}: train must be true or false, found {kind_of(train)}")
-    return message, False if weight == 0 else train, weight  # a weight of 1 says nothing
+    return message, False if weight == 0 else train, weight  # a weight of 1 is the default
 
 
 def _role(index: int, message: Message) -> str:
@@ -241,7 +241,7 @@ def _role(index: int, message: Message) -> str:
 
 
 def _without_parts(index: int, given: Message) -> Message:
-    """The message with the parts of its content where they belong: text, thought and tool calls."""
+    """Return the message with its content parts split into text, reasoning and tool calls."""
     if not isinstance(given.get("content"), list):
         return given
     parts = [_part(index, part) for part in given["content"]]
@@ -250,14 +250,14 @@ def _without_parts(index: int, given: Message) -> Message:
     found: Message = {"content": "\n".join(text for kind, text in parts if kind == "text")}
     if thoughts:
         found["reasoning_content"] = "\n".join(thoughts)
-    beside = given.get("tool_calls", [])
-    if calls and isinstance(beside, list):
-        found["tool_calls"] = [*beside, *calls]
+    other_calls = given.get("tool_calls", [])
+    if calls and isinstance(other_calls, list):
+        found["tool_calls"] = [*other_calls, *calls]
     return {**given, **found}
 
 
 def _part(index: int, part: Any) -> tuple[str, str]:
-    """Type and text of a part; the text is under its type or under `value`."""
+    """Return type and text of a content part; the text is under the type name or `value`."""
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(kind, part.get("value")) if kind in _READ_PARTS else None
     if isinstance(text, str):
@@ -269,7 +269,7 @@ def _part(index: int, part: Any) -> tuple[str, str]:
 
 
 def _weight(index: int, given: Any) -> float:
-    """Loss weight of each token of a message."""
+    """Return the loss weight of the tokens of a message."""
     if given is None:
         return 1.0
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
@@ -283,7 +283,7 @@ def _weight(index: int, given: Any) -> float:
 
 
 def read_tools(found: Any, column: str) -> list[dict[str, Any]] | None:
-    """Read a list of tools, or JSON text of one, whose nulls are the schema's own: a table filled in none of them."""
+    """Read a list of tools or its JSON text; nulls in JSON text belong to the schema and are not removed."""
     is_text = isinstance(found, str)
     found = found if not is_text else _parsed(found, f"column {column!r}") if found.strip() else None
     if found is None or found == []:
@@ -304,7 +304,7 @@ def _tool(index: int, given: Any, column: str) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables fill absent keys with null."""
+    """Remove nulls, which tables store for absent keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
