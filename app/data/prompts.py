@@ -14,7 +14,7 @@ from app.errors import DataError
 
 
 def prompts_file(given: str) -> Path:
-    """The file that `prompts=` names; DataError if it does not exist."""
+    """Return the file of `prompts=`; DataError if it does not exist."""
     path = Path(given).expanduser()
     if not path.is_file():
         raise DataError(
@@ -24,7 +24,7 @@ def prompts_file(given: str) -> Path:
 
 
 def read_prompts(given: str, system: str | None) -> list[list[Message]]:
-    """Read a conversation for each prompt, ending with what is to be answered."""
+    """Read one conversation per prompt, ending with the message to answer."""
     return [_with_system(_of_row(location, row), system) for location, row in _rows(given)]
 
 
@@ -38,7 +38,7 @@ def read_prompt(location: str, line: str, system: str | None) -> list[Message]:
 
 
 def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
-    """Read the texts to classify: a line, or the columns `fields` of a row; a single one may be called prompt."""
+    """Read the texts to classify: lines, or the columns `fields` of rows; a single column may be named prompt."""
     texts = []
     for location, row in _rows(given):
         found = [value(row, field) for field in fields]
@@ -53,7 +53,7 @@ def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
 
 
 def read_words(given: str, field: str) -> list[list[str]]:
-    """Read the words to tag: those of a line, or of the column `field` of a row, a list of them or a text."""
+    """Read the words to tag: of lines, or of the column `field` of rows, as a list or text."""
     texts = []
     for location, row in _rows(given):
         found = row.get("prompt") if value(row, field) is ABSENT else value(row, field)
@@ -66,10 +66,13 @@ def read_words(given: str, field: str) -> list[list[str]]:
 
 
 def tokens_of_words(rows: Sequence[Sequence[str]], tokenizer: Tokenizer, max_length: int) -> list[Tokens]:
-    """The tokens of the words of each row as in training, cut to `max_length`; the mask has the first of each word."""
+    """Return the tokens of the words of each row as in training, truncated to `max_length`.
+
+    The mask has the first token of each word.
+    """
     texts = [words_with_tags(words) for words in rows]
     rendered = [RenderedText(each.text, (), raw=True, label=each.label, words=each.words) for each in texts]
-    found = []
+    samples = []
     for number, (words, tokens) in enumerate(zip(rows, Encoder(tokenizer).encode(rendered), strict=True), 1):
         without = len(words) - int(tokens.loss_mask.sum())
         kept = [tokens] if len(tokens.ids) <= max_length else POLICIES["truncate"](tokens, max_length)
@@ -82,12 +85,12 @@ def tokens_of_words(rows: Sequence[Sequence[str]], tokenizer: Tokenizer, max_len
             raise DataError(
                 f"prompts: dataset.max_length={max_length} leaves no word of text {number}. Remove the text."
             )
-        found += kept
-    return found
+        samples += kept
+    return samples
 
 
 def _rows(given: str) -> list[tuple[str, Row]]:
-    """All rows with key and location; a line of a text file is a prompt."""
+    """Return all rows with key and location; each line of a text file is a prompt."""
     path, rows = prompts_file(given), list[tuple[str, Row]]()
     if extension(path) not in READERS:
         raise DataError(f"prompts={given}: unsupported file type. Use one of {', '.join(READERS)}.")
@@ -104,7 +107,7 @@ def _rows(given: str) -> list[tuple[str, Row]]:
 
 
 def as_conversation(prompt: str, system: str | None) -> list[Message]:
-    """Make a conversation of one prompt."""
+    """Return the conversation of one prompt."""
     return _with_system([{"role": "user", "content": prompt}], system)
 
 
