@@ -1,4 +1,4 @@
-"""`app.check data`: everything a run would learn from, and advice on settings, without weights."""
+"""`app.check data`: all training data of a run, and advice on settings, without reading weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from app.training.samples import preview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCheck:
-    """Facts about the data. `stops` are the errors that a run with these settings would end with."""
+    """Facts about the data. `stops` are the errors with which a run with these settings would fail."""
 
     run: RunConfig
     data: Data
@@ -35,27 +35,27 @@ class DataCheck:
     packing: length_statistics.Packing
     padded_fill: float | None
     loader: Loader
-    plan: StepPlan | None  # None where no row is left
+    plan: StepPlan | None  # None without rows
     processes: int
     base: BaseModel
-    other_template: str  # what model.chat_template may be instead
+    other_template: str  # alternative model.chat_template
     preview: dict[str, Any]
     stops: list[str]
 
     @property
     def sample_lengths(self) -> NDArray[np.int32]:
-        """Tokens that dataset.max_length bounds: of a pair those of its longer answer."""
+        """Tokens limited by dataset.max_length; of a pair, those of the longer answer."""
         rows = self.data.train
         return rows.longer_answers if self.documents_per_row > 1 else rows.lengths
 
     def facts(self) -> dict[str, Any]:
-        """`data` of check.json, without the advice."""
+        """Return `data` of check.json without the advice."""
         train, held = self.data.report.train, self.data.report.eval
         return {
             "format": formats_of(self.run.dataset),
             "max_length": self.run.dataset.max_length,
             **_split(train),
-            "duplicate_rows": train.duplicates,  # held-out ones included: equal rows are on the same side
+            "duplicate_rows": train.duplicates,  # including eval rows: duplicates are in the same split
             "held_out": train.held_out,
             "packing": self.run.batching.packing,
             "bin_tokens": self.run.batching.bin_tokens,
@@ -83,7 +83,7 @@ class DataCheck:
         }
 
     def _sources(self) -> list[dict[str, Any]]:
-        """One entry for each source of a mix: what was read of it, and what an epoch has of it."""
+        """Return one entry per source of a mix: rows read, and its share of an epoch."""
         report, sections = self.data.report, sources_of(self.run.dataset)
         return [
             {
@@ -117,7 +117,7 @@ class DataCheck:
 
 
 def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
-    """Prepare the data as a run in `processes` would, and collect what stops it instead of raising."""
+    """Prepare the data as a run with `processes` would, and collect errors instead of raising them."""
     stops: list[str] = []
     prepared = read_rows(run, open_base(run.model, run.task), say, problems=stops)
     try:
@@ -186,19 +186,19 @@ def _split(counts: RowCounts) -> dict[str, Any]:
 # ---- data advice
 
 
-KEPT_SHARE = 0.99  # of the samples that an advised max_length keeps whole
+KEPT_SHARE = 0.99  # of samples that the suggested max_length keeps whole
 MAX_BAD_SHARE = 0.01  # of the rows
 MIN_BIN_FILL = 0.9
 MIN_PADDED_FILL = 0.85  # of padded micro-batches
 MIN_TRAINED_SHARE = 0.05  # of the tokens
-LONG_TEXT_CHARS = 100  # a row, of an unread column
-MIN_STEPS = 20  # fewer make a poor schedule
+LONG_TEXT_CHARS = 100  # per row, of an unread column
+MIN_STEPS = 20  # fewer steps make a poor schedule
 
-Advice = tuple[str, str]  # what to type, with placeholders where it cannot be known, and why
+Advice = tuple[str, str]  # setting to type, with placeholders for unknown values, and reason
 
 
 def advice(check: DataCheck) -> Iterator[Advice]:
-    """Pieces of advice, the most harmful problem first."""
+    """Yield advice, most harmful problem first."""
     for rule in (_bad_rows, _unread, _over_long, _trained_share, _template, _duplicates, _held_out, _filling, _steps):
         yield from rule(check)
 
@@ -220,32 +220,29 @@ def _over_long(check: DataCheck) -> Iterator[Advice]:
     if not counts.tokens_lost or needed is None or needed <= limit:
         return
     lost = f"{many(counts.tokens_lost, 'token')} lost now"
-    kept = check.base.longest_row(needed)
-    then, now = (length_statistics.share_within(length, lengths, counts) for length in (kept, limit))
-    if kept > limit and then > now:
-        room = kept * check.documents_per_row
+    length = check.base.longest_row(needed)
+    then, now = (length_statistics.share_within(maximum, lengths, counts) for maximum in (length, limit))
+    if length > limit and then > now:
+        room = length * check.documents_per_row
         bins = f" batching.tokens={room}" if run.batching.packing and room > run.batching.bin_tokens else ""
-        most = (
-            ""
-            if kept == needed
-            else f"; {check.base.limit_text(kept)}, choose a model with a longer context for the others"
-        )
+        remedy = "choose a model with a longer context for the others"
+        most = "" if length == needed else f"; {check.base.limit_text(length)}, {remedy}"
         most_dropped = {"auto": MAX_DROPPED_SHARE, "error": 0.0}.get(run.dataset.on_overflow, 1.0)
         ends = " dataset.on_overflow=drop" if counts.dropped and 1 - then > most_dropped else ""
         yield (
-            f"dataset.max_length={kept}{bins}{ends}",
+            f"dataset.max_length={length}{bins}{ends}",
             f"keeps {then:.1%} of the samples whole instead of {now:.1%}{most}; {lost}",
         )
     elif policy_for(run.dataset.on_overflow, run.dataset.format) != "truncate":
-        most = check.base.limit_text(kept)
+        most = check.base.limit_text(length)
         remedy = "truncation keeps the start of each sample; or choose a model with a longer context"
         yield "dataset.on_overflow=truncate", f"{most}, {lost}: {remedy}"
 
 
 def _unread(check: DataCheck) -> Iterator[Advice]:
     counts, dataset = check.data.report.train, check.run.dataset
-    told = counts.missed_places if check.stops else {}
-    chars = {name: counts.missed_chars[name] // rows for name, rows in counts.missed.items() if name not in told}
+    reported = counts.missed_places if check.stops else {}
+    chars = {name: counts.missed_chars[name] // rows for name, rows in counts.missed.items() if name not in reported}
     long = [name for name in chars if chars[name] >= LONG_TEXT_CHARS and 2 * counts.missed[name] > counts.rows_kept]
     if long:
         shown = ", ".join(f"{name} ({chars[name]:,} characters per row)" for name in long)
@@ -313,7 +310,7 @@ def _trained_share(check: DataCheck) -> Iterator[Advice]:
     only = f"only {share:.1%} of the tokens are trained"
     if run.dataset.train_on == "last":
         yield "dataset.train_on=assistant", f"{only}; `assistant` trains all answers, not only the last"
-    elif not counts.expanded_into:  # else the template is the cause, and has its own advice
+    elif not counts.expanded_into:  # otherwise the template is the cause, with separate advice
         yield "dataset.train_on=all", f"{only}; `all` also trains the prompts"
 
 
@@ -327,7 +324,7 @@ def _template(check: DataCheck) -> Iterator[Advice]:
         if counts.join_saves and not counts.unstable_reasoning:
             length = counts.unstable_tokens["join"] / counts.unstable_tokens["expand"]
             joined = f"`join` trains the same answers in one sample per conversation, with {length:.0%} of the tokens"
-            cut = " dataset.on_overflow=truncate" if counts.dropped else ""  # one that is dropped has all answers
+            cut = " dataset.on_overflow=truncate" if counts.dropped else ""  # a dropped sample has all answers
             yield f"dataset.on_unstable_template=join{cut}", f"{rewritten}; {joined}"
         else:
             yield "dataset.on_unstable_template=last", f"{rewritten}; `last` trains only the last turn of each"
