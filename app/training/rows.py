@@ -1,6 +1,6 @@
-"""The rows of a run as tokens, and the settings that depend on them: formats, packing, row length, labels, vocabulary.
+"""Token rows of a run, and the settings that depend on them: formats, packing, row length, labels, vocabulary.
 
-No weight is read, and nothing here depends on the machine.
+No weights are read, and nothing depends on the machine.
 """
 
 import math
@@ -31,29 +31,29 @@ from app.errors import ConfigError, refuse
 from app.tasks.table import build_objective, metrics_of
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_packing
 
-ROWS_MULTIPLE = 64  # of a resized vocabulary: matrix products of other sizes leave tensor cores idle
-TRAINED, SCORED = "trained", "scored"  # the splits that are read
+ROWS_MULTIPLE = 64  # of a resized vocabulary: other sizes of matrix products leave tensor cores idle
+TRAINED, SCORED = "trained", "scored"  # splits to read
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a run; in `run` the settings that depend on them are resolved."""
+    """Token rows of a run; `run` has resolved the settings that depend on them."""
 
     run: RunConfig
     base: BaseModel
     tokenizer: Any
     data: Data
     objective: Objective
-    also: TokenRows | None = None  # of `eval.also`, which a check and an evaluation do not read
+    also: TokenRows | None = None  # of `eval.also`, not read by checks and evaluations
 
     @property
     def pad_id(self) -> int:
-        """Id of padding tokens. Any id works, because padding is known by row lengths."""
+        """ID of padding tokens. Any ID works, because row lengths determine padding."""
         return 0 if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
 
 
 def loader_of(rows: Rows, run: RunConfig, processes: int, rank: int = 0) -> Loader:
-    """Return the loader of the training rows, in steps of all processes; `run` has a known bin size."""
+    """Return the loader of the training rows for this process; `run` has a resolved bin size."""
     layout = layout_of(run, run.batching.rows, rows.objective, rows.pad_id)
     split = StepSplit(run.batching.accumulation, processes, rank)
     return Loader(rows.data.train, layout, split, run.seed, run.batching.order)
@@ -67,11 +67,11 @@ class StepPlan:
     steps_per_epoch: int
 
     def epoch(self, step: int) -> float:
-        """Epochs done after `step` steps."""
+        """Return the epochs after `step` steps."""
         return step / self.steps_per_epoch
 
     def every(self, interval: int | str) -> int:
-        """The steps of an interval that may be given as a part of an epoch, such as 0.25epoch; at least one of it."""
+        """Return the steps of an interval, which may be a fraction of an epoch such as 0.25epoch; at least 1."""
         if isinstance(interval, int):
             return interval
         return max(1, round(float(interval.removesuffix("epoch")) * self.steps_per_epoch))
@@ -88,14 +88,14 @@ def read_rows(
     """Read the rows of a run as tokens, and resolve the settings that depend on them.
 
     `base` may differ from the model in the config. `splits` is TRAINED, or SCORED to read only the rows to score, as
-    `eval`. A check passes `problems`, which collects the errors that would stop the run; without it they are raised.
+    `eval`. A check passes `problems`, a list that collects the errors of a run; without it they are raised.
     """
     report = refuse if problems is None else problems.extend
     limited = within_positions(run.dataset, base, say)
     packed = with_packing(run, base, say)
     _note_length_of_pairs(packed, base, say)
     load = partial(load_tokenizer, run.model, shipped=base.task.tokenizer)
-    has_template = lambda: bool(load(needs_template=False).chat_template)  # noqa: E731  (may not be asked)
+    has_template = lambda: bool(load(needs_template=False).chat_template)  # noqa: E731  (may not be called)
     dataset, notes = detect_formats(limited, formats_for(run.task.kind), has_template)
     if notes and (wrong := problems_of(replace(packed, dataset=dataset))):
         raise ConfigError([*wrong[:-1], f"{wrong[-1]} ({'; '.join(notes)})"])
@@ -155,7 +155,7 @@ def _read(
 
 
 def _task_of_rows(task: TaskConfig, facts: Task, data: Data) -> tuple[TaskConfig, list[str]]:
-    """Return the task with the labels and class weights of the rows, and the problems of the weights."""
+    """Return the task with the labels and class weights of the rows, and problems of the weights."""
     if facts.has_classes and not task.labels and len(data.classes) >= PROBLEMS[task.problem].least_labels:
         task = replace(task, labels=list(data.classes))
     if task.class_weights is None or not task.labels:
@@ -165,7 +165,7 @@ def _task_of_rows(task: TaskConfig, facts: Task, data: Data) -> tuple[TaskConfig
 
 
 def _with_names_of_model(adapter: AdapterConfig, base: BaseModel) -> AdapterConfig:
-    """Return the adapter with the layer names of the trained model, in place of those of its start adapter."""
+    """Return the adapter with the layer names of the trained model instead of those of its start adapter."""
     if adapter.start is None:
         return adapter
     adapter = with_names(adapter, lambda name: base.names.of_trained(name) or name)
@@ -173,20 +173,20 @@ def _with_names_of_model(adapter: AdapterConfig, base: BaseModel) -> AdapterConf
 
 
 def rows_of_also(rows: Rows) -> tuple[TokenRows | None, list[str]]:
-    """The rows of `eval.also`, in any format that the task learns from, and lines for people."""
+    """Return the rows of `eval.also`, in any format of the task, and report lines."""
     run, base = rows.run, rows.base
     if run.eval.also is None:
         return None, []
     judge = partial(stop_if_wrong, longest_row=base.longest_row, trains=False)
     labels = KnownLabels(labeling_of(run.task), tuple(run.task.labels))
-    given = (formats_for(run.task.kind), rows.tokenizer, run.cache_dir, judge, labels)
-    also, lines = rows_beside(run.eval.also, run.dataset, *given)
+    settings = (formats_for(run.task.kind), rows.tokenizer, run.cache_dir, judge, labels)
+    also, lines = rows_beside(run.eval.also, run.dataset, *settings)
     refuse(_unknown_ids(run, base, also))
     return also, lines
 
 
 def _note_length_of_pairs(run: RunConfig, base: BaseModel, say: Callable[[str], None]) -> None:
-    """Note a `dataset.max_length` below the model's default that is all that bins of pairs allow."""
+    """Print a note if bins of pairs limit `dataset.max_length` to less than the default of the model."""
     documents, length = base.task.documents, run.dataset.max_length
     if documents == 1 or not run.batching.packing or has_auto_bins(run):
         return
@@ -197,7 +197,7 @@ def _note_length_of_pairs(run: RunConfig, base: BaseModel, say: Callable[[str], 
 
 
 def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str], None]) -> DatasetConfig:
-    """Lower `max_length` to the positions of the model; longer rows are then over-long. Refuse more than a chunk."""
+    """Limit `max_length` to the positions of the model; longer rows are overlong. More than a chunk is an error."""
     longest, limit = dataset.max_length, base.longest_row(dataset.max_length)
     if limit == longest:
         return dataset
@@ -208,7 +208,7 @@ def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str
 
 
 def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, list[str]]:
-    """The weight of each label, where they are given or balanced; what is wrong with them."""
+    """Return the weight of each label, set or balanced, and problems of the weights."""
     given, labels = task.class_weights, task.labels
     if isinstance(given, list):
         listed = ", ".join(labels)
@@ -227,7 +227,7 @@ def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, li
 
 
 def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any, say: Callable[[str], None]) -> RunConfig:
-    """The run with the ids of new tokens for `train_tokens=new`, and with rows for those that have none."""
+    """Return the run with the IDs of new tokens for `train_tokens=new`, and with embedding rows for all of them."""
     ids, given = new_ids(run.model, tokenizer), run.model.vocab_size
     last = max(ids, default=-1)
     rows = base.vocabulary(last) if ids else 0
@@ -246,7 +246,7 @@ def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any, say: Callabl
 
 
 def _resizing_problems(run: RunConfig, base: BaseModel) -> Iterator[str]:
-    """Why the vocabulary cannot have `model.vocab_size` rows."""
+    """Yield the reasons why the vocabulary cannot have `model.vocab_size` rows."""
     rows, texts = run.model.vocab_size, run.model.add_tokens
     if rows is None:
         return
@@ -267,7 +267,7 @@ def _resizing_problems(run: RunConfig, base: BaseModel) -> Iterator[str]:
 
 
 def with_planned_rows(run: RunConfig) -> RunConfig:
-    """The run with as many trained rows as it has new tokens, for a plan, which needs no tokenizer."""
+    """Return the run with one trained row per new token, for a memory estimate without a tokenizer."""
     if run.adapter.train_tokens != "new":
         return run
     return replace(run, adapter=replace(run.adapter, train_tokens=[*range(len(run.model.add_tokens))]))
@@ -276,7 +276,7 @@ def with_planned_rows(run: RunConfig) -> RunConfig:
 def _class_problems(
     task: TaskConfig, dataset: DatasetConfig, classes: Sequence[str], facts: Task, *, trains: bool
 ) -> Iterator[str]:
-    """Labels of rows that nothing can be learnt of."""
+    """Yield the problem of rows with too few labels to train on."""
     least = PROBLEMS[task.problem].least_labels if facts.has_classes else 2
     if (facts.has_classes and task.labels) or (not facts.has_classes and not (trains and len(classes) == 1)):
         return
@@ -286,7 +286,7 @@ def _class_problems(
 
 
 def _unknown_ids(run: RunConfig, base: BaseModel, *splits: TokenRows | None) -> Iterator[str]:
-    """Ids beyond the embedding: on a GPU they end the process without a message."""
+    """Yield the problem of token IDs beyond the embedding, which would crash on a GPU without a message."""
     largest = max(rows.largest_id for rows in splits if rows is not None)
     vocabulary = base.vocabulary(largest)
     if largest >= vocabulary:
@@ -297,14 +297,14 @@ def _unknown_ids(run: RunConfig, base: BaseModel, *splits: TokenRows | None) -> 
 
 
 def layout_of(run: RunConfig, rows: int, objective: Objective, pad_id: int = 0) -> Layout:
-    """Bins, or `rows` padded rows."""
+    """Return the layout: bins, or `rows` padded rows."""
     if run.batching.packing:
         return Packed(run.batching.bin_tokens, pad_id, run.dataset.max_length, objective)
     return Padded(rows, pad_id, objective)
 
 
 def plan_steps(training: TrainingConfig, steps_per_epoch: int) -> StepPlan:
-    """`epochs`, rounded up to whole steps, cut at `max_steps`."""
-    wanted = math.ceil(training.epochs * steps_per_epoch - 1e-9)  # 0.1 * 30 is a little more than 3
-    steps = wanted if training.max_steps is None else min(wanted, training.max_steps)
+    """Return the steps of `epochs`, rounded up, limited to `max_steps`."""
+    steps = math.ceil(training.epochs * steps_per_epoch - 1e-9)  # 0.1 * 30 is a little more than 3
+    steps = steps if training.max_steps is None else min(steps, training.max_steps)
     return StepPlan(steps=max(steps, 1), steps_per_epoch=steps_per_epoch)
