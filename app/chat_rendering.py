@@ -29,8 +29,8 @@ _SEQUENCES = (str, bytes, list, tuple)
 _INTERPOLATED = re.compile(r"%(?:\([^)]*\))?[-+ #0]*([\d*]*)(?:\.([\d*]*))?")  # width and precision
 
 
-def _width(_value: Any, *given: Any, **named: Any) -> int:
-    return max((each for each in (*given, *named.values()) if isinstance(each, int)), default=0)
+def _width(_value: Any, *args: Any, **named: Any) -> int:
+    return max((each for each in (*args, *named.values()) if isinstance(each, int)), default=0)
 
 
 def _length(value: Any) -> Any:
@@ -49,14 +49,14 @@ def _widths(specs: Iterable[str], values: Iterable[Any]) -> int:
     )
 
 
-def _formatted(text: str, *given: Any, **named: Any) -> int:
-    values = [*given, *named.values()]
+def _formatted(text: str, *args: Any, **named: Any) -> int:
+    values = [*args, *named.values()]
     fields = [spec for _, name, spec, _ in Formatter().parse(text) if name is not None]
     return _widths(filter(None, fields), values) + len(fields) * _longest(values)
 
 
-def _interpolated(text: Any, *given: Any, **named: Any) -> int:
-    values = [*given, *named.values()]
+def _interpolated(text: Any, *args: Any, **named: Any) -> int:
+    values = [*args, *named.values()]
     fields = [spec for match in _INTERPOLATED.findall(str(text)) for spec in match]
     return _widths(fields, values) + len(fields) * _longest(values)
 
@@ -102,9 +102,9 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     contexts, size = int(hasattr(function, "jinja_pass_arg")), _FILTERS[name]
 
     @wraps(function)
-    def checked(*given: Any, **named: Any) -> Any:
-        _require(size(*given[contexts:], **named), name)
-        return function(*given, **named)
+    def checked(*args: Any, **named: Any) -> Any:
+        _require(size(*args[contexts:], **named), name)
+        return function(*args, **named)
 
     return checked
 
@@ -137,11 +137,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def from_string(self, *given: Any, **named: Any) -> Any:
+    def from_string(self, *args: Any, **named: Any) -> Any:
         """Return the template with bounded filters instead of the current ones."""
         self.filters |= {name: _checked(name, self.filters[name]) for name in _FILTERS if name in self.filters}
         self.filters["join"] = _join
-        return super().from_string(*given, **named)
+        return super().from_string(*args, **named)
 
     @staticmethod
     def concat(texts: Iterable[str]) -> str:
@@ -163,16 +163,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _require(_interpolated(left, *values), operator)
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Any, __called: Any, *given: Any, **named: Any) -> Any:  # noqa: N805  (as in jinja)
+    def call(__self, __context: Any, __called: Any, *args: Any, **named: Any) -> Any:  # noqa: N805  (as in jinja)
         """Call a function or method; SecurityError if its result is too large."""
         # jinja wraps `format` in a function
         method: Any = getattr(__called, "__wrapped__", None) if isinstance(__called, FunctionType) else __called
         owner = method.__self__ if isinstance(method, BuiltinMethodType) else None
         if isinstance(owner, str | bytes | int) and method.__name__ in _METHODS:
-            _require(_METHODS[method.__name__](owner, *given, **named), method.__name__)
+            _require(_METHODS[method.__name__](owner, *args, **named), method.__name__)
         elif isinstance(owner, str | bytes) and method.__name__ == "join":
-            given = tuple(_measured(values, len(owner)) for values in given)
-        return super().call(__context, __called, *given, **named)
+            args = tuple(_measured(values, len(owner)) for values in args)
+        return super().call(__context, __called, *args, **named)
 
 
 @cache
