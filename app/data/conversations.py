@@ -202,26 +202,26 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
     """Return the message, its train flag (None: unset), and its weight."""
     if not isinstance(found, dict):
         raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(found)}")
-    given: Message = {
+    fields: Message = {
         str(key) if key == "loss" and not isinstance(value, bool) else _KEY_ALIASES.get(key, str(key)): value
         for key, value in found.items()
         if value is not None  # tables store absent keys as null
     }
-    role = _role(index, given)
-    given = _without_parts(index, given)
-    calls = _calls(index, {**given, "role": role})
-    content = given.get("content")
+    role = _role(index, fields)
+    fields = _without_parts(index, fields)
+    calls = _calls(index, {**fields, "role": role})
+    content = fields.get("content")
     if content is None and calls:
         content = ""
     elif isinstance(content, dict) and role == "tool":
         content = json.dumps(content, ensure_ascii=False, default=str)  # tables may have dates
     elif not isinstance(content, str):
         raise RowProblem(f"message {index}: content must be text, found {kind_of(content)}")
-    others = {key: value for key, value in given.items() if key not in _READ_KEYS}
+    others = {key: value for key, value in fields.items() if key not in _READ_KEYS}
     message = {"role": role, "content": content, **others}
     if calls:
         message["tool_calls"] = calls
-    weight, train = _weight(index, given.get("weight")), given.get("train")
+    weight, train = _weight(index, fields.get("weight")), fields.get("train")
     if not isinstance(train, bool | None):
         raise RowProblem(f"message {index}: train must be true or false, found {kind_of(train)}")
     return message, False if weight == 0 else train, weight  # a weight of 1 is the default
@@ -247,13 +247,13 @@ def _without_parts(index: int, given: Message) -> Message:
     parts = [_part(index, part) for part in given["content"]]
     thoughts = [text for kind, text in parts if kind == "reasoning"]
     calls = [_parsed(text, f"message {index}: a tool_call") for kind, text in parts if kind == "tool_call"]
-    found: Message = {"content": "\n".join(text for kind, text in parts if kind == "text")}
+    merged: Message = {"content": "\n".join(text for kind, text in parts if kind == "text")}
     if thoughts:
-        found["reasoning_content"] = "\n".join(thoughts)
+        merged["reasoning_content"] = "\n".join(thoughts)
     other_calls = given.get("tool_calls", [])
     if calls and isinstance(other_calls, list):
-        found["tool_calls"] = [*other_calls, *calls]
-    return {**given, **found}
+        merged["tool_calls"] = [*other_calls, *calls]
+    return {**given, **merged}
 
 
 def _part(index: int, part: Any) -> tuple[str, str]:
