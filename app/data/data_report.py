@@ -97,7 +97,7 @@ class RowCounts:
         self.bad_rows += 1
         self.first_problem = self.first_problem or f"{place}: {reason}"
         alike = _MESSAGE_NUMBER.sub("", reason)  # the message number does not distinguish reasons
-        reason = next((known for known in self.bad_by_reason if _MESSAGE_NUMBER.sub("", known) == alike), reason)
+        reason = next((other for other in self.bad_by_reason if _MESSAGE_NUMBER.sub("", other) == alike), reason)
         if reason in self.bad_by_reason or len(self.bad_by_reason) < _MAX_REASONS:
             self.bad_by_reason[reason] = self.bad_by_reason.get(reason, 0) + 1
             self.bad_first.setdefault(reason, place)
@@ -327,7 +327,7 @@ def _is_too_long(config: DatasetConfig, counts: RowCounts) -> bool:
 
 
 def _too_long(config: DatasetConfig, source: Source, counts: RowCounts, readable: int) -> str:
-    limit, number, made = config.max_length, counts.over_long, _num_made(counts)
+    limit, number, total = config.max_length, counts.over_long, _num_made(counts)
     longest = f"(longest: {counts.longest:,} tokens, first: {counts.first_over_long})"
     if counts.longest <= readable:
         remedy = "raise it, or"
@@ -336,8 +336,8 @@ def _too_long(config: DatasetConfig, source: Source, counts: RowCounts, readable
     else:
         remedy = "this is the limit of the model: choose a model with a longer context, or"
     return (
-        f"dataset.max_length={limit}: {number:,} of {made:,} samples of {source.name} ({number / made:.1%}) are longer"
-        f" {longest}; {remedy} set dataset.on_overflow=truncate or drop"
+        f"dataset.max_length={limit}: {number:,} of {total:,} samples of {source.name} ({number / total:.1%}) are "
+        f"longer {longest}; {remedy} set dataset.on_overflow=truncate or drop"
     )
 
 
