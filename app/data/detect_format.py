@@ -218,17 +218,17 @@ def _fits(fmt: str, field: str, found: Any, *, reads_numbers: bool = False) -> b
 
 def _is_message(keys: Sequence[str], each: Any) -> bool:
     """Return whether a value has a role and content of a message; tables store absent keys as null."""
-    given = {key for key, inner in each.items() if inner is not None} if isinstance(each, dict) else set()
-    return keys[0] in given and not given.isdisjoint(keys[1:])
+    present = {key for key, inner in each.items() if inner is not None} if isinstance(each, dict) else set()
+    return keys[0] in present and not present.isdisjoint(keys[1:])
 
 
 def _note(found: FormatCandidate, first: FirstRows, columns: Columns, reason: str) -> str:
     fields = ROW_FORMATS[found.format].may
-    given = [name for field in fields if field != "reasoning" and (name := getattr(columns, field))]
+    optional = [name for field in fields if field != "reasoning" and (name := getattr(columns, field))]
     if "reasoning" in fields:
-        given += {name: None for row in first.rows if (name := thought_column(row, columns))}
+        optional += {name: None for row in first.rows if (name := thought_column(row, columns))}
     read = {*found.columns, *found.renamed.values()}
-    may = [name for name in given if name not in read and any(has(row, name) for row in first.rows)]
+    may = [name for name in optional if name not in read and any(has(row, name) for row in first.rows)]
     also = f"; also read: {listed(may)}" if may else ""
     words = typed(first.key, found.format, found.renamed)
     return escaped(f"{first.key}.format=auto: detected {words}: {reason}{also}")
