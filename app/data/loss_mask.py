@@ -111,8 +111,8 @@ class Renderer:
             text = RenderedText(content.text, (), raw=True, label=content.label, second=content.second)
             return RenderedRow([replace(text, words=content.words)])
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
-        known = ("auto", "assistant", "last", "all", *(["completion"] if content.completion_start else []))
-        assert self._train_on in known, self._train_on
+        allowed = ("auto", "assistant", "last", "all", *(["completion"] if content.completion_start else []))
+        assert self._train_on in allowed, self._train_on
         if self._thinking == "drop":
             content = replace(content, messages=[without_thought(message) for message in content.messages])
         content = self.names.adapt(content)
