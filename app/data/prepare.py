@@ -393,13 +393,13 @@ def _marker_notes(tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
+def _class_notes(classes: Sequence[str], rows: TokenRows) -> list[str]:
     """Return notes on labels with few or no rows, and on texts with several labels."""
-    if not known:
+    if not classes:
         return []
     counts = rows.class_counts()
     notes = []
-    absent = [name for name in known if name not in counts]
+    absent = [name for name in classes if name not in counts]
     if absent:
         notes.append(f"no training row has the label {listed(absent)}: it cannot be learned")
     rare = [f"{name} ({number})" for name, number in counts.items() if number < _RARE_ROWS]
