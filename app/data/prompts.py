@@ -13,19 +13,19 @@ from app.data.tokenizer import Encoder, Tokenizer, Tokens
 from app.errors import DataError
 
 
-def prompts_file(given: str) -> Path:
+def prompts_file(name: str) -> Path:
     """Return the file of `prompts=`; DataError if it does not exist."""
-    path = Path(given).expanduser()
+    path = Path(name).expanduser()
     if not path.is_file():
         raise DataError(
-            f"prompts={given}: no such file (pipes are not supported). Use a .txt with a prompt per line, or a .jsonl."
+            f"prompts={name}: no such file (pipes are not supported). Use a .txt with a prompt per line, or a .jsonl."
         )
     return path
 
 
-def read_prompts(given: str, system: str | None) -> list[list[Message]]:
+def read_prompts(name: str, system: str | None) -> list[list[Message]]:
     """Read one conversation per prompt, ending with the message to answer."""
-    return [_with_system(_of_row(location, row), system) for location, row in _rows(given)]
+    return [_with_system(_of_row(location, row), system) for location, row in _rows(name)]
 
 
 def read_prompt(location: str, line: str, system: str | None) -> list[Message]:
@@ -37,10 +37,10 @@ def read_prompt(location: str, line: str, system: str | None) -> list[Message]:
     return _with_system(_of_row(location, row if isinstance(row, dict) else {}), system)
 
 
-def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
+def read_examples(name: str, fields: Sequence[str]) -> list[list[str]]:
     """Read the texts to classify: lines, or the columns `fields` of rows; a single column may be named prompt."""
     texts = []
-    for location, row in _rows(given):
+    for location, row in _rows(name):
         found = [value(row, field) for field in fields]
         if len(fields) == 1 and not isinstance(found[0], str):
             found = [row.get("prompt")]
@@ -52,10 +52,10 @@ def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
     return texts
 
 
-def read_words(given: str, field: str) -> list[list[str]]:
+def read_words(name: str, field: str) -> list[list[str]]:
     """Read the words to tag: of lines, or of the column `field` of rows, as a list or text."""
     texts = []
-    for location, row in _rows(given):
+    for location, row in _rows(name):
         found = row.get("prompt") if value(row, field) is ABSENT else value(row, field)
         words = found.split() if isinstance(found, str) else found
         are_words = isinstance(words, list) and all(isinstance(each, str) and each.strip() for each in words)
@@ -89,21 +89,21 @@ def tokens_of_words(rows: Sequence[Sequence[str]], tokenizer: Tokenizer, max_len
     return samples
 
 
-def _rows(given: str) -> list[tuple[str, Row]]:
+def _rows(name: str) -> list[tuple[str, Row]]:
     """Return all rows with key and location; each line of a text file is a prompt."""
-    path, rows = prompts_file(given), list[tuple[str, Row]]()
+    path, rows = prompts_file(name), list[tuple[str, Row]]()
     if extension(path) not in READERS:
-        raise DataError(f"prompts={given}: unsupported file type. Use one of {', '.join(READERS)}.")
-    for location, row in read_file(DataFile(path, given)):
+        raise DataError(f"prompts={name}: unsupported file type. Use one of {', '.join(READERS)}.")
+    for location, row in read_file(DataFile(path, name)):
         if isinstance(row, Broken):
-            raise DataError(f"prompts={given}: {location}: {row.reason}")
+            raise DataError(f"prompts={name}: {location}: {row.reason}")
         if extension(path) in TEXT_FILES:
             rows += [(location, {"prompt": line}) for line in row[TEXT_COLUMN].splitlines() if line.strip()]
         else:
             rows.append((location, row))
     if not rows:
-        raise DataError(f"prompts={given}: no prompts in the file.")
-    return [(f"prompts={given}: {location}", row) for location, row in rows]
+        raise DataError(f"prompts={name}: no prompts in the file.")
+    return [(f"prompts={name}: {location}", row) for location, row in rows]
 
 
 def as_conversation(prompt: str, system: str | None) -> list[Message]:
