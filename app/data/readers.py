@@ -463,8 +463,8 @@ def require_prose(file: DataFile, text: str) -> None:
     else:
         return
     as_rows, as_text = (
-        f"{file.converted(made, '.jsonl')} && {check_of_made(file, name)}"
-        for made, name in ((program, fmt), ("jq -Rsc '{text: .}'", "text"))
+        f"{file.converted(converter, '.jsonl')} && {check_of_made(file, name)}"
+        for converter, name in ((program, fmt), ("jq -Rsc '{text: .}'", "text"))
     )
     raise DataError(
         f"{file.name}: its {what}, which would be trained as one plain text. To read them as rows, type: {as_rows}\n"
