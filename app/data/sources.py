@@ -85,8 +85,10 @@ def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequ
         raise DataError(
             f"{named}: cannot get the splits from README.md or the file names: {first_line(error)}"
         ) from error
-    known = {str(root / file.relative_to(place)): file for file in files}
-    splits = {str(name): [known[each] for each in sorted(set(paths)) if each in known] for name, paths in found.items()}
+    by_path = {str(root / file.relative_to(place)): file for file in files}
+    splits = {
+        str(name): [by_path[each] for each in sorted(set(paths)) if each in by_path] for name, paths in found.items()
+    }
     splits = {name: paths for name, paths in splits.items() if paths}
     unclaimed = [file for file in files if not any(file in each for each in splits.values())]
     if splits and "train" not in splits and unclaimed and not section:
@@ -103,9 +105,9 @@ def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping
     configs = MetadataConfigs.from_dataset_card_data(card or {})
     name = hub_config or configs.get_default_config_name()
     if configs and name not in configs:
-        given = f"dataset.hub_config={hub_config} is not one of them" if hub_config else "none is the default"
+        problem = f"dataset.hub_config={hub_config} is not one of them" if hub_config else "none is the default"
         raise DataError(
-            f"{named}: available configurations: {', '.join(configs)}, but {given}. Choose one, e.g."
+            f"{named}: available configurations: {', '.join(configs)}, but {problem}. Choose one, e.g."
             f" dataset.hub_config={next(iter(configs))}"
         )
     return configs[name] if configs and name is not None else {}
@@ -187,8 +189,8 @@ class HubRows:
             cause = f"{reason}, and it is not in the local cache" if reason else first_line(error)
             raise self._problem(cause) from error
         except (ValueError, datasets.exceptions.DatasetsError) as error:  # the message lists splits or configurations
-            given = f"{self.key}={self.name} dataset.split={self.split} dataset.hub_config={self.hub_config}"
-            raise DataError(f"{given}: {first_line(error)}") from error
+            settings = f"{self.key}={self.name} dataset.split={self.split} dataset.hub_config={self.hub_config}"
+            raise DataError(f"{settings}: {first_line(error)}") from error
         finally:
             datasets.config.HF_HUB_OFFLINE = was_offline
         if reason and self.revision and not any(self.revision in f["filename"] for f in loaded.cache_files):
@@ -357,11 +359,11 @@ def _is_hub_id(path: str) -> bool:
 
 def _readable(path: Path, key: str) -> Path:
     if extension(path) not in READERS:
-        known = f"supported: {' '.join(READERS)} (text formats also with .gz or .zst)"
+        hint = f"supported: {' '.join(READERS)} (text formats also with .gz or .zst)"
         if program := TAGGED_FILES.get(extension(path)):
             command = DataFile(path, path.name).converted(program, ".jsonl")
-            known = f"to convert its words and tags to rows for task=tokens, type: {command}"
-        raise DataError(f"{key}={path}: unsupported file type; {known}")
+            hint = f"to convert its words and tags to rows for task=tokens, type: {command}"
+        raise DataError(f"{key}={path}: unsupported file type; {hint}")
     return path
 
 
@@ -414,8 +416,8 @@ def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str 
 
 def _left_out(files: Iterable[Path], read: Iterable[Path], root: Path) -> tuple[str, ...]:
     """Return the names of files that are not read, except README.md."""
-    known = {*read}
-    others = [file for file in files if file not in known and file.name != "README.md"]
+    read_files = {*read}
+    others = [file for file in files if file not in read_files and file.name != "README.md"]
     return tuple(name for _, name in _with_names(others, root))
 
 
