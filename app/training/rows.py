@@ -250,17 +250,17 @@ def _resizing_problems(run: RunConfig, base: BaseModel) -> Iterator[str]:
     rows, texts = run.model.vocab_size, run.model.add_tokens
     if rows is None:
         return
-    given = "model.add_tokens" if texts else f"model.vocab_size={rows}"
+    key = "model.add_tokens" if texts else f"model.vocab_size={rows}"
     other = "Resize the base with transformers, and set model.path to its folder."
     if run.model.weights == "random":
-        yield f"{given}: the weights are random. Set model.architecture.vocab_size={rows}."
+        yield f"{key}: the weights are random. Set model.architecture.vocab_size={rows}."
     elif base.text_part is not None:
-        yield f"{given}: resizing the text part of a multimodal model is not supported. {other}"
+        yield f"{key}: resizing the text part of a multimodal model is not supported. {other}"
     elif not base.is_resizable:
-        yield f"{given}: {base.numbers.model_type} has more than two per-token tensors, which is not supported. {other}"
+        yield f"{key}: {base.numbers.model_type} has more than two per-token tensors, which is not supported. {other}"
     elif base.task.has_classes and run.adapter.kind != "none":
         yield (
-            f"{given}: not supported for an adapter with classes, because other programs load the base unresized, with "
+            f"{key}: not supported for an adapter with classes, because other programs load the base unresized, with "
             "the config.json of final/. Set recipe=full, or resize the base with transformers and set model.path to "
             "its folder."
         )
