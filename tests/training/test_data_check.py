@@ -83,11 +83,11 @@ def test_data_check_says_what_a_run_says(look: Look, tmp_path: Path, cache_dir: 
     assert found.facts()["lines"] == said.split("\n")
     for part in (
         "such as reasoning) of 2",
-        "special token",
+        "special-token text",
         "not read: score (2 rows)",
         "thinking (2 ",
         "dropped",
-        "equal",
+        "duplicate",
     ):
         assert part in said
 

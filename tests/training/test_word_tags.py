@@ -160,7 +160,7 @@ def test_entity_f1_of_random_tags_equals_a_plain_computation(names: tuple[str, .
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"tokens": ["a", "b"], "tags": ["O"]}, "column 'tokens' has 2 words, and 'tags' 1 tag"),
+        ({"tokens": ["a", "b"], "tags": ["O"]}, "column 'tokens' has 2 words, but 'tags' 1 tag"),
         ({"tokens": [], "tags": []}, "column 'tokens' has 0 words"),
         ({"tokens": "a b", "tags": ["O"]}, "column 'tokens' must be a list, found text"),
         ({"tokens": ["a", ""], "tags": ["O", "O"]}, "must contain words, found empty at index 1"),
