@@ -1,7 +1,7 @@
-"""Rendering of conversations by chat templates, sandboxed, bounded in time and size; errors name the template's line.
+"""Render conversations with chat templates, in a sandbox with time and size limits; errors have the template line.
 
-A time limit cannot stop a single call such as `'a' * 10**10`: Python handles signals between calls. So operations that
-can make far more than they are given are measured first. All others are as long as what they are given.
+A time limit cannot stop a single call such as `'a' * 10**10`, because Python handles signals between calls. So the
+result size is computed before operations that can be much larger than their arguments.
 """
 
 import re
@@ -22,15 +22,15 @@ from jinja2.utils import pass_eval_context
 
 from app.errors import ConfigError
 
-MAX_SIZE = 1 << 27  # characters or elements of one value; a row of data has half as many at most
+MAX_SIZE = 1 << 27  # characters or elements of one value; at most half as many in a data row
 _MAX_BITS = 100_000  # of an integer
-_LINES = 1 << 12  # assumed where an indent or a precision is given, as the values below it are not counted
+_LINES = 1 << 12  # assumed number of values for an indent or precision
 _SEQUENCES = (str, bytes, list, tuple)
 _INTERPOLATED = re.compile(r"%(?:\([^)]*\))?[-+ #0]*([\d*]*)(?:\.([\d*]*))?")  # width and precision
 
 
-def _width(_value: Any, *given: Any, **named: Any) -> int:
-    return max((each for each in (*given, *named.values()) if isinstance(each, int)), default=0)
+def _width(_value: Any, *args: Any, **named: Any) -> int:
+    return max((each for each in (*args, *named.values()) if isinstance(each, int)), default=0)
 
 
 def _length(value: Any) -> Any:
@@ -42,26 +42,26 @@ def _longest(values: Iterable[Any]) -> int:
 
 
 def _widths(specs: Iterable[str], values: Iterable[Any]) -> int:
-    """Return the sum of the widths in format specs; one that an argument gives is the largest integer of `values`."""
+    """Return the sum of the widths in format specs; for a width from an argument, the largest integer of `values`."""
     largest = max((abs(value) for value in values if isinstance(value, int)), default=0)
     return sum(
         largest if "*" in spec or "{" in spec else sum(map(int, re.findall(r"\d+", spec))) for spec in specs if spec
     )
 
 
-def _formatted(text: str, *given: Any, **named: Any) -> int:
-    values = [*given, *named.values()]
+def _formatted(text: str, *args: Any, **named: Any) -> int:
+    values = [*args, *named.values()]
     fields = [spec for _, name, spec, _ in Formatter().parse(text) if name is not None]
     return _widths(filter(None, fields), values) + len(fields) * _longest(values)
 
 
-def _interpolated(text: Any, *given: Any, **named: Any) -> int:
-    values = [*given, *named.values()]
-    fields = [spec for found in _INTERPOLATED.findall(str(text)) for spec in found]
+def _interpolated(text: Any, *args: Any, **named: Any) -> int:
+    values = [*args, *named.values()]
+    fields = [spec for match in _INTERPOLATED.findall(str(text)) for spec in match]
     return _widths(fields, values) + len(fields) * _longest(values)
 
 
-# the largest size of what a method, or a filter, makes of a value and its arguments; jinja adds names of its own
+# upper bound of the result size of a method or filter, from the value and its arguments; with filters of jinja
 _METHODS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("center", "ljust", "rjust", "zfill", "to_bytes", "batch"), _width),
     "expandtabs": lambda text, tabsize=8, **__: text.count("\t") * tabsize,
@@ -79,11 +79,11 @@ _FILTERS = {**_METHODS, "format": _interpolated}
 
 def _require(size: Any, name: str) -> None:
     if size > MAX_SIZE:
-        raise SecurityError(f"{name} makes a value of more than {MAX_SIZE:,} characters")
+        raise SecurityError(f"{name} creates a value of more than {MAX_SIZE:,} characters")
 
 
 def _measured(values: Iterable[Any], separator: int) -> Iterator[Any]:
-    """Yield values to be joined; SecurityError before they are too long together."""
+    """Yield values to join; SecurityError before their total is too long."""
     size = 0
     for value in values:
         size += len(str(value)) + separator
@@ -98,19 +98,19 @@ def _join(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the filter that checks its size first. Some take a context before the value."""
+    """Return the filter with a size check. Some filters take a context before the value."""
     contexts, size = int(hasattr(function, "jinja_pass_arg")), _FILTERS[name]
 
     @wraps(function)
-    def checked(*given: Any, **named: Any) -> Any:
-        _require(size(*given[contexts:], **named), name)
-        return function(*given, **named)
+    def checked(*args: Any, **named: Any) -> Any:
+        _require(size(*args[contexts:], **named), name)
+        return function(*args, **named)
 
     return checked
 
 
 def _product_size(operator: str, left: Any, right: Any) -> Any:
-    """Return the size of `left * right` or `left ** right`; an integer of too many bits is too large."""
+    """Return the size of `left * right` or `left ** right`; integers with too many bits are too large."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         return 0 if bits <= _MAX_BITS else MAX_SIZE + 1
@@ -120,7 +120,7 @@ def _product_size(operator: str, left: Any, right: Any) -> Any:
 
 class _CodeGenerator(CodeGenerator):
     def visit_Concat(self, node: Any, frame: Any) -> None:  # noqa: N802  (the name that jinja calls)
-        """Write `a ~ b` as a call of the environment's bounded `concat`."""
+        """Write `a ~ b` as a call of the bounded `concat` of the environment."""
         if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
             super().visit_Concat(node, frame)
             return
@@ -132,26 +132,26 @@ class _CodeGenerator(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of a chat template."""
+    """Sandbox environment of a chat template."""
 
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def from_string(self, *given: Any, **named: Any) -> Any:
-        """Return the template, with bounded filters in place of those that were set until now."""
+    def from_string(self, *args: Any, **named: Any) -> Any:
+        """Return the template with bounded filters instead of the current ones."""
         self.filters |= {name: _checked(name, self.filters[name]) for name in _FILTERS if name in self.filters}
         self.filters["join"] = _join
-        return super().from_string(*given, **named)
+        return super().from_string(*args, **named)
 
     @staticmethod
     def concat(texts: Iterable[str]) -> str:
-        """Join what a template, a block or a macro writes."""
+        """Join the output of a template, block or macro."""
         parts = list(texts)
         _require(sum(map(len, parts)), "the template")
         return "".join(parts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operation whose result is not too large."""
+        """Compute an operation; SecurityError if its result is too large."""
         if operator == "+":
             if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
                 _require(len(left) + len(right), operator)
@@ -163,24 +163,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _require(_interpolated(left, *values), operator)
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Any, __called: Any, *given: Any, **named: Any) -> Any:  # noqa: N805  (as jinja has it)
-        """Call a function or method whose result is not too large."""
+    def call(__self, __context: Any, __called: Any, *args: Any, **named: Any) -> Any:  # noqa: N805  (as in jinja)
+        """Call a function or method; SecurityError if its result is too large."""
         # jinja wraps `format` in a function
         method: Any = getattr(__called, "__wrapped__", None) if isinstance(__called, FunctionType) else __called
         owner = method.__self__ if isinstance(method, BuiltinMethodType) else None
         if isinstance(owner, str | bytes | int) and method.__name__ in _METHODS:
-            _require(_METHODS[method.__name__](owner, *given, **named), method.__name__)
+            _require(_METHODS[method.__name__](owner, *args, **named), method.__name__)
         elif isinstance(owner, str | bytes) and method.__name__ == "join":
-            given = tuple(_measured(values, len(owner)) for values in given)
-        return super().call(__context, __called, *given, **named)
+            args = tuple(_measured(values, len(owner)) for values in args)
+        return super().call(__context, __called, *args, **named)
 
 
 @cache
 def bounded(render: Callable[..., str]) -> Callable[..., str]:
-    """Return `apply_chat_template` of transformers for templates in this sandbox; that of another class as it is.
+    """Return `apply_chat_template` of transformers with this sandbox; overrides of other classes are unchanged.
 
-    transformers makes the sandbox inside the function that compiles a template, and takes no other. So that function
-    and its two callers are copied with one global exchanged in each; those of transformers stay as they are.
+    transformers creates its sandbox inside the function that compiles a template, without an option. So this function
+    and its two callers are copied with one global replaced in each; the originals are not modified.
     """
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
     from transformers.utils import chat_template_utils as theirs
@@ -192,9 +192,9 @@ def bounded(render: Callable[..., str]) -> Callable[..., str]:
     return _with_global(render, render_jinja_template=rendered)
 
 
-def _with_global(function: Any, **exchanged: Any) -> Callable[..., Any]:
-    """Return a copy of a function that finds other values under these global names."""
-    names = {**function.__globals__, **exchanged}
+def _with_global(function: Any, **replaced: Any) -> Callable[..., Any]:
+    """Return a copy of a function with these globals replaced."""
+    names = {**function.__globals__, **replaced}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -203,12 +203,12 @@ def _with_global(function: Any, **exchanged: Any) -> Callable[..., Any]:
 # ---- chat rendering
 
 
-MAX_SECONDS = 10.0  # of one rendering, which takes about 0.0001
-_REMEDY = "Mend it, or give another: model.chat_template=FILE, or a name that ships"
+MAX_SECONDS = 10.0  # per rendering, which usually takes about 0.0001 s
+_REMEDY = "Fix it, or set another: model.chat_template=FILE or the name of a built-in template"
 
 
-class ConversationRefused(Exception):  # noqa: N818  (the template's own decision, no fault)
-    """The template does not take this conversation; the message says why."""
+class ConversationRefused(Exception):  # noqa: N818  (raised by the template itself)
+    """The template rejects this conversation; the message has the reason."""
 
 
 class _TooSlow(Exception):  # noqa: N818
@@ -223,7 +223,7 @@ def render_chat(
     ask: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render messages; `ask` adds what opens the next answer. ConfigError if the template itself is at fault."""
+    """Render messages; `ask` adds the generation prompt. ConfigError if the template itself is broken."""
     try:
         with _time_limit():
             render = bounded(type(tokenizer).apply_chat_template)
@@ -235,22 +235,22 @@ def render_chat(
             f"model.chat_template: line {error.lineno}: {str(error.message).rstrip('.')}. {_REMEDY}."
         ) from error
     except SecurityError as error:
-        raise ConfigError(f"model.chat_template: it may not do this: {str(error).rstrip('.')}. {_REMEDY}.") from error
-    except (TemplateError, TypeError) as error:  # a TypeError: it adds text to what is none
+        raise ConfigError(f"model.chat_template: not allowed: {str(error).rstrip('.')}. {_REMEDY}.") from error
+    except (TemplateError, TypeError) as error:  # TypeError: it concatenates text and another type
         raise ConversationRefused(str(error)) from error
     except _TooSlow:
         raise ConfigError(
-            f"model.chat_template: it takes more than {MAX_SECONDS:g} seconds for one conversation. {_REMEDY}."
+            f"model.chat_template: rendering one conversation takes more than {MAX_SECONDS:g} seconds. {_REMEDY}."
         ) from None
-    except Exception as error:  # what a program may raise: a division by zero, endless recursion, no memory
+    except Exception as error:  # any error of a program: division by zero, recursion, out of memory
         what = f"{type(error).__name__} ({error})" if str(error) else type(error).__name__
-        raise ConfigError(f"model.chat_template: it ends in {what}{_line_of(error)}. {_REMEDY}.") from error
+        raise ConfigError(f"model.chat_template: fails with {what}{_line_of(error)}. {_REMEDY}.") from error
     return text
 
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise _TooSlow in time; signals reach the main thread alone, in others a template has all the time it wants."""
+    """Raise _TooSlow after the time limit; only in the main thread, which receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -259,7 +259,9 @@ def _time_limit() -> Iterator[None]:
         raise _TooSlow
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS, 1.0)  # again each second: where it was raised it may be lost
+    signal.setitimer(
+        signal.ITIMER_REAL, MAX_SECONDS, 1.0
+    )  # repeat every second, because the first exception may be lost
     try:
         yield
     finally:
@@ -268,7 +270,7 @@ def _time_limit() -> Iterator[None]:
 
 
 def _line_of(error: Exception) -> str:
-    """The innermost line of the template, as jinja writes it into the traceback."""
+    """Return the innermost template line in the traceback, as text."""
     line, frame = None, error.__traceback__
     while frame is not None:
         line = frame.tb_lineno if frame.tb_frame.f_code.co_filename == "<template>" else line

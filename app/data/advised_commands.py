@@ -1,4 +1,4 @@
-"""Commands that messages tell people to type: settings that read rows, and shell commands that make other rows."""
+"""Commands shown in messages: settings to read rows, and shell commands to convert them."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ _SOURCE = ("path", "split", "hub_config", "revision")
 
 
 def typed(key: str, fmt: str, columns: Mapping[str, str]) -> str:
-    """Return the words that choose a format and its columns in the section `key`."""
+    """Return the settings of a format and its columns in the section `key`."""
     return " ".join([f"{key}.format={fmt}", *_settings(key, _renamed(columns))])
 
 
@@ -26,13 +26,13 @@ def command(
     key: str = "dataset",
     leave_out: Sequence[str] = (),
 ) -> str:
-    """Return the command that checks the rows of `config` as `fmt`; of a source of a mix, only its own words."""
+    """Return the command that checks the rows of `config` as `fmt`; for a source of a mix, only its settings."""
     skipped = [*(config.leave_out if config else ()), *leave_out]
     last = [shlex.quote(f"dataset.leave_out=[{','.join(skipped)}]")] if skipped else []
     if key != "dataset" or (config and config.mix):
         return " ".join([typed(key, fmt, columns), *last])
-    given = {name: getattr(config, name) for name in _SOURCE} if config else {"path": "FILE"}
-    source = {name: found for name, found in given.items() if found not in (None, "train")}
+    settings = {name: getattr(config, name) for name in _SOURCE} if config else {"path": "FILE"}
+    source = {name: value for name, value in settings.items() if value not in (None, "train")}
     task = ["task=classification"] if fmt in LABELED_FORMATS else []
     task += ["task=tokens"] if fmt in TAGGED_FORMATS else []
     task += ROW_FORMATS[fmt].learnt_by[:1] if fmt in ROW_FORMATS else ()
@@ -41,13 +41,14 @@ def command(
 
 
 def check_of_made(file: DataFile, fmt: str = "messages") -> str:
-    """Return the command that checks the rows that another command makes of a file."""
+    """Return the command that checks the rows that another command converts from a file."""
     return command(fmt, {}, DatasetConfig(path=file.target(), split="train"))
 
 
 def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the format that reads a question, its answer, and context, history and system among the `others`, with
-    its columns; no format where two inputs need one place.
+    """Return the format and columns for a question, its answer, and context, history and system among the `others`.
+
+    Return an empty format if two inputs need the same field.
     """
     inputs = [path for path in others if named_like(ROLES["context"], [path])]
     if len(inputs) > 1:
@@ -62,7 +63,7 @@ def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, di
 
 
 def json_file(config: DatasetConfig | None) -> DataFile:
-    """Return the file of JSON rows that a section reads; OLD.jsonl where it reads other rows."""
+    """Return the JSON file that a section reads, or OLD.jsonl if it reads other files."""
     named = (config.path if config else None) or ""
     path = Path(named if named.endswith((".jsonl", ".ndjson", ".json")) else "OLD.jsonl")
     return DataFile(path, path.name)
@@ -73,6 +74,6 @@ def _renamed(columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def _settings(key: str, values: Mapping[str, str]) -> Iterator[str]:
-    for name, given in values.items():
-        shown = given if _PLAIN_VALUE.fullmatch(given) else "'" + given.replace("'", "\\'") + "'"
+    for name, value in values.items():
+        shown = value if _PLAIN_VALUE.fullmatch(value) else "'" + value.replace("'", "\\'") + "'"
         yield shlex.quote(f"{key}.{name}={shown}")

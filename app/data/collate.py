@@ -1,6 +1,6 @@
-"""Token rows into micro-batches: padded rows, or bins of rows packed side by side.
+"""Token rows into micro-batches: padded rows, or bins of packed rows.
 
-A layout groups rows into units that are never parted, one row or one bin, and collates units into a Batch.
+A layout groups rows into units, one row or one bin, that are never split, and collates units into a Batch.
 """
 
 import math
@@ -18,18 +18,18 @@ from app.data.objectives import NEXT_TOKEN, LabeledTokens, Objective
 from app.data.packing import plan_bins, shuffle_bins
 from app.data.token_dataset import TokenRows
 
-WIDTH_MULTIPLE = 8  # row lengths that the matrix units of GPUs like; shorter rows are padded up to it
+WIDTH_MULTIPLE = 8  # efficient row length for GPU matrix units; rows are padded to a multiple of it
 
 Unit = NDArray[np.int64]  # indices of its rows
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """All units of an epoch: unit i has the rows `order[starts[i]:starts[i + 1]]`."""
+    """Units of an epoch: unit i has the rows `order[starts[i]:starts[i + 1]]`."""
 
     order: NDArray[np.int64]
     starts: NDArray[np.int64]
-    max_documents: int = 1  # of a unit, filling included
+    max_documents: int = 1  # of a unit, filler documents included
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -41,7 +41,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Each row by itself, padded to the longest of its micro-batch."""
+    """One row per unit, padded to the longest row of its micro-batch."""
 
     unit_name: ClassVar[str] = "rows"
     rows: int  # of the data, in a micro-batch
@@ -61,7 +61,7 @@ class Padded:
         return Units(order, np.arange(len(rows)))
 
     def batch(self, rows: TokenRows, units: Sequence[Unit], max_documents: int, epoch: int) -> Batch:  # noqa: ARG002
-        """Collate one micro-batch; of no units, one that trains nothing."""
+        """Collate one micro-batch; without units, a batch without labels."""
         labeled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
         isolate = self.objective.bidirectional
         batch = collate_padded([*chain(*labeled)], self.pad_id, isolate=isolate)
@@ -72,13 +72,13 @@ class Padded:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Bins of `tokens`, filled best-fit over all rows; one bin is one micro-batch."""
+    """Bins of `tokens`, packed best-fit over all rows; one bin is one micro-batch."""
 
     unit_name: ClassVar[str] = "bins"
-    units_per_batch: ClassVar[int] = 1  # a longer bin does what more bins would
+    units_per_batch: ClassVar[int] = 1  # a longer bin replaces more bins
     tokens: int
     pad_id: int
-    max_length: int  # no row has more tokens; at most `tokens`
+    max_length: int  # of a row; at most `tokens`
     objective: Objective = NEXT_TOKEN
 
     def units(self, rows: TokenRows, order: NDArray[np.int64], shuffle: np.random.Generator | None = None) -> Units:
@@ -87,14 +87,14 @@ class Packed:
         placed, starts = plan_bins(lengths, self.tokens)
         most = self._max_documents(lengths[placed], starts)
         if shuffle is not None and len(starts) > 1:
-            # what is left of a bin is filled by documents of max_length, and these may not become too many
+            # free space is filled with documents of max_length, whose number is limited
             documents = self.objective.documents_per_row * np.diff(starts, append=len(placed))
             max_left = (most - documents) * self.max_length
             placed = shuffle_bins(placed, starts, lengths[placed], self.tokens, max_left, shuffle)
         return Units(order[placed], starts, most)
 
     def batch(self, rows: TokenRows, units: Sequence[Unit], max_documents: int, epoch: int) -> Batch:
-        """Collate one bin, filled up to its full length."""
+        """Collate one bin, filled to its full length."""
         shape = BinShape(self.tokens, self.max_length, max_documents)
         labeled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
         batch = collate_packed([*chain(*labeled)], self.pad_id, shape)
@@ -102,17 +102,17 @@ class Packed:
         return replace(_by_row(batch, labeled, self.objective), mean_of=mean_of)
 
     def _bins(self, documents: Sequence[LabeledTokens], max_documents: int) -> Iterator[Batch]:
-        """Collate documents that belong to no unit. As they are shorter than its rows, more may fill up a bin."""
+        """Collate documents outside any unit. They are shorter than the rows, so a bin may have more fillers."""
         shape = BinShape(self.tokens, self.max_length, max_documents - -self.tokens // self.max_length)
         placed, starts = plan_bins(np.array([len(each.ids) for each in documents], np.int32), self.tokens)
         for chosen in np.split(placed, starts[1:]) if len(starts) else ():
-            own = [documents[int(i)] for i in chosen]
-            yield _of_documents(collate_packed(own, self.pad_id, shape), own)
+            members = [documents[int(i)] for i in chosen]
+            yield _of_documents(collate_packed(members, self.pad_id, shape), members)
 
     def _max_documents(self, lengths: NDArray[Any], starts: NDArray[np.int64]) -> int:
-        """Most documents of a bin, with those that fill it up; it does not depend on the order of the rows.
+        """Return the maximum number of documents in a bin, fillers included; independent of the row order.
 
-        A bin without rows has fewer, as no row is longer than the documents that fill up.
+        A bin without rows has fewer, because no row is longer than a filler document.
         """
         if not len(starts):
             return -(-self.tokens // self.max_length)
@@ -126,7 +126,7 @@ Layout = Padded | Packed
 
 @dataclass(frozen=True, slots=True)
 class BinShape:
-    """The shape that all bins of a run share."""
+    """Shape of all bins of a run."""
 
     tokens: int
     max_length: int  # of a document
@@ -134,7 +134,7 @@ class BinShape:
 
 
 def _by_row(batch: Batch, rows: Sequence[tuple[LabeledTokens, ...]], objective: Objective) -> Batch:
-    """Note which documents are of one data row, and what a loss over documents reads."""
+    """Add which documents belong to one data row, and the inputs of a loss over documents."""
     if objective.documents_per_row > 1:
         batch = replace(batch, rows=tuple(map(len, rows)))
     if not objective.over_documents:
@@ -143,12 +143,12 @@ def _by_row(batch: Batch, rows: Sequence[tuple[LabeledTokens, ...]], objective: 
 
 
 def _others(rows: Sequence[tuple[LabeledTokens, ...]]) -> list[LabeledTokens]:
-    """The documents beside those of the rows, of which a loss reads the mean over the step."""
+    """Return the additional documents whose mean over the step a loss reads."""
     return [each.mean_of for each in chain(*rows) if each.mean_of is not None]
 
 
 def _of_documents(batch: Batch, documents: Sequence[LabeledTokens]) -> Batch:
-    """Note the document of each label, and what stands beside each document."""
+    """Add the document of each label, and the values of each document."""
     labels = [np.full(len(each.at), number) for number, each in enumerate(documents)]
     values = torch.tensor([each.values for each in documents], dtype=torch.float64)
     of_label = _joined(labels, if_empty=len(labels))
@@ -156,9 +156,9 @@ def _of_documents(batch: Batch, documents: Sequence[LabeledTokens]) -> Batch:
 
 
 def collate_padded(rows: Sequence[LabeledTokens], pad_id: int, *, isolate: bool = False) -> Batch:
-    """Pad documents on the right, each a line of its own. None at all make a batch that trains nothing.
+    """Pad documents on the right, one per line. Without documents, return a batch without labels.
 
-    `isolate` makes the padding of each row a document of its own, for models whose tokens see those after them.
+    `isolate` makes the padding of each row a separate document, for models with bidirectional attention.
     """
     lengths = [len(row.ids) for row in rows]
     longest = max(lengths, default=1)
@@ -171,15 +171,15 @@ def collate_padded(rows: Sequence[LabeledTokens], pad_id: int, *, isolate: bool 
     if isolate:  # each row's document and its padding, one after another through all rows
         parts = [part for n in lengths or [0] for part in (n, width - n) if part]
         documents = PackedSequences.from_lengths(parts, width, max_documents=2 * max(len(rows), 1))
-    # padding repeats the last position: the model may have no more of them
+    # padding repeats the last position: the model may not have more positions
     positions = np.broadcast_to(np.arange(width).clip(max=longest - 1), ids.shape).copy()
     return _batch(rows, starts, ids, positions, documents)
 
 
 def collate_packed(rows: Sequence[LabeledTokens], pad_id: int, shape: BinShape) -> Batch:
-    """Put rows side by side, each with positions of its own; documents without labels fill up.
+    """Concatenate rows, each with its own positions, and fill the bin with documents without labels.
 
-    These are as long as a row may be: the model may have no more positions, and attention over a longer one costs more.
+    Fillers have the maximum row length: the model may not have more positions, and longer attention costs more.
     """
     lengths = [len(row.ids) for row in rows]
     full, rest = divmod(shape.tokens - sum(lengths), shape.max_length)
@@ -200,7 +200,7 @@ def _batch(
     positions: NDArray[np.int64],
     documents: PackedSequences | None,
 ) -> Batch:
-    """Tensors of rows that begin at `starts` of the flattened ids."""
+    """Return the batch of rows that start at `starts` in the flattened IDs."""
     return Batch(
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
@@ -216,13 +216,13 @@ def _batch(
 
 
 def _joined(parts: list[np.ndarray], if_empty: int) -> torch.Tensor:
-    """One tensor of all parts, never of size 0: the graph must depend on the rows even where nothing is labeled."""
+    """Concatenate the parts to one tensor, never of size 0: the graph must depend on the rows even without labels."""
     joined = np.concatenate(parts) if any(len(part) for part in parts) else np.array([if_empty])
     return torch.from_numpy(joined.astype(np.float32 if joined.dtype.kind == "f" else np.int64))
 
 
 def _weights(rows: Sequence[LabeledTokens]) -> LossWeights | None:
-    """Weights of all targets, if any row has weights."""
+    """Return the weights of all targets, or None if no row has weights."""
     if all(row.weights is None for row in rows):
         return None
     parts = [np.ones(len(row.targets), np.float32) if row.weights is None else row.weights for row in rows]
@@ -233,7 +233,7 @@ def _weights(rows: Sequence[LabeledTokens]) -> LossWeights | None:
 def _token_type_ids(
     rows: Sequence[LabeledTokens], starts: Sequence[int], shape: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """1 where the second text of each pair is; None where no row has two texts."""
+    """Return 1 for tokens of the second text of each pair; None if no row has two texts."""
     if all(row.second_start < 0 for row in rows):
         return None
     flat = np.zeros(math.prod(shape), np.int64)

@@ -1,4 +1,4 @@
-"""Sets of columns that many data sets share, and the commands to type for those that nothing recognizes."""
+"""Column sets of common datasets, and suggested commands for rows that no format fits."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from app.data.roles import INPUTS, ROLES, has_role, is_history, is_talk, judgmen
 
 _SHORT_TYPES = (str, int, float, type(None))
 _LABEL = (str, int, float)
-_MAX_SHORT_CHARS = 40  # of a column that is about a row
+_MAX_SHORT_CHARS = 40  # of a metadata column
 _NUMBERED = re.compile(rf"({'|'.join(ROLES['answers'])})[_-]?(?:\d|[a-z])")
 _OF_TREE = (
     'def talks($before): ($before + [{role: (if .role == "assistant" then "assistant" else "user" end),'
@@ -25,25 +25,25 @@ _OF_TREE = (
 
 @dataclass(frozen=True, slots=True)
 class ColumnSet:
-    """Columns of a data set: those that the fields of `dataset.columns` read, and `others`, which are not read."""
+    """Columns of a dataset: those that `dataset.columns` reads, and `others`, which are not read."""
 
     format: str
-    columns: Mapping[str, str]  # by field, where the column is called otherwise than the field
+    columns: Mapping[str, str]  # by field, if its name differs from the field
     others: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class FormatCandidate:
-    """A format, and the columns that it would read."""
+    """A format and the columns that it would read."""
 
     format: str
     columns: tuple[str, ...]
     fits: int  # rows that have these columns
-    renamed: Mapping[str, str] = field(default_factory=dict)  # fields of dataset.columns, called otherwise
+    renamed: Mapping[str, str] = field(default_factory=dict)  # fields of dataset.columns with another column name
 
     def reason(self, count: int) -> str:
         holds = ROW_FORMATS[self.format].holds
-        return f"{self.fits} of the first {count} rows hold {holds} in {', '.join(self.columns)}"
+        return f"found {holds} in {', '.join(self.columns)} in {self.fits} of {count} rows"
 
 
 def _set(fmt: str, columns: str, others: str = "") -> ColumnSet:
@@ -64,7 +64,7 @@ COLUMN_SETS = (
     _set("question_answer", "question=message_1 answer=message_2", "role_1 role_2 sub_topic"),  # CAMEL
     _set("tagged_words", "tags=ner_tags", "pos_tags chunk_tags"),  # CoNLL
 )
-# Sets that are proposed, not taken: a column of them may mean something else.
+# Sets that are suggested, not detected: their columns may mean something else.
 PROPOSED_SETS = (
     _set("text_pair", "sentence1=premise sentence2=hypothesis label=label"),  # NLI
     _set("text_pair", "sentence1=sentence1 sentence2=sentence2 label=label"),  # MRPC
@@ -85,7 +85,7 @@ PROPOSED_SETS = (
 
 
 def answer_columns(first: FirstRows) -> tuple[str, dict[str, str]]:
-    """Return what the columns of answers to compare or to judge mean, and these columns by field; empty for none."""
+    """Return the meaning of preference columns and their names by field; empty if there are none."""
     names = [name for name in first.names if first.most(name, is_there)]
     if "preference" in first.formats:
         chosen, rejected = (first.in_role(role, is_there) for role in ("chosen", "rejected"))
@@ -100,12 +100,12 @@ def answer_columns(first: FirstRows) -> tuple[str, dict[str, str]]:
         answer = first.in_role("messages", is_talk)
         answer = answer or named_like(ROLES["answers"], [name for name in names if name != label])
         if label and answer:
-            return f"{label} is true where the answer in {answer} is good", {"completion": answer, "label": label}
+            return f"{label} labels the answers in {answer} as good or bad", {"completion": answer, "label": label}
     return "", {}
 
 
 def known_sets(first: FirstRows) -> Iterator[FormatCandidate]:
-    """Yield the sets that the columns of the rows are as a whole."""
+    """Yield the column sets that match all columns of the rows."""
     names, columns = {*first.names}, first.section.columns
     for each in COLUMN_SETS:
         shape = ROW_FORMATS[each.format]
@@ -122,7 +122,7 @@ def known_sets(first: FirstRows) -> Iterator[FormatCandidate]:
 
 
 def _kind(fmt: str, field: str, path: str) -> Kind:
-    """Return the kind of what a field of a format holds in a column."""
+    """Return the check for values of a format field."""
     if fmt in TAGGED_FORMATS:
         return lambda found: isinstance(found, list)
     if field in ROW_FORMATS[fmt].may:
@@ -133,7 +133,7 @@ def _kind(fmt: str, field: str, path: str) -> Kind:
 
 
 def suggestion(first: FirstRows) -> str:
-    """Return the command that reads these rows; empty where no name says which column asks or answers."""
+    """Return the suggested command for these rows; empty if no column name is a prompt or answer."""
     proposed = proposal(first, first.formats)
     if proposed or ("messages" in first.formats and (proposed := _of_nested_chats(first))):
         return proposed
@@ -156,16 +156,16 @@ def suggestion(first: FirstRows) -> str:
     fmt, columns = pair_format(asks, answers, others)
     if fmt not in first.formats:
         return ""
-    meaning = f"{asks} asks and {answers} answers"
+    meaning = f"{asks} is the prompt and {answers} the answer"
     if len(several) > 1:
-        meaning = f"this is preference data ({' and '.join(several)} answer the same) and {answers} is wanted"
+        meaning = f"this is preference data ({' and '.join(several)}) and {answers} is the chosen answer"
     elif EVERY_ELEMENT in asks and EVERY_ELEMENT in answers:
-        meaning += f", each element of {asks.partition(EVERY_ELEMENT)[0]} without those before it"
+        meaning += f", with each element of {asks.partition(EVERY_ELEMENT)[0]} as a separate sample"
     return f"If {meaning}, type: {first.command(fmt, columns, several[1:])}"
 
 
 def proposal(first: FirstRows, formats: Sequence[str]) -> str:
-    """Return the command that reads a set of columns by another format, or for another task; empty if none is there."""
+    """Return the command that reads a known column set with another format or task; empty if there is none."""
     is_whole = "text" in formats and first.key == "dataset" and not first.section.mix
     allowed = (*formats, *LABELED_FORMATS, *TAGGED_FORMATS) if is_whole else formats
     for each in PROPOSED_SETS:
@@ -175,7 +175,7 @@ def proposal(first: FirstRows, formats: Sequence[str]) -> str:
         kinds = {path: _kind(each.format, field, path) for field, path in each.columns.items()}
         if each.format in allowed and first.is_most(first.number(kinds)):
             asks, answers, *more = each.columns.values()
-            meaning = f"{asks} asks and {each.columns.get('output', answers)} answers"
+            meaning = f"{asks} is the prompt and {each.columns.get('output', answers)} the answer"
             if each.format in LABELED_FORMATS:
                 meaning = f"{more[0]} is the label of the pair {asks}, {answers}"
             elif each.format in TAGGED_FORMATS:
@@ -186,7 +186,7 @@ def proposal(first: FirstRows, formats: Sequence[str]) -> str:
 
 
 def without_answers(first: FirstRows) -> str:
-    """Return the column that asks where no name, also inside a column, is one of answers; empty for other rows."""
+    """Return the prompt column of rows without any answer column, nested names included; empty for other rows."""
     names = {str(name): found for row in first.rows for name, found in row.items() if found}
     parts = [found[0] if isinstance(found, list) else found for found in names.values()]
     inner = [str(key) for part in parts if isinstance(part, dict) for key in part]
@@ -195,24 +195,24 @@ def without_answers(first: FirstRows) -> str:
 
 
 def is_unanswered(found: Any) -> bool:
-    """Return whether it is a list of messages or turns without an answer at its end."""
+    """Return whether the value is a list of messages that does not end with an answer."""
     return is_talk(found) and isinstance(found[-1], dict) and speaker_of(found[-1]) != "assistant"
 
 
 def _of_nested_chats(first: FirstRows) -> str:
-    """Return the commands that make rows of messages of trees (OASST) or pairs (Firefly); empty for other rows."""
+    """Return commands that convert trees (OASST) or pairs (Firefly) to messages; empty for other rows."""
     file = json_file(first.section)
     check = check_of_made(file)
     if first.most("prompt", _is_tree):
         made = f"{file.jq_of_rows(_OF_TREE)} && {check} dataset.train_on=last"
-        return f"Each row is a tree of messages. To make a conversation of each answer: {made}"
+        return f"Each row is a tree of messages. To convert each answer to a conversation: {made}"
     name = next((name for name in first.names if first.most(name, _is_pairs)), "")
     if not name:
         return ""
     turns = '{role: "user", content: .human}, {role: "assistant", content: .assistant}'
     quoted = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
     made = f"{file.jq_of_rows(f'{{messages: [.[{quoted}][] | {turns}]}}')} && {check}"
-    return f"Column {name} has pairs of human and assistant. To make messages of them, type: {made}"
+    return f"Column {name} has human/assistant pairs. To convert them to messages, type: {made}"
 
 
 def _is_tree(found: Any) -> bool:
@@ -226,7 +226,7 @@ def _is_pairs(found: Any) -> bool:
 
 
 def _regression(first: FirstRows, label: str) -> str:
-    """Return the setting for labels that are numbers with fractions; empty for others."""
+    """Return the setting for fractional number labels; empty for other labels."""
     found = [value(row, label) for row in first.rows]
     try:
         numbers = [float(str(each)) for each in found if isinstance(each, _LABEL)]
@@ -237,7 +237,7 @@ def _regression(first: FirstRows, label: str) -> str:
 
 
 def _for_plain_text(first: FirstRows, asks: str, plain: Sequence[str]) -> str:
-    """Return the command that trains the only text; empty where another column answers, or the text is asked about."""
+    """Return the command that trains the only text column; empty if there are other prompt or answer columns."""
     if len(plain) != 1 or EVERY_ELEMENT in plain[0] or asks not in ("", plain[0]):
         return ""
     if any(has_role(name, "answers") for name in first.names if name != plain[0]):
@@ -246,7 +246,7 @@ def _for_plain_text(first: FirstRows, asks: str, plain: Sequence[str]) -> str:
 
 
 def _answering(paths: Sequence[str]) -> str:
-    """Return the path that answers: what is true, before a guess of a model."""
+    """Return the answer path: ground truth before model outputs."""
     if "ground_truth" in paths:
         return "ground_truth"
     top = [path for path in paths if "." not in path]
@@ -254,7 +254,7 @@ def _answering(paths: Sequence[str]) -> str:
 
 
 def _for_labels(first: FirstRows) -> str:
-    """Return the command that reads the longest text and its label; empty where one is not there."""
+    """Return the command that reads the longest text and its label; empty if one is missing."""
     columns = {path: path.partition(EVERY_ELEMENT)[0] for path in first.texts}
     sizes = {path: sum(len(str(value(row, columns[path]))) for row in first.rows) for path in columns}
     text = max(sizes, key=sizes.__getitem__, default="")
@@ -268,7 +268,7 @@ def _for_labels(first: FirstRows) -> str:
 
 
 def _is_short(first: FirstRows, name: str) -> bool:
-    """Return whether a column of another name holds words or numbers that are about a row, and judge nothing."""
+    """Return whether a column has short metadata and is neither input, answer nor label."""
     if named_like(names_of("asks", "answers", *INPUTS, "label"), [name]):
         return False
     found = [row.get(name) for row in first.rows]

@@ -16,16 +16,16 @@ from app.data.rows import Broken, Located, Row, RowProblem, kind_of
 ABSENT = object()
 EVERY_ELEMENT = ".*"
 JOIN = "+"
-_LETTERS = [*ascii_uppercase]  # of choices without labels
-MIN_SHARE = 0.9  # of the first rows; a bad row is reported when it is read
-Kind = Callable[[Any], bool]  # of what a column holds
+_LETTERS = [*ascii_uppercase]  # for choices without labels
+MIN_SHARE = 0.9  # of the first rows; bad rows are reported when they are read
+Kind = Callable[[Any], bool]  # check of a column value
 _LABELED_CHOICE = re.compile(r"\s*\(?\w{1,2}\s?[).:]")
 
 
 def value(row: Row, path: str) -> Any:
-    """Look up `path` (`output`, `instances.0.output`, `question+context`), or ABSENT.
+    """Return the value at `path` (`output`, `instances.0.output`, `question+context`), or ABSENT.
 
-    A column of just this name comes first.
+    A column with exactly this name has priority.
     """
     if path in row:
         return row[path]
@@ -43,9 +43,9 @@ def value(row: Row, path: str) -> Any:
 
 
 def _joined(row: Row, names: Sequence[str]) -> Any:
-    """Join the texts of several columns by blank lines, choices by line breaks; or what of them is no text.
+    """Join the texts of several columns with blank lines, choices with line breaks; return a value that is not text.
 
-    A column that asks or answers must be there, others may be absent.
+    Prompt and answer columns are required, others may be absent.
     """
     whole, was_choice = "", False
     found_any = False
@@ -67,7 +67,7 @@ def _joined(row: Row, names: Sequence[str]) -> Any:
 
 
 def as_text(found: Any, name: str = "") -> str | None:
-    """Return a text, a list of texts or the choices of a question as one text, schemas as JSON; None for others."""
+    """Return a text, a list of texts or choices as one text, schemas as JSON; None for other values."""
     if isinstance(found, str):
         return found
     choices = choices_of(found) if has_role(name, "choices") else []
@@ -82,7 +82,7 @@ def as_text(found: Any, name: str = "") -> str | None:
 
 
 def choices_of(found: Any) -> list[tuple[str, str]]:
-    """Return the choices of a question with their labels; empty if it holds none."""
+    """Return the choices of a question with their labels; empty if there are none."""
     labels: Any = _LETTERS
     texts = found
     if isinstance(found, dict):
@@ -99,7 +99,7 @@ def choices_of(found: Any) -> list[tuple[str, str]]:
 
 
 def thought_column(row: Row, columns: Columns) -> str | None:
-    """Return the column with what was thought before the answer: as configured, or any of its names with prose."""
+    """Return the reasoning column: the configured one, or one with a reasoning name and prose."""
     if columns.reasoning != "reasoning":
         return columns.reasoning
     found = (name for name, inner in row.items() if has_role(str(name), "reasoning") and is_prose(inner))
@@ -107,14 +107,14 @@ def thought_column(row: Row, columns: Columns) -> str | None:
 
 
 def has(row: Row, path: str) -> bool:
-    """Whether the row has it, null included."""
+    """Return whether the row has a value at the path, null included."""
     return value(row, path) is not ABSENT
 
 
 def unread(row: Row, paths: Collection[str]) -> Iterator[str]:
-    """Names of what the row holds and none of the paths reads."""
+    """Yield the names of values that none of the paths reads."""
     for name, found in row.items():
-        if name in paths or found is None:  # tables fill absent columns with null
+        if name in paths or found is None:  # tables store absent columns as null
             continue
         inner = [path.partition(".")[2] for path in paths if path.startswith(f"{name}.")]
         parts = {str(at): each for at, each in enumerate(found)} if isinstance(found, list) else found
@@ -125,7 +125,7 @@ def unread(row: Row, paths: Collection[str]) -> Iterator[str]:
 
 
 def text(row: Row, path: str) -> str:
-    """The text of a column that must be text."""
+    """Return the text of a column; RowProblem if it is not text."""
     found = value(row, path)
     if not isinstance(found, str):
         raise RowProblem(f"column {path!r} must be text, found {kind_of(found)}")
@@ -133,19 +133,19 @@ def text(row: Row, path: str) -> str:
 
 
 def answer_text(row: Row, path: str) -> str:
-    """Return the text of a column with an answer, which may be a number."""
+    """Return the text of an answer column, which may be a number."""
     found = value(row, path)
     return str(found) if is_number(found) else text(row, path)
 
 
 def optional(row: Row, path: str | None) -> Any:
-    """The value of a column that may be absent; None where it is, or where no column is named."""
+    """Return the value of an optional column; None if it is absent or not configured."""
     found = ABSENT if path is None else value(row, path)
     return None if found is ABSENT else found
 
 
 def optional_text(row: Row, path: str | None) -> str:
-    """Return the text of a column that may be absent, a list of texts or choices."""
+    """Return the text of an optional column, which may be a list of texts or choices."""
     found = optional(row, path)
     if path is None or found is None:
         return ""
@@ -154,9 +154,9 @@ def optional_text(row: Row, path: str | None) -> str:
 
 
 def wanted_rows(rows: Iterator[Located], config: DatasetConfig, names: Collection[str]) -> Iterator[Located]:
-    """Rows without the columns of `dataset.leave_out`.
+    """Yield rows without the columns of `dataset.leave_out`.
 
-    Each is repeated for every element of the list that the fields `names` of `dataset.columns` go through, if any do.
+    If a field in `names` of `dataset.columns` has a path with `*`, yield the row once per element of that list.
     """
     if config.leave_out:
         without = config.leave_out
@@ -164,11 +164,11 @@ def wanted_rows(rows: Iterator[Located], config: DatasetConfig, names: Collectio
             (location, row if isinstance(row, Broken) else {k: found for k, found in row.items() if k not in without})
             for location, row in rows
         )
-    given = [path for name in names if (path := getattr(config.columns, name)) is not None]
-    paths = [part for path in given for part in path.split(JOIN) if EVERY_ELEMENT in part]
+    configured = [path for name in names if (path := getattr(config.columns, name)) is not None]
+    paths = [part for path in configured for part in path.split(JOIN) if EVERY_ELEMENT in part]
     if not paths:
         return rows
-    (column,) = {path.partition(EVERY_ELEMENT)[0] for path in paths}  # config.rules lets no second one pass
+    (column,) = {path.partition(EVERY_ELEMENT)[0] for path in paths}  # config.rules allows only one
     return (part for location, row in rows for part in _elements(location, row, column))
 
 
@@ -188,7 +188,7 @@ def _elements(location: str, row: Row | Broken, column: str) -> Iterator[Located
 
 
 def _with(row: Any, path: list[str], element: dict[str, Any]) -> Any:
-    """A copy of the row with one element where the list was."""
+    """Return a copy of the row with one element in place of the list."""
     if not path:
         return element
     first, *rest = path
@@ -200,21 +200,21 @@ def _with(row: Any, path: list[str], element: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class FirstRows:
-    """The first rows of a source: the names of their columns, and which of them most rows hold something in."""
+    """First rows of a source, their column names, and the columns that most rows have."""
 
     rows: Sequence[Row]
     section: DatasetConfig
     key: str  # of the section
-    formats: Sequence[str]  # to choose from
+    formats: Sequence[str]  # candidates
 
     @cached_property
     def names(self) -> list[str]:
-        """The columns of all rows."""
+        """Column names of all rows."""
         return list(dict.fromkeys(str(name) for row in self.rows for name in row))
 
     @cached_property
     def texts(self) -> list[str]:
-        """The paths of texts in most rows: in a column, in an object, in every element of the first list of texts."""
+        """Paths of texts in most rows: columns, object values, and elements of the first list of texts."""
         paths = dict.fromkeys(path for row in self.rows for path in _text_paths(row))
         most = [path for path in paths if self.most(path, text_kind(path))]
         starred = [path for path in most if EVERY_ELEMENT in path]
@@ -222,33 +222,33 @@ class FirstRows:
         return [path for path in most if path not in starred or path.partition(EVERY_ELEMENT)[0] == of_list[0]]
 
     def number(self, kinds: Mapping[str, Kind]) -> int:
-        """Return how many rows hold what is of its kind at each of the paths."""
+        """Return the number of rows whose values at all paths pass their checks."""
         return sum(all(all(map(kind, _values(row, path))) for path, kind in kinds.items()) for row in self.rows)
 
     def most(self, path: str, kind: Kind) -> bool:
-        """Return whether most rows hold what is of the kind there."""
+        """Return whether the value at the path passes the check in most rows."""
         return self.is_most(self.number({path: kind}))
 
     def is_most(self, number: int) -> bool:
-        """Return whether it is the number of most rows."""
+        """Return whether this number of rows is most of them."""
         return number >= MIN_SHARE * len(self.rows)
 
     def in_role(self, role: str, kind: Kind) -> str:
-        """Return the clearest name of a role under which most rows hold what is of the kind; empty for none."""
+        """Return the first column name of a role whose values pass the check in most rows; empty if there is none."""
         return next((name for name in ROLES[role] if self.most(name, kind)), "")
 
     def is_prose(self, path: str) -> bool:
-        """Return whether most rows hold text of several words there, in a list in its first element."""
+        """Return whether most rows have text of several words at the path; for a list, in its first element."""
         first = path.replace(EVERY_ELEMENT, ".0")
         return 2 * sum(is_prose(str(value(row, first))) for row in self.rows) > len(self.rows)
 
     def command(self, fmt: str, columns: Mapping[str, str], leave_out: Sequence[str] = ()) -> str:
-        """Return the command that checks the rows by a format."""
+        """Return the command that checks the rows with a format."""
         return command(fmt, columns, self.section, self.key, leave_out)
 
 
 def _values(row: Row, path: str) -> list[Any]:
-    """Return what is at a path; of every element of a list where the path goes through one."""
+    """Return the values at a path; one per list element if the path has `*`."""
     found = value(row, path)
     if found is not ABSENT or EVERY_ELEMENT not in path:
         return [found]
@@ -258,17 +258,17 @@ def _values(row: Row, path: str) -> list[Any]:
 
 
 def is_there(found: Any) -> bool:
-    """Return whether a row has something, not null."""
+    """Return whether the value is present and not null."""
     return found is not ABSENT and found is not None
 
 
 def is_text(found: Any) -> bool:
-    """Return whether it is text."""
+    """Return whether the value is text."""
     return isinstance(found, str)
 
 
 def text_kind(path: str) -> Kind:
-    """Return the kind of a text there, or of a number that answers, which is read as text."""
+    """Return the check for text, or for a numeric answer, which is read as text."""
     return (lambda found: is_text(found) or is_number(found)) if path.rpartition(".")[2] in NUMERIC_ANSWERS else is_text
 
 
@@ -279,10 +279,10 @@ def _text_paths(row: Row) -> Iterator[str]:
         first = found[0] if isinstance(found, list) and found else None
         if text_kind(name)(found):
             yield name
-        elif isinstance(found, dict) and "*" not in found:  # which is an element of a list, as the section reads it
+        elif isinstance(found, dict) and "*" not in found:  # "*" is a list element, as the section reads it
             yield from (f"{name}.{key}" for key, inner in found.items() if isinstance(inner, str))
         elif isinstance(first, str):
             yield f"{name}{EVERY_ELEMENT}"
-        # true or false says that some elements are not to be learnt
+        # a boolean may mark elements that are not trained
         elif isinstance(first, dict) and not any(isinstance(inner, bool) for inner in first.values()):
             yield from (f"{name}{EVERY_ELEMENT}.{key}" for key, inner in first.items() if isinstance(inner, str))

@@ -1,6 +1,6 @@
-"""Rows that hold a conversation, read into the form that chat templates expect.
+"""Conversations of rows, in the form that chat templates expect.
 
-OpenAI's messages, ShareGPT's turns, or messages in two columns; with tools and tool calls.
+OpenAI messages, ShareGPT turns, or messages in two columns; with tools and tool calls.
 """
 
 import difflib
@@ -22,15 +22,15 @@ _ROLE_NAMES = {
 }
 SPEAKERS = {**_ROLE_NAMES, "function_call": "assistant"}
 ROLES = ("system", "user", "assistant", "tool")
-_MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # others are likely a mistake, and underflow or overflow in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
 _READ_PARTS = ("text", "reasoning", "tool_call")
-# as Axolotl, LLaMA-Factory, ms-swift and XTuner call them; a `loss` that is a number is a measurement
+# names in Axolotl, LLaMA-Factory, ms-swift and XTuner; a numeric `loss` is a measurement
 _KEY_ALIASES = {"training": "train", "loss_weight": "weight", "loss": "train"}
 
 
 def speaker_of(message: Any) -> str | None:
-    """Return who says a message or turn, as templates call it; None for a name that is not known."""
+    """Return the role of a message or turn, as templates call it; None for an unknown name."""
     return SPEAKERS.get(str(message.get("role", message.get("from")))) if isinstance(message, dict) else None
 
 
@@ -55,22 +55,22 @@ def chat_completion(row: Row, columns: Columns) -> Conversation:
 
 
 def preference(row: Row, columns: Columns) -> AnswerPair:
-    """Read two answers to one prompt: texts, messages or whole chats that begin alike."""
+    """Read two answers to one prompt: texts, messages, or whole chats with a common start."""
     sides = [_answered(row, name, columns) for name in (columns.chosen, columns.rejected)]
     chosen, rejected = (side.messages for side in sides)
     pairs = zip(chosen, rejected, strict=False)
     start = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
-    start -= chosen == rejected  # which the caller drops: their last messages are the answers
+    start -= chosen == rejected  # the caller drops equal chats: their last messages are the answers
     answers = chosen[start:], rejected[start:]
     if start == 0 or not all(answers) or {side[0]["role"] for side in answers} != {"assistant"}:
-        raise RowProblem("the two answers follow different conversations")
+        raise RowProblem("the chosen and rejected answers have different prompts")
     for name, answer in zip((columns.chosen, columns.rejected), answers, strict=True):
         _require_answer(answer, name)
     return AnswerPair(*(replace(side, completion_start=start) for side in sides))
 
 
 def preference_label(row: Row, columns: Columns) -> Judged:
-    """Read one answer and whether it is wanted; without a prompt it is the end of a whole chat."""
+    """Read one answer and its label; without a prompt, the answer is the end of a whole chat."""
     whole = _answered(row, columns.completion, columns)
     roles = [message["role"] for message in whole.messages]
     last_asked = next((at for at in range(len(roles), 0, -1) if roles[at - 1] not in ("assistant", "tool")), 0)
@@ -82,17 +82,17 @@ def preference_label(row: Row, columns: Columns) -> Judged:
 
 
 def is_wanted(row: Row, column: str) -> bool:
-    """The label of an answer; tables of text and numbers write it as well."""
+    """Return the label of an answer, which may be text or a number."""
     found = value(row, column)
-    known = judgment(found)
-    if known is None:
+    label = judgment(found)
+    if label is None:
         what = repr(found) if isinstance(found, str | int | float) else kind_of(found)
-        raise RowProblem(f"column {column!r} must be true (wanted) or false, found {what}")
-    return known
+        raise RowProblem(f"column {column!r} must be true (good answer) or false (bad answer), found {what}")
+    return label
 
 
 def _answered(row: Row, column: str, columns: Columns) -> Conversation:
-    """The prompt with the answer of a column, which may repeat it."""
+    """Return the prompt and the answer of a column, which may repeat the prompt."""
     prompt = _turns(row, columns.prompt, "user") if optional(row, columns.prompt) is not None else []
     turns = _turns(row, column, "assistant")
     answer = turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
@@ -106,7 +106,7 @@ def _require_answer(messages: Sequence[Message], column: str) -> None:
 
 
 def _turns(row: Row, column: str, speaker: str) -> list[Any]:
-    """The messages of a column, which may be a list of them, one, or the text of one."""
+    """Return the messages of a column with a list of messages, one message, or its text."""
     found = value(row, column)
     if isinstance(found, str):
         return [{"role": speaker, "content": found}]
@@ -115,7 +115,7 @@ def _turns(row: Row, column: str, speaker: str) -> list[Any]:
 
 
 def parsed_list(found: Any) -> Any:
-    """Return the list that a text holds as JSON, as tables of text keep messages; any other value as it is."""
+    """Parse a list that is stored as JSON text, as in CSV; return other values unchanged."""
     if not isinstance(found, str) or not found.lstrip().startswith("["):
         return found
     try:
@@ -137,26 +137,26 @@ def _turn(index: int, turn: object) -> Message:
         raise RowProblem(f"message {index} must be an object with from and value, found {kind_of(turn)}")
     allowed = ", ".join(SPEAKERS)
     if "from" not in turn:
-        hint = "; role/content is another convention: set dataset.format=messages" if "role" in turn else ""
+        hint = "; for role/content messages, set dataset.format=messages" if "role" in turn else ""
         raise RowProblem(f"message {index} has no from; allowed: {allowed}{hint}")
     speaker, text = turn["from"], turn.get("value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise RowProblem(f"message {index} is from {speaker!r}; allowed: {allowed}")
+        raise RowProblem(f"message {index}: unknown from {speaker!r}; allowed: {allowed}")
     rest = {key: inner for key, inner in turn.items() if key not in ("from", "value")}
     if speaker == "function_call" and isinstance(text, str):
-        calls = _parsed(text, f"message {index}: the function_call")  # one call, or a list of them
+        calls = _parsed(text, f"message {index}: the function_call")  # one call or a list
         return {**rest, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
     return {**rest, "role": SPEAKERS[speaker], "content": text}
 
 
-def read_conversation(given_messages: Sequence[object], row: Row, columns: Columns) -> Conversation:
-    """Check messages, and add the columns `system` and `tools` of their row."""
+def read_conversation(turns: Sequence[object], row: Row, columns: Columns) -> Conversation:
+    """Check messages and add the columns `system` and `tools` of the row."""
     messages: list[Message] = []
     trained: dict[int, bool] = {}
     weights: dict[int, float] = {}
     system = optional_text(row, columns.system)
-    for index, given in enumerate(given_messages):
-        message, is_trained, weight = _message(index, given)
+    for index, turn in enumerate(turns):
+        message, is_trained, weight = _message(index, turn)
         if index == 0 and system.strip():
             messages = _system_messages(system, message, columns.system)
         if is_trained is not None:
@@ -170,14 +170,14 @@ def read_conversation(given_messages: Sequence[object], row: Row, columns: Colum
 
 
 def tools_column(row: Row, columns: Columns) -> str | None:
-    """The column with the tools of a row; OpenAI called it `functions` before."""
+    """Return the column with the tools of a row; formerly `functions` in the OpenAI format."""
     older = row.get("functions")
     is_older = isinstance(older, list) and bool(older) and all(isinstance(f, dict) and "name" in f for f in older)
     return "functions" if columns.tools == "tools" and row.get("tools") is None and is_older else columns.tools
 
 
 def _options(row: Row, column: str | None) -> dict[str, Any]:
-    """Values for names that the chat template reads, an object or JSON text of one."""
+    """Return chat template options from an object or its JSON text."""
     found = optional(row, column)
     if isinstance(found, str):
         found = _parsed(found, f"column {column!r}") if found.strip() else None
@@ -187,89 +187,89 @@ def _options(row: Row, column: str | None) -> dict[str, Any]:
 
 
 def _system_messages(system: str, first: Message, column: str | None) -> list[Message]:
-    """The messages to put before the first one."""
+    """Return the system message to insert before the first message, if any."""
     if first["role"] != "system":
         return [{"role": "system", "content": system}]
     if first["content"].strip() == system.strip():
         return []
     raise RowProblem(
-        f"has a system message and another text in column {column!r}; set dataset.columns.system=null to"
-        " leave the column unread"
+        f"found a system message and a different text in column {column!r}; set dataset.columns.system=null to"
+        " ignore the column"
     )
 
 
 def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
-    """The message, whether it says that it is trained (None: it does not say), and its weight."""
+    """Return the message, its train flag (None: unset), and its weight."""
     if not isinstance(found, dict):
         raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(found)}")
-    given: Message = {
+    fields: Message = {
         str(key) if key == "loss" and not isinstance(value, bool) else _KEY_ALIASES.get(key, str(key)): value
         for key, value in found.items()
-        if value is not None  # tables fill absent keys with null
+        if value is not None  # tables store absent keys as null
     }
-    role = _role(index, given)
-    given = _without_parts(index, given)
-    calls = _calls(index, {**given, "role": role})
-    content = given.get("content")
+    role = _role(index, fields)
+    fields = _without_parts(index, fields)
+    calls = _calls(index, {**fields, "role": role})
+    content = fields.get("content")
     if content is None and calls:
         content = ""
     elif isinstance(content, dict) and role == "tool":
-        content = json.dumps(content, ensure_ascii=False, default=str)  # tables may hold dates
+        content = json.dumps(content, ensure_ascii=False, default=str)  # tables may have dates
     elif not isinstance(content, str):
         raise RowProblem(f"message {index}: content must be text, found {kind_of(content)}")
-    others = {key: value for key, value in given.items() if key not in _READ_KEYS}
+    others = {key: value for key, value in fields.items() if key not in _READ_KEYS}
     message = {"role": role, "content": content, **others}
     if calls:
         message["tool_calls"] = calls
-    weight, train = _weight(index, given.get("weight")), given.get("train")
+    weight, train = _weight(index, fields.get("weight")), fields.get("train")
     if not isinstance(train, bool | None):
         raise RowProblem(f"message {index}: train must be true or false, found {kind_of(train)}")
-    return message, False if weight == 0 else train, weight  # a weight of 1 says nothing
+    return message, False if weight == 0 else train, weight  # a weight of 1 is the default
 
 
 def _role(index: int, message: Message) -> str:
     allowed = ", ".join(ROLES)
     if "role" not in message:
-        hint = "; from/value is another convention: set dataset.format=sharegpt" if "from" in message else ""
+        hint = "; for from/value messages, set dataset.format=sharegpt" if "from" in message else ""
         raise RowProblem(f"message {index} has no role; allowed: {allowed}{hint}")
     role = _ROLE_NAMES.get(str(message["role"]), message["role"])
     if role not in ROLES:
         near = difflib.get_close_matches(str(role).lower(), ROLES, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RowProblem(f"message {index} has the role {role!r}; allowed: {allowed}{hint}")
+        raise RowProblem(f"message {index}: unknown role {role!r}; allowed: {allowed}{hint}")
     return str(role)
 
 
 def _without_parts(index: int, given: Message) -> Message:
-    """The message with the parts of its content where they belong: text, thought and tool calls."""
+    """Return the message with its content parts split into text, reasoning and tool calls."""
     if not isinstance(given.get("content"), list):
         return given
     parts = [_part(index, part) for part in given["content"]]
     thoughts = [text for kind, text in parts if kind == "reasoning"]
     calls = [_parsed(text, f"message {index}: a tool_call") for kind, text in parts if kind == "tool_call"]
-    found: Message = {"content": "\n".join(text for kind, text in parts if kind == "text")}
+    merged: Message = {"content": "\n".join(text for kind, text in parts if kind == "text")}
     if thoughts:
-        found["reasoning_content"] = "\n".join(thoughts)
-    beside = given.get("tool_calls", [])
-    if calls and isinstance(beside, list):
-        found["tool_calls"] = [*beside, *calls]
-    return {**given, **found}
+        merged["reasoning_content"] = "\n".join(thoughts)
+    other_calls = given.get("tool_calls", [])
+    if calls and isinstance(other_calls, list):
+        merged["tool_calls"] = [*other_calls, *calls]
+    return {**given, **merged}
 
 
 def _part(index: int, part: Any) -> tuple[str, str]:
-    """Type and text of a part; the text is under its type or under `value`."""
+    """Return type and text of a content part; the text is under the type name or `value`."""
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(kind, part.get("value")) if kind in _READ_PARTS else None
     if isinstance(text, str):
         return str(kind), text
     raise RowProblem(
-        f"message {index}: a part of its content is of type {kind!r}; only"
-        ' parts like {"type": "text", "text": "..."} can be trained on, and those of type reasoning or tool_call'
+        f"message {index}: unsupported content part of type {kind!r}; supported are"
+        ' {"type": "text", "text": "..."} and the types reasoning and tool_call'
     )
 
 
 def _weight(index: int, given: Any) -> float:
-    """Loss weight of each token of a message."""
+    """Return the loss weight of the tokens of a message."""
     if given is None:
         return 1.0
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
@@ -277,13 +277,13 @@ def _weight(index: int, given: Any) -> float:
         found = str(given)[:20] if is_number else kind_of(given)
         raise RowProblem(
             f"message {index}: weight must be 0 (not trained) or a number from {_MIN_WEIGHT:g} to"
-            f" {_MAX_WEIGHT:,.0f} (1 is that of other messages), found {found}"
+            f" {_MAX_WEIGHT:,.0f} (default 1), found {found}"
         )
     return float(given)
 
 
 def read_tools(found: Any, column: str) -> list[dict[str, Any]] | None:
-    """Read a list of tools, or JSON text of one, whose nulls are the schema's own: a table filled in none of them."""
+    """Read a list of tools or its JSON text; nulls in JSON text belong to the schema and are not removed."""
     is_text = isinstance(found, str)
     found = found if not is_text else _parsed(found, f"column {column!r}") if found.strip() else None
     if found is None or found == []:
@@ -297,14 +297,14 @@ def _tool(index: int, given: Any, column: str) -> dict[str, Any]:
     function = given.get("function", given) if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowProblem(
-            f"column {column!r}: tool {index} must be an object with a name, or with a function that has one;"
+            f"column {column!r}: tool {index} must be an object with name, or with function.name;"
             f" found {kind_of(given)}"
         )
     return given if "function" in given else {"type": "function", "function": given}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables fill absent keys with null."""
+    """Remove nulls, which tables store for absent keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -317,21 +317,19 @@ def _calls(index: int, message: Message) -> list[Message]:
     if message.get("function_call"):
         found = [*found, message["function_call"]]
     if found and message["role"] != "assistant":
-        raise RowProblem(f"message {index} calls tools, but is of {message['role']}, not of assistant")
+        raise RowProblem(f"message {index} has tool calls, but its role is {message['role']}, not assistant")
     return [_call(f"message {index}: tool call {at}", call) for at, call in enumerate(found)]
 
 
 def _call(where: str, call: Any) -> Message:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowProblem(
-            f"{where} must be an object with a function that has name and arguments, found {kind_of(call)}"
-        )
+        raise RowProblem(f"{where} must be an object with function.name and function.arguments, found {kind_of(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{where}: arguments") if arguments.strip() else {}
     if not isinstance(arguments, dict | None):
-        twice = ": it is encoded as JSON twice" if isinstance(arguments, str) else ""
+        twice = ": it is JSON-encoded twice" if isinstance(arguments, str) else ""
         raise RowProblem(f"{where}: arguments must be an object, found {kind_of(arguments)}{twice}")
     identity = {"id": call["id"]} if call.get("id") else {}
     named = {"name": function["name"], "arguments": arguments or {}}
@@ -342,4 +340,4 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RowProblem(f"{where} is no JSON: {error.msg} at character {error.colno}") from error
+        raise RowProblem(f"{where} is not valid JSON: {error.msg} at character {error.colno}") from error

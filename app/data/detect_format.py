@@ -1,4 +1,4 @@
-"""`dataset.format=auto`: which format the first rows have, and why; an error where none or several fit."""
+"""`dataset.format=auto`: detect the format of the first rows; an error if none or several fit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -38,11 +38,11 @@ def detect_formats(
     formats: Sequence[str] = formats_for("causal"),
     has_template: Callable[[], bool] = lambda: False,
 ) -> tuple[DatasetConfig, list[str]]:
-    """Replace `auto` by the format of the rows; returns the section, and a note for each source.
+    """Replace `auto` by the format of the rows; return the section and a note for each source.
 
-    Each source of a mix is inspected by itself, and so is a file of held-out rows beside it. DataError has the
-    problems of all. `formats` are those to choose from. Texts that answer a prompt are chats if the model of the run
-    `has_template`, which is asked only where it decides.
+    Each source of a mix and its eval file are inspected separately; DataError has the problems of all. `formats` are
+    the candidates. Text answers to a prompt are chats if the model has a template (`has_template`, called only if
+    needed).
     """
     found: dict[str, DatasetConfig] = {}
     notes: list[str] = []
@@ -67,27 +67,27 @@ def detect_formats(
 
 
 def _note_on_template(first: FirstRows) -> str:
-    """Say which command writes texts that answer a prompt through the chat template of the model."""
+    """Return a note with the command that applies the chat template of the model to prompts and answers."""
     section = first.section
     columns = {field: path for field in fields_of(section.format) if (path := getattr(section.columns, field))}
     return (
-        f"{first.key}.format={section.format} writes no chat template, although the model has one. To write it,"
+        f"{first.key}.format={section.format} does not use the chat template of the model. To use it,"
         f" type: {first.command(CHAT_OF[section.format], columns)}"
     )
 
 
 def _undetected(config: DatasetConfig) -> Iterator[tuple[str, DatasetConfig, Source]]:
-    """Sources of unknown format, with the name of their section."""
+    """Yield the sources with format auto and the names of their sections."""
     for name, section in sources_of(config).items():
         if section.format == "auto":
             yield name, section, train_source(section, name)
     eval_rows = eval_source(config) if config.mix and config.format == "auto" else None
-    if eval_rows is not None:  # without a mix, held-out rows have the format of the others
+    if eval_rows is not None:  # without a mix, eval rows have the format of the training rows
         yield "", config, eval_rows
 
 
 def _columns(section: DatasetConfig, config: DatasetConfig) -> dict[str, str]:
-    """All columns that its format needs, because other sources may have other names for the same."""
+    """Return all columns that the format needs, because sources may use different names."""
     shape, found = ROW_FORMATS[section.format], section.columns
     renamed = [name for name in shape.may if getattr(found, name) != getattr(config.columns, name)]
     return {name: getattr(found, name) for name in (*shape.needs, *renamed)}
@@ -96,10 +96,10 @@ def _columns(section: DatasetConfig, config: DatasetConfig) -> dict[str, str]:
 def detect_format(
     config: DatasetConfig, source: Source, key: str, formats: Sequence[str], has_template: Callable[[], bool]
 ) -> tuple[DatasetConfig, str]:
-    """Return the section with the format of the rows of one source, and a note on why."""
+    """Return the section with the detected format of one source, and a note with the reason."""
     first = first_rows(source, config, key, [fmt for fmt in ROW_FORMATS if fmt in formats])
     named, rows = f"{source.key}={source.name}", first.rows
-    # media and preference data are refused; a few such rows are reported when they are read
+    # media and preference data are rejected; a few such rows are reported when they are read
     refused = partial(refused_column, fmt=first.formats[0], columns=config.columns, config=config)
     problems = [*filter(None, map(refused, rows))]
     if not first.is_most(len(rows) - len(problems)):
@@ -110,7 +110,7 @@ def detect_format(
         lines = _unknown(first, advice or _of_answers(first, has_template))
         raise DataError(f"{named}: " + _NEW_LINE.join(map(escaped, lines)))
     if len(fitting) > 1:
-        begin = f"{named}: {key}.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
+        begin = f"{named}: {key}.format=auto: {len(fitting)} formats fit these rows. Choose one:"
         ways = [f"{first.command(each.format, each.renamed)}   ({each.reason(len(rows))})" for each in fitting]
         raise DataError(_NEW_LINE.join([begin, *map(escaped, ways)]))
     found = _with_prompt(fitting[0], first, config.columns, has_template)
@@ -119,7 +119,7 @@ def detect_format(
 
 
 def first_rows(source: Source, config: DatasetConfig, key: str, formats: Sequence[str]) -> FirstRows:
-    """Read the first rows of a source, to choose one of the formats; DataError where there are none."""
+    """Read the first rows of a source to detect the format; DataError if there are none."""
     named = f"{source.key}={source.name}"
     first = [*islice(wanted_rows(source.rows(), config, [each.name for each in fields(Columns)]), INSPECTED_ROWS)]
     rows = [row for _, row in first if not isinstance(row, Broken)]
@@ -127,14 +127,14 @@ def first_rows(source: Source, config: DatasetConfig, key: str, formats: Sequenc
         raise DataError(f"{named}: has no rows")
     location, row = first[0]
     if not rows and isinstance(row, Broken):
-        raise DataError(f"{named}: none of its first rows can be read; {location}: {row.reason}")
+        raise DataError(f"{named}: none of the first rows can be read; {location}: {row.reason}")
     return FirstRows(rows, config, key, formats)
 
 
 def _fitting(first: FirstRows, *, reads_numbers: bool = False) -> list[FormatCandidate]:
-    """Return the ways to read these rows. A column that has its usual name in one of them is not renamed for another.
+    """Return the formats that fit these rows. A column with a default name in one format is not renamed for another.
 
-    `reads_numbers` takes a number for a text where it answers, which is how it is read.
+    `reads_numbers` accepts numbers as answers, which are read as text.
     """
     columns = first.section.columns
     found = [each for each in _candidates(first, columns, reads_numbers=reads_numbers) if first.is_most(each.fits)]
@@ -160,7 +160,7 @@ def _candidates(first: FirstRows, columns: Columns, *, reads_numbers: bool = Fal
 def _with_prompt(
     found: FormatCandidate, first: FirstRows, columns: Columns, has_template: Callable[[], bool]
 ) -> FormatCandidate:
-    """Return the way to read answers with their prompt, and through the chat template if the model has one."""
+    """Return the candidate with the prompt column, and as a chat format if the model has a chat template."""
     if not ROW_FORMATS[found.format].learnt_by:
         return found
     if not any(has(row, columns.prompt) for row in first.rows):
@@ -173,13 +173,13 @@ def _with_prompt(
 
 
 def _prompt_of(first: FirstRows, columns: Columns) -> str:
-    """Return the column with the turns before the answers, or that asks, with its further input; else `prompt`."""
+    """Return the column with previous turns, or the prompt column with its input; otherwise `prompt`."""
     answers = (value(row, name) for row in first.rows for name in (columns.chosen, columns.completion))
     if any(speaker_of(each) == "user" for answer in answers if is_talk(answer) for each in answer):
         return columns.prompt  # of whole chats
     if talk := first.in_role("messages", is_talk):
         return talk
-    if first.most("input.messages", is_talk):  # as OpenAI has it
+    if first.most("input.messages", is_talk):  # OpenAI format
         return "input.messages"
     asks = first.in_role("asks", is_text)
     more = "input" if asks == "instruction" and "input" in first.names else ""
@@ -187,7 +187,7 @@ def _prompt_of(first: FirstRows, columns: Columns) -> str:
 
 
 def _are_asked(first: FirstRows, columns: Columns) -> bool:
-    """Return whether most prompts are texts that are no written-out chats, and that the answers do not repeat."""
+    """Return whether most prompts are plain texts, not rendered chats, and are not repeated in the answers."""
     asked = 0
     for row in first.rows:
         prompt = value(row, columns.prompt)
@@ -198,7 +198,7 @@ def _are_asked(first: FirstRows, columns: Columns) -> bool:
 
 
 def _fits(fmt: str, field: str, found: Any, *, reads_numbers: bool = False) -> bool:
-    """Return whether a column that the format needs may hold `found`. Labels are checked when the row is read."""
+    """Return whether `found` is valid for a needed column. Labels are checked when the row is read."""
     shape = ROW_FORMATS[fmt]
     if field == "label":
         return is_there(found)
@@ -217,25 +217,25 @@ def _fits(fmt: str, field: str, found: Any, *, reads_numbers: bool = False) -> b
 
 
 def _is_message(keys: Sequence[str], each: Any) -> bool:
-    """Return whether it has the role and something that a message may hold; tables fill absent keys with null."""
-    given = {key for key, inner in each.items() if inner is not None} if isinstance(each, dict) else set()
-    return keys[0] in given and not given.isdisjoint(keys[1:])
+    """Return whether a value has a role and content of a message; tables store absent keys as null."""
+    present = {key for key, inner in each.items() if inner is not None} if isinstance(each, dict) else set()
+    return keys[0] in present and not present.isdisjoint(keys[1:])
 
 
 def _note(found: FormatCandidate, first: FirstRows, columns: Columns, reason: str) -> str:
     fields = ROW_FORMATS[found.format].may
-    given = [name for field in fields if field != "reasoning" and (name := getattr(columns, field))]
+    optional = [name for field in fields if field != "reasoning" and (name := getattr(columns, field))]
     if "reasoning" in fields:
-        given += {name: None for row in first.rows if (name := thought_column(row, columns))}
+        optional += {name: None for row in first.rows if (name := thought_column(row, columns))}
     read = {*found.columns, *found.renamed.values()}
-    may = [name for name in given if name not in read and any(has(row, name) for row in first.rows)]
+    may = [name for name in optional if name not in read and any(has(row, name) for row in first.rows)]
     also = f"; also read: {listed(may)}" if may else ""
     words = typed(first.key, found.format, found.renamed)
-    return escaped(f"{first.key}.format=auto: taken as {words}, because {reason}{also}")
+    return escaped(f"{first.key}.format=auto: detected {words}: {reason}{also}")
 
 
 def _answers_beside(first: FirstRows, fitting: Sequence[FormatCandidate]) -> str:
-    """Return the command that reads the answers to messages from another column; empty where they are answered."""
+    """Return the command that reads answers from a second column; empty if the messages have answers."""
     if not fitting or fitting[0].format != "messages" or first.section.train_on == "all":
         return ""
     alone = first.number({fitting[0].columns[0]: is_unanswered})
@@ -243,7 +243,7 @@ def _answers_beside(first: FirstRows, fitting: Sequence[FormatCandidate]) -> str
 
 
 def _of_answers(first: FirstRows, has_template: Callable[[], bool]) -> str:
-    """Return the command that reads answers of other names to compare or to judge; empty if there are none."""
+    """Return the command for preference columns with other names; empty if there are none."""
     meaning, names = answer_columns(first)
     columns = replace(first.section.columns, **names)
     for candidate in _candidates(first, columns) if names else ():
@@ -254,23 +254,25 @@ def _of_answers(first: FirstRows, has_template: Callable[[], bool]) -> str:
 
 
 def _unknown(first: FirstRows, advice: str) -> list[str]:
-    """Say which columns there are, what the formats lack that they nearly have, and what to type."""
+    """Return the lines of an unknown format: the columns, missing columns by format, and what to type."""
     key, rows = first.key, first.rows
     held = {name: next((row[name] for row in rows if row.get(name) is not None), None) for name in first.names}
     found = listed([f"{name} ({kind_of(inner)})" for name, inner in held.items()]) or "none"
-    begin = f"{key}.format=auto knows no format for these rows; columns found: {found}"
+    begin = f"{key}.format=auto: no format fits these rows; columns found: {found}"
     wants = [_missing(fmt, first) for fmt in first.formats]
     if any("input_ids" in row for row in rows):
-        return [begin, *filter(None, wants), "Rows of tokens (input_ids) are not read: give their texts"]
+        return [begin, *filter(None, wants), "Tokenized rows (input_ids) are not supported: use rows of text"]
     chosen = "dataset=FORMAT" if key == "dataset" and not first.section.mix else f"{key}.format=FORMAT"
     asks = without_answers(first)
-    alone = f"No column has the name of an answer to {asks}. " if asks else ""
-    general = f"{alone}docs/data.md has the shapes of rows; columns of other names: {chosen} {key}.columns.FIELD=NAME"
+    alone = f"No column is named like an answer to {asks}. " if asks else ""
+    general = (
+        f"{alone}docs/data.md lists the row formats; for other column names, set {chosen} {key}.columns.FIELD=NAME"
+    )
     return [begin, *filter(None, wants), advice or suggestion(first) or general]
 
 
 def _missing(fmt: str, first: FirstRows) -> str:
-    """Say what a format wants of columns that are there in part; empty where it has none of them."""
+    """Return the requirements of a format whose columns are partly present; empty if none is present."""
     names = {field: getattr(first.section.columns, field) for field in ROW_FORMATS[fmt].needs}
     if not any(has(row, name) for row in first.rows for name in names.values()):
         return ""
@@ -280,4 +282,4 @@ def _missing(fmt: str, first: FirstRows) -> str:
         kinds = {kind_of(each): None for each in others if each is not ABSENT}
         number = f"{len(first.rows) - len(others)} of {len(first.rows)} rows have it"
         wants.append(f"{name} ({number}{'; others: ' * bool(kinds)}{listed([*kinds])})")
-    return f"{first.key}.format={fmt} wants {ROW_FORMATS[fmt].holds} in {' and '.join(wants)}"
+    return f"{first.key}.format={fmt} needs {ROW_FORMATS[fmt].holds} in {' and '.join(wants)}"

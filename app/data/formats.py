@@ -1,4 +1,4 @@
-"""From a row to its meaning: a conversation, a document or an example of a class. `READERS` is the table."""
+"""Convert rows to conversations, documents or labeled examples. `READERS` is the table of formats."""
 
 import difflib
 import re
@@ -31,10 +31,10 @@ from app.data.rows import (
 )
 from app.safe_text import many
 
-ANSWERS = ("output", "answer", "completion")  # fields that may hold a number
+ANSWERS = ("output", "answer", "completion")  # fields that may be a number
 _SPEAKING_ROLES = ("user", "assistant")
 ASSISTANT = "\n\nAssistant:"  # of plain chats, such as those of HH
-# of chats that are written out for a model
+# chats already rendered for a model
 WRITTEN_CHAT = re.compile(
     r"\[INST\]|<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|(?:user|User|assistant)\|>|### Instruction:"
     r"|\b(?:Human|USER|User): (?=.*\b(?:Assistant|ASSISTANT): )",
@@ -52,11 +52,11 @@ def _instruction(row: Row, columns: Columns) -> Conversation:
 
 
 def _history(found: Any, column: str | None) -> list[Message]:
-    """Earlier turns, `[[question, answer], ...]`."""
+    """Return the messages of earlier turns, `[[question, answer], ...]`."""
     if found is None:
         return []
     if not isinstance(found, list):
-        raise RowProblem(f"column {column!r} must be a list of [question, answer], found {kind_of(found)}")
+        raise RowProblem(f"column {column!r} must be a list of [question, answer] pairs, found {kind_of(found)}")
     turns: list[Message] = []
     for index, pair in enumerate(found):
         if not isinstance(pair, list) or [type(side) for side in pair] != [str, str]:
@@ -75,20 +75,20 @@ def _prompt_completion(row: Row, columns: Columns) -> Document:
 
 
 def _preference_text(row: Row, columns: Columns) -> AnswerPair:
-    """Two texts that begin alike; without a prompt they part after the last line in which the assistant is to speak."""
+    """Read two texts; without a prompt, the answers start after the last `Assistant:`."""
     prompt = optional_text(row, columns.prompt)
     chosen, rejected = (text(row, name) for name in (columns.chosen, columns.rejected))
     if not prompt:
         starts = {side[: side.rfind(ASSISTANT) + len(ASSISTANT)] for side in (chosen, rejected) if ASSISTANT in side}
         if len(starts) > 1:
-            raise RowProblem("the two answers follow different conversations")
+            raise RowProblem("the chosen and rejected answers have different prompts")
         prompt = "".join(starts)
     sides = ((columns.chosen, chosen), (columns.rejected, rejected))
     return AnswerPair(*(_plain_answer(prompt, side, name) for name, side in sides))
 
 
 def _preference_label_text(row: Row, columns: Columns) -> Judged:
-    """Read one text; without a prompt its answer begins after the last line in which the assistant is to speak."""
+    """Read one text; without a prompt, the answer starts after the last `Assistant:`."""
     prompt, answer = optional_text(row, columns.prompt), text(row, columns.completion)
     if not prompt and ASSISTANT in answer:
         prompt = answer[: answer.rfind(ASSISTANT) + len(ASSISTANT)]
@@ -96,7 +96,7 @@ def _preference_label_text(row: Row, columns: Columns) -> Judged:
 
 
 def _plain_answer(prompt: str, found: str, column: str) -> Document:
-    """The answer of a column, which may repeat the prompt, behind it."""
+    """Return prompt and answer; the column may repeat the prompt."""
     answer = found.removeprefix(prompt)
     if not answer.strip():
         raise RowProblem(f"column {column!r} has an empty answer")
@@ -104,7 +104,7 @@ def _plain_answer(prompt: str, found: str, column: str) -> Document:
 
 
 def _tagged_words(row: Row, columns: Columns) -> Example:
-    """The words with a space between two, which is how a text of them is read; the tags as JSON."""
+    """Return the words joined by spaces, and the tags as JSON."""
     words, tags = (value(row, name) for name in (columns.tokens, columns.tags))
     for name, found in ((columns.tokens, words), (columns.tags, tags)):
         if not isinstance(found, list):
@@ -113,17 +113,17 @@ def _tagged_words(row: Row, columns: Columns) -> Example:
             )
     if len(words) != len(tags) or not words:
         raise RowProblem(
-            f"column {columns.tokens!r} has {many(len(words), 'word')}, and {columns.tags!r} {many(len(tags), 'tag')}"
+            f"column {columns.tokens!r} has {many(len(words), 'word')}, but {columns.tags!r} {many(len(tags), 'tag')}"
         )
     odd = [at for at, word in enumerate(words) if not isinstance(word, str) or not word.strip()]
     if odd:
         what = "empty" if words[odd[0]] == "" else repr(words[odd[0]])[:40]
-        raise RowProblem(f"column {columns.tokens!r} must hold words, found {what} at place {odd[0]}")
+        raise RowProblem(f"column {columns.tokens!r} must contain words, found {what} at index {odd[0]}")
     return words_with_tags(words, _label(row, columns.tags, tags_as_text))
 
 
 def words_with_tags(words: Sequence[str], label: str = "[]") -> Example:
-    """The text of words, with their places."""
+    """Return the text of words and their spans."""
     ends = list(accumulate(len(word) + 1 for word in words))
     spans = tuple((end - 1 - len(word), end - 1) for word, end in zip(words, ends, strict=True))
     return Example(" ".join(words), label, words=spans)
@@ -137,7 +137,7 @@ def _nonempty(row: Row, column: str) -> str:
 
 
 def _label(row: Row, column: str, read: Callable[[Any], str] = as_text) -> str:
-    """The label as text; whether it is one that the task learns is known when all rows are."""
+    """Return the label as text; whether the task has it is checked when all rows are read."""
     try:
         return read(value(row, column))
     except RowProblem as problem:
@@ -166,12 +166,12 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
 }
 
 
-# What models end a text with, where a file has it as letters. `</s>` also closes a tag of HTML.
+# End tokens written as text. `</s>` also closes an HTML tag.
 _END_TOKEN = re.compile(r"(?:(?:<\|(?:endoftext|im_end|eot_id|end_of_text|end)\|>|<end_of_turn>|<eos>|</s>)\s*)+\Z")
 
 
 def without_end_tokens(content: Content) -> tuple[Content, int]:
-    """Take end tokens that are written out off the answers, which get that of the tokenizer; also count them."""
+    """Remove and count end tokens written as text in answers; the tokenizer adds its own."""
     if isinstance(content, AnswerPair):
         (chosen, first), (rejected, second) = map(_without_end_token, sides_of(content))
         return replace(content, chosen=chosen, rejected=rejected), first + second
@@ -183,8 +183,8 @@ def without_end_tokens(content: Content) -> tuple[Content, int]:
 
 def _without_end_token(side: Any) -> tuple[Any, int]:
     if isinstance(side, Document) and side.completion_start:
-        kept = _without_end(side.text[side.completion_start :])
-        text = side.text[: side.completion_start] + kept
+        answer = _without_end(side.text[side.completion_start :])
+        text = side.text[: side.completion_start] + answer
         return replace(side, text=text), int(text != side.text)
     if not isinstance(side, Conversation):
         return side, 0
@@ -204,12 +204,12 @@ def _without_end(answer: str) -> str:
 
 
 def read_row(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None = None) -> Content:
-    """Read one row; RowProblem says what is wrong with it, with commands that name the path of the section `config`."""
+    """Read one row; RowProblem has the reason, with commands that use the path of the section `config`."""
     if problem := refused_column(row, fmt, columns, config):
         raise RowProblem(problem)
-    # with those that the config gave a name of its own
-    given = {field: path for field in ROW_FORMATS[fmt].may if (path := getattr(columns, field)) not in (None, field)}
-    sure = [field for field, path in given.items() if not all(map(_may_be_absent, path.split(JOIN)))]
+    # fields with a configured column name are required
+    renamed = {field: path for field in ROW_FORMATS[fmt].may if (path := getattr(columns, field)) not in (None, field)}
+    sure = [field for field, path in renamed.items() if not all(map(_may_be_absent, path.split(JOIN)))]
     for field in (*ROW_FORMATS[fmt].needs, *sure):
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
@@ -224,7 +224,7 @@ def read_row(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None 
 
 
 def _prompt_hint(row: Row, fmt: str, columns: Columns) -> str:
-    """Name the column that may be the prompt of answers that have none."""
+    """Return a hint with the column that may be the missing prompt."""
     names = [name for name in names_of("messages", "asks") if row.get(name)]
     if not ROW_FORMATS[fmt].learnt_by or not names or optional(row, columns.prompt) is not None:
         return ""
@@ -232,12 +232,12 @@ def _prompt_hint(row: Row, fmt: str, columns: Columns) -> str:
 
 
 def _may_be_absent(name: str) -> bool:
-    """Return whether it is a known name of what only some rows may have, so not a misspelled one."""
+    """Return whether the name is known and optional, so that its absence is not a typo."""
     return has_role(name, *INPUTS, "choices", "reasoning")
 
 
 def _with_thought(chat: Conversation, thought: str) -> Conversation:
-    """Give the last answer the thought of a column, unless it says or has one."""
+    """Add the reasoning of a column to the last answer, unless it has or contains some."""
     at = max((at for at, message in enumerate(chat.messages) if message["role"] == "assistant"), default=-1)
     if (
         at < 0
@@ -251,14 +251,14 @@ def _with_thought(chat: Conversation, thought: str) -> Conversation:
 
 
 def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Iterator[str]:
-    """Name the needed columns, and the roles of messages, whose text is empty or white space."""
+    """Yield the needed columns and message roles whose text is empty or whitespace."""
     needed = {name: value(row, name) for name in (getattr(columns, field) for field in ROW_FORMATS[fmt].needs)}
     yield from (f"column {name}" for name, found in needed.items() if isinstance(found, str) and not found.strip())
     if not isinstance(content, Conversation) or any(isinstance(found, str) for found in needed.values()):
         return
     for message in content.messages:
         if message["role"] in _SPEAKING_ROLES and not message["content"].strip() and "tool_calls" not in message:
-            yield f"messages of {message['role']}"
+            yield f"{message['role']} messages"
 
 
 def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:
@@ -274,5 +274,5 @@ def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:
     if near:
         advice = f"set dataset.columns.{field}={near[0]}"
     elif fitting:
-        advice += f", or dataset.format={fitting[0]}, which these columns fit"
+        advice += f", or dataset.format={fitting[0]}, which fits these columns"
     return f"dataset.format={fmt} needs a column {name!r}; columns found: {found}; {advice}"

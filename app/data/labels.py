@@ -1,4 +1,4 @@
-"""Labels of rows, as texts of the token rows: which classes they name, and the targets that they become."""
+"""Labels of rows: their classes and training targets. Token rows store labels as text."""
 
 import json
 import math
@@ -15,33 +15,33 @@ from app.data.rows import RowProblem, kind_of
 
 FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_MAX_LABEL_CHARS = 200  # a longer one is a text in the wrong column
-_NOT_ONE = "must be one label, a word or a whole number, found"
+_MAX_LABEL_CHARS = 200  # a longer label is a text in the wrong column
+_NOT_ONE = "must be a label (a word or an integer), found"
 
 
 @dataclass(frozen=True, slots=True)
 class Labeling:
-    """What the label of a row is for one kind of answers."""
+    """Interpretation of labels for one problem type."""
 
-    classes: Callable[[str], Sequence[str]]  # that a label names, several times where it has several places
-    targets: Callable[[str, Sequence[str]], NDArray[Any]]  # from a label and all classes; a line for each answer
-    problem: Callable[[str], str]  # what is wrong with a label, behind the name of its column; empty: nothing
-    balanced: Callable[[NDArray[np.float64], int], NDArray[np.float64]] | None = None  # weights of classes, from how
-    # often each occurs, and the number of rows
-    named: bool = True  # whether labels name classes; otherwise they are numbers
-    weighs_answers: bool = True  # whether the weight of its class is that of an answer in the mean of the loss
+    classes: Callable[[str], Sequence[str]]  # of a label, repeated if the label has them repeatedly
+    targets: Callable[[str, Sequence[str]], NDArray[Any]]  # from a label and all classes; one line per answer
+    problem: Callable[[str], str]  # problem of a label, after the column name; empty if there is none
+    balanced: Callable[[NDArray[np.float64], int], NDArray[np.float64]] | None = None  # class weights from
+    # class counts and the number of rows
+    named: bool = True  # whether labels are classes; otherwise numbers
+    weighs_answers: bool = True  # whether class weights are weights of answers in the mean loss
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLabels:
-    """What the labels of a run are, and the classes that they may name; none: all that its rows name."""
+    """Label type and classes of a run; without classes, all classes of its rows."""
 
     labeling: str = "single"
     classes: tuple[str, ...] = ()
 
 
 def as_text(found: Any) -> str:
-    """A label as it stands in a cell, as text that does not tell a CSV file from a table; a list as JSON."""
+    """Return a label as text, the same for CSV and Parquet; a list as JSON."""
     if isinstance(found, str):
         found = found.strip()
         if not found.startswith("["):
@@ -53,7 +53,7 @@ def as_text(found: Any) -> str:
     if isinstance(found, list):
         parts = [as_text(part) for part in found if not isinstance(part, list)]
         if len(parts) < len(found):
-            raise RowProblem("has a list in a list, which is no label")
+            raise RowProblem("has a nested list, which is not a label")
         return json.dumps(parts, ensure_ascii=False)
     if isinstance(found, bool | int):
         return str(found).lower()
@@ -63,14 +63,14 @@ def as_text(found: Any) -> str:
 
 
 def tags_as_text(found: list[Any]) -> str:
-    """The tags of the words of a row as JSON; names beside numbers are a row that was put together wrongly."""
+    """Return the word tags of a row as JSON; RowProblem if they mix names and numbers."""
     if len({isinstance(tag, bool | int | float) for tag in found}) > 1:
-        raise RowProblem("has numbers beside names; give one of them in all rows")
+        raise RowProblem("mixes numbers and names; use one of them in all rows")
     return as_text(found)
 
 
 def parts_of(label: str) -> list[str]:
-    """The parts of a label that is a list; the label itself, where it is none."""
+    """Return the parts of a list label, or the label itself."""
     if not label.startswith("["):
         return [label]
     try:
@@ -83,13 +83,13 @@ def parts_of(label: str) -> list[str]:
 def _single_problem(label: str) -> str:
     if label.startswith("[") and parts_of(label) != [label]:
         return (
-            f"{_NOT_ONE} a list: rows with several labels each are learnt by task.problem=multi, and numbers by "
-            "task.problem=regression"
+            f"{_NOT_ONE} a list: set task.problem=multi for several labels per row, or task.problem=regression for "
+            "numbers"
         )
     if FRACTION.fullmatch(label):
         return (
-            f"is {label}, and a label is a word or a whole number: values between classes (regression) are learnt by "
-            "task.problem=regression; else name the classes, 'low' and 'high', or 4 in place of 4.0"
+            f"is {label}, but a label must be a word or an integer: set task.problem=regression for numbers, or name "
+            "the classes ('low' and 'high', or 4 instead of 4.0)"
         )
     return _name_problem(label)
 
@@ -97,22 +97,22 @@ def _single_problem(label: str) -> str:
 def _name_problem(label: str) -> str:
     if not label:
         return f"{_NOT_ONE} empty"
-    return f"has {len(label):,} characters: that is a text, no label" if len(label) > _MAX_LABEL_CHARS else ""
+    return f"has {len(label):,} characters: this is a text, not a label" if len(label) > _MAX_LABEL_CHARS else ""
 
 
 def _parts_problem(label: str, fraction: str) -> str:
-    """`fraction` is the problem of a number with a point."""
+    """Return the problem of a label with several parts; `fraction` is the one of fractional numbers."""
     for part in dict.fromkeys(parts_of(label)):
         if FRACTION.fullmatch(part):
-            return f"has {part}, and {fraction}"
+            return f"has {part}, but {fraction}"
         if problem := _name_problem(part):
             return problem
     return ""
 
 
 _FRACTION_OF_SEVERAL = (
-    "labels are words or whole numbers: numbers are learnt by task.problem=regression, a list of shares (0.0, 1.0) is "
-    "to name the labels that hold"
+    "labels must be words or integers: set task.problem=regression for numbers, or replace a list of shares (0.0, 1.0) "
+    "with the names of the labels that apply"
 )
 
 
@@ -121,33 +121,33 @@ def _number_problem(label: str) -> str:
     words = [part for part in parts if not _NUMBER.fullmatch(part) or not math.isfinite(float(part))]
     if words or not parts:
         what = repr(words[0][:_MAX_LABEL_CHARS]) if words else "empty"
-        return f"must be a number, found {what}: task.problem=single learns words as labels"
+        return f"must be a number, found {what}: set task.problem=single for labels that are words"
     return ""
 
 
 def _outputs(label: str) -> Sequence[str]:
-    """Names of the numbers of a row."""
+    """Return the names of the numbers of a row."""
     count = len(parts_of(label))
     return ("value",) if count == 1 else tuple(f"value_{number}" for number in range(1, count + 1))
 
 
 def _of_equal_sums(occurrences: NDArray[np.float64], _rows: int) -> NDArray[np.float64]:
-    """All classes together weigh the same, and answers 1 on average, as scikit-learn's `balanced` has it."""
+    """Give all classes the same total weight and answers a mean of 1, as `balanced` in scikit-learn."""
     return np.asarray(occurrences.sum() / (len(occurrences) * occurrences), np.float64)
 
 
 def class_weights(labeling: str, classes: Sequence[str], counts: Mapping[str, int], rows: int) -> list[float]:
-    """The weights that `task.class_weights=balanced` stands for; ValueError names a class that has none."""
+    """Return the weights of `task.class_weights=balanced`; ValueError names a class without a weight."""
     balanced = LABELINGS[labeling].balanced
     assert balanced is not None
     for name in classes:
         if not counts.get(name):
-            raise ValueError(f"no row that is trained on has the label {name}")
-    found = balanced(np.array([counts[name] for name in classes], np.float64), rows)
-    for name, weight in zip(classes, found, strict=True):
+            raise ValueError(f"no training row has the label {name}")
+    weights = balanced(np.array([counts[name] for name in classes], np.float64), rows)
+    for name, weight in zip(classes, weights, strict=True):
         if weight <= 0:
-            raise ValueError(f"every row that is trained on has the label {name}")
-    return [float(f"{weight:.6g}") for weight in found]
+            raise ValueError(f"every training row has the label {name}")
+    return [float(f"{weight:.6g}") for weight in weights]
 
 
 LABELINGS: dict[str, Labeling] = {
@@ -161,14 +161,14 @@ LABELINGS: dict[str, Labeling] = {
         lambda label: tuple(dict.fromkeys(parts_of(label))),
         lambda label, classes: np.isin(np.array(classes, object), parts_of(label)).astype(np.float32)[None],
         partial(_parts_problem, fraction=_FRACTION_OF_SEVERAL),
-        # a class that holds counts as much as its absence in all other rows: torch's `pos_weight`
+        # positives of a class weigh as much as its negatives: `pos_weight` of torch
         lambda occurrences, rows: np.asarray((rows - occurrences) / occurrences, np.float64),
         weighs_answers=False,
     ),
     "tokens": Labeling(
         parts_of,
         lambda label, classes: np.array([classes.index(part) for part in parts_of(label)], np.int32),
-        partial(_parts_problem, fraction="a tag is a name or a whole number"),
+        partial(_parts_problem, fraction="a tag must be a name or an integer"),
         _of_equal_sums,
     ),
     "regression": Labeling(

@@ -1,4 +1,4 @@
-"""Lengths of token rows: percentiles, histogram, and how well they pack or pad."""
+"""Lengths of token rows: percentiles, histogram, and fill of bins and padded batches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _MAX_CLASSES = 32
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Fill of bins, and a lower bound of their number."""
+    """Number and fill of bins, and the lower bound of their number."""
 
     bins: int
     least: int
@@ -24,14 +24,14 @@ class Packing:
 
 
 def packed(lengths: NDArray[np.int32], capacity: int) -> Packing:
-    """Plan bins of `capacity` as a run does."""
+    """Return the packing of a run with bins of `capacity`."""
     bins = len(plan_bins(lengths, capacity)[1])
     fill = int(lengths.sum(dtype=np.int64)) / (bins * capacity) if bins else None
     return Packing(bins, min_bins(lengths, capacity), fill)
 
 
 def padded_fill(lengths: NDArray[np.int32], per_batch: int, per_step: int) -> float | None:
-    """Share of tokens in padded micro-batches, over steps of `per_step` rows that are sorted by length."""
+    """Return the share of tokens in padded micro-batches, for steps of `per_step` rows sorted by length."""
     if not len(lengths):
         return None
     shuffled = np.random.default_rng(0).permutation(lengths)
@@ -44,10 +44,10 @@ def padded_fill(lengths: NDArray[np.int32], per_batch: int, per_step: int) -> fl
 
 
 def percentiles(rows: NDArray[np.int32], counts: RowCounts) -> dict[str, int] | None:
-    """Percentiles of all samples before any was dropped or cut off; None where there are none.
+    """Return length percentiles of all samples before truncation and dropping; None without samples.
 
-    Over-long samples count with the end of their class (8 tokens wide, or a 32nd of the length); the longest is
-    exact. Texts that were split count by their pieces.
+    Overlong samples count with the upper end of their class (8 tokens wide, or 1/32 of the length); the maximum is
+    exact. Split texts count by piece.
     """
     lengths, samples = _before_policy(rows, counts)
     if not len(lengths):
@@ -55,12 +55,12 @@ def percentiles(rows: NDArray[np.int32], counts: RowCounts) -> dict[str, int] | 
     reached = np.cumsum(samples)
     at = [int(np.searchsorted(reached, reached[-1] * percent / 100)) for percent in _PERCENTS]
     longest = int(lengths[-1]) if counts.pieces else counts.longest
-    found = {f"p{percent}": int(lengths[i]) for percent, i in zip(_PERCENTS, at, strict=True)}
-    return {**found, "max": longest}
+    by_percent = {f"p{percent}": int(lengths[i]) for percent, i in zip(_PERCENTS, at, strict=True)}
+    return {**by_percent, "max": longest}
 
 
 def length_that_keeps(share: float, rows: NDArray[np.int32], counts: RowCounts) -> int | None:
-    """The smallest dataset.max_length that keeps this share of samples whole, as far as their classes tell."""
+    """Return the smallest dataset.max_length that keeps this share of samples whole, to class precision."""
     lengths, samples = _before_policy(rows, counts)
     if not len(lengths) or counts.pieces:
         return None
@@ -69,7 +69,7 @@ def length_that_keeps(share: float, rows: NDArray[np.int32], counts: RowCounts) 
 
 
 def share_within(length: int, rows: NDArray[np.int32], counts: RowCounts) -> float:
-    """Share of all samples that are no longer than `length`."""
+    """Return the share of samples with at most `length` tokens."""
     lengths, samples = _before_policy(rows, counts)
     return float(samples[lengths <= length].sum() / samples.sum())
 
@@ -82,20 +82,20 @@ def histogram(rows: NDArray[np.int32]) -> dict[str, list[int]]:
 
 
 def over_long(counts: RowCounts) -> list[dict[str, int]]:
-    """Classes of over-long samples, from the shortest."""
+    """Return the length classes of overlong samples, in ascending order."""
     ends: Mapping[str, int] = counts.over_long_up_to
     return [{"up_to": int(end), "samples": ends[end]} for end in sorted(ends, key=int)]
 
 
 def _before_policy(rows: NDArray[np.int32], counts: RowCounts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lengths, ascending, and how many samples have each, before the overflow policy."""
+    """Return lengths in ascending order and their sample counts, before the overflow policy."""
     samples = np.bincount(rows)
     if counts.pieces:
-        kept = np.flatnonzero(samples)
-        return kept, samples[kept]
+        distinct = np.flatnonzero(samples)
+        return distinct, samples[distinct]
     if counts.truncated and len(samples):
         samples[-1] = max(0, samples[-1] - counts.truncated)  # truncated ones have max_length
-    kept = np.flatnonzero(samples)
+    shorter = np.flatnonzero(samples)
     ends = over_long(counts)
-    lengths = np.concatenate([kept, np.array([min(each["up_to"], counts.longest) for each in ends], np.int64)])
-    return lengths, np.concatenate([samples[kept], np.array([each["samples"] for each in ends], np.int64)])
+    lengths = np.concatenate([shorter, np.array([min(each["up_to"], counts.longest) for each in ends], np.int64)])
+    return lengths, np.concatenate([samples[shorter], np.array([each["samples"] for each in ends], np.int64)])

@@ -1,7 +1,7 @@
-"""Rows to text, and which characters of it are trained, for any chat template.
+"""Text and loss mask of rows, for any chat template.
 
-The template is only ever asked to write prefixes of a conversation: what it adds for an assistant turn, beyond what
-asks for that turn, is what the model must learn.
+The template only renders prefixes of a conversation: the text that an assistant turn adds after its generation prompt
+is the trained text.
 """
 
 import json
@@ -39,11 +39,11 @@ from app.data.rows import (
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
 
-Turn = tuple[str, Span]  # the conversation up to and with a turn, and its trained span
+Turn = tuple[str, Span]  # text of the conversation up to and including a turn, and its trained span
 _Pattern = tuple[tuple[str, ...], tuple[int, ...]]  # roles, and which messages are trained
 _MAX_PATTERNS = 4096
-_NOTHING = r"(?!)"  # a pattern that matches nothing
-# An empty thought, as templates write it for a model that is not to think; the prompt may have opened it already.
+_NOTHING = r"(?!)"  # matches nothing
+# Empty reasoning, which templates write to turn thinking off; its opening may be in the prompt.
 _EMPTY_THOUGHT = re.compile(r"\s*([<\[]\|?\w+\|?[>\]])?\s*[<\[]\|?/\w+\|?[>\]]\s*")
 
 
@@ -51,37 +51,37 @@ _EMPTY_THOUGHT = re.compile(r"\s*([<\[]\|?\w+\|?[>\]])?\s*[<\[]\|?/\w+\|?[>\]]\s
 class JoinedTurns:
     """One text with all trained turns of a conversation whose earlier turns the chat template rewrites.
 
-    Each turn keeps what its own rendering writes: the text after the turn before it. So the trained text of each turn
-    is that of a sample of its own. Only the history differs, by the text that the template drops from the opening of
-    an answer once it is no longer the last one (an empty thought, say).
+    Each turn keeps the text of its own rendering after the previous turn. So its trained text equals that of a
+    separate sample. Only the history differs, by the text that the template drops from the start of an answer that is
+    no longer the last one (such as empty reasoning).
     """
 
     text: str
     spans: list[Span]  # of each turn
-    dropped: str  # the first text that later renderings leave out
+    dropped: str  # the first text that later renderings omit
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """The samples of one row, and counts for the data report."""
+    """Samples of one row, and counts for the data report."""
 
     samples: list[RenderedText]
     unstable: bool = False  # the template rewrites earlier turns
-    expanded_chars: int = 0  # of an unstable row: characters of a sample for each trained turn
-    joined: JoinedTurns | None = None  # of an unstable row, where its turns can be joined
+    expanded_chars: int = 0  # of an unstable row: characters with one sample per trained turn
+    joined: JoinedTurns | None = None  # of an unstable row whose turns can be joined
     reasoning: bool = False  # of an unstable row: a turn before the last trained one has reasoning
-    unseen: int = 0  # messages, and lists of tools, of which the template writes nothing
-    shortened: int = 0  # trained answers of which the template leaves out a part
+    unseen: int = 0  # messages and tool lists that the template omits
+    shortened: int = 0  # trained answers of which the template omits a part
     empty: tuple[str, ...] = ()  # columns or roles without text
     marked: int = 0  # messages with the text of a special token
-    merged: bool = False  # consecutive answers were joined, because the template cannot keep them apart
+    merged: bool = False  # consecutive answers were joined, because the template does not support them
 
 
 class Renderer:
     """Applies one chat template under one `dataset.train_on` and `dataset.thinking`.
 
-    `on_unstable` is the policy for conversations with earlier turns that the template rewrites: `expand` makes a sample
-    of each trained turn, `join` one of all (or as `expand`, where they cannot be joined), `last` one of the last.
+    `on_unstable` is the policy for conversations with earlier turns that the template rewrites: `expand` makes one
+    sample per trained turn, `join` one sample for all turns (or as `expand` if not possible), `last` one for the last.
     """
 
     def __init__(self, tokenizer: Tokenizer, train_on: str, on_unstable: str, thinking: str = "train") -> None:
@@ -98,7 +98,7 @@ class Renderer:
         self.names = TemplateNames(tokenizer)
 
     def render(self, content: Content) -> RenderedRow:
-        """The texts of a row with their loss masks; of a comparison both answers, the wanted one first."""
+        """Render the texts of a row with their loss masks; for a pair, chosen before rejected."""
         if isinstance(content, AnswerPair):
             return self._both(self.render(content.chosen), self.render(content.rejected))
         if isinstance(content, Judged):
@@ -111,8 +111,8 @@ class Renderer:
             text = RenderedText(content.text, (), raw=True, label=content.label, second=content.second)
             return RenderedRow([replace(text, words=content.words)])
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
-        known = ("auto", "assistant", "last", "all", *(["completion"] if content.completion_start else []))
-        assert self._train_on in known, self._train_on
+        allowed = ("auto", "assistant", "last", "all", *(["completion"] if content.completion_start else []))
+        assert self._train_on in allowed, self._train_on
         if self._thinking == "drop":
             content = replace(content, messages=[without_thought(message) for message in content.messages])
         content = self.names.adapt(content)
@@ -142,10 +142,10 @@ class Renderer:
         )
 
     def _from_skeleton(self, rendered: RenderedConversation, content: Conversation) -> RenderedRow | None:
-        """Find spans without rendering prefixes; None where the skeleton does not give the text of this row.
+        """Locate spans without rendering prefixes; None if the skeleton does not give the text of this row.
 
-        Equal text is not enough: where an answer is blank, or begins with what asks for it, only prefixes tell. So
-        blank messages have no skeleton, nor has a pattern where an answer is not all that follows its prompt.
+        Equal text is not sufficient: blank answers, and answers that start like their prompt, need prefixes. So blank
+        messages have no skeleton, nor do patterns where other text than the answer follows the prompt.
         """
         if self._train_on == "all" or content.tools is not None or content.options:
             return None
@@ -171,7 +171,7 @@ class Renderer:
             spans = [self._turn(rendered, index)[1] for index in trained]
             if _unseen(rendered) or not all(map(_only_adds, repeat(rendered), trained, spans)):
                 return None
-        except (RowProblem, ConfigError):  # a template may refuse the placeholders, or fail at them
+        except (RowProblem, ConfigError):  # a template may reject the placeholders or fail
             return None
         return Skeleton.from_text(rendered.whole, spans)
 
@@ -183,7 +183,7 @@ class Renderer:
         turns = [self._turn(rendered, index) for index in indices]
         weights = [content.weights.get(index, 1.0) for index in indices]
         cut = sum(not _is_whole(rendered.messages[at], text) for at, (text, _) in zip(indices, turns, strict=True))
-        if all(whole.startswith(text[:end]) for text, (_, end) in turns):  # what follows a turn does not matter
+        if all(whole.startswith(text[:end]) for text, (_, end) in turns):  # text after a turn does not matter
             return RenderedRow([_with_spans(whole, [span for _, span in turns], weights)], unseen=unseen, shortened=cut)
         row = RenderedRow([], unstable=True, unseen=unseen, shortened=cut)
         return self._unstable(row, rendered, indices, turns, weights)
@@ -196,7 +196,7 @@ class Renderer:
         turns: Sequence[Turn],
         weights: Sequence[float],
     ) -> RenderedRow:
-        """The row with its samples under the policy for templates that rewrite earlier turns."""
+        """Return the row with the samples of the policy for templates that rewrite earlier turns."""
         thinking = [index for index in range(indices[-1]) if thought_of(rendered.messages[index]).strip()]
         if thinking and self._on_unstable == "join" and len(turns) > 1:
             raise RowProblem(
@@ -208,40 +208,40 @@ class Renderer:
         if self._on_unstable == "join" and joined:
             samples = [_with_spans(joined.text, joined.spans, weights)]
         else:
-            kept = slice(-1, None) if self._on_unstable == "last" else slice(None)
-            each = zip(turns[kept], weights[kept], strict=True)
-            samples = [_with_spans(text, [span], [weight]) for (text, span), weight in each]
+            chosen = slice(-1, None) if self._on_unstable == "last" else slice(None)
+            pairs = zip(turns[chosen], weights[chosen], strict=True)
+            samples = [_with_spans(text, [span], [weight]) for (text, span), weight in pairs]
         expanded = sum(len(text) for text, _ in turns)
         return replace(row, samples=samples, expanded_chars=expanded, joined=joined, reasoning=bool(thinking))
 
     def _trained(self, content: Conversation) -> list[int]:
-        """The indices of the messages that are trained."""
+        """Return the indices of the trained messages."""
         first = content.completion_start if self._train_on in ("auto", "completion") else 0
         roles = [message["role"] for message in content.messages]
-        wishes = {index: "train=true" for index, trained in content.trained.items() if trained}
+        wishes = {index: "train=true" for index, flag in content.trained.items() if flag}
         wishes |= {index: f"weight={weight:g}" for index, weight in content.weights.items()}
         for index, wish in wishes.items():
             if roles[index] != "assistant" or index < first:
-                where = f"is of {roles[index]}" if index >= first else "is in the prompt"
-                what = "the completion" if first else "answers of the assistant"
+                where = f"has the role {roles[index]}" if index >= first else "is in the prompt"
+                what = "the completion" if first else "assistant messages"
                 raise RowProblem(
-                    f"message {index} {where} and has {wish}, but dataset.train_on={self._train_on} trains {what} only"
+                    f"message {index} {where} and has {wish}, but dataset.train_on={self._train_on} trains only {what}"
                 )
         answers = [index for index, role in enumerate(roles) if role == "assistant" and index >= first]
         if not answers:
-            where = " in its completion" if first else ""
+            where = " in the completion" if first else ""
             raise RowProblem(
-                f"has no assistant message{where}, so dataset.train_on={self._train_on} has nothing to train on;"
-                " prompts without answers, as for RL, are not training data"
+                f"no assistant message{where}, so there is nothing to train on (dataset.train_on={self._train_on});"
+                " prompts without answers (RL data) are not supported"
             )
-        wanted = answers[-1:] if self._train_on == "last" else answers
-        kept = [index for index in wanted if content.trained.get(index, True)]
-        if not kept:
+        candidates = answers[-1:] if self._train_on == "last" else answers
+        trained = [index for index in candidates if content.trained.get(index, True)]
+        if not trained:
             raise RowProblem(
-                f"has no assistant message to train under dataset.train_on={self._train_on}: train=false or"
-                f" weight=0 takes out message {', '.join(map(str, wanted))}"
+                f"no assistant message to train on with dataset.train_on={self._train_on}: train=false or"
+                f" weight=0 excludes message {', '.join(map(str, candidates))}"
             )
-        return kept
+        return trained
 
     def _turn(self, rendered: RenderedConversation, index: int) -> Turn:
         through = rendered.prefix(index + 1)
@@ -254,10 +254,10 @@ class Renderer:
         text = self._without_final_eos(rendered, index, through)
         if self._thinking == "mask":
             start += _written_thought(rendered.messages[index], text[start:])
-        return text, (start, max(start, len(text.rstrip())))  # white space after the end is no answer
+        return text, (start, max(start, len(text.rstrip())))  # trailing whitespace is not part of the answer
 
     def _without_final_eos(self, rendered: RenderedConversation, index: int, through: str) -> str:
-        """Drop the token that closes a whole conversation, where the turn has an end of its own and is not the last."""
+        """Drop the end token of the whole conversation if the turn is not the last and has its own end."""
         if rendered.whole.startswith(through):
             return through
         shorter = through.rstrip().removesuffix(self._eos).rstrip()
@@ -267,9 +267,11 @@ class Renderer:
 
 def _require_whole(*answers: RenderedRow) -> None:
     if any(len(each.samples) > 1 or (each.unstable and len(each.samples[0].spans) > 1) for each in answers):
-        raise RowProblem("the chat template rewrites earlier turns of an answer, which cannot be compared then")
+        raise RowProblem(
+            "the chat template rewrites earlier turns of an answer, which preference data does not support"
+        )
     if any(sample.weights for each in answers for sample in each.samples):
-        raise RowProblem("a message has a weight, and answers are judged as a whole; only weight=0 is read, or 1")
+        raise RowProblem("preference data supports only message weights of 0 and 1")
 
 
 def _labeled(answer: RenderedRow, label: str) -> RenderedRow:
@@ -278,7 +280,7 @@ def _labeled(answer: RenderedRow, label: str) -> RenderedRow:
 
 
 def _only_adds(rendered: RenderedConversation, index: int, span: Span) -> bool:
-    """Whether an answer is all that follows its prompt, without an empty thought, and stays in later prefixes."""
+    """Return whether only the answer follows its prompt, without empty reasoning, and later prefixes keep it."""
     through, prompt = rendered.prefix(index + 1), rendered.prefix(index, ask=True)
     if index == 0 or not through.startswith(prompt) or not rendered.whole.startswith(through):
         return False
@@ -287,13 +289,13 @@ def _only_adds(rendered: RenderedConversation, index: int, span: Span) -> bool:
 
 
 def _start(rendered: RenderedConversation, index: int, through: str) -> int | None:
-    """First character of the answer in `through`; None if `through` does not begin with the messages before it."""
+    """Return the start of the answer in `through`; None if `through` does not start with the previous messages."""
     if index == 0:  # there is no prompt
         return len(_shared_start(rendered.answer_head(0), through))
     prompt = rendered.prefix(index, ask=True)
     start = len(prompt)
     if not through.startswith(prompt):
-        before = rendered.prefix(index)  # the template asks with more than it writes before an answer
+        before = rendered.prefix(index)  # the generation prompt differs from the text before an answer
         if not through.startswith(before):
             return None
         start = max(len(before), len(_shared_start(prompt, rendered.answer_head(index), through)))
@@ -301,12 +303,12 @@ def _start(rendered: RenderedConversation, index: int, through: str) -> int | No
 
 
 def _shared_start(*texts: str) -> str:
-    """How all texts begin; a space before a word belongs to the word."""
+    """Return the common prefix; a space before a word belongs to the word."""
     return common_start(*texts).rstrip(" ")
 
 
 def _empty_thought(rendered: RenderedConversation, index: int, start: int, answer: str) -> int:
-    """Count the characters of an empty thought that the template itself writes; they are not trained."""
+    """Return the length of empty reasoning that the template adds; it is not trained."""
     text = _text_of(rendered.messages[index])
     if text and answer.lstrip().startswith(text) and not _EMPTY_THOUGHT.match(text):
         return 0
@@ -315,7 +317,7 @@ def _empty_thought(rendered: RenderedConversation, index: int, start: int, answe
 
 
 def _written_thought(message: Message, answer: str) -> int:
-    """Count the characters of an answer through the end of its thought, and what closes it where that is known."""
+    """Return the length of an answer up to the end of its reasoning, including a known closing marker."""
     thought = thought_of(message).strip()
     start = answer.find(thought) if thought else -1
     if start < 0:
@@ -330,7 +332,7 @@ def _text_of(message: Message) -> str:
 
 
 def _is_whole(message: Message, text: str) -> bool:
-    """Whether `text` has all of a message's thought and content, white space aside."""
+    """Return whether `text` has the full reasoning and content of a message, ignoring whitespace."""
     for part in (_text_of(message), *(message.get(key) for key in THOUGHT_KEYS)):
         if isinstance(part, str) and part not in text and "".join(part.split()) not in "".join(text.split()):
             return False
@@ -338,12 +340,12 @@ def _is_whole(message: Message, text: str) -> bool:
 
 
 def _with_spans(text: str, spans: Sequence[Span], weights: Sequence[float]) -> RenderedText:
-    """Weights are only given where one is not 1."""
+    """Return the text with its spans, and weights only if one is not 1."""
     return RenderedText(text, tuple(spans), False, tuple(weights) if {*weights} - {1.0} else ())
 
 
 def _all_but_untrained(rendered: RenderedConversation, content: Conversation) -> tuple[list[Span], list[float]]:
-    """Spans of everything but the messages that are taken out, and their weights."""
+    """Return the spans of everything but excluded messages, and their weights."""
     spans: list[tuple[Span, float]] = []
     start = 0
     untrained = {index: 0.0 for index, trained in content.trained.items() if not trained}
@@ -351,20 +353,20 @@ def _all_but_untrained(rendered: RenderedConversation, content: Conversation) ->
         before, through = rendered.prefix(index), rendered.prefix(index + 1)
         is_stable = through.startswith(before) and rendered.whole.startswith(through)
         if not is_stable or not _is_in(through[len(before) :], _text_of(rendered.messages[index])):
-            wish = f"has weight={weight:g}" if weight else "is taken out of training"
+            wish = f"has weight={weight:g}" if weight else "is excluded from training"
             raise RowProblem(
-                f"message {index} {wish}, but where the chat template writes it cannot be told"
-                " under dataset.train_on=all"
+                f"message {index} {wish}, but it cannot be located in the rendered text, as dataset.train_on=all"
+                " requires"
             )
         spans += [((start, len(before)), 1.0), ((len(before), len(through)), weight)]
         start = len(through)
     spans.append(((start, len(rendered.whole)), 1.0))
-    kept = [(span, weight) for span, weight in spans if span[1] > span[0] and weight]
-    return [span for span, _ in kept], [weight for _, weight in kept]
+    trained = [(span, weight) for span, weight in spans if span[1] > span[0] and weight]
+    return [span for span, _ in trained], [weight for _, weight in trained]
 
 
 def _unseen(rendered: RenderedConversation) -> int:
-    """Count the messages of which the template writes nothing, and 1 for tools that it does not name."""
+    """Count messages that the template omits, plus 1 if it omits a tool."""
     whole = rendered.whole
     others = [message for message in rendered.messages if message["role"] != "assistant"]
     names = [tool["function"]["name"] for tool in rendered.tools or ()]
@@ -372,24 +374,24 @@ def _unseen(rendered: RenderedConversation) -> int:
 
 
 def _is_in(whole: str, text: str) -> bool:
-    """Whether `text` is written as it is, or as JSON, which is how some templates show what a tool returned."""
+    """Return whether `text` is rendered unchanged or as JSON, as some templates render tool results."""
     return text in whole or json.dumps(text, ensure_ascii=False)[1:-1] in whole or json.dumps(text)[1:-1] in whole
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Text that a turn adds to the turns before it. `opening` and `answer` are the first characters of these."""
+    """Text that a turn adds to the previous turns. `opening` and `answer` are character offsets."""
 
     text: str
     opening: int
     answer: int
-    later: str = field(init=False)  # how the rendering of the last turn looked at has it
+    later: str = field(init=False)  # its form in the last compared rendering
 
     def __post_init__(self) -> None:
         self.later = self.text
 
     def is_found(self, rendering: str, at: int) -> bool:
-        """Whether a later rendering has it at this character, as it is or without one part of the opening."""
+        """Return whether a later rendering has the segment at `at`, unchanged or without a part of the opening."""
         if rendering.startswith(self.later, at):
             return True
         if not rendering.startswith(self.text[: self.opening], at):
@@ -414,10 +416,10 @@ class _Segment:
 def join_turns(
     rendered: RenderedConversation, indices: Sequence[int], turns: Sequence[Turn], token: re.Pattern[str]
 ) -> JoinedTurns | None:
-    """Join the turns of the messages `indices`; None where a later rendering differs by more than dropped openings.
+    """Join the turns of the messages `indices`; None if a later rendering differs by more than dropped openings.
 
-    `token` finds tokens at which the tokenizer always divides a text: one in each answer makes its tokens, and those
-    after it, independent of what the template drops before it.
+    `token` matches tokens at which the tokenizer always splits a text: with one in each answer, its tokens and those
+    after it do not depend on the dropped text.
     """
     first = next((index for index in indices if index), 0)
     asked = rendered.prefix(first, ask=True).removeprefix(rendered.prefix(first))

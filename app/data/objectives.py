@@ -1,4 +1,4 @@
-"""Labels of a row: the hidden states that must predict, and their targets."""
+"""Labels of a row: the predicting hidden states and their targets."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -15,37 +15,39 @@ class LabeledTokens:
 
     ids: NDArray[np.int32]
     at: NDArray[np.int64]
-    targets: NDArray[Any]  # ids of tokens or classes, or numbers
-    weights: NDArray[np.float32] | None = None  # how much each target counts; None: 1
-    second_start: int = -1  # where the second text of a pair begins, for models with token types
-    values: tuple[float, ...] = ()  # what a loss over documents reads of it: its reference log-probability, its label
-    mean_of: "LabeledTokens | None" = None  # a second document; the loss reads their mean over the step
+    targets: NDArray[Any]  # IDs of tokens or classes, or numbers
+    weights: NDArray[np.float32] | None = None  # of each target; None: 1
+    second_start: int = -1  # start of the second text of a pair, for models with token types
+    values: tuple[float, ...] = ()  # inputs of a loss over documents: reference log-probability, label
+    mean_of: "LabeledTokens | None" = None  # a second document, whose mean over the step the loss reads
 
 
 class Objective(Protocol):
-    """What is asked of the rows of a task."""
+    """Training objective of a task."""
 
     documents_per_row: ClassVar[int] = 1
-    over_documents: ClassVar[bool] = False  # whether the loss is a function of whole documents, not a sum over labels
-    marked: ClassVar[str] = "to be predicted"  # what people read of the marked tokens of a row
+    over_documents: ClassVar[bool] = (
+        False  # whether the loss is a function of whole documents instead of a sum over labels
+    )
+    marked: ClassVar[str] = "tokens in the loss"  # description of the highlighted tokens of a row
 
     @property
     def bidirectional(self) -> bool:
-        """Whether tokens attend to those after them."""
+        """Whether attention is bidirectional."""
         return False
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:
-        """The documents of row i with their labels, a pure function of seed, epoch and row."""
+        """Return the documents of row i with their labels, a pure function of seed, epoch and row."""
 
     def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
-        """For people: how much each token of row i counts in the loss, and what is predicted beside its tokens."""
+        """Return the loss weight of each token of row i, and the predicted label as text."""
         weights = rows.weights(i)
         return (rows.loss_mask(i).astype(np.float32) if weights is None else weights), ""
 
 
 @dataclass(frozen=True, slots=True)
 class NextToken(Objective):
-    """Every state predicts the token after it, where the loss mask has that one."""
+    """Next-token prediction for the tokens of the loss mask."""
 
     bidirectional: bool = False
 

@@ -1,8 +1,8 @@
-"""Rows that share a bin: best fit, longest first, over all rows at once; in later epochs with new neighbors.
+"""Packing of rows into bins: best-fit-decreasing over all rows, reshuffled in later epochs.
 
-Rows of equal length are interchangeable, and so are bins of the same lengths. So the plan is made over lengths and
-groups of bins, of which there are thousands, not over rows, of which there may be millions; rows are assigned to bins
-at the end. The result is that of placing row by row.
+Rows of equal length are interchangeable, and so are bins with the same lengths. So the plan works on lengths and
+groups of bins (thousands) instead of rows (up to millions); rows are assigned to bins at the end. The result is the
+same as row by row.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_MAX_SHUFFLED_ROWS = 2_000_000  # over all rounds: of a million rows enough are of equal length
+_MAX_SHUFFLED_ROWS = 2_000_000  # over all rounds; with millions of rows, enough have equal lengths
 _MAX_ROUNDS = 64
 
 Indices = NDArray[np.int64]
@@ -19,7 +19,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """Content of a bin: all of `below`, and `count` rows of `length`."""
+    """Content of a bin: `below`, plus `count` rows of `length`."""
 
     below: "_Content | None"
     length: int
@@ -27,7 +27,7 @@ class _Content:
 
 
 def plan_bins(lengths: NDArray[Any], capacity: int) -> tuple[Indices, Indices]:
-    """Return `(order, starts)`: bin i has the rows `order[starts[i]:starts[i + 1]]`, the last one the rest.
+    """Return `(order, starts)`: bin i has the rows `order[starts[i]:starts[i + 1]]`, the last bin up to the end.
 
     Deterministic. Every row is in exactly one bin, and no bin has more than `capacity` tokens.
     """
@@ -40,10 +40,10 @@ def plan_bins(lengths: NDArray[Any], capacity: int) -> tuple[Indices, Indices]:
 
 
 def min_bins(lengths: NDArray[Any], capacity: int) -> int:
-    """A lower bound on the bins of any plan: all tokens over the capacity, and the bound L2 of Martello and Toth.
+    """Return a lower bound for the number of bins: tokens over capacity, and the bound L2 of Martello and Toth.
 
-    L2 takes the rows of at least `small` tokens. Those of more than half a bin need one each, and those of more
-    than `capacity - small` share it with none. The others fill what the rest leave, at best completely.
+    L2 takes the rows with at least `small` tokens. Rows longer than half a bin need one bin each, and rows longer than
+    `capacity - small` share it with no other. At best, the other rows fill the remaining space completely.
     """
     if not len(lengths):
         return 0
@@ -60,11 +60,11 @@ def min_bins(lengths: NDArray[Any], capacity: int) -> int:
 
 
 class _OpenBins:
-    """Groups of equal bins, by the tokens free in them."""
+    """Groups of equal bins by free tokens."""
 
     def __init__(self, capacity: int) -> None:
         self._groups: list[list[tuple[_Content, int]]] = [[] for _ in range(capacity + 1)]
-        # bit n: there is a group with n free tokens, so the tightest fit is the lowest bit
+        # bit n: a group with n free tokens exists; the tightest fit is the lowest bit
         self._occupied = 0
 
     def put(self, content: _Content, free: int, bins: int) -> None:
@@ -73,7 +73,7 @@ class _OpenBins:
             self._occupied |= 1 << free
 
     def take_tightest(self, length: int) -> tuple[_Content, int, int] | None:
-        """Remove a group with the fewest free tokens that `length` fits into."""
+        """Remove and return the group with the fewest free tokens that `length` fits into."""
         fitting = self._occupied >> length
         if not fitting:
             return None
@@ -88,13 +88,13 @@ class _OpenBins:
 
 
 def _fill(counts: NDArray[np.int64], capacity: int) -> list[tuple[_Content, int]]:
-    """Best-fit-decreasing over a histogram of lengths."""
+    """Return the bins of best-fit-decreasing over a histogram of lengths."""
     open_bins = _OpenBins(capacity)
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
             content, free, bins = open_bins.take_tightest(length) or (None, capacity, left)
-            # after one such row a bin is the tightest again while it fits: it is filled at once
+            # a bin stays the tightest fit while rows of this length fit: fill it at once
             count = free // length
             full = min(bins, left // count)
             open_bins.put(_Content(content, length, count), free - count * length, full)
@@ -111,7 +111,7 @@ def _assign(
     groups: list[tuple[_Content, int]], lengths: NDArray[Any], counts: NDArray[np.int64]
 ) -> tuple[Indices, Indices]:
     """Assign rows to bins, lowest index first among equal lengths."""
-    keys = lengths.astype(np.uint16) if len(counts) <= 1 << 16 else lengths  # 16 bits are sorted by radix
+    keys = lengths.astype(np.uint16) if len(counts) <= 1 << 16 else lengths  # radix sort for 16 bits
     by_length = np.argsort(keys, kind="stable")
     next_row = (np.cumsum(counts) - counts).tolist()
     parts, sizes, bins_of = [], [], []
@@ -138,10 +138,10 @@ def shuffle_bins(
     max_left: Indices,
     random: np.random.Generator,
 ) -> Indices:
-    """Exchange rows of some bins: a plan puts the same lengths together each time, and where few rows are of equal
-    length these would be the same rows, epoch after epoch. `lengths` are those of the rows in `order`.
+    """Swap rows between bins, because a plan always combines the same lengths, often from the same rows.
 
-    Each bin keeps its number of rows. Its free tokens are never below zero, nor above its `max_left`.
+    `lengths` are those of the rows in `order`. Each bin keeps its number of rows; its free tokens stay between 0 and
+    its `max_left`.
     """
     order, lengths = order.copy(), lengths.astype(np.int64)
     bins = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(order)))
@@ -160,8 +160,8 @@ def shuffle_bins(
 def _exchanges(
     lengths: Indices, bins: Indices, left: Indices, max_left: Indices, random: np.random.Generator
 ) -> tuple[Indices, Indices]:
-    """Pairs of positions to exchange; a bin is in one pair at most, so that all can be exchanged at once."""
-    # rows of a pair differ by at most about `spread` tokens, which bins can take
+    """Return pairs of positions to swap; each bin is in at most one pair, so that all can be swapped at once."""
+    # rows of a pair differ by at most about `spread` tokens, which fit into the bins
     spread = 2 * float(left.mean()) + 1
     near = np.argsort(lengths + random.random(len(lengths)) * spread)
     here, there = random.permutation(near[: len(near) // 2 * 2].reshape(-1, 2)).T

@@ -1,7 +1,7 @@
-"""From the section `dataset` to token rows: training and eval sets, mixtures, and a report of every row.
+"""Prepare token rows from the section `dataset`: training and eval sets, mixtures, and a report of all rows.
 
-A weight is a number of times: 2 has each row of the source twice in an epoch, 0.25 has a quarter of its rows, those
-with the lowest hashes. So shares are exact, do not depend on a seed, and a row that is added hardly changes them.
+A weight is a repetition count: 2 has each row of the source twice per epoch, 0.25 has a quarter of its rows, those with
+the lowest hashes. So shares are exact and independent of the seed, and added rows hardly change them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,15 +37,15 @@ from app.data.tokenizer import Tokenizer, check_tokenizer, separates_pairs
 from app.errors import DataError
 from app.safe_text import listed, many
 
-_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # makes the draw independent of the one that holds rows out
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # makes the selection independent of the train/eval split
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The rows of all sources, each once, one source after the other."""
+    """Rows of all sources, each once, in source order."""
 
     rows: TokenRows
-    source_of: NDArray[np.int64]  # of each row, the number of its source
+    source_of: NDArray[np.int64]  # source index of each row
     counts: Mapping[str, RowCounts]  # by source
     weights: Sequence[float]
 
@@ -57,7 +57,7 @@ class Pool:
         return cls(rows, source_of, {name: counts for name, (_, counts) in sources.items()}, weights)
 
     def keep(self, kept: NDArray[np.bool_]) -> "Pool":
-        """Keep only some of the rows, and count again."""
+        """Keep only some of the rows and recount."""
         rows = self.rows.select(np.flatnonzero(kept))
         pool = Pool(rows, self.source_of[kept], self.counts, self.weights)
         for number, counts in enumerate(self.counts.values()):
@@ -65,7 +65,7 @@ class Pool:
         return pool
 
     def deduplicated(self, *, drop: bool) -> "Pool":
-        """Count rows that are equal to an earlier one of any source, and drop them if asked."""
+        """Count duplicates across all sources, and drop them if `drop`."""
         duplicate = self.rows.is_duplicate
         for counts, number in zip(self.counts.values(), self._per_source(duplicate), strict=True):
             counts.duplicates = number
@@ -78,12 +78,12 @@ class Pool:
         return self.keep(~out)
 
     def rows_of(self, number: int) -> NDArray[np.int64]:
-        """Indices of the rows of a source."""
+        """Return the indices of the rows of a source."""
         return np.flatnonzero(self.source_of == number)
 
     def epoch(self) -> tuple[TokenRows, dict[str, SourceShare]]:
-        """The rows of an epoch, repeated by the weights, and the share of each source."""
-        if "" in self.counts:  # a single source, which is no mix
+        """Return the rows of an epoch, repeated by weight, and the share of each source."""
+        if "" in self.counts:  # a single source without a mix
             return self.rows, {}
         drawn = [times(self.rows, self.rows_of(n), weight) for n, weight in enumerate(self.weights)]
         shares = {}
@@ -102,16 +102,16 @@ class Pool:
 
 
 def times(rows: TokenRows, chosen: NDArray[np.int64], weight: float) -> NDArray[np.int64]:
-    """Repeat the chosen rows `weight` times; of its fraction, take the rows of the lowest hashes."""
+    """Repeat the chosen rows `weight` times; for the fraction, take the rows with the lowest hashes."""
     whole = int(weight)
     rest = round((weight - whole) * len(chosen))
-    # samples of one conversation share the hash, so all but those of the last are drawn together
+    # samples of one conversation share the hash, so they are selected together, except at the end
     order = np.argsort(rows.split_hashes[chosen] * _HASH_FACTOR, kind="stable")
     return np.concatenate([np.repeat(chosen, whole), np.sort(chosen[order[:rest]])])
 
 
 def recount(counts: RowCounts, rows: TokenRows) -> None:
-    """Count samples, tokens, weights and classes again after rows were removed."""
+    """Recount samples, tokens, weights and classes after rows were removed."""
     counts.samples = len(rows)
     counts.tokens = int(rows.lengths.sum(dtype=np.int64))
     counts.trained_tokens = rows.num_trained
@@ -121,7 +121,7 @@ def recount(counts: RowCounts, rows: TokenRows) -> None:
 
 
 def total(parts: Sequence[RowCounts]) -> RowCounts:
-    """Counts of several sources together: sums, the longest sample, the first places."""
+    """Merge the counts of several sources: sums, the longest sample, the first locations."""
     if len(parts) == 1:
         return parts[0]
     merged: dict[str, Any] = {
@@ -147,29 +147,29 @@ def _together(name: str, values: Sequence[Any]) -> Any:
 # ---- prepare
 
 
-_LARGE_NUMBER = 20.0  # a mean or standard deviation above it gets a note
-_RARE_ROWS = 8  # a label with fewer gets a note
+_LARGE_NUMBER = 20.0  # a larger mean or standard deviation gets a note
+_RARE_ROWS = 8  # a label with fewer rows gets a note
 _SETTINGS_IN_KEY = ("format", "leave_out", "max_length", "train_on", "on_overflow", "on_unstable_template")
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Token rows of both splits; `eval` is None where nothing is held out."""
+    """Token rows of both splits; `eval` is None without an eval set."""
 
     train: TokenRows
     eval: TokenRows | None
     report: DataReport
-    classes: tuple[str, ...] = ()  # all labels of examples, in the order of the model's
+    classes: tuple[str, ...] = ()  # all labels, in the order of the model
 
 
 RowsOfSource = tuple[TokenRows, RowCounts]
-Judge = Callable[[DatasetConfig, Source, RowCounts], None]  # raises if the rows of a source will not do
+Judge = Callable[[DatasetConfig, Source, RowCounts], None]  # raises if the rows of a source are not usable
 
 
 def stop_if_wrong(
     config: DatasetConfig, source: Source, counts: RowCounts, longest_row: LongestRow = int, *, trains: bool = True
 ) -> None:
-    """Raise DataError with all reasons why a run stops at a source."""
+    """Raise DataError with all errors of a source that stop a run."""
     problems = list(stop_reasons(config, source, counts, longest_row, trains=trains))
     if problems:
         raise DataError(problems)
@@ -184,10 +184,10 @@ def prepare(
     classes: Sequence[str] = (),
     labeling: str = "single",
 ) -> Data:
-    """Token rows of both splits, from the cache if nothing that decides them has changed.
+    """Return the token rows of both splits, from the cache if their inputs have not changed.
 
-    `notes` are put into the report. `classes` are the labels that rows may have; without any, all labels of the rows
-    that are trained on or held out from them; `labeling` says what a label is.
+    `notes` are added to the report. `classes` are the allowed labels; if empty, all labels of the training source.
+    `labeling` is the label type.
     """
     labels = KnownLabels(labeling, tuple(classes))
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=labels)
@@ -215,7 +215,7 @@ def rows_to_score(
     classes: Sequence[str] = (),
     labeling: str = "single",
 ) -> Data:
-    """As `eval` the rows that a run holds out, without reading those it trains on; all rows where it holds out none."""
+    """Return the eval set of a run as `eval`, without reading training rows; all rows if there is no eval set."""
     labels = KnownLabels(labeling, tuple(classes))
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=labels)
     eval_rows = eval_source(config)
@@ -230,8 +230,8 @@ def rows_to_score(
         held = _hold_out(pool, config, DataReport(pool.total()))
         if held.eval is None or held.report.eval is None:
             raise DataError(
-                f"dataset.eval_fraction={config.eval_fraction} of {len(pool.rows):,} samples holds none out, so there "
-                "is nothing to score; set dataset.eval_fraction=0 to score all of them"
+                f"dataset.eval_fraction={config.eval_fraction} of {len(pool.rows):,} samples is empty, so there "
+                "is nothing to evaluate; set dataset.eval_fraction=0 to evaluate all of them"
             )
         rows, counts = held.eval, held.report.eval
     return Data(rows.select([]), rows, DataReport(RowCounts(), counts, notes=[*notes, *_notes(config, tokenizer)]))
@@ -246,8 +246,9 @@ def rows_beside(
     judge: Judge,
     labels: KnownLabels,
 ) -> tuple[TokenRows, list[str]]:
-    """The rows of `eval.also`, read as those of the run where their format, found among `formats`, allows it; and lines
-    on what became of them.
+    """Return the rows of `eval.also` and report lines.
+
+    The format is detected among `formats`; other settings are those of the run if the format allows them.
     """
     source = open_source(path, "eval.also", config, None)
     section, _ = detect_format(config, source, "dataset", formats, lambda: bool(tokenizer.chat_template))
@@ -263,7 +264,7 @@ def rows_beside(
 
 
 def _pool(config: DatasetConfig, rows_of: Callable[..., RowsOfSource], most: int | None = None) -> Pool:
-    """Load each source from its own cache entry; weights are not part of its key. `most` limits the rows of each."""
+    """Load each source from its cache entry; weights are not part of the key. `most` limits the rows per source."""
     sections = sources_of(config)
     found = {}
     for name, section in sections.items():
@@ -291,21 +292,21 @@ def _rows(
     judge: Judge,
     known: KnownLabels,
 ) -> RowsOfSource:
-    """Load the rows of one source. `max_rows` limits the rows read, and the samples made from them."""
+    """Load the rows of one source. `max_rows` limits the rows read and the samples made from them."""
     check_tokenizer(tokenizer, config.format)
     if isinstance(source, RandomRows) and config.on_overflow == "auto":
         config = replace(config, on_overflow=source.on_overflow)
-    # bad rows end the reading; what else stops a run is judged when all rows are known
+    # bad rows stop the reading; other errors are reported when all rows are known
     lenient = replace(without_stops(config), on_bad_row=config.on_bad_row)
     key = cache_key(source.fingerprint(), tokenizer, _settings(lenient, max_rows))
     rows, facts = cached_rows(
         cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, lenient, tokenizer, writer))
     )
     counts = RowCounts.from_facts(facts)
-    counts.source = source.name  # the cached entry may name another path with the same content
+    counts.source = source.name  # the cache entry may have another path with the same content
     shape = ROW_FORMATS[config.format]
-    column = str(getattr(config.columns, shape.needs[-1]))  # the last is that of labels or tags
-    # answers may have either label, whichever the trained ones have
+    column = str(getattr(config.columns, shape.needs[-1]))  # the last field has labels or tags
+    # answers may have either label, independent of the training rows
     classes = () if shape.learnt_by else known.classes
     rows = _of_classes(rows.labeled_as(known.labeling), classes, counts, column)
     judge(config, source, counts)
@@ -313,7 +314,7 @@ def _rows(
 
 
 def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column: str) -> TokenRows:
-    """Drop rows with a label that is none of this task, or unknown, and count them as bad."""
+    """Drop rows with an invalid or unknown label, and count them as bad."""
     if not rows.labels:
         return rows
     labeling, first = LABELINGS[rows.labeling], rows.class_of(0)
@@ -324,10 +325,10 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column
         names = labeling.classes(label)
         if not labeling.named:
             size = len(known) or len(labeling.classes(first))
-            wrong = f"column {column!r} has {many(len(names), 'number')}, and {size} a row are learnt"
+            wrong = f"column {column!r} has {many(len(names), 'number')}, expected {size} per row"
             return wrong if len(names) != size else ""
         unknown = [name for name in names if name not in known] if known else []
-        return f"label {unknown[0]!r} is none of those that are learnt: {listed(known)}" if unknown else ""
+        return f"unknown label {unknown[0]!r}; labels: {listed(known)}" if unknown else ""
 
     wrong = np.flatnonzero(rows.where_label(lambda label: bool(problem(label))))
     for i in wrong.tolist():
@@ -339,23 +340,23 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column
 
 
 def _require_equal_labels(rows: TokenRows, config: DatasetConfig, found: Sequence[str]) -> None:
-    """Refuse other numbers of numbers in the sources of a mix, and classes `found` that files write differently."""
+    """Raise DataError for different counts of numbers in a mix, and for classes with two spellings."""
     sizes = {len(LABELINGS[rows.labeling].classes(label)) for label in rows.labels}
     if not LABELINGS[rows.labeling].named and len(sizes) > 1:
         raise DataError(
-            f"dataset.mix: its sources have {' and '.join(map(str, sorted(sizes)))} numbers a row. Give sources of as "
-            "many numbers each."
+            f"dataset.mix: sources have {' and '.join(map(str, sorted(sizes)))} numbers per row. Use sources with the "
+            "same count."
         )
-    for name in ("False", "True"):  # as tables of text have what is false and true in JSON
+    for name in ("False", "True"):  # CSV spelling of false and true in JSON
         if {name, name.lower()} <= {*found}:
             raise DataError(
                 f"dataset.path={paths_of(config)}: the labels {name} and {name.lower()} would be two classes. "
-                "Write one of them in all rows."
+                "Use one of them in all rows."
             )
 
 
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
-    """Settings that decide the rows of a cache entry."""
+    """Return the settings that determine the rows of a cache entry."""
     fields = {name: getattr(config, name) for name in _SETTINGS_IN_KEY}
     fields["on_overflow"] = policy_for(fields["on_overflow"], config.format)
     columns = {name: getattr(config.columns, name) for name in fields_of(config.format)}
@@ -364,16 +365,16 @@ def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
 
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
-    """Notes on the data that its counts do not show."""
+    """Return notes on the data that counts do not show."""
     notes = []
     if has_chats(config):
         notes += _marker_notes(tokenizer)
     if has_chats(config) and "strftime_now" in str(tokenizer.chat_template):
-        notes.append("the chat template writes a date: that of the day on which the rows were tokenized")
+        notes.append("the chat template writes the current date: the day on which the rows were tokenized")
     if has_pairs(config) and not separates_pairs(tokenizer):
         notes.append(
-            "the tokenizer puts nothing between the two texts of a pair: where one ends is for the model to find;"
-            " end the first with a line break, or whatever parts them"
+            "the tokenizer adds no separator between the two texts of a pair; end the first text with one, such as a"
+            " line break"
         )
     return notes
 
@@ -387,54 +388,55 @@ def _marker_notes(tokenizer: Tokenizer) -> list[str]:
     if not missing:
         return []
     return [
-        f"the chat template writes {listed(missing)}, which are no tokens of this tokenizer: the model reads them as"
-        f" ordinary text; choose a model of its family, or set model.chat_template={other_template(tokenizer)}"
+        f"the chat template writes {listed(missing)}, which are not tokens of this tokenizer: the model reads them as"
+        f" ordinary text; choose a model of the same family, or set model.chat_template={other_template(tokenizer)}"
     ]
 
 
-def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
-    """Notes on labels with few or no rows, and on texts with several labels."""
-    if not known:
+def _class_notes(classes: Sequence[str], rows: TokenRows) -> list[str]:
+    """Return notes on labels with few or no rows, and on texts with several labels."""
+    if not classes:
         return []
     counts = rows.class_counts()
     notes = []
-    absent = [name for name in known if name not in counts]
+    absent = [name for name in classes if name not in counts]
     if absent:
-        notes.append(f"no row that is trained on has the label {listed(absent)}: it cannot be learnt")
+        notes.append(f"no training row has the label {listed(absent)}: it cannot be learned")
     rare = [f"{name} ({number})" for name, number in counts.items() if number < _RARE_ROWS]
     if rare:
-        notes.append(f"very few rows have the label {listed(rare)}: expect little of it")
+        notes.append(f"very few rows have the label {listed(rare)}: expect poor accuracy")
     ambiguous = len(np.unique(rows.content_hashes)) - len(np.unique(rows.ids_hashes))
     if ambiguous:
-        notes.append(f"texts with more than one label: {ambiguous:,}; the model can only learn how often each is given")
+        notes.append(f"texts with more than one label: {ambiguous:,}; the model can only learn their frequencies")
     return notes
 
 
 def _number_notes(rows: TokenRows) -> list[str]:
-    """The mean, spread and range of the numbers that are learnt; a hint where their size slows learning."""
+    """Return notes with mean, spread and range of target numbers, and a hint if they are large."""
     if not rows.labels:
         return []
     found = np.concatenate([LABELINGS[rows.labeling].targets(rows.class_of(i), ()) for i in range(len(rows))])
     mean, spread = found.mean(axis=0, dtype=np.float64), found.std(axis=0, dtype=np.float64)
     notes = [
-        f"the numbers that are learnt have a mean of {m:.4g} and a standard deviation of {s:.4g}, from {low:.4g} to "
-        f"{high:.4g}"
+        f"target numbers: mean {m:.4g}, standard deviation {s:.4g}, from {low:.4g} to {high:.4g}"
         for m, s, low, high in zip(mean, spread, found.min(axis=0), found.max(axis=0), strict=True)
     ]
     if max(np.abs(mean).max(), spread.max()) > _LARGE_NUMBER:
-        notes.append("numbers of this size are learnt slowly: the model begins at 0; bring them to about -1 to 1")
+        notes.append(
+            "large target numbers are learned slowly, because outputs start near 0; scale them to about -1 to 1"
+        )
     return notes
 
 
 def _hold_out(pool: Pool, config: DatasetConfig, report: DataReport) -> Data:
-    """Hold out by a hash of each row's tokens: a row stays in its split when others come or go."""
+    """Split by a hash of the tokens of each row: a row stays in its split when others are added or removed."""
     out = pool.rows.split_hashes < np.uint64(int(config.eval_fraction * 2**64))
     if not out.any():
         return _with_epoch(pool, None, report)
     if out.all():
         raise DataError(
-            f"dataset.eval_fraction={config.eval_fraction} leaves none of {len(out):,} samples to train on;"
-            " lower it, or name the held-out rows with dataset.eval_path=FILE"
+            f"dataset.eval_fraction={config.eval_fraction} leaves none of {len(out):,} samples for training;"
+            " lower it, or set dataset.eval_path=FILE"
         )
     report.eval = RowCounts(source=report.train.source)
     held_out = _first(pool.rows.select(np.flatnonzero(out)), config.eval_max_rows, report.eval)
@@ -442,8 +444,8 @@ def _hold_out(pool: Pool, config: DatasetConfig, report: DataReport) -> Data:
 
 
 def _first(rows: TokenRows, limit: int | None, counts: RowCounts) -> TokenRows:
-    """Keep at most `limit` rows, and count again."""
-    kept = rows if limit is None else rows.select(np.arange(min(limit, len(rows))))
-    counts.left_over += len(rows) - len(kept)
-    recount(counts, kept)
-    return kept
+    """Keep at most `limit` rows and recount."""
+    first = rows if limit is None else rows.select(np.arange(min(limit, len(rows))))
+    counts.left_over += len(rows) - len(first)
+    recount(counts, first)
+    return first

@@ -13,17 +13,19 @@ from app.data.tokenizer import Encoder, Tokenizer, Tokens
 from app.errors import DataError
 
 
-def prompts_file(given: str) -> Path:
-    """The file that `prompts=` names; DataError if it does not exist."""
-    path = Path(given).expanduser()
+def prompts_file(name: str) -> Path:
+    """Return the file of `prompts=`; DataError if it does not exist."""
+    path = Path(name).expanduser()
     if not path.is_file():
-        raise DataError(f"prompts={given}: no such file, or a pipe. Give a .txt with a prompt a line, or a .jsonl.")
+        raise DataError(
+            f"prompts={name}: no such file (pipes are not supported). Use a .txt with a prompt per line, or a .jsonl."
+        )
     return path
 
 
-def read_prompts(given: str, system: str | None) -> list[list[Message]]:
-    """Read a conversation for each prompt, ending with what is to be answered."""
-    return [_with_system(_of_row(location, row), system) for location, row in _rows(given)]
+def read_prompts(name: str, system: str | None) -> list[list[Message]]:
+    """Read one conversation per prompt, ending with the message to answer."""
+    return [_with_system(_of_row(location, row), system) for location, row in _rows(name)]
 
 
 def read_prompt(location: str, line: str, system: str | None) -> list[Message]:
@@ -31,14 +33,14 @@ def read_prompt(location: str, line: str, system: str | None) -> list[Message]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as fault:
-        raise DataError(f"{location}: this is no JSON ({fault}).") from fault
+        raise DataError(f"{location}: not valid JSON ({fault}).") from fault
     return _with_system(_of_row(location, row if isinstance(row, dict) else {}), system)
 
 
-def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
-    """Read the texts to classify: a line, or the columns `fields` of a row; a single one may be called prompt."""
+def read_examples(name: str, fields: Sequence[str]) -> list[list[str]]:
+    """Read the texts to classify: lines, or the columns `fields` of rows; a single column may be named prompt."""
     texts = []
-    for location, row in _rows(given):
+    for location, row in _rows(name):
         found = [value(row, field) for field in fields]
         if len(fields) == 1 and not isinstance(found[0], str):
             found = [row.get("prompt")]
@@ -50,10 +52,10 @@ def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
     return texts
 
 
-def read_words(given: str, field: str) -> list[list[str]]:
-    """Read the words to tag: those of a line, or of the column `field` of a row, a list of them or a text."""
+def read_words(name: str, field: str) -> list[list[str]]:
+    """Read the words to tag: of lines, or of the column `field` of rows, as a list or text."""
     texts = []
-    for location, row in _rows(given):
+    for location, row in _rows(name):
         found = row.get("prompt") if value(row, field) is ABSENT else value(row, field)
         words = found.split() if isinstance(found, str) else found
         are_words = isinstance(words, list) and all(isinstance(each, str) and each.strip() for each in words)
@@ -64,43 +66,48 @@ def read_words(given: str, field: str) -> list[list[str]]:
 
 
 def tokens_of_words(rows: Sequence[Sequence[str]], tokenizer: Tokenizer, max_length: int) -> list[Tokens]:
-    """The tokens of the words of each row as in training, cut to `max_length`; the mask has the first of each word."""
+    """Return the tokens of the words of each row as in training, truncated to `max_length`.
+
+    The mask has the first token of each word.
+    """
     texts = [words_with_tags(words) for words in rows]
     rendered = [RenderedText(each.text, (), raw=True, label=each.label, words=each.words) for each in texts]
-    found = []
+    samples = []
     for number, (words, tokens) in enumerate(zip(rows, Encoder(tokenizer).encode(rendered), strict=True), 1):
         without = len(words) - int(tokens.loss_mask.sum())
         kept = [tokens] if len(tokens.ids) <= max_length else POLICIES["truncate"](tokens, max_length)
         if without:
             raise DataError(
-                f"prompts: the tokenizer makes no token of their own of {without} of the {len(words)} words of text "
-                f"{number}. Leave these out."
+                f"prompts: the tokenizer has no separate token for {without} of the {len(words)} words of text "
+                f"{number}. Remove these words."
             )
         if not kept:
-            raise DataError(f"prompts: dataset.max_length={max_length} leaves no word of text {number}. Leave it out.")
-        found += kept
-    return found
+            raise DataError(
+                f"prompts: dataset.max_length={max_length} leaves no word of text {number}. Remove the text."
+            )
+        samples += kept
+    return samples
 
 
-def _rows(given: str) -> list[tuple[str, Row]]:
-    """All rows with key and location; a line of a text file is a prompt."""
-    path, rows = prompts_file(given), list[tuple[str, Row]]()
+def _rows(name: str) -> list[tuple[str, Row]]:
+    """Return all rows with key and location; each line of a text file is a prompt."""
+    path, rows = prompts_file(name), list[tuple[str, Row]]()
     if extension(path) not in READERS:
-        raise DataError(f"prompts={given}: files of this kind are not read. Give one of {', '.join(READERS)}.")
-    for location, row in read_file(DataFile(path, given)):
+        raise DataError(f"prompts={name}: unsupported file type. Use one of {', '.join(READERS)}.")
+    for location, row in read_file(DataFile(path, name)):
         if isinstance(row, Broken):
-            raise DataError(f"prompts={given}: {location}: {row.reason}")
+            raise DataError(f"prompts={name}: {location}: {row.reason}")
         if extension(path) in TEXT_FILES:
             rows += [(location, {"prompt": line}) for line in row[TEXT_COLUMN].splitlines() if line.strip()]
         else:
             rows.append((location, row))
     if not rows:
-        raise DataError(f"prompts={given}: it has no prompts.")
-    return [(f"prompts={given}: {location}", row) for location, row in rows]
+        raise DataError(f"prompts={name}: no prompts in the file.")
+    return [(f"prompts={name}: {location}", row) for location, row in rows]
 
 
 def as_conversation(prompt: str, system: str | None) -> list[Message]:
-    """Make a conversation of one prompt."""
+    """Return the conversation of one prompt."""
     return _with_system([{"role": "user", "content": prompt}], system)
 
 

@@ -1,6 +1,6 @@
-"""Readers of files: rows with their source location, and the dialect of CSV and TSV files.
+"""File readers: rows with their source location, and the dialect of CSV and TSV files.
 
-A kind of file is one entry of `READERS`. Files are UTF-8; another encoding is an error, never guessed.
+A file type is one entry of `READERS`. Files must be UTF-8; other encodings are an error and are never guessed.
 """
 
 import csv
@@ -24,14 +24,14 @@ MAX_FIELD_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 1 << 20
 _DELIMITERS = (",", ";", "\t", "|")
 _INSPECTED_ROWS = 200  # compared with the first line
-_MIN_PROSE_WORDS = 4  # of a field that is no name of a column
+_MIN_PROSE_WORDS = 4  # of a field that is not a column name
 _LAST_LINE = "\0end of file\n"
 
 Format = dict[str, Any]  # arguments of csv.reader
 
 
 def read_csv(stream: io.BufferedReader, file: DataFile, delimiter: str) -> Iterator[Located]:
-    """One row for each record after the first; its location is the line that it begins in. An empty cell is null."""
+    """Yield one row per record after the first; its location is its first line. An empty cell is null."""
     csv.field_size_limit(MAX_FIELD_BYTES)  # the default stops at 131072 characters
     chosen = _format_of(file, _delimiter(stream, delimiter))
     records = _records(_lines(stream, file.name), file.name, chosen)
@@ -46,26 +46,26 @@ def read_csv(stream: io.BufferedReader, file: DataFile, delimiter: str) -> Itera
 
 
 def _delimiter(stream: io.BufferedReader, usual: str) -> str:
-    """The delimiter of the first line: the usual one of such files unless only another one is there."""
+    """Return the delimiter of the first line: the usual one, unless it has only another one."""
     first = next(filter(bytes.strip, stream.peek(_MAX_HEADER_BYTES).splitlines()), b"").decode(errors="replace")
     counts = Counter({each: first.count(each) for each in _DELIMITERS})
     return usual if counts[usual] or not any(counts.values()) else counts.most_common(1)[0][0]
 
 
 def _lines(stream: io.BufferedReader, name: str) -> Iterator[str]:
-    """The lines of a file, the first of which names the columns."""
+    """Yield the lines of a file; the first line names the columns."""
     longest = _MAX_HEADER_BYTES
-    # A byte that is not UTF-8 makes only its own row bad: a strict decoder would fail thousands of lines earlier.
+    # An invalid UTF-8 byte makes only its row bad: a strict decoder would fail thousands of lines earlier.
     with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as lines:
         while line := lines.readline(longest + 1):
             if len(line) > longest:
-                raise DataError(f"{name}: has a line of more than {longest >> 20} MB, which is no row of a table")
-            longest = 2 * MAX_FIELD_BYTES + _MAX_HEADER_BYTES  # fields have a limit of their own
+                raise DataError(f"{name}: a line is longer than {longest >> 20} MB, so this is not a table")
+            longest = 2 * MAX_FIELD_BYTES + _MAX_HEADER_BYTES  # fields have a separate limit
             yield line
 
 
 def _records(lines: Iterable[str], name: str, chosen: Format) -> Iterator[tuple[int, list[str]]]:
-    """The records that are not blank, each with the line that it begins in."""
+    """Yield the nonblank records with their first line number."""
     reader = csv.reader(lines, **chosen)
     while True:
         number = reader.line_num + 1
@@ -73,8 +73,8 @@ def _records(lines: Iterable[str], name: str, chosen: Format) -> Iterator[tuple[
             fields = next(reader, None)
         except csv.Error as error:
             raise DataError(
-                f"{name}:{number}: cannot be read as CSV: {escaped(str(error))}; a field that contains quotes must be"
-                ' in quotes, with each quote inside it written as ""'
+                f"{name}:{number}: cannot be read as CSV: {escaped(str(error))}; quote a field that contains"
+                ' quotes, and write " as "" inside it'
             ) from error
         if fields is None:
             return
@@ -84,31 +84,31 @@ def _records(lines: Iterable[str], name: str, chosen: Format) -> Iterator[tuple[
 
 @dataclass(slots=True)
 class _Scan:
-    """What one way to read a file makes of it."""
+    """Result of reading a file with one dialect."""
 
     widths: set[int] = field(default_factory=set)  # numbers of fields
-    error: int = 0  # the line of the first record that cannot be read
+    error: int = 0  # line of the first unreadable record
     spans_lines: bool = False  # a field contains a line break
     last: list[str] = field(default_factory=list)
 
 
 def _scan(file: DataFile, chosen: Format, *more: str) -> _Scan:
-    found = _Scan()
+    scan = _Scan()
     with file.opened() as stream:
         reader = csv.reader(chain(_lines(stream, file.name), more), **chosen)
         number = 0
         try:
             for fields in reader:
-                found.spans_lines |= reader.line_num > number + 1
-                number, found.last = reader.line_num, fields
-                found.widths |= {len(fields)} if fields else set()
+                scan.spans_lines |= reader.line_num > number + 1
+                number, scan.last = reader.line_num, fields
+                scan.widths |= {len(fields)} if fields else set()
         except csv.Error:
-            found.error = number + 1
-    return found
+            scan.error = number + 1
+    return scan
 
 
 def _format_of(file: DataFile, delimiter: str) -> Format:
-    """How the file is quoted: strictly, without quotes (TSV alone), or with quotes that are not written as two."""
+    """Return the dialect of the file: strict, without quotes (only TSV), or with unescaped inner quotes."""
     strict: Format = {"delimiter": delimiter, "strict": True}
     found = _scan(file, strict)
     place = f"{file.name}:{found.error}" if found.error else file.name
@@ -121,7 +121,7 @@ def _format_of(file: DataFile, delimiter: str) -> Format:
             )
             return plain
     loose = {**strict, "strict": False}
-    if found.error and _scan(file, loose, _LAST_LINE).last == [_LAST_LINE.strip()]:  # else a quote is never closed
+    if found.error and _scan(file, loose, _LAST_LINE).last == [_LAST_LINE.strip()]:  # otherwise a quote is never closed
         file.notes.append(
             f'{place}: a quote inside a quoted field is not written as ""; check that its rows are read correctly'
         )
@@ -138,18 +138,18 @@ def _header(fields: list[str], file: DataFile, number: int) -> list[str]:
 
 
 def _require_names(header: list[str], rows: Sequence[list[str]], file: DataFile, delimiter: str) -> None:
-    """DataError if the first line is a row itself: a text in one column, in another a value that its rows have too."""
+    """Raise DataError if the first line is a row: it has a text, and a value that also occurs in the rows below."""
     columns = zip_longest(*rows, fillvalue="")
     again = {at for at, (name, found) in enumerate(zip(header, columns, strict=False)) if name and name in found}
     texts = {at for at, name in enumerate(header) if len(name.split()) >= _MIN_PROSE_WORDS}
     if not again or not texts or again & texts:
         return
-    known = {min(again): "label", min(texts): "text"}
-    names = [known.get(at, f"column{at + 1}") for at in range(len(header))]
+    guesses = {min(again): "label", min(texts): "text"}
+    names = [guesses.get(at, f"column{at + 1}") for at in range(len(header))]
     line = delimiter.join(names).replace("\t", "\\t")
     raise DataError(
-        f"{file.name}: the first line must name the columns, and looks like a row: {header[min(texts)][:40]!r} ..."
-        f" To put names before it, type: {file.with_first_line(line)}"
+        f"{file.name}: the first line must name the columns, but looks like a row: {header[min(texts)][:40]!r} ..."
+        f" To add a line of names, type: {file.with_first_line(line)}"
     )
 
 
@@ -159,17 +159,17 @@ def _record(header: list[str], fields: list[str], file: DataFile, delimiter: str
         quoted = f"; put a field that contains {delimiter!r} in double quotes" if len(fields) > len(header) else ""
         return Broken(f"{found}{quoted}")
     problem = _not_utf8(fields, file)
-    # an empty cell is null, as in JSON: its row has no answer, not an empty one
+    # an empty cell is null, as in JSON: its row has no answer instead of an empty one
     return Broken(problem) if problem else {name: each or None for name, each in zip(header, fields, strict=True)}
 
 
 def _not_utf8(fields: list[str], file: DataFile) -> str:
-    """The first byte that is not UTF-8; empty if there is none."""
+    """Return the problem of the first invalid UTF-8 byte; empty if there is none."""
     try:
         "".join(fields).encode()
     except UnicodeEncodeError as error:
         byte = f"0x{ord(error.object[error.start]) - 0xDC00:02x}"
-        return f"not UTF-8 (the byte {byte}); {file.as_utf8()}"
+        return f"not UTF-8 (byte {byte}); {file.as_utf8()}"
     return ""
 
 
@@ -179,24 +179,24 @@ def _not_utf8(fields: list[str], file: DataFile) -> str:
 TEXT_FILES = (".txt", ".md")
 TEXT_COLUMN = "text"
 _MAX_TEXT_BYTES = 1 << 30
-_MAX_JSON_BYTES = 512 << 20  # what `json` makes of them takes several times as much memory
-_MAX_JSON_PARTS = 20_000_000  # lists and objects, each of which takes a hundred bytes
+_MAX_JSON_BYTES = 512 << 20  # parsed JSON takes several times as much memory
+_MAX_JSON_PARTS = 20_000_000  # lists and objects, about a hundred bytes each
 _MAX_ROW_BYTES = 64 << 20
-_BLOCK_BYTES = 1 << 20  # read at once
+_BLOCK_BYTES = 1 << 20  # per read
 _TABLE_BATCH_ROWS = 256
-_ARROW_FILE = b"ARROW1"  # how one begins; a stream has no mark
+_ARROW_FILE = b"ARROW1"  # start of a file; a stream has no magic bytes
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_SPREAD_OUT = {b"{": ".", b"[": ".[]"}  # a first line of JSON over several lines, with what selects its rows for jq
-_NO_ARRAY = "expected an array of rows, or an object that holds one"
+_SPREAD_OUT = {b"{": ".", b"[": ".[]"}  # first line of multi-line JSON, with the jq selection of its rows
+_NO_ARRAY = "expected an array of rows, or an object with one"
 _INSPECTED_LINES = 50
 _MIN_LINES = 2
 _TAG = re.compile(r"O|[BIESLU]-\S+")
 
 
 def read_file(file: DataFile) -> Iterator[Located]:
-    """Every row of one file."""
+    """Yield the rows of one file."""
     name, kind = file.name, extension(file.path)
     try:
         with file.opened() as stream:
@@ -204,24 +204,22 @@ def read_file(file: DataFile) -> Iterator[Located]:
                 command = file.converted("iconv -f UTF-16 -t UTF-8")
                 raise DataError(f"{name}: is UTF-16, expected UTF-8; type: {command}")
             if stream.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
-                raise DataError(
-                    f"{name}: is a pointer of Git LFS, and the file itself was not fetched; type: git lfs pull"
-                )
+                raise DataError(f"{name}: is a Git LFS pointer, the file was not downloaded; type: git lfs pull")
             yield from READERS[kind](stream, file)
     except (EOFError, zlib.error, OSError) as error:
         if not file.packing or getattr(error, "errno", None) is not None:
             raise
-        raise DataError(f"{name}: not a whole {file.packing} file: {error}") from error
+        raise DataError(f"{name}: not a complete {file.packing} file: {error}") from error
 
 
 def _read_jsonl(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
-    """Lines end in line feeds, carriage returns or both."""
+    """Yield the rows of JSON Lines; lines end with LF, CR or both."""
     name, number, is_first = file.name, 0, True
     for line in iter(partial(stream.readline, _MAX_ROW_BYTES + 1), b""):
         if len(line) > _MAX_ROW_BYTES:
             raise DataError(
-                f"{name}: has a line of more than {_MAX_ROW_BYTES >> 20} MB, and each line must be one row, a JSON"
-                f" object; to make rows of an array, type: {file.jq('.[]')}"
+                f"{name}: a line is longer than {_MAX_ROW_BYTES >> 20} MB; each line must be one JSON object;"
+                f" to convert an array to rows, type: {file.jq('.[]')}"
             )
         for part in line.rstrip().split(b"\r"):
             number += 1
@@ -237,7 +235,7 @@ def _read_jsonl(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
 
 
 class _SameKeyError(ValueError):
-    """A key that stands twice in one object."""
+    """Duplicate key in one object."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -245,7 +243,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise _SameKeyError(f"the key {twice!r} stands twice in one object")
+        raise _SameKeyError(f"duplicate key {twice!r} in one object")
     return found
 
 
@@ -259,17 +257,17 @@ def _parse_line(line: bytes, file: DataFile) -> dict[str, object] | Broken:
         if error.doc[error.pos :].strip() == ",":
             command = file.converted("sed 's/,[[:space:]]*$//'")
             return Broken(f"each line must be one JSON object, without a comma after it; type: {command}")
-        found = "it holds NUL bytes, as damaged files do" if b"\0" in line else f"column {error.colno}: {error.msg}"
+        found = "contains NUL bytes (damaged file)" if b"\0" in line else f"column {error.colno}: {error.msg}"
         return Broken(f"{found}; each line must be one JSON object")
     except (ValueError, RecursionError) as error:
         return Broken(_unreadable_json(error))
     if not isinstance(value, dict):
-        return Broken(f"each line must be one JSON object, this one is {_kind_with_command(value, file)}")
+        return Broken(f"each line must be one JSON object, found {_kind_with_command(value, file)}")
     return value
 
 
 def _kind_with_command(found: Any, file: DataFile, each: str = "") -> str:
-    """Return the type of a row that is not an object, with the command that converts it; `each` selects rows for jq."""
+    """Return the type of a row that is not an object, with a conversion command; `each` selects rows for jq."""
     first = found[0] if isinstance(found, list) and found else None
     selection = "{text: .}" if isinstance(found, str) else ""
     if isinstance(first, dict):
@@ -279,20 +277,20 @@ def _kind_with_command(found: Any, file: DataFile, each: str = "") -> str:
 
 
 def _unreadable_json(error: ValueError | RecursionError) -> str:
-    """Reason why valid JSON cannot be read."""
+    """Return the reason why valid JSON cannot be read."""
     if isinstance(error, RecursionError):
-        return "lists or objects in it are nested too deeply"
+        return "lists or objects are nested too deeply"
     if isinstance(error, _SameKeyError):
         return str(error)
-    return "holds a number of more than 4,300 digits; if it is none, put it in quotes"
+    return "a number has more than 4,300 digits; if it is not a number, put it in quotes"
 
 
 def _read_json(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
-    """The rows of an array, of an object's only array, or one row; the location is their index."""
+    """Yield the rows of an array, of the only array in an object, or one row; the location is the index."""
     name = file.name
-    as_lines = f"to make JSON Lines of an array, type: {file.jq('.[]')}"
+    as_lines = f"to convert an array to JSON Lines, type: {file.jq('.[]')}"
     raw = _read_whole(
-        stream, _MAX_JSON_BYTES, f"{name}: a JSON file is read whole, up to {_MAX_JSON_BYTES >> 20} MB; {as_lines}"
+        stream, _MAX_JSON_BYTES, f"{name}: a JSON file may have at most {_MAX_JSON_BYTES >> 20} MB; {as_lines}"
     )
     if raw.count(b"[") + raw.count(b"{") > _MAX_JSON_PARTS:
         raise DataError(f"{name}: has more than {_MAX_JSON_PARTS:,} lists and objects; {as_lines}")
@@ -306,12 +304,12 @@ def _read_json(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
         if isinstance(row, dict):
             yield f"{name}[{number}]", row
         else:
-            broken = Broken(f"each row must be a JSON object, this one is {_kind_with_command(row, file, each)}")
+            broken = Broken(f"each row must be a JSON object, found {_kind_with_command(row, file, each)}")
             yield f"{name}[{number}]", broken
 
 
 def _json_value(raw: bytes, file: DataFile) -> object:
-    """None if another value follows the first: JSON Lines under the wrong name."""
+    """Return the parsed value; None for JSON Lines with the wrong extension, where a second value follows."""
     text, name = "", file.name
     try:
         text = raw.decode("utf-8-sig")
@@ -329,8 +327,9 @@ def _json_value(raw: bytes, file: DataFile) -> object:
 
 
 def _array(value: object, file: DataFile) -> tuple[str, list[Any]]:
-    """The rows, with what selects them for jq: an array, the only array of an object, or one object with texts or a
-    conversation.
+    """Return the jq selection and the rows: an array, the only array in an object, or one object.
+
+    A single object is a row if it has texts or a conversation.
     """
     if isinstance(value, list):
         return ".[]", value
@@ -344,8 +343,7 @@ def _array(value: object, file: DataFile) -> tuple[str, list[Any]]:
         return ".", [value]
     if not arrays and value and all(isinstance(inner, dict) for inner in value.values()):
         raise DataError(
-            f"{file.name}: expected an array of rows, this is an object of {len(value):,} objects; type:"
-            f" {file.jq('.[]')}"
+            f"{file.name}: expected an array of rows, found an object of {len(value):,} objects; type: {file.jq('.[]')}"
         )
     if len(arrays) != 1:
         raise DataError(f"{file.name}: expected one list of rows, {_lists_with_command(arrays, file)}")
@@ -354,8 +352,8 @@ def _array(value: object, file: DataFile) -> tuple[str, list[Any]]:
 
 
 def _lists_with_command(arrays: Mapping[str, list[Any]], file: DataFile) -> str:
-    """Name the lists of an object, with the command that makes rows of them: of one list, or of columns."""
-    found = f"this object has {len(arrays)}{': ' if arrays else ''}{listed([*map(escaped, arrays)])}"
+    """Return the lists of an object, with the command that converts one list, or columns, to rows."""
+    found = f"found {len(arrays)}{': ' if arrays else ''}{listed([*map(escaped, arrays)])}"
     names = [*map(json.dumps, arrays)]
     if not arrays:
         return found
@@ -368,13 +366,13 @@ def _lists_with_command(arrays: Mapping[str, list[Any]], file: DataFile) -> str:
 
 
 def _read_text(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
-    """Read the file as one document; one that is not text is broken as a whole."""
+    """Yield the file as one document; a file that is not text is one bad row."""
     name = file.name
     raw = _read_whole(
         stream,
         _MAX_TEXT_BYTES,
-        f"{name}: a text file is one document, and of more than 1 GB none is read; split it into files, or into"
-        ' rows of JSON Lines, {"text": "..."}',
+        f"{name}: a text file is one document of at most 1 GB; split it into files, or into JSON Lines rows,"
+        ' {"text": "..."}',
     )
     try:
         yield name, {TEXT_COLUMN: raw.decode().removeprefix("\ufeff")}
@@ -384,7 +382,7 @@ def _read_text(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
 
 
 def _read_whole(stream: BinaryIO, max_bytes: int, problem: str) -> bytes:
-    """All bytes; DataError if there are more than `max_bytes`."""
+    """Return all bytes; DataError if there are more than `max_bytes`."""
     raw = b"".join(islice(iter(partial(stream.read, _BLOCK_BYTES), b""), max_bytes // _BLOCK_BYTES + 1))
     if len(raw) > max_bytes:
         raise DataError(problem)
@@ -397,7 +395,7 @@ def _read_table(stream: BinaryIO, file: DataFile, batches: Callable[[BinaryIO], 
     row, features = 0, None
     try:
         for batch in batches(stream):
-            batch.validate(full=True)  # offsets of a damaged file would lead out of its memory
+            batch.validate(full=True)  # offsets of a damaged file could point outside its memory
             features = _features(batch.schema) if features is None else features
             for record in named_tags(features, batch.to_pylist()):
                 yield f"{file.name} row {row}", record
@@ -408,19 +406,19 @@ def _read_table(stream: BinaryIO, file: DataFile, batches: Callable[[BinaryIO], 
 
 
 def _features(schema: Any) -> Mapping[str, Any]:
-    """The features that `datasets` wrote into a file, if there are names of classes among them."""
+    """Return the features that `datasets` stored in a file, if they have class names."""
     if b"ClassLabel" not in (schema.metadata or {}).get(b"huggingface", b""):
         return {}
     from datasets import Features  # slow to import
 
     try:
         return dict(Features.from_arrow_schema(schema))
-    except (ValueError, KeyError, TypeError):  # of another version of `datasets`
+    except (ValueError, KeyError, TypeError):  # from another version of `datasets`
         return {}
 
 
 def named_tags(features: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows of `datasets`, with the names of classes in lists of them: B-PER, not 1."""
+    """Yield rows of `datasets` with class names in lists of class IDs: B-PER instead of 1."""
     inner: dict[str, Any] = {name: getattr(each, "feature", None) for name, each in features.items()}
     classes = {name: dict(enumerate(each.names)) for name, each in inner.items() if hasattr(each, "names")}
     for row in rows:
@@ -439,38 +437,38 @@ def _parquet_batches(stream: BinaryIO) -> Iterator[Any]:
 
 
 def _arrow_batches(stream: BinaryIO) -> Iterator[Any]:
-    """Batches of an Arrow file (Feather is one), or of a stream, as `datasets` keeps its cache."""
+    """Yield batches of an Arrow file (also Feather), or of an Arrow stream, as in the `datasets` cache."""
     import pyarrow
 
     start = stream.read(len(_ARROW_FILE))
     stream.seek(0)
     if start == _ARROW_FILE:
         file = pyarrow.ipc.open_file(stream)
-        found = (file.get_batch(number) for number in range(file.num_record_batches))
+        batches = (file.get_batch(number) for number in range(file.num_record_batches))
     else:
-        found = iter(pyarrow.ipc.open_stream(stream))
-    for batch in found:
+        batches = iter(pyarrow.ipc.open_stream(stream))
+    for batch in batches:
         yield from (batch.slice(at, _TABLE_BATCH_ROWS) for at in range(0, len(batch), _TABLE_BATCH_ROWS))
 
 
 def require_prose(file: DataFile, text: str) -> None:
-    """DataError if the first lines of a text file are rows, with the commands that read them and that do not."""
+    """Raise DataError if the first lines of a text file are rows, with commands for both interpretations."""
     lines = [line for line in text[: 1 << 16].split("\n")[:_INSPECTED_LINES] if line.strip()]
     if len(lines) < _MIN_LINES:
         return
-    if all(_is_object(line) for line in lines[:-1]):  # the last may be cut
+    if all(_is_object(line) for line in lines[:-1]):  # the last may be truncated
         what, program, fmt = "lines are JSON objects", "cat", "auto"
     elif program := _program_of_tags([line.split() for line in lines]):
         what, fmt = "lines are words with their tags", "tagged_words"
     else:
         return
     as_rows, as_text = (
-        f"{file.converted(made, '.jsonl')} && {check_of_made(file, name)}"
-        for made, name in ((program, fmt), ("jq -Rsc '{text: .}'", "text"))
+        f"{file.converted(converter, '.jsonl')} && {check_of_made(file, name)}"
+        for converter, name in ((program, fmt), ("jq -Rsc '{text: .}'", "text"))
     )
     raise DataError(
         f"{file.name}: its {what}, which would be trained as one plain text. To read them as rows, type: {as_rows}\n"
-        f"    To train them as they are, type: {as_text}"
+        f"    To train them as plain text, type: {as_text}"
     )
 
 
@@ -484,14 +482,14 @@ def _is_object(line: str) -> bool:
 
 
 def _program_of_tags(lines: Sequence[Sequence[str]]) -> str:
-    """Return the program that makes rows of lines of CoNLL; empty for other lines."""
+    """Return the program that converts CoNLL lines to rows; empty for other lines."""
     counts = [len(fields) for fields in lines]
     count = max(counts, key=counts.count)
     rows = [fields for fields in lines if len(fields) == count]
     if count < 2 or 2 * len(rows) < len(lines) or not all(_TAG.fullmatch(fields[-1]) for fields in rows):
         return ""
     is_numbered = all(fields[0].isdecimal() for fields in rows)
-    is_nested = is_numbered and count > 2  # the tags of GermEval, which nested ones follow
+    is_nested = is_numbered and count > 2  # GermEval tags, followed by nested ones
     if not any("-" in fields[2 if is_nested else -1] for fields in rows):
         return ""
     word, tag = "$2" if is_numbered else "$1", "$3" if is_nested else "$NF"

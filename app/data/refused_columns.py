@@ -1,6 +1,6 @@
-"""Columns at which a run stops: media, answers that are not wanted, and what answers need that nothing reads.
+"""Columns at which a run stops: media, rejected answers, and unread columns that answers may need.
 
-Each message has the commands that read such a column, make rows without it, or leave it out.
+Each message has the commands to read the column, to make rows without it, or to ignore it.
 """
 
 import re
@@ -32,12 +32,12 @@ from app.data.rows import Content, Conversation, Document, Example, RenderedText
 if TYPE_CHECKING:
     from app.data.chat_template import TemplateNames
 
-_PAIRS = ("instruction", "question_answer", "prompt_completion")  # formats of a question and its answer
-_TALKS = ("messages", "conversations", "prompt")  # fields that may hold a system message of their own
-_TEXT_KEYS = ("text", "content", "value")  # of an answer that is an object
+_PAIRS = ("instruction", "question_answer", "prompt_completion")  # formats with a question and an answer
+_TALKS = ("messages", "conversations", "prompt")  # fields that may include a system message
+_TEXT_KEYS = ("text", "content", "value")  # text keys of an answer object
 _PARENTS = ("parent_id", "parent_message_id")  # columns of a table of messages
-THOUGHT_TEMPLATE = "qwen3"  # one that ships and writes thoughts
-# As LLaVA, LLaMA-Factory, Qwen-VL, Llama 3.2, Phi and Gemma write them. A tag that is closed, or quoted, is of HTML.
+THOUGHT_TEMPLATE = "qwen3"  # built-in template with reasoning
+# Placeholders of LLaVA, LLaMA-Factory, Qwen-VL, Llama 3.2, Phi and Gemma. Closed or quoted tags are HTML.
 _PLACEHOLDER = re.compile(
     r"(?<![`'\"])<(?:(?P<tag>image|video|audio)>(?![`'\"])(?!.*</(?P=tag)>)"
     r"|img>(?=[^<>]+</img>)|\|(?:image|video|audio|vision)(?:_\w+)?\|>|start_of_image>|(?:image|audio)_soft_token>)",
@@ -46,9 +46,9 @@ _PLACEHOLDER = re.compile(
 
 
 def refused_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None = None) -> str:
-    """Say which column makes these rows media or preference data, and what to do; empty for other rows.
+    """Return the problem of media or preference columns, with the fix; empty for other rows.
 
-    With the section `config` the commands of the message name its path.
+    With the section `config`, the commands in the message have its path.
     """
     if media := [str(name) for name, found in row.items() if _is_media(str(name), found)]:
         return _of_media_columns(row, media, config)
@@ -56,24 +56,24 @@ def refused_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig |
     if shape.content in ("labels", "tags") or shape.pairs:
         return ""
     if name := _preference_column(row, columns):
-        words = _wanted_answers(row, config)
-        message = f"column {name!r} makes this preference data (chosen and rejected answers), from which "
-        message += f"{' and '.join(recipes_of('preference'))} learn."
-        return message + (f" To train on the wanted answers alone, type: {words}" if words else "")
+        words = _chosen_answers(row, config)
+        message = f"column {name!r} makes this preference data (chosen and rejected answers): "
+        message += f"set {' or '.join(recipes_of('preference'))}."
+        return message + (f" To train only on the chosen answers, type: {words}" if words else "")
     label = next((name for name in ROLES["label"] if _is_true_or_false(row.get(name))), "")
     answers = names_of("messages", "answers")
     if shape.learnt_by or not label or {*answers, *(getattr(columns, each, None) for each in answers)}.isdisjoint(row):
         return ""
     right = json_file(config).jq_of_rows(f"select(.{label} == true) | del(.{label})")
-    remedy = f"Make rows of the right ones alone: {right}, or learn from both by recipe=kto"
+    remedy = f"To keep only the good ones, type: {right}, or train on both with recipe=kto"
     return (
-        f"column {label!r} judges the answers as right or wrong (preference data, as for KTO), and all of them"
-        f" would be learnt. {remedy if label != 'labels' else 'Take such rows out'}"
+        f"column {label!r} labels the answers as good or bad (KTO data), but all of them would be trained on."
+        f" {remedy if label != 'labels' else 'Remove these rows'}"
     )
 
 
 def refuse_media(content: Content) -> None:
-    """RowProblem if a text has the placeholder of an image, a video or audio, or a message holds one."""
+    """Raise RowProblem if a text has a placeholder for media, or a message has media."""
     for side in sides_of(content):
         for where, text in _texts(side):
             found = "<" in text and _PLACEHOLDER.search(text)
@@ -86,7 +86,7 @@ def refuse_media(content: Content) -> None:
 
 
 def _is_media(name: str, found: Any) -> bool:
-    """Return whether a column or key holds media; a number says how many there are, or how long they take."""
+    """Return whether a column or key has media; numbers are counts or durations."""
     return bool(has_role(name, "media") and found) and not isinstance(found, bool | int | float)
 
 
@@ -99,13 +99,13 @@ def _texts(content: Conversation | Document | Example) -> Iterator[tuple[str, st
 
 
 def _of_media_columns(row: Row, media: Sequence[str], config: DatasetConfig | None) -> str:
-    without = f" Or leave it out, type: {command('auto', {}, config, leave_out=media)}"
+    without = f" Or, to ignore it, type: {command('auto', {}, config, leave_out=media)}"
     has_placeholder = any(_PLACEHOLDER.search(text) for text in _strings(row))
     return _of_media("column " + ", ".join(map(repr, media)), without * (not has_placeholder))
 
 
 def _strings(found: Any) -> Iterator[str]:
-    """Yield all texts in a row."""
+    """Yield all texts of a row."""
     if isinstance(found, str):
         yield found
     elif isinstance(found, dict | list):
@@ -114,28 +114,28 @@ def _strings(found: Any) -> Iterator[str]:
 
 
 def _of_media(what: str, more: str = "") -> str:
-    return f"{what} stands for images, video or audio, and only text is trained here. Take such rows out.{more}"
+    return f"{what} refers to images, video or audio, but only text is supported. Remove these rows.{more}"
 
 
 def _preference_column(row: Row, columns: Columns) -> str:
-    """Return the column with unwanted answers, or with wanted ones that no setting reads; empty where there is none."""
-    unwanted = (name for name in ROLES["rejected"] if isinstance(row.get(name), str | list | dict) and row[name])
-    wanted = [name for name in ROLES["chosen"] if isinstance(row.get(name), list | dict) and row[name]]
-    first = next(unwanted, "")
-    if first or not wanted:
+    """Return the column with rejected answers, or an unread one with chosen answers; empty if there is none."""
+    rejected = (name for name in ROLES["rejected"] if isinstance(row.get(name), str | list | dict) and row[name])
+    chosen = [name for name in ROLES["chosen"] if isinstance(row.get(name), list | dict) and row[name]]
+    first = next(rejected, "")
+    if first or not chosen:
         return first
     read = {str(getattr(columns, each.name)).partition(".")[0] for each in fields(columns) if each.name != "chosen"}
-    return next((name for name in wanted if name not in read), "")
+    return next((name for name in chosen if name not in read), "")
 
 
 def _is_true_or_false(found: Any) -> bool:
-    """Return whether it is true or false, as a table of text may write it as well, or a list of them."""
+    """Return whether the value is a boolean, also as text, or a list of them."""
     first = found[0] if isinstance(found, list) and found else found
     return isinstance(first, bool) or (isinstance(found, str) and found.strip().lower() in ("true", "false"))
 
 
-def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
-    """Return the command that trains the wanted answers of rows with preferences, or makes rows of them."""
+def _chosen_answers(row: Row, config: DatasetConfig | None) -> str:
+    """Return the command that trains the chosen answers of preference rows, or converts them to rows."""
     chosen = next((name for name in ROLES["chosen"] if row.get(name)), "")
     rejected = [name for name in row if has_role(name, "rejected")]
     names = [name for name in row if name not in (chosen, *rejected)]
@@ -149,12 +149,12 @@ def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
         more = f".{chosen}" if isinstance(found, list) else turn
         taken_out = ", ".join(f".{name}" for name in (chosen, *rejected))
         return json_file(config).jq_of_rows(f".{talk} += {more} | del({taken_out})")
-    fmt, columns = _columns_of_wanted(row, chosen, talk, names)
+    fmt, columns = _columns_of_chosen(row, chosen, talk, names)
     return command(fmt, columns, config, leave_out=rejected) if fmt else ""
 
 
-def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the format and columns of the wanted answers; no format where nothing tells which column asks."""
+def _columns_of_chosen(row: Row, chosen: str, talk: str, names: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the format and columns of the chosen answers; an empty format if there is no prompt column."""
     found = row[chosen]
     if talk or chosen == "preferred_output":
         return "chat_completion", {"prompt": talk or "input.messages", "completion": chosen}
@@ -172,7 +172,7 @@ def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -
 
 
 def _text_path(name: str, found: Any, element: str = ".0") -> str:
-    """Return the path of the text of an answer: a column, a message, or an `element` of a list; empty for none."""
+    """Return the text path of an answer: a column, a message, or an `element` of a list; empty if there is none."""
     is_list = isinstance(found, list) and bool(found)
     inner, path = (found[0], f"{name}{element}") if is_list else (found, name)
     if isinstance(inner, str):
@@ -182,23 +182,23 @@ def _text_path(name: str, found: Any, element: str = ".0") -> str:
 
 
 class Way(StrEnum):
-    """What reads a missed column."""
+    """How a missed column can be read."""
 
-    FIELD = "field"  # of `dataset.columns`
-    CHAT = "chat"  # a field, of the chat format of the task
-    SYSTEM_MESSAGE = "system message"  # once jq has appended the column to it
-    THREAD = "thread"  # rows of messages that jq makes of a table
-    TEMPLATE = "template"  # a chat template that writes thoughts
+    FIELD = "field"  # field of `dataset.columns`
+    CHAT = "chat"  # field of the chat format of the task
+    SYSTEM_MESSAGE = "system message"  # to which jq appends the column
+    THREAD = "thread"  # conversations that jq makes from a table of messages
+    TEMPLATE = "template"  # a chat template with reasoning
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnPlace:
-    """Where a missed column can be read."""
+    """Place where a missed column can be read."""
 
     field: str = ""
-    paths: tuple[str, ...] = ()  # of what is there: columns of the field, key of the system message, ids of the thread
-    first: bool = False  # before them
+    paths: tuple[str, ...] = ()  # existing columns of the field, key of the system message, or IDs of the thread
+    first: bool = False  # before the existing columns
     way: Way = Way.FIELD
 
 
@@ -207,7 +207,7 @@ _NOWHERE = ColumnPlace(way=Way.NONE)
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A row, its samples, and the settings that made them."""
+    """A row, its samples, and their settings."""
 
     config: DatasetConfig
     row: Row
@@ -221,18 +221,18 @@ class ReadRow:
 
     @property
     def _wants_prompt(self) -> bool:
-        """Whether answers are compared that have no prompt."""
+        """Whether preference answers lack a prompt."""
         side = sides_of(self.content)[0]
         has_prompt = not isinstance(side, Document) or side.completion_start
         return bool(ROW_FORMATS[self.config.format].learnt_by) and not has_prompt
 
     def missed(self, names: Sequence[str]) -> Iterator[tuple[str, ColumnPlace | None]]:
-        """Yield each unread column that says what no sample does, and where to read it; None if no answer needs it."""
+        """Yield unread columns with text that no sample has, and where to read them; None if no answer needs them."""
         choices = [name for name in names if CHOICE.fullmatch(name)]
         for name in names:
             found = value(self.row, name)
             if name in self._fields and getattr(self.config.columns, name) != name:
-                continue  # null, or another column in its place, on purpose
+                continue  # intentionally null or another column
             if has_role(name, *JUDGING):
                 if self.config.format not in WITHOUT_ANSWERS and _is_number_of_judgment(found):
                     yield name, None
@@ -242,7 +242,7 @@ class ReadRow:
                 yield name, self._place(name, found, is_choice=name in choices)
 
     def _is_missed(self, name: str, found: Any, *, is_choice: bool) -> bool:
-        """Return whether the column says what an answer may need and no sample says."""
+        """Return whether the column has text that an answer may need and no sample has."""
         if self.config.format == "text" and has_role(name, "answers"):
             path, is_class = _text_path(name, found), name == "target" and not is_prose(found)
             return bool(path) and not (is_class and path == name) and not self._says(value(self.row, path))
@@ -259,7 +259,7 @@ class ReadRow:
         return said is not None and (is_short_one or is_prose(said, name)) and not self._says(said)
 
     def _says(self, said: str) -> bool:
-        """Return whether a sample has this text."""
+        """Return whether a sample contains this text."""
         words = " ".join(said.split())
         return any(said.strip() in each.text or words in " ".join(each.text.split()) for each in self.samples)
 
@@ -267,7 +267,7 @@ class ReadRow:
         """Return where a missed column can be read; None if no answer needs it."""
         fmt = self.config.format
         if fmt in WITHOUT_ANSWERS:
-            is_default = fmt == "text" and self.config.columns.text == "text"  # another one is chosen on purpose
+            is_default = fmt == "text" and self.config.columns.text == "text"  # another column is intentional
             return self._place_beside_text(name, found) if is_default else None
         if has_role(name, "reasoning"):
             return self._place_of_thought(name)
@@ -288,7 +288,7 @@ class ReadRow:
         return ColumnPlace("question") if has_role(name, "asks") else None
 
     def _place_in_prompt(self, name: str, found: Any) -> ColumnPlace:
-        """Return where the prompt of compared answers can have the column."""
+        """Return where the prompt of preference answers can include the column."""
         is_system = has_role(name, "system")
         talk = next((each for each in self.row.values() if is_talk(each)), None)
         if self._wants_prompt and (self.template.is_there or talk is not None):
@@ -300,7 +300,7 @@ class ReadRow:
         return self._in_field("prompt", first=is_system)
 
     def _place_in_system(self, found: Any) -> ColumnPlace:
-        """Return where the system message can have the column."""
+        """Return where the system message can include the column."""
         side = sides_of(self.content)[0]
         messages = side.messages if isinstance(side, Conversation) else []
         if not messages or messages[0]["role"] != "system" or optional(self.row, self.config.columns.system):
@@ -313,7 +313,7 @@ class ReadRow:
         return ColumnPlace(paths=(f".{column}[0].{text}",), way=Way.SYSTEM_MESSAGE)
 
     def _place_of_thought(self, name: str) -> ColumnPlace:
-        """Return where a thought can be read."""
+        """Return where reasoning can be read."""
         if self.template.writes_thoughts:
             is_free = "reasoning" in self._fields and name != thought_column(self.row, self.config.columns)
             return ColumnPlace("reasoning") if is_free else _NOWHERE
@@ -322,26 +322,26 @@ class ReadRow:
         return ColumnPlace(way=Way.TEMPLATE) if "reasoning" in self._fields else _NOWHERE
 
     def _in_field(self, field: str, *, first: bool = False) -> ColumnPlace:
-        """Return the place after or before the column that the field reads in this row."""
+        """Return the place before or after the column that the field reads in this row."""
         path = getattr(self.config.columns, field)
         is_read = field in self._fields and optional(self.row, path)
         return ColumnPlace(field, (path,) if is_read else (), first)
 
 
 def _is_number_of_judgment(found: Any) -> bool:
-    """Return whether it is 0 or 1, as a table of text may write it as well."""
+    """Return whether the value is 0 or 1, also as text."""
     return not isinstance(found, bool | list | dict) and not _is_true_or_false(found) and judgment(found) is not None
 
 
 def _is_of_thread(row: Row, name: str, found: Any) -> bool:
-    """Return whether a column places a text in a conversation: who speaks, and what it answers."""
+    """Return whether a column has the role or parent of a message in a table of messages."""
     if name in _PARENTS:
         return "role" in row
     return name == "role" and str(found).lower() in (*SPEAKERS, "prompter")
 
 
 def _keys_of_thread(row: Row) -> tuple[str, ...]:
-    """Return the columns with the ids of a message and of the one that it answers; empty if one is not there."""
+    """Return the columns with the IDs of a message and its parent; empty if one is missing."""
     names = [next((name for name in names if name in row), "") for names in (("message_id", "id"), _PARENTS)]
     return tuple(names) if all(names) else ()
 
@@ -354,9 +354,9 @@ def unread_problems(
     places: Mapping[str, ColumnPlace],
     unread: Mapping[str, int],
 ) -> Iterator[str]:
-    """Yield the reasons why a run stops at columns that are not read of the source with this section.
+    """Yield the errors of unread columns that stop a run, for the source with this section.
 
-    `missed` counts the rows in which a column says what no sample does, `unread` those that hold something there.
+    `missed` counts the rows whose column has text that no sample has, `unread` the rows with a value in the column.
     """
     fmt = config.format
     places = {name: each for name, each in places.items() if 2 * missed[name] > rows or each.way is Way.THREAD}
@@ -364,9 +364,9 @@ def unread_problems(
     without = command(fmt, _columns_of(fmt, config.columns), config, key, [*places, *judging])
     if places:
         counted = ", ".join(f"{name} ({missed[name]:,} of {rows:,} rows)" for name in places)
-        why = "though the answers may need it"
+        why = "but the answers may need it"
         if fmt == "text":
-            why = f"so {config.columns.text} alone would be trained"
+            why = f"so only {config.columns.text} would be trained"
         elif any(place.field == "prompt" and not (place.paths or place.first) for place in places.values()):
             why = "so the answers would be trained without their prompt"
         yield (
@@ -376,19 +376,19 @@ def unread_problems(
     for name in judging:
         right = json_file(config).jq_of_rows(f"select((.{name} | tonumber) == 1) | del(.{name})")
         yield (
-            f"column {name!r} is 0 or 1 in {missed[name]:,} of {rows:,} rows, which judges the answers as wrong"
-            " or right (preference data, as for KTO), and all of them would be learnt. Make rows of the right ones"
-            f" alone: {right}\n    If it judges nothing, type: {without}"
+            f"column {name!r} is 0 or 1 in {missed[name]:,} of {rows:,} rows, which labels the answers as bad"
+            " or good (KTO data), but all of them would be trained on. To keep only the good ones, type:"
+            f" {right}\n    If it does not label answers, type: {without}"
         )
 
 
 def _how(config: DatasetConfig, key: str, places: Mapping[str, ColumnPlace]) -> str:
-    """Return the command that reads the columns, or advice on making rows where none can."""
+    """Return the command that reads the columns, or advice if no command can."""
     thread = next((place for place in places.values() if place.way is Way.THREAD), None)
     if thread is not None:
         if not thread.paths:
-            return "make rows of messages, one for each conversation"
-        return f"make a conversation of each answer: {_jq_of_thread(config, *thread.paths)}"
+            return "convert each conversation to a row of messages"
+        return f"convert each answer to a conversation: {_jq_of_thread(config, *thread.paths)}"
     if all(place.way is Way.SYSTEM_MESSAGE for place in places.values()):
         [text] = next(iter(places.values())).paths
         joined = " + ".join(f'"\\n\\n" + .{name}' for name in places)
@@ -396,14 +396,14 @@ def _how(config: DatasetConfig, key: str, places: Mapping[str, ColumnPlace]) -> 
         return f"type: {json_file(config).jq_of_rows(f'{text} += {joined} | del({taken})')}"
     reading = _reading(config.format, config.columns, places)
     if reading is None:
-        return "write it into the texts that are read"
+        return "add it to the texts that are read"
     has_template = any(place.way is Way.TEMPLATE for place in places.values())
     template = f" model.chat_template={THOUGHT_TEMPLATE}" if has_template else ""
     return f"type: {command(*reading, config, key)}{template}"
 
 
 def _jq_of_thread(config: DatasetConfig, name: str, parent: str) -> str:
-    """Return the commands that make a conversation of each answer in a table of messages, and train the answer."""
+    """Return the commands that convert each answer in a table of messages to a conversation and train it."""
     speakers = ", ".join(f'"{speaker}"' for speaker, role in SPEAKERS.items() if role == "assistant")
     role = f'(if .role | IN({speakers}) then "assistant" elif .role == "system" then "system" else "user" end)'
     turns = f"[recurse($all[.{parent} | tostring] // empty)] | reverse | map({{role: {role}, content: .text}})"
@@ -413,7 +413,7 @@ def _jq_of_thread(config: DatasetConfig, name: str, parent: str) -> str:
 
 
 def _reading(fmt: str, columns: Columns, places: Mapping[str, ColumnPlace]) -> tuple[str, dict[str, str]] | None:
-    """Return the format and columns that read the columns of `places` besides what `fmt` reads; None if none does."""
+    """Return the format and columns that also read the columns of `places`; None if there is none."""
     ways = {place.way for place in places.values()}
     if ways & {Way.NONE, Way.SYSTEM_MESSAGE}:
         return None
@@ -435,7 +435,7 @@ def _reading(fmt: str, columns: Columns, places: Mapping[str, ColumnPlace]) -> t
 
 
 def _joined(field: str, places: Mapping[str, ColumnPlace]) -> str:
-    """Return the path of the columns that a field reads now and those placed there."""
+    """Return the joined path of the existing and added columns of a field."""
     here = {name: place for name, place in places.items() if place.field == field}
     first = [name for name, place in here.items() if place.first]
     existing = next((place.paths for place in here.values() if place.paths), ())
@@ -443,7 +443,7 @@ def _joined(field: str, places: Mapping[str, ColumnPlace]) -> str:
 
 
 def _reading_of_text(text: str, places: Mapping[str, ColumnPlace]) -> tuple[str, dict[str, str]]:
-    """Return the format and columns of a question and its answer, one of which is the plain text."""
+    """Return the format and columns of a question and answer, one of which is the plain text."""
     asks = next((name for name, place in places.items() if place.field == "question"), "")
     answers = next((path for place in places.values() for path in place.paths), "")
     if asks and answers:
@@ -452,5 +452,5 @@ def _reading_of_text(text: str, places: Mapping[str, ColumnPlace]) -> tuple[str,
 
 
 def _columns_of(fmt: str, columns: Columns) -> dict[str, str]:
-    """Return the column that each field of the format reads; null for none."""
+    """Return the column of each field of the format; null if it reads none."""
     return {field: getattr(columns, field) or "null" for field in fields_of(fmt)}

@@ -1,6 +1,6 @@
-"""Column roles: the names under which columns of training data are known, and what such columns hold.
+"""Column roles: known column names of training data, and checks of their values.
 
-Which format reads the rows, which columns stop a run and what to type instead follow from these.
+They determine the format of the rows, the columns that stop a run, and the suggested settings.
 """
 
 import math
@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from itertools import product
 from typing import Any
 
-# In each role the clearest names first, in lower case. `input` asks by itself and is context next to an instruction.
+# Most specific names first, in lower case. `input` alone is a prompt; next to an instruction it is context.
 ROLES: Mapping[str, tuple[str, ...]] = {
     "asks": ("instruction", "question", "prompt", "query", "problem", "request", "input"),
     "answers": (
@@ -49,17 +49,17 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 NUMERIC_ANSWERS = ("output", "answer", "solution", "response", "completion", "ground_truth")  # others may be counts
-LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # of an answer
-CHOICE = re.compile(r"[A-F]|(?:option|choice|ans|op)_?[a-fA-F0-9]")  # columns of one choice each
-INPUTS = ("context", "history", "system")  # roles of what an answer needs
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # labels of an answer
+CHOICE = re.compile(r"[A-F]|(?:option|choice|ans|op)_?[a-fA-F0-9]")  # columns with one choice each
+INPUTS = ("context", "history", "system")  # roles that an answer may need
 JUDGING = ("label", "reward")
-_MIN_WORDS = {"input": 1}  # of a text that says something; fewer words are a name or an id
-_MIN_TEXT_CHARS = 40  # of one word in a script without spaces
+_MIN_WORDS = {"input": 1}  # of a meaningful text; fewer words are a name or an ID
+_MIN_TEXT_CHARS = 40  # of a single word, for scripts without spaces
 
 
 @cache
 def names_of(*roles: str) -> tuple[str, ...]:
-    """Return all names of the roles, the clearest first."""
+    """Return all names of the roles, most specific first."""
     return tuple(dict.fromkeys(name for role in roles for name in ROLES[role]))
 
 
@@ -68,13 +68,13 @@ def has_role(name: str, *roles: str) -> bool:
     return not _roles_of(name).isdisjoint(roles)
 
 
-@lru_cache(maxsize=1024)  # asked of every column of every row
+@lru_cache(maxsize=1024)  # called for every column of every row
 def _roles_of(name: str) -> frozenset[str]:
     return frozenset(role for role, names in ROLES.items() if name.lower() in names)
 
 
 def named_like(words: Sequence[str], paths: Sequence[str]) -> str:
-    """Return the first column path that has one of `words` as its last part or suffix; empty if none has."""
+    """Return the first column path with one of `words` as its last part or suffix; empty if there is none."""
     for word in words:
         for path in paths:
             last = path.removesuffix(".*").rpartition(".")[2]
@@ -84,29 +84,29 @@ def named_like(words: Sequence[str], paths: Sequence[str]) -> str:
 
 
 def is_prose(found: object, name: str = "") -> bool:
-    """Return whether it is text of several words, not a name or an id."""
+    """Return whether the value is text of several words instead of a name or an ID."""
     if not isinstance(found, str):
         return False
     return len(found.split()) >= _MIN_WORDS.get(name, 2) or len(found) > _MIN_TEXT_CHARS
 
 
 def is_number(found: object) -> bool:
-    """Return whether it is a finite number."""
+    """Return whether the value is a finite number."""
     return isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
 
 
 def is_history(found: object) -> bool:
-    """Return whether it holds earlier turns, `[[question, answer], ...]`."""
+    """Return whether the value is a list of earlier turns, `[[question, answer], ...]`."""
     turns = found if isinstance(found, list) else []
     return bool(turns) and all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in turns)
 
 
 def is_talk(found: object) -> bool:
-    """Return whether it is a list of messages or turns."""
+    """Return whether the value is a list of messages or turns."""
     first = found[0] if isinstance(found, list) and found else None
     return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
 def judgment(found: Any) -> bool | None:
-    """Return whether it says that an answer is wanted, as tables of text and numbers write it as well."""
+    """Return the label of an answer, also from text and numbers; None for other values."""
     return LABELS.get(str(found).strip().lower())

@@ -1,4 +1,4 @@
-"""Row pipeline: format, template, tokenizer and overflow policy into the token cache, every row counted."""
+"""Row pipeline: format, template, tokenizer and overflow policy, into the token cache; every row is counted."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ def policy_for(on_overflow: str, fmt: str) -> str:
 
 
 def fit(sample: Tokens, max_length: int, policy: str, counts: RowCounts) -> list[Tokens]:
-    """Apply the policy to one sample, and count what is lost."""
+    """Apply the policy to one sample and count lost tokens."""
     length = len(sample.ids) + sample.more
     counts.longest = max(counts.longest, length)
     if length <= max_length:
@@ -55,7 +55,7 @@ def fit(sample: Tokens, max_length: int, policy: str, counts: RowCounts) -> list
 
 
 def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: RowCounts) -> list[Tokens]:
-    """Apply the policy to two answers that are never parted, by the longer one; give them as one row."""
+    """Apply the policy to a pair of answers, by the longer one; return them as one row."""
     lengths = [len(side.ids) + side.more for side in sides]
     cut = [
         [side] if n <= max_length else POLICIES[policy](side, max_length)
@@ -63,7 +63,7 @@ def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: RowC
     ]
     kept = [part for parts in cut for part in parts]
     chosen, rejected = kept if len(kept) == len(sides) else sides
-    if np.array_equal(chosen.ids, rejected.ids):  # some only without their ends
+    if np.array_equal(chosen.ids, rejected.ids):  # some are equal only after truncation
         counts.equal_answers += 1
         return []
     if not fit(sides[lengths.index(max(lengths))], max_length, policy, counts) or len(kept) < len(sides):
@@ -73,7 +73,7 @@ def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: RowC
 
 
 def _truncate(sample: Tokens, max_length: int) -> list[Tokens]:
-    """Keep the beginning; nothing, if all that is trained comes after the cut. An example keeps its special tokens."""
+    """Keep the start; drop the sample if no trained token remains. An example keeps its special tokens."""
     if sample.text_ids is not None:
         return _truncate_example(sample, sample.text_ids, max_length)
     weights = None if sample.weights is None else sample.weights[:max_length]
@@ -82,7 +82,7 @@ def _truncate(sample: Tokens, max_length: int) -> list[Tokens]:
 
 
 def _split(sample: Tokens, max_length: int) -> list[Tokens]:
-    """Cut into pieces that overlap by one token, which only the first of the two trains: each is trained once."""
+    """Split into pieces that overlap by one token, trained only in the first piece: each token is trained once."""
     assert sample.weights is None, "only text is split, and its tokens all count alike"
     parts = []
     for at in range(0, len(sample.ids) - 1, max_length - 1):
@@ -93,25 +93,25 @@ def _split(sample: Tokens, max_length: int) -> list[Tokens]:
 
 
 def _truncate_example(sample: Tokens, text_ids: np.ndarray, max_length: int) -> list[Tokens]:
-    """Cut the ends of its texts, that of the longer one first, as tokenizers do it; of words with tags, those too."""
+    """Truncate the texts, the longer one first, as tokenizers do; truncate word tags too."""
     lengths = [int((text_ids == side).sum()) for side in (0, 1)]
     available = max_length - int((text_ids < 0).sum())
     if available < 1:
         return []
-    stays = text_ids < 0
+    remains = text_ids < 0
     for side, number in enumerate(_kept_lengths(lengths, available)):
-        stays[np.flatnonzero(text_ids == side)[:number]] = True
-    second, mask = sample.second_start, sample.loss_mask[stays]
+        remains[np.flatnonzero(text_ids == side)[:number]] = True
+    second, mask = sample.second_start, sample.loss_mask[remains]
     if sample.loss_mask.any() and not mask.any():
         return []
     first_tags = json.dumps(parts_of(str(sample.label))[: int(mask.sum())], ensure_ascii=False)
     kept = replace(
         sample,
-        ids=sample.ids[stays],
+        ids=sample.ids[remains],
         loss_mask=mask,
         label=first_tags if mask.any() else sample.label,
-        text_ids=text_ids[stays],
-        second_start=int(stays[:second].sum()) if second >= 0 else second,
+        text_ids=text_ids[remains],
+        second_start=int(remains[:second].sum()) if second >= 0 else second,
     )
     return [kept]
 
@@ -158,7 +158,7 @@ def write_rows(
             log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
     counts.reading_notes = list(source.notes) if isinstance(source, FileRows) else []
     if isinstance(source, RandomRows) and source.on_overflow == "truncate" and counts.truncated == counts.over_long:
-        # its rows are made to be cut
+        # its rows are meant to be truncated
         counts.over_long, counts.truncated, counts.tokens_lost = 0, 0, 0
         counts.first_over_long, counts.over_long_up_to = "", {}
         counts.longest = min(counts.longest, config.max_length)
@@ -179,7 +179,7 @@ def _batches(rows: Iterator[Located]) -> Iterator[list[Located]]:
 
 
 def _num_chars(row: Row | Broken) -> int:
-    """Characters of all texts in a row."""
+    """Return the number of characters in all texts of a row."""
     chars, parts = 0, list[Any]([row])
     while parts:
         part = parts.pop()
@@ -191,7 +191,7 @@ def _num_chars(row: Row | Broken) -> int:
 
 
 class _Pipeline:
-    """One dataset's settings and one tokenizer; every row that enters is counted once."""
+    """Pipeline with the settings of one dataset and one tokenizer; every row is counted once."""
 
     def __init__(self, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter, counts: RowCounts) -> None:
         self._config = config
@@ -204,7 +204,7 @@ class _Pipeline:
         self._read_columns = {part for name in named if name is not None for part in (name, *name.split(JOIN))}
 
     def write(self, rows: Sequence[Located]) -> None:
-        """Render, tokenize and write a batch; DataError with the bad rows so far, if they are an error."""
+        """Render, tokenize and write a batch; DataError with the bad rows so far if they are an error."""
         rendered = [self._render(row) for _, row in rows]
         texts = [text for each in rendered if isinstance(each, RenderedRow) for text in each.samples]
         tokens = iter(self._encoder.encode(texts))
@@ -223,7 +223,7 @@ class _Pipeline:
             raise DataError(bad_row_problems(self._counts))
 
     def _render(self, row: Row | Broken) -> RenderedRow | str:
-        """The texts of a row, or why it has none."""
+        """Return the rendered row, or the reason why it is bad."""
         if isinstance(row, Broken):
             return row.reason
         fmt, columns = self._config.format, self._config.columns
@@ -236,13 +236,13 @@ class _Pipeline:
         except RowProblem as problem:
             return str(problem)
         except RecursionError:
-            return "lists or objects in it are nested too deeply"
+            return "lists or objects are nested too deeply"
         self._counts.end_tokens += ended
         self._count_unread(row, content, rendered)
         return replace(rendered, empty=tuple(empty_parts(row, content, fmt, columns)))
 
     def _count_unread(self, row: Row, content: Content, rendered: RenderedRow) -> None:
-        """Count columns that are not read, and keys of messages that the template does not read."""
+        """Count unread columns, and message keys that the template does not read."""
         columns = self._config.columns
         chats = [each for each in sides_of(content) if isinstance(each, Conversation)]
         read = {*self._read_columns, tools_column(row, columns) or ""} if chats else self._read_columns
@@ -258,7 +258,7 @@ class _Pipeline:
                 count_name(self._counts.foreign_markers, marker.group().strip())
         reads = self._renderer.names
         for at, chat in enumerate(chats):
-            first = chat.completion_start if at else 0  # two answers follow the same prompt
+            first = chat.completion_start if at else 0  # a pair of answers has the same prompt
             for key in (key for index in range(first, len(chat.messages)) for key in reads.unread_keys(chat, index)):
                 if key != "reasoning_content" or not thought:
                     count_name(self._counts.unread_keys, key)
@@ -266,7 +266,7 @@ class _Pipeline:
             count_name(self._counts.unread_columns, f"{columns.chat_template_kwargs}.{name}")
 
     def _count_missed(self, row: Row, content: Content, rendered: RenderedRow, names: Sequence[str]) -> None:
-        """Count the columns of these names that say what no sample does, and the places where they can be read."""
+        """Count the named columns with text that no sample has, and the places where they can be read."""
         read = ReadRow(self._config, row, content, rendered.samples, self._renderer.names)
         for name, place in read.missed(names):
             said = value(row, name)
@@ -297,21 +297,22 @@ class _Pipeline:
         counts.rows_kept += bool(kept)
         counts.rows_lost += not kept
         for part in kept:
-            # Samples of one conversation repeat each other, so all go to training or all to evaluation; the pieces
-            # of a text do not.
-            # Answers that are compared go by their prompt, if they have one.
+            # Samples of one conversation overlap, so they must be in the same split; pieces of a text do not overlap.
+            # Preference answers are split by their prompt, if they have one.
             deciding = (part if self._policy == "split" else kept[-1]).ids
             if shape.learnt_by and row.samples[0].spans[0][0]:
                 deciding = deciding[: int(np.argmax(part.loss_mask))]
             self._writer.add(location, part, digest(deciding))
             counts.samples += 1
             counts.tokens += len(part.ids)
-            counts.trained_tokens += max(int(part.loss_mask.sum()), part.label is not None)  # one label needs no mask
+            counts.trained_tokens += max(
+                int(part.loss_mask.sum()), part.label is not None
+            )  # a single label has no mask
 
     def _count_unstable(self, row: RenderedRow, samples: Sequence[Tokens]) -> None:
-        """Count a conversation that the template rewrites, and its tokens expanded and joined.
+        """Count a conversation with rewritten turns, and its tokens with expand and join.
 
-        What was not made is estimated by its characters: it is the same text, more or less often.
+        The policy that is not used is estimated from its characters, because it repeats the same text.
         """
         counts, policy = self._counts, self._config.on_unstable_template
         counts.unstable += 1
@@ -330,31 +331,31 @@ class _Pipeline:
 
 
 def _check_characters(text: str) -> None:
-    """RowProblem for what JSON and tables can write, and no text has."""
+    """Raise RowProblem for characters that JSON and tables can have but text cannot."""
     if "\0" in text:
-        raise RowProblem("holds a NUL character, as damaged files do")
+        raise RowProblem("contains a NUL character (damaged file)")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RowProblem(f"holds half a character: {error.object[error.start]!r}") from error
+        raise RowProblem(f"contains a lone surrogate (half a character): {error.object[error.start]!r}") from error
 
 
 def _nothing_trained(texts: list[RenderedText], samples: list[Tokens]) -> str:
-    """Reason why a row teaches nothing; empty if each of its samples does."""
+    """Return the reason why a row has nothing to train; empty if all of its samples have trained tokens."""
     for text, tokens in zip(texts, samples, strict=True):
         if text.is_example:
             if not len(tokens.ids):
-                return "the tokenizer makes no token of it"
+                return "the tokenizer makes no tokens from it"
             without = len(text.words) - int(tokens.loss_mask.sum())
             if without:
-                return f"the tokenizer makes no token of their own of {without} of its {len(text.words)} words"
+                return f"the tokenizer has no separate token for {without} of its {len(text.words)} words"
             continue
         trained = int(tokens.loss_mask.sum())
         if not trained and not tokens.more:
-            return "no token of it is trained"
+            return "it has no trained tokens"
         if text.raw and tokens.glued and trained == 1:
             return (
-                "the completion is one token with the end of the prompt, so it cannot be trained; move white"
-                " space from the end of the prompt to the beginning of the completion"
+                "the completion shares its only token with the end of the prompt, so it cannot be trained; move"
+                " whitespace from the end of the prompt to the start of the completion"
             )
     return ""

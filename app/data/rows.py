@@ -1,4 +1,4 @@
-"""Rows of a dataset: their types, and the data files that they come from."""
+"""Rows of a dataset: their types and data files."""
 
 import gzip
 import io
@@ -13,27 +13,27 @@ from app.errors import EnvironmentProblem
 
 Row = dict[str, Any]
 Message = dict[str, Any]
-Span = tuple[int, int]  # first character, and the one after the last
+Span = tuple[int, int]  # start and end character
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Stands where a row should be: this place of the file could not be read as one."""
+    """Placeholder for a row that could not be read."""
 
     reason: str
 
 
-Located = tuple[str, Row | Broken]  # the source location ("train.jsonl:17") and what is there
+Located = tuple[str, Row | Broken]  # source location ("train.jsonl:17") and row
 
 
 def escaped(text: str) -> str:
-    """Escape control characters and lone surrogates: text of a row goes into messages and onto terminals."""
+    """Escape control characters and lone surrogates, because messages and terminals show text of rows."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def kind_of(value: object) -> str:
-    """Name a value's type in words that hold for JSON, CSV and Parquet alike."""
-    if value != value:  # noqa: PLR0124  what tables have in an empty cell of a column of numbers
+    """Return the type name of a value, the same for JSON, CSV and Parquet."""
+    if value != value:  # noqa: PLR0124  an empty cell of a numeric column
         return "NaN"
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
@@ -50,8 +50,8 @@ _KINDS: dict[type, str] = {
 }
 
 
-class RowProblem(Exception):  # noqa: N818 (caught where the location is known; never reaches the user as it is)
-    """One row that cannot be trained on; the message says why, the catcher says where."""
+class RowProblem(Exception):  # noqa: N818 (caught where the location is known; not shown to the user directly)
+    """Row that cannot be trained on; the message has the reason, the caller adds the location."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(escaped(reason))
@@ -62,16 +62,16 @@ class Conversation:
     """Checked messages for the chat template."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None  # in the form that templates expect
-    trained: Mapping[int, bool] = field(default_factory=dict)  # messages that say whether they are trained
-    weights: Mapping[int, float] = field(default_factory=dict)  # messages whose loss weight is not 1
-    completion_start: int = 0  # the first message of the completion, where the row has one
-    options: Mapping[str, Any] = field(default_factory=dict)  # what the row wants of the chat template
+    tools: list[dict[str, Any]] | None = None  # as templates expect them
+    trained: Mapping[int, bool] = field(default_factory=dict)  # train flags by message
+    weights: Mapping[int, float] = field(default_factory=dict)  # loss weights other than 1 by message
+    completion_start: int = 0  # first message of the completion, if the row has one
+    options: Mapping[str, Any] = field(default_factory=dict)  # chat template options of the row
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Text that is tokenized without a template; characters from `completion_start` on are trained."""
+    """Text without a chat template; characters from `completion_start` are trained."""
 
     text: str
     completion_start: int = 0
@@ -79,19 +79,17 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One or two texts with a class label, or a text with a tag for each of its words; the tokenizer adds its own
-    special tokens.
-    """
+    """One or two texts with a class label, or a text with word tags; the tokenizer adds its special tokens."""
 
     text: str
-    label: str  # of words: a list of their tags, as JSON
+    label: str  # for words: a JSON list of their tags
     second: str | None = None
     words: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPair:
-    """A wanted and an unwanted answer to the same prompt."""
+    """Chosen and rejected answer to the same prompt."""
 
     chosen: Conversation | Document
     rejected: Conversation | Document
@@ -99,7 +97,7 @@ class AnswerPair:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An answer to a prompt, and whether it is wanted."""
+    """Answer to a prompt with its label (`wanted`: good)."""
 
     answer: Conversation | Document
     wanted: bool
@@ -109,7 +107,7 @@ Content = Conversation | Document | Example | AnswerPair | Judged
 
 
 def sides_of(content: Content) -> tuple[Conversation | Document | Example, ...]:
-    """Both answers of a comparison, the wanted one first; else the content, or the answer, alone."""
+    """Return both answers of a pair, chosen first; otherwise the single content or answer."""
     if isinstance(content, AnswerPair):
         return content.chosen, content.rejected
     return (content.answer if isinstance(content, Judged) else content,)
@@ -121,15 +119,15 @@ class RenderedText:
 
     text: str
     spans: tuple[Span, ...]
-    raw: bool  # still needs the tokens that open and close a document
-    weights: tuple[float, ...] = ()  # of each span; empty: each counts 1
-    label: str | None = None  # of an example, which has no loss mask, or of an answer, true or false
+    raw: bool  # without the start and end tokens of a document
+    weights: tuple[float, ...] = ()  # of each span; empty: all 1
+    label: str | None = None  # of an example, which has no loss mask, or true/false of an answer
     second: str | None = None
-    words: tuple[Span, ...] = ()  # of an example with a tag for each of them, at its first token
+    words: tuple[Span, ...] = ()  # of an example with word tags, at the first token of each word
 
     @property
     def is_example(self) -> bool:
-        """Whether its label is learnt, in place of tokens."""
+        """Whether the label is trained instead of tokens."""
         return self.label is not None and not self.spans
 
 
@@ -144,9 +142,9 @@ _TAGGED_WORDS = (
 
 
 def awk_of_tagged_words(condition: str, word: str, tag: str, options: str = "") -> str:
-    """Return the awk program that makes rows for task=tokens of lines with a word and its tag.
+    """Return the awk program that converts lines with a word and its tag to rows for task=tokens.
 
-    The fields `word` and `tag` are read of lines that meet the condition. A blank line ends a sentence.
+    It reads the fields `word` and `tag` of lines that match the condition. A blank line ends a sentence.
     """
     return _TAGGED_WORDS.replace("awk", f"awk{options}") % (condition, word, tag)
 
@@ -155,8 +153,8 @@ TAGGED_FILES = {
     ".conll": awk_of_tagged_words('$1 != "-DOCSTART-" && !/^# id /', "$1", "$NF"),
     ".conllu": awk_of_tagged_words("$1 ~ /^[0-9]+$/", "$2", "$4", " -F'\\t'"),  # FORM and UPOS
 }
-TABLE_FILES = (".parquet", ".arrow", ".feather")  # compressed inside, so that no .gz of them is read
-PACKED_FILES = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # with the command that unpacks them
+TABLE_FILES = (".parquet", ".arrow", ".feather")  # compressed internally, so .gz is not supported
+PACKED_FILES = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # with the decompression command
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +163,17 @@ class DataFile:
 
     path: Path
     name: str  # in locations
-    notes: list[str] = field(default_factory=list, compare=False)  # on how it was read
+    notes: list[str] = field(default_factory=list, compare=False)  # on how the file was read
 
     @property
     def packing(self) -> str:
-        """The suffix of a packed file; empty for others."""
+        """Suffix of a compressed file; empty for others."""
         suffix = self.path.suffix.lower()
         return suffix if suffix in PACKED_FILES else ""
 
     @contextmanager
     def opened(self) -> Iterator[io.BufferedReader]:
-        """Open for reading bytes, unpacked."""
+        """Open the decompressed bytes for reading."""
         with open_file(self.path) as packed:
             if self.packing == ".gz":
                 yield io.BufferedReader(gzip.GzipFile(fileobj=packed))
@@ -187,7 +185,7 @@ class DataFile:
                 yield packed
 
     def converted(self, program: str, suffix: str = "") -> str:
-        """Return the shell command that writes what `program`, a filter such as jq, makes of the file."""
+        """Return the shell command that converts the file with `program`, a filter such as jq."""
         source = self._unpacked() if self.packing else ""
         words = f"{source} | {program}" if source else f"{program} {shlex.quote(str(self.path))}"
         return escaped(f"{words} > {shlex.quote(self.target(suffix))}")
@@ -197,18 +195,18 @@ class DataFile:
         return self.converted(f"jq -c {shlex.quote(selection)}", ".jsonl")
 
     def jq_of_rows(self, program: str, *, of_all: bool = False) -> str:
-        """Return the shell command that makes other rows, by a jq program for one row or for the array of all."""
+        """Return the shell command that converts rows with a jq program for one row or for the array of all rows."""
         is_array = extension(self.path) == ".json"
         if of_all and not is_array:
             return self.converted(f"jq -cs {shlex.quote(program)}", ".jsonl")
         return self.jq(program if of_all or not is_array else f".[] | {program}")
 
     def with_first_line(self, line: str) -> str:
-        """Return the shell command that writes the file with a line in front, in which tabs are written as \\t."""
+        """Return the shell command that writes the file with a first line, in which tabs are written as \\t."""
         return escaped(f"(printf '{line}\\n'; {self._unpacked()}) > {shlex.quote(self.target(''))}")
 
     def as_utf8(self) -> str:
-        """Advice for bytes that are not UTF-8."""
+        """Return advice for files that are not UTF-8."""
         command = self.converted("iconv -f WINDOWS-1252 -t UTF-8")
         return f"if the file is Latin-1 or Windows-1252, type: {command}"
 
@@ -216,21 +214,21 @@ class DataFile:
         return f"{PACKED_FILES.get(self.packing, 'cat')} {shlex.quote(str(self.path))}"
 
     def target(self, suffix: str = ".jsonl") -> str:
-        """Return the name of the file that a command writes; with the suffix of this one where `suffix` is empty."""
+        """Return the output file name of a command; an empty `suffix` keeps the suffix of the file."""
         plain = self.path.with_suffix("") if self.packing else self.path
         return f"{plain.stem}-fixed{suffix or plain.suffix}"
 
 
 def extension(path: Path) -> str:
-    """The suffix that decides the reader, in lower case; for a packed file of text, the one before `.gz` or `.zst`."""
+    """Return the lower-case suffix that selects the reader; of a compressed text file, without `.gz` or `.zst`."""
     suffix = path.suffix.lower()
     inner = path.with_suffix("").suffix.lower()
     return inner if suffix in PACKED_FILES and inner not in TABLE_FILES else suffix
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open for reading bytes; a file that may not be read is the user's error."""
+    """Open the file in binary mode; missing permissions are an EnvironmentProblem."""
     try:
         return path.open("rb")
     except PermissionError as error:
-        raise EnvironmentProblem(f"{path} may not be read: {error.strerror}; make it readable") from error
+        raise EnvironmentProblem(f"cannot read {path}: {error.strerror}; make it readable") from error

@@ -1,4 +1,4 @@
-"""Sources of rows: files, folders and their splits, text, saved datasets, hub ids, random rows."""
+"""Sources of rows: files, folders and their splits, text, saved datasets, hub IDs, random rows."""
 
 import difflib
 import glob
@@ -20,38 +20,40 @@ from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, named_tags, read_
 from app.data.rows import PACKED_FILES, TAGGED_FILES, DataFile, Located, escaped, extension, open_file
 from app.errors import DataError, EnvironmentProblem, first_line
 
-_WORDS = 1000  # of the vocabulary, without the labels
-_LETTERS = 5  # of a word, which is at least one token in any tokenizer
+_WORDS = 1000  # in the vocabulary, without labels
+_LETTERS = 5  # per word, at least one token in any tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """Texts of random words of which the first is the label, so that a model can learn it."""
+    """Texts of random words whose first word is the label, so that a model can learn it."""
 
     name: str
     key: str
     config: RandomRowsConfig
-    labeled: bool  # whether a row has its label beside the text
+    labeled: bool  # whether rows have a label column
     split: str = ""
     left_out: tuple[str, ...] = ()
     other_splits: tuple[str, ...] = ()
 
     @property
     def on_overflow(self) -> str:
-        """What `auto` does: rows of equal length have a word for each token and are made to be cut."""
+        """Policy of `auto`: rows of equal length have one word per token and are meant to be truncated."""
         return "truncate" if self.config.shortest is None else "error"
 
     def rows(self) -> Iterator[Located]:
-        """Yield the rows; those of `dataset.eval_path` have the same words and are drawn anew."""
-        import numpy as np  # late: a sweep looks at its sources before anything heavy is loaded
+        """Yield the rows; those of `dataset.eval_path` use the same vocabulary and another seed."""
+        import numpy as np  # local import: a sweep checks its sources before heavy imports
 
-        made = self.config
-        letters = np.random.default_rng(made.seed).integers(97, 123, (_WORDS + made.classes, _LETTERS), dtype=np.uint8)
-        labels, words = np.split(np.array([bytes(word).decode() for word in letters]), [made.classes])
-        draw = np.random.default_rng([made.seed, 1 + self.key.endswith("eval_path")])
-        for index in range(made.rows):
-            label = str(labels[index % made.classes])
-            count = made.length if made.shortest is None else int(draw.integers(made.shortest, made.length + 1))
+        config = self.config
+        letters = np.random.default_rng(config.seed).integers(
+            97, 123, (_WORDS + config.classes, _LETTERS), dtype=np.uint8
+        )
+        labels, words = np.split(np.array([bytes(word).decode() for word in letters]), [config.classes])
+        draw = np.random.default_rng([config.seed, 1 + self.key.endswith("eval_path")])
+        for index in range(config.rows):
+            label = str(labels[index % config.classes])
+            count = config.length if config.shortest is None else int(draw.integers(config.shortest, config.length + 1))
             text = " ".join([label, *words[draw.integers(_WORDS, size=count - 1)]])
             yield f"random row {index}", {"text": text} | ({"label": label} if self.labeled else {})
 
@@ -63,9 +65,9 @@ class RandomRows:
 
 
 def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """The files of each split; empty where nothing says that there are several.
+    """Return the files of each split; empty if there is only one.
 
-    Files that no split claims are `train` where none is called so.
+    Files without a split are `train` if there is no split of that name.
     """
     import yaml
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns, sanitize_patterns
@@ -74,15 +76,19 @@ def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequ
     try:
         section = _read_me_section(named, place, hub_config)
         base = glob.escape(str(root / section.get("data_dir", "")))
-        given = section.get("data_files")
-        patterns = sanitize_patterns(given) if given else get_data_patterns(base)
+        data_files = section.get("data_files")
+        patterns = sanitize_patterns(data_files) if data_files else get_data_patterns(base)
         found = DataFilesDict.from_patterns(patterns, base_path=base)
     except EmptyDatasetError:
         return {}
     except (FileNotFoundError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{named}: README.md or file names do not tell its splits: {first_line(error)}") from error
-    known = {str(root / file.relative_to(place)): file for file in files}
-    splits = {str(name): [known[each] for each in sorted(set(paths)) if each in known] for name, paths in found.items()}
+        raise DataError(
+            f"{named}: cannot get the splits from README.md or the file names: {first_line(error)}"
+        ) from error
+    by_path = {str(root / file.relative_to(place)): file for file in files}
+    splits = {
+        str(name): [by_path[each] for each in sorted(set(paths)) if each in by_path] for name, paths in found.items()
+    }
     splits = {name: paths for name, paths in splits.items() if paths}
     unclaimed = [file for file in files if not any(file in each for each in splits.values())]
     if splits and "train" not in splits and unclaimed and not section:
@@ -91,7 +97,7 @@ def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequ
 
 
 def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping[str, Any]:
-    """Section of `configs` in the folder's README.md for the wanted configuration; empty without any."""
+    """Return the `configs` section in README.md for the chosen configuration; empty if there is none."""
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import metadata_load
 
@@ -99,9 +105,9 @@ def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping
     configs = MetadataConfigs.from_dataset_card_data(card or {})
     name = hub_config or configs.get_default_config_name()
     if configs and name not in configs:
-        given = f"dataset.hub_config={hub_config} is not one of them" if hub_config else "none of them is the default"
+        problem = f"dataset.hub_config={hub_config} is not one of them" if hub_config else "none is the default"
         raise DataError(
-            f"{named}: its configurations are {', '.join(configs)}, and {given}. Choose one, such as"
+            f"{named}: available configurations: {', '.join(configs)}, but {problem}. Choose one, e.g."
             f" dataset.hub_config={next(iter(configs))}"
         )
     return configs[name] if configs and name is not None else {}
@@ -111,22 +117,22 @@ def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_SAVED_FILES = ("state.json", "dataset_info.json")  # as `save_to_disk` writes one split
+_SAVED_FILES = ("state.json", "dataset_info.json")  # of one split written by `save_to_disk`
 _HASHED_BYTES = 1 << 20  # at each end of a file
-_HUB_TIMEOUT_SECONDS = 10.0  # of the one request that decides whether the hub answers; `datasets` tries for minutes
+_HUB_TIMEOUT_SECONDS = 10.0  # of the request that tests the connection to the hub; `datasets` retries for minutes
 
 
 @dataclass(frozen=True, slots=True)
 class FileRows:
-    """Rows of files, in the order of their names."""
+    """Rows of files, in name order."""
 
-    name: str  # as the user gave it
+    name: str  # as typed by the user
     key: str  # `dataset.path` or `dataset.eval_path`
-    files: tuple[tuple[Path, str], ...]  # with the name that locations show
-    left_out: tuple[str, ...] = ()  # files of the folder that are not read
-    split: str = ""  # of a folder that has splits
+    files: tuple[tuple[Path, str], ...]  # with the name in locations
+    left_out: tuple[str, ...] = ()  # files in the folder that are not read
+    split: str = ""  # of a folder with splits
     other_splits: tuple[str, ...] = ()
-    notes: list[str] = field(default_factory=list, compare=False)  # on files already read
+    notes: list[str] = field(default_factory=list, compare=False)  # on files read so far
 
     def rows(self) -> Iterator[Located]:
         for path, name in self.files:
@@ -141,7 +147,7 @@ class FileRows:
             yield from read_file(file)
         except DataError as error:
             way = "Fix the file:" if len(self.files) == 1 else "Fix the file, or leave it out of"
-            # on a line of its own, since a problem may end in a command
+            # on a separate line, because a problem may end with a command
             raise DataError([f"{each}\n    {way} {self.key}={self.name}" for each in error.problems]) from error
 
     def fingerprint(self) -> str:
@@ -150,7 +156,7 @@ class FileRows:
 
 @dataclass(frozen=True)
 class HubRows:
-    """One split of a hub dataset, downloaded when first read; when offline, from the local cache."""
+    """One split of a hub dataset, downloaded on first read; offline, from the local cache."""
 
     name: str
     key: str
@@ -158,12 +164,12 @@ class HubRows:
     hub_config: str | None
     revision: str | None
     left_out: tuple[str, ...] = ()
-    other_splits: tuple[str, ...] = ()  # unknown before it is downloaded
+    other_splits: tuple[str, ...] = ()  # unknown before the download
 
     def rows(self) -> Iterator[Located]:
         for index, row in enumerate(
             named_tags(self._loaded.features, self._loaded)
-        ):  # counted from 0, as the hub's viewer does
+        ):  # counted from 0, as in the viewer of the hub
             yield f"{self.name}[{self.split}] row {index}", row
 
     def fingerprint(self) -> str:
@@ -182,17 +188,17 @@ class HubRows:
         except (hub.HTTPError, OSError) as error:
             cause = f"{reason}, and it is not in the local cache" if reason else first_line(error)
             raise self._problem(cause) from error
-        except (ValueError, datasets.exceptions.DatasetsError) as error:  # lists the splits or configurations
-            given = f"{self.key}={self.name} dataset.split={self.split} dataset.hub_config={self.hub_config}"
-            raise DataError(f"{given}: {first_line(error)}") from error
+        except (ValueError, datasets.exceptions.DatasetsError) as error:  # the message lists splits or configurations
+            settings = f"{self.key}={self.name} dataset.split={self.split} dataset.hub_config={self.hub_config}"
+            raise DataError(f"{settings}: {first_line(error)}") from error
         finally:
             datasets.config.HF_HUB_OFFLINE = was_offline
         if reason and self.revision and not any(self.revision in f["filename"] for f in loaded.cache_files):
-            raise self._problem(f"{reason}, and the local cache has only another revision than {self.revision}")
+            raise self._problem(f"{reason}, and the local cache does not have revision {self.revision}")
         return loaded
 
     def _why_unreachable(self) -> str:
-        """Empty if the hub answers; an absent or gated dataset raises at once."""
+        """Return why the hub cannot be reached, or an empty text; a missing or gated dataset raises immediately."""
         from huggingface_hub import HfApi
         from huggingface_hub import errors as hub
 
@@ -202,19 +208,19 @@ class HubRows:
             page = f"https://huggingface.co/datasets/{self.name}"
             raise self._problem(f"gated: accept its terms at {page}") from error
         except hub.RevisionNotFoundError as error:
-            raise self._problem(f"the hub has it, but not dataset.revision={self.revision}") from error
+            raise self._problem(f"dataset.revision={self.revision} is not on the hub") from error
         except hub.RepositoryNotFoundError as error:
             raise self._problem("not on the hub, or private") from error
         except hub.OfflineModeIsEnabled:
             return "offline (HF_HUB_OFFLINE is set)"
-        except (hub.HTTPError, OSError) as error:  # errors of the transport are no OSError in every version
+        except (hub.HTTPError, OSError) as error:  # transport errors are not an OSError in every version
             return f"the hub cannot be reached ({first_line(error)})"
         return ""
 
     def _problem(self, cause: str) -> EnvironmentProblem:
         return EnvironmentProblem(
-            f"{self.key}={self.name}: {cause}. For a gated or private dataset set HF_TOKEN to a token that may"
-            f" read it (https://huggingface.co/settings/tokens); or download it and give {self.key}=FILE"
+            f"{self.key}={self.name}: {cause}. For a gated or private dataset, set HF_TOKEN to a token with"
+            f" read access (https://huggingface.co/settings/tokens); or download it and set {self.key}=FILE"
         )
 
 
@@ -245,7 +251,7 @@ class SavedRows:
         if isinstance(loaded, datasets.DatasetDict):
             if self.split not in loaded:
                 known = ", ".join(sorted(loaded))
-                raise DataError(f"{self.key}={self.name}: no dataset.split={self.split}; it has: {known}")
+                raise DataError(f"{self.key}={self.name}: no dataset.split={self.split}; splits: {known}")
             loaded, shown = loaded[self.split], f"{self.name}[{self.split}]"
         for index, row in enumerate(named_tags(loaded.features, loaded)):
             yield f"{shown} row {index}", row
@@ -256,12 +262,12 @@ class SavedRows:
         return _sha256(self.name, self.split, content)
 
 
-# Rows in a fixed order, each with its location, and a fingerprint that changes whenever they could.
+# Rows in a fixed order with their locations, and a fingerprint that changes if they may have changed.
 Source = FileRows | HubRows | SavedRows | RandomRows
 
 
 def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
-    """Find problems of the paths without reading rows; of an evaluation, only those of the path that it reads."""
+    """Return problems of the paths without reading rows; for an evaluation, only of the paths that it reads."""
     sections = sources_of(config) if training or config.eval_path is None else {}
     of_training = [partial(train_source, each, name) for name, each in sections.items() if each.path is not None]
     openings: list[Callable[[], Source | None]] = [*of_training, partial(eval_source, config)]
@@ -275,13 +281,13 @@ def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
 
 
 def train_source(config: DatasetConfig, name: str = "") -> Source:
-    """The rows of `dataset.path`; in a mix, those of the source called `name`."""
+    """Return the rows of `dataset.path`; in a mix, of the source `name`."""
     assert config.path is not None, "a mix is opened source by source"
     return open_source(config.path, f"{key_of(name)}.path", config, config.split)
 
 
 def eval_source(config: DatasetConfig) -> Source | None:
-    """The rows that the config names for evaluation, if it names any."""
+    """Return the eval rows in the config, or None."""
     if config.eval_path is not None:
         return open_source(config.eval_path, "dataset.eval_path", config, None)
     if config.eval_split is None or config.path is None:
@@ -289,14 +295,14 @@ def eval_source(config: DatasetConfig) -> Source | None:
     found = open_source(config.path, "dataset.path", config, config.eval_split)
     if isinstance(found, FileRows | RandomRows) and not found.split:
         raise DataError(
-            f"dataset.eval_split={config.eval_split}: dataset.path={config.path} has no splits; name the held-out rows"
-            " with dataset.eval_path=FILE, or let dataset.eval_fraction choose them"
+            f"dataset.eval_split={config.eval_split}: dataset.path={config.path} has no splits; set"
+            " dataset.eval_path=FILE or dataset.eval_fraction instead"
         )
     return found
 
 
 def unread_splits(config: DatasetConfig) -> Iterator[str]:
-    """A note for each source with splits that are neither trained nor evaluated on."""
+    """Yield a note for each source with splits that are neither trained nor evaluated."""
     for name, section in sources_of(config).items():
         source = train_source(section, name)
         others = [split for split in source.other_splits if split != config.eval_split]
@@ -307,7 +313,7 @@ def unread_splits(config: DatasetConfig) -> Iterator[str]:
 
 
 def files_hash(files: Iterable[tuple[Path, str]]) -> str:
-    """Hash each file's shown name, size, time of the last write, and first and last megabyte."""
+    """Hash the shown name, size, modification time, and first and last megabyte of each file."""
     digest = hashlib.sha256()
     for path, name in files:
         with open_file(path) as stream:
@@ -320,12 +326,12 @@ def files_hash(files: Iterable[tuple[Path, str]]) -> str:
 
 
 def open_source(path: str, key: str, config: DatasetConfig, split: str | None) -> Source:
-    """Open one split; of a folder of files, all of them if `split` is None."""
+    """Open one split; for a folder of files, all files if `split` is None."""
     if path == RANDOM:
         return RandomRows(path, key, config.random, labeled=config.format in ("auto", *LABELED_FORMATS))
     place = Path(locate(path)).expanduser()
     if _is_hub_id(path):
-        is_other = key == "dataset.eval_path" and path != config.path  # the revision of the first does not hold for it
+        is_other = key == "dataset.eval_path" and path != config.path  # the revision is only for dataset.path
         return HubRows(path, key, split or config.split, config.hub_config, None if is_other else config.revision)
     if (place / "dataset_dict.json").is_file() or all((place / name).is_file() for name in _SAVED_FILES):
         return SavedRows(path, key, place, split or config.split)
@@ -335,7 +341,7 @@ def open_source(path: str, key: str, config: DatasetConfig, split: str | None) -
         return FileRows(path, key, ((_readable(place, key), escaped(place.name)),))
     if place.exists():
         raise DataError(
-            f"{key}={path}: is a device or a pipe, and rows are read more than once; write them to a file: cat {path}"
+            f"{key}={path}: is a device or a pipe, which cannot be read twice; write the rows to a file: cat {path}"
             " > rows.jsonl"
         )
     if glob.has_magic(path):
@@ -344,7 +350,7 @@ def open_source(path: str, key: str, config: DatasetConfig, split: str | None) -
 
 
 def _is_hub_id(path: str) -> bool:
-    """Whether it is `org/name`, unless a file or folder of this machine is more likely meant."""
+    """Return whether the path is `org/name`, unless it is more likely a local file or folder."""
     place = Path(path)
     if _HUB_ID.fullmatch(path) is None or place.exists() or extension(place) in READERS:
         return False
@@ -353,23 +359,23 @@ def _is_hub_id(path: str) -> bool:
 
 def _readable(path: Path, key: str) -> Path:
     if extension(path) not in READERS:
-        known = f"known: {' '.join(READERS)} (those of text also with .gz or .zst)"
+        hint = f"supported: {' '.join(READERS)} (text formats also with .gz or .zst)"
         if program := TAGGED_FILES.get(extension(path)):
             command = DataFile(path, path.name).converted(program, ".jsonl")
-            known = f"to make rows of its words and tags for task=tokens, type: {command}"
-        raise DataError(f"{key}={path}: unknown kind of file; {known}")
+            hint = f"to convert its words and tags to rows for task=tokens, type: {command}"
+        raise DataError(f"{key}={path}: unsupported file type; {hint}")
     return path
 
 
 def _matches(path: str, place: Path, key: str) -> FileRows:
-    """Files that a pattern matches; each was asked for, so each must be readable."""
+    """Return the files that match a pattern; all must have a supported type."""
     root = place
     while glob.has_magic(str(root)):
         root = root.parent
     found = sorted(match for match in root.glob(str(place.relative_to(root))) if match.is_file())
     files = [file for file in found if not _is_hidden(file.relative_to(root))]
     if not files:
-        raise DataError(f"{key}={path}: the pattern matches no file")
+        raise DataError(f"{key}={path}: no file matches the pattern")
     return FileRows(path, key, _with_names([_readable(file, key) for file in files], root))
 
 
@@ -382,17 +388,17 @@ def _with_names(files: Iterable[Path], root: Path) -> tuple[tuple[Path, str], ..
 
 
 def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str | None) -> FileRows:
-    """All readable files of a split; text beside tables is a read-me, unless text is what is wanted."""
+    """Return all supported files of a split; text files next to tables are ignored unless the format is text."""
     files = [file for file in sorted(place.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(place))]
     known = [file for file in files if extension(file) in READERS]
     tables = [file for file in known if extension(file) not in TEXT_FILES]
     if not known:
-        raise DataError(f"{key}={path}: the folder holds no file of a known kind: {' '.join(READERS)}")
+        raise DataError(f"{key}={path}: no supported file in the folder; supported: {' '.join(READERS)}")
     if tables and len(tables) < len(known) and config.format == "text":
         raise DataError(
-            f"{key}={path}: holds text files and tables; choose with a pattern, such as {key}='{path}/*.txt'"
+            f"{key}={path}: contains text files and tables; choose with a pattern, e.g. {key}='{path}/*.txt'"
         )
-    # a packed file that lies unpacked beside it is left out
+    # a compressed file is skipped if it is also there uncompressed
     packed = {each for each in known if each.suffix.lower() in PACKED_FILES and each.with_suffix("").is_file()}
     chosen = [file for file in tables or known if file not in packed]
     splits = {} if split is None else files_of_splits(f"{key}={path}", place, config.hub_config, chosen)
@@ -400,8 +406,8 @@ def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str 
         return FileRows(path, key, _with_names(chosen, place), _left_out(files, chosen, place))
     if split not in splits:
         raise DataError(
-            f"{key}={path}: no split {split}; its files have: {', '.join(splits)}. dataset.split chooses the rows to"
-            " train on, dataset.eval_split those held out"
+            f"{key}={path}: no split {split}; splits: {', '.join(splits)}. Set dataset.split for the training"
+            " rows, dataset.eval_split for the eval set"
         )
     others = tuple(name for name in splits if name != split)
     left_out = _left_out(files, [file for each in splits.values() for file in each], place)
@@ -409,9 +415,9 @@ def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str 
 
 
 def _left_out(files: Iterable[Path], read: Iterable[Path], root: Path) -> tuple[str, ...]:
-    """Names of the files that are not read, but for what describes a dataset."""
-    known = {*read}
-    others = [file for file in files if file not in known and file.name != "README.md"]
+    """Return the names of files that are not read, except README.md."""
+    read_files = {*read}
+    others = [file for file in files if file not in read_files and file.name != "README.md"]
     return tuple(name for _, name in _with_names(others, root))
 
 
@@ -424,7 +430,7 @@ def _missing(path: str, place: Path, key: str) -> str:
     if near:
         message += f"; did you mean {' or '.join(str(Path(path).with_name(name)) for name in near)}?"
     if not extension(place):
-        message += "; a dataset of the hub is named ORG/NAME, and no folder ORG may be here"
+        message += "; a hub dataset is ORG/NAME, and no local folder ORG may exist"
     return message
 
 

@@ -1,7 +1,7 @@
 """Token rows in Arrow files: read as numpy views, one file per cache key.
 
-A file is there whole or not at all: its footer, and the numbers of rows and tokens, are written last. Of several
-processes that need the same rows one prepares them, and the others log that they wait.
+Files are complete or absent: the footer and the numbers of rows and tokens are written last. If several processes need
+the same rows, one prepares them, and the others wait and log it.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ from app.data.tokenizer import Tokenizer, Tokens
 from app.errors import EnvironmentProblem
 from app.files import fsync
 
-# `mask_hash` is of the loss mask; of the weights where some are neither 0 nor 1, and of the label where there is one.
+# `mask_hash` hashes the loss mask, or the weights if some are neither 0 nor 1, and the label if there is one.
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.large_list(pa.int32())),
-        ("loss_mask", pa.large_list(pa.uint8())),  # of each token 1 or 0
-        ("weights", pa.large_list(pa.float32())),  # of each token; empty where all are 0 or 1
+        ("loss_mask", pa.large_list(pa.uint8())),  # 1 or 0 for each token
+        ("weights", pa.large_list(pa.float32())),  # for each token; empty if all are 0 or 1
         ("source_location", pa.string()),
-        ("label", pa.string()),  # null: what is learnt is tokens
-        ("second_start", pa.int32()),  # the first token of the second text of a pair, or -1
+        ("label", pa.string()),  # null: tokens are trained
+        ("second_start", pa.int32()),  # first token of the second text of a pair, or -1
         ("num_trained", pa.int64()),
-        ("label_weight", pa.float64()),  # of all trained tokens together
+        ("label_weight", pa.float64()),  # sum over all trained tokens
         ("largest_id", pa.int32()),
         ("ids_hash", pa.uint64()),
         ("mask_hash", pa.uint64()),
-        ("split_hash", pa.uint64()),  # equal for rows that must not be parted between training and evaluation
+        ("split_hash", pa.uint64()),  # equal for rows that must be in the same split
     ]
 )
 _NO_WEIGHTS = np.empty(0, np.float32)
@@ -54,7 +54,7 @@ ColumnValues = tuple[Any, ...]  # of one row, in the order of the schema
 
 
 def as_columns(location: str, sample: Tokens, split_hash: int) -> ColumnValues:
-    """One row of the schema."""
+    """Return one row of the schema."""
     weights = sample.weights
     if weights is not None and np.isin(weights, (0, 1)).all():
         weights = None
@@ -71,7 +71,7 @@ def as_columns(location: str, sample: Tokens, split_hash: int) -> ColumnValues:
 
 
 def record_batch(rows: Sequence[ColumnValues]) -> Any:
-    """Rows of the schema as one Arrow record batch."""
+    """Return rows of the schema as one Arrow record batch."""
     arrays = []
     for column, field in zip(zip(*rows, strict=True), SCHEMA, strict=True):
         values: list[Any] = list(column)
@@ -85,12 +85,12 @@ def record_batch(rows: Sequence[ColumnValues]) -> Any:
 
 
 def digest(values: NDArray[Any]) -> int:
-    """64 bits of a hash, equal on every machine."""
+    """Return a 64-bit hash, equal on all machines."""
     return int.from_bytes(hashlib.blake2b(values.tobytes(), digest_size=8).digest(), "little")
 
 
 class RecordBatchView:
-    """Numpy views of one record batch; nothing is copied."""
+    """Numpy views of one record batch, without copies."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -108,7 +108,7 @@ class RecordBatchView:
         return str(self._batch.column(name)[row].as_py())
 
     def labels(self) -> NDArray[Any]:
-        """The label of each row; None where it has none."""
+        """Return the label of each row, or None."""
         return np.array(self._batch.column("label").to_pylist(), object)
 
     def _lists(self, name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -117,17 +117,17 @@ class RecordBatchView:
 
 
 def _values(array: Any) -> NDArray[Any]:
-    """View a column; `to_numpy` would import pandas where it is installed: a second and more."""
+    """Return a view of a column; `to_numpy` would import pandas, which takes more than a second."""
     dtype, buffer = np.dtype(array.type.to_pandas_dtype()), array.buffers()[1]
-    if buffer is None:  # of no values
+    if buffer is None:  # no values
         return np.empty(0, dtype)
     return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize)
 
 
 class TokenRows:
-    """Immutable rows; a selection shares the record batches of the whole, and a mix those of its sources.
+    """Immutable rows; selections and mixes share the record batches of their sources.
 
-    `labeling` says what the text of a label is.
+    `labeling` is the label type.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class TokenRows:
         return cls(*batches, chosen=np.concatenate(chosen), labeling=labeling)
 
     def labeled_as(self, labeling: str) -> "TokenRows":
-        """The same rows, their labels read otherwise."""
+        """Return the same rows with another label type."""
         return TokenRows(*self._batches, chosen=self._chosen, labeling=labeling)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> "TokenRows":
@@ -163,33 +163,33 @@ class TokenRows:
 
     @property
     def longer_answers(self) -> NDArray[np.int32]:
-        """Tokens of the longer answer of each row, prompt included, where rows are pairs of answers."""
+        """Tokens of the longer answer of each row, prompt included, for rows with pairs of answers."""
         second = self._column("second_start")
         return np.asarray(np.maximum(second, self.lengths - second), np.int32)
 
     def ids(self, i: int) -> NDArray[np.int32]:
-        """Token ids of row i, as a read-only view of the file."""
+        """Return the token IDs of row i, as a read-only view of the file."""
         batch, row = self._at(i)
         return batch.ids[batch.offsets[row] : batch.offsets[row + 1]]
 
     def loss_mask(self, i: int) -> NDArray[np.bool_]:
-        """Mask of the tokens of row i that the model must predict; never the first."""
+        """Return the loss mask of row i; the first token is never in it."""
         batch, row = self._at(i)
         return batch.loss_mask[batch.offsets[row] : batch.offsets[row + 1]]
 
     def weights(self, i: int) -> NDArray[np.float32] | None:
-        """Loss weight of each token of row i, 0 where it is not trained; None: trained ones count 1."""
+        """Return the loss weight of each token of row i, 0 for untrained tokens; None: all trained tokens have 1."""
         batch, row = self._at(i)
         weights = batch.weights[batch.weight_offsets[row] : batch.weight_offsets[row + 1]]
         return weights if len(weights) else None
 
     def source_location(self, i: int) -> str:
-        """Source location of row i: "train.jsonl:17", or "org/name[train] row 17"."""
+        """Return the source location of row i: "train.jsonl:17", or "org/name[train] row 17"."""
         batch, row = self._at(i)
         return batch.text("source_location", row)
 
     def second_start(self, i: int) -> int:
-        """Index of the first token of the second text of row i; -1 where the model has no token types."""
+        """Return the index of the first token of the second text of row i; -1 for models without token types."""
         batch, row = self._at(i)
         return int(batch.numbers("second_start")[row])
 
@@ -197,7 +197,7 @@ class TokenRows:
         return str(self._labels[i])
 
     def class_counts(self) -> dict[str, int]:
-        """Rows, or places, of each class that occurs, in the order of `in_order`; empty where rows have no labels."""
+        """Return the count of each class, in the order of `in_order`; empty if rows have no labels."""
         counted = Counter[str]()
         for label, number in self.labels.items():
             for name in LABELINGS[self.labeling].classes(label):
@@ -206,13 +206,13 @@ class TokenRows:
 
     @cached_property
     def labels(self) -> Counter[str]:
-        """How many rows have each text of a label."""
+        """Number of rows by label text."""
         return Counter(label for label in self._labels if label is not None)
 
     def where_label(self, holds: Callable[[str], bool]) -> NDArray[np.bool_]:
-        """Whether something holds for the label of each row, asked once for each text."""
-        known = {label: holds(label) for label in self.labels}
-        return np.array([label is not None and known[label] for label in self._labels], np.bool_)
+        """Return whether a condition is true for the label of each row; evaluated once per label text."""
+        results = {label: holds(label) for label in self.labels}
+        return np.array([label is not None and results[label] for label in self._labels], np.bool_)
 
     @cached_property
     def _labels(self) -> NDArray[Any]:
@@ -225,13 +225,13 @@ class TokenRows:
 
     @cached_property
     def followers(self) -> NDArray[np.int64]:
-        """Of each row another one, the next in the order of their content: mostly of another prompt."""
+        """Index of another row for each row, the next in content order: usually with another prompt."""
         _, first, which = np.unique(self.content_hashes, return_index=True, return_inverse=True)
         return np.asarray(np.roll(first, -1)[which], np.int64)
 
     @property
     def label_counts(self) -> NDArray[np.int64]:
-        """Trained tokens of each row; 1 where it has a label."""
+        """Trained tokens of each row; 1 for a row with a label."""
         return self._column("num_trained")
 
     @cached_property
@@ -240,50 +240,50 @@ class TokenRows:
 
     @cached_property
     def label_weight(self) -> float:
-        """Weight of all trained tokens together: their number, where no weight says otherwise."""
+        """Total weight of all trained tokens: their number unless weights are set."""
         return float(self._column("label_weight").sum())
 
     @property
     def num_weighted(self) -> int:
-        """Rows with tokens that count neither 0 nor 1."""
+        """Number of rows with token weights other than 0 and 1."""
         return int((self._of_chosen([np.diff(batch.weight_offsets) for batch in self._batches]) > 0).sum())
 
     @cached_property
     def largest_id(self) -> int:
-        """Largest token id in the files, rows that are not selected included."""
+        """Largest token ID in the files, including rows that are not selected."""
         return max((int(batch.numbers("largest_id").max(initial=0)) for batch in self._batches), default=0)
 
     @property
     def ids_hashes(self) -> NDArray[np.uint64]:
-        """A hash of each row's token ids."""
+        """Hashes of the token IDs of each row."""
         return self._column("ids_hash")
 
     @cached_property
     def content_hashes(self) -> NDArray[np.uint64]:
-        """A hash of each row's token ids, loss mask and weights."""
+        """Hashes of the token IDs, loss mask and weights of each row."""
         return np.asarray(self.ids_hashes + self._column("mask_hash") * _MASK_HASH_FACTOR, np.uint64)
 
     @property
     def is_duplicate(self) -> NDArray[np.bool_]:
-        """Whether each row is equal to an earlier one."""
+        """Whether each row is a duplicate of an earlier one."""
         duplicate = np.ones(len(self), np.bool_)
         duplicate[np.unique(self.content_hashes, return_index=True)[1]] = False
         return duplicate
 
     @property
     def split_hashes(self) -> NDArray[np.uint64]:
-        """A hash that rows share which must not be parted between training and evaluation."""
+        """Hashes that are equal for rows that must be in the same split."""
         return self._column("split_hash")
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all token ids, masks and weights, in their order."""
+        """Hash of all token IDs, masks and weights, in order."""
         content = hashlib.sha256(self.ids_hashes.tobytes())
         content.update(self._column("mask_hash").tobytes())
         return content.hexdigest()
 
     def _at(self, i: int) -> tuple[RecordBatchView, int]:
-        """The batch of row i, and its index there."""
+        """Return the batch of row i and its index in the batch."""
         row = int(self._chosen[i])
         batch = int(np.searchsorted(self._firsts, row, "right")) - 1
         return self._batches[batch], row - int(self._firsts[batch])
@@ -296,7 +296,7 @@ class TokenRows:
 
 
 class MismatchedRows(TokenRows):
-    """The prompt of each of `rows` with the answer of another one, cut where it would be the longest row of all."""
+    """Prompts of `rows` with answers of other rows, truncated to the longest row."""
 
     def __init__(self, rows: TokenRows, chosen: NDArray[np.int64] | None = None) -> None:
         self._rows = rows
@@ -316,7 +316,7 @@ class MismatchedRows(TokenRows):
         return np.array([len(self.ids(i)) for i in range(len(self))], np.int32)
 
     def content_hash(self, i: int) -> int:
-        """A hash of the token ids and the loss mask of row i."""
+        """Return the hash of the token IDs and loss mask of row i."""
         factor = int(_MASK_HASH_FACTOR)
         return (digest(self.ids(i)) + digest(self.loss_mask(i).view(np.uint8)) * factor) % 2**64
 
@@ -325,29 +325,29 @@ class MismatchedRows(TokenRows):
         return np.array([self.content_hash(i) for i in range(len(self))], np.uint64)
 
     def _joined(self, of_row: Callable[[int], NDArray[Any]], i: int) -> NDArray[Any]:
-        own = int(self._chosen[i])
-        other = int(self._rows.followers[own])
-        prompt, answer = (int(np.argmax(self._rows.loss_mask(row))) for row in (own, other))
-        parts = of_row(own)[:prompt], of_row(other)[answer:]
+        row = int(self._chosen[i])
+        other = int(self._rows.followers[row])
+        prompt, answer = (int(np.argmax(self._rows.loss_mask(index))) for index in (row, other))
+        parts = of_row(row)[:prompt], of_row(other)[answer:]
         joined: NDArray[Any] = np.concatenate(parts)[: self._rows.longest]
         return joined
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sort labels as a model has them: whole numbers by size, words by their characters."""
-    known = list(names)
-    if all(_WHOLE_NUMBER.fullmatch(name) for name in known):
-        return sorted(known, key=lambda name: (int(name), name))
-    return sorted(known)
+    """Sort labels in model order: integers by value, words by characters."""
+    labels = list(names)
+    if all(_WHOLE_NUMBER.fullmatch(name) for name in labels):
+        return sorted(labels, key=lambda name: (int(name), name))
+    return sorted(labels)
 
 
 # ---- token cache
 
 
-CODE_VERSION = 12  # raise it with every change of what rows become; a test of rows of all formats says when
+CODE_VERSION = 13  # increase it with every change of the stored rows; a test with rows of all formats detects changes
 BATCH_ROWS = 4096  # of one record batch
 _BATCH_TOKENS = 1 << 22  # fewer rows if they are long
-_ABANDONED_SECONDS = 24 * 3600  # after which a half-written file is removed without a lock
+_ABANDONED_SECONDS = 24 * 3600  # age at which an incomplete file is removed without a lock
 _META_KEY = "rows"
 
 Facts = dict[str, Any]  # counts of the rows, as JSON
@@ -355,29 +355,29 @@ log = logging.getLogger(__name__)
 
 
 def cached_rows(cache_dir: str, key: str, write: "Callable[[RowWriter], Facts]") -> tuple[TokenRows, Facts]:
-    """The rows of `key` and the facts stored with them; `write` makes both if they are not there."""
+    """Return the rows of `key` and their stored facts; `write` creates both if missing."""
     path = Path(cache_dir).expanduser() / "tokens" / f"{key}.arrow"
     found = open_rows(path)
     if found is None:
         with _lock(path, cache_dir) as locked:
-            found = open_rows(path)  # another process may have made it while this one waited
+            found = open_rows(path)  # another process may have created it while this one waited
             if found is None:
                 _remove_abandoned(path, locked=locked)
                 _make(path, cache_dir, write)
                 found = open_rows(path)
     if found is None:
         raise EnvironmentProblem(
-            f"cache_dir={cache_dir}: what was just written there reads back differently;"
+            f"cache_dir={cache_dir}: data read back differs from the data just written;"
             " set cache_dir to a folder on another disk"
         )
     return found
 
 
 def open_rows(path: Path) -> tuple[TokenRows, Facts] | None:
-    """Map the file of a RowWriter; None if it is not there or not whole."""
+    """Memory-map the file of a RowWriter; None if it is missing or incomplete."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        if reader.schema != SCHEMA:  # of another version
+        if reader.schema != SCHEMA:  # from another version
             return None
         last = reader.num_record_batches - 1
         meta = json.loads(reader.get_batch_with_custom_metadata(last).custom_metadata[_META_KEY])
@@ -390,22 +390,22 @@ def open_rows(path: Path) -> tuple[TokenRows, Facts] | None:
 
 @contextlib.contextmanager
 def _explain_disk_errors(cache_dir: str) -> Iterator[None]:
-    """Turn a full disk, or a folder that may not be written to, into an error that the user can mend."""
+    """Convert a full disk or a read-only folder to a user error."""
     try:
         yield
     except OSError as error:
         raise EnvironmentProblem(
-            f"cache_dir={cache_dir}: cannot write the token cache: {error.strerror}; make room there, or set"
+            f"cache_dir={cache_dir}: cannot write the token cache: {error.strerror}; free disk space there, or set"
             " cache_dir to another folder"
         ) from error
 
 
 class RowWriter:
-    """Writes rows in record batches, so that memory does not grow with their number."""
+    """Writer of rows in record batches, so that memory use is independent of their number."""
 
     def __init__(self, path: Path, cache_dir: str) -> None:
         self._cache_dir = cache_dir
-        self._pending: list[ColumnValues] = []  # of the next batch
+        self._pending: list[ColumnValues] = []  # rows of the next batch
         self._pending_tokens = 0
         self._rows = self._tokens = 0
         with _explain_disk_errors(cache_dir):
@@ -419,7 +419,7 @@ class RowWriter:
             self._write_pending()
 
     def finish(self, facts: Facts) -> None:
-        """Write the rest; on return everything is on the disk."""
+        """Write the remaining rows and sync the file to disk."""
         if self._pending:
             self._write_pending()
         meta = json.dumps({"rows": self._rows, "tokens": self._tokens, "facts": facts})
@@ -444,7 +444,7 @@ class RowWriter:
 
 @contextlib.contextmanager
 def _lock(path: Path, cache_dir: str) -> Iterator[bool]:
-    """Let one process at a time make a file. False where a file system has no locks: then all make equal files."""
+    """Let one process at a time create a file; False if the file system has no locks: all create equal files."""
     with _explain_disk_errors(cache_dir):
         lock_path = path.parent.with_name("locks") / path.stem
         for folder in (lock_path.parent, path.parent):
@@ -476,7 +476,7 @@ def _make(path: Path, cache_dir: str, write: Callable[[RowWriter], Facts]) -> No
 
 
 def _remove_abandoned(path: Path, *, locked: bool) -> None:
-    """Remove what killed writers left: of this file at once where the lock says that they are dead."""
+    """Remove incomplete files of killed writers: immediately for this file if the lock is held."""
     for part in path.parent.glob("*.part"):
         with contextlib.suppress(OSError):
             is_dead = locked and part.name.startswith(f"{path.stem}.")
@@ -485,7 +485,7 @@ def _remove_abandoned(path: Path, *, locked: bool) -> None:
 
 
 def cache_key(content: str, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> str:
-    """Hash content, tokenizer, settings and code; paths and machines do not matter."""
+    """Hash content, tokenizer, settings and code, independent of path and machine."""
     parts = {
         "content": content,
         "settings": dict(settings),

@@ -1,4 +1,4 @@
-"""Next-token prediction, of all text or of answers alone."""
+"""Next-token prediction for all text or only answers."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from app.tracking.formatting import Sample
 
 
 def _loss_of_likely_tokens(head: LossHead, states: Tensor, batch: Batch) -> Tensor:
-    """Dynamic fine-tuning: without the factor, an unlikely token's gradient is as large as one over its probability."""
+    """Return the dynamic fine-tuning loss: each token is weighted by its probability, which bounds its gradient."""
     losses, _ = head.token_scores(states.detach(), batch.targets)
     factors = (-losses.float()).exp()
     if batch.weights is not None:
@@ -33,7 +33,7 @@ def _loss(task: TaskConfig, _preference: PreferenceConfig) -> Loss:
 
 
 def count_tokens(run: RunConfig) -> Counts:
-    """Return counts of labels that are the most likely token, and of answers that greedy decoding writes exactly."""
+    """Return counts for token accuracy and for exact match of answers under greedy decoding."""
     ratios = {"eval_loss": (LOSS, WEIGHT), "token_accuracy": (HITS, LABELS), "exact_match": (EXACT, ANSWERS)}
     return Counts(ratios, _perplexity, answers=trains_answers(run.dataset))
 
@@ -47,7 +47,7 @@ def answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     pairs = [_split(held_out.rows, i) for i in held_out.indices]
     lm = model.language_model
     ends = end_ids(lm, held_out.tokenizer)
-    together = model.sharding is not None  # each pass gathers the whole model
+    together = model.sharding is not None  # each forward pass gathers the whole model
     answers = generate(lm, [prompt for prompt, _ in pairs], ends, held_out.max_new_tokens, together=together)
     return [
         Sample(prompt=held_out.text(prompt), expected=held_out.text(expected), answer=held_out.text(answer))
@@ -56,7 +56,7 @@ def answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
 
 
 def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
-    """Split a row into the tokens before the first trained one, and that first trained stretch."""
+    """Split a row into the tokens before the first trained one, and the first trained span."""
     ids, trained = rows.ids(i), rows.loss_mask(i)
     start = int(np.argmax(trained))
     untrained_after = np.flatnonzero(~trained[start:])

@@ -1,4 +1,4 @@
-"""Classification of texts and pairs: one class, several, or numbers."""
+"""Classification of texts and pairs: one class, several classes, or numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,16 +37,16 @@ from app.tracking.formatting import Sample
 
 @dataclass(frozen=True, slots=True)
 class Classification(Objective):
-    """One state predicts class or numbers: the first if the model is bidirectional, else the last that is no padding.
+    """One state predicts class or numbers: the first if the model is bidirectional, else the last without padding.
 
-    Models of transformers look for that one too.
+    Models of transformers use the same state.
     """
 
     names: tuple[str, ...]
-    bidirectional: bool = field()  # not the default of an objective
+    bidirectional: bool = field()  # without the default of Objective
     pad_id: int | None
     labeling: str = "single"
-    weights: tuple[float, ...] = ()  # of an answer by its class; (): all 1
+    weights: tuple[float, ...] = ()  # of answers by class; (): all 1
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
         targets = LABELINGS[self.labeling].targets(rows.class_of(i), self.names)
@@ -54,7 +54,7 @@ class Classification(Objective):
         return (LabeledTokens(rows.ids(i), self.at(rows, i), targets, weights, second_start=rows.second_start(i)),)
 
     def at(self, rows: TokenRows, i: int) -> NDArray[np.int64]:
-        """The states that predict; the first where all tokens are padding."""
+        """Return the predicting states; the first if all tokens are padding."""
         ids = rows.ids(i)
         real = np.flatnonzero(ids != self.pad_id) if self.pad_id is not None else np.arange(len(ids))
         return np.array([0 if self.bidirectional or not len(real) else real[-1]])
@@ -66,9 +66,9 @@ class Classification(Objective):
 def objective_of_labels(
     kind: type[Classification], config: TaskConfig, tokenizer: Tokenizer, _seed: int, bidirectional: bool
 ) -> Objective:
-    """Return the objective of labels of documents or words."""
-    labeling, given = labeling_of(config), config.class_weights
-    weights = tuple(given) if isinstance(given, list) and LABELINGS[labeling].weighs_answers else ()
+    """Return the objective for labels of documents or words."""
+    labeling, class_weights = labeling_of(config), config.class_weights
+    weights = tuple(class_weights) if isinstance(class_weights, list) and LABELINGS[labeling].weighs_answers else ()
     return kind(tuple(config.labels), bidirectional, tokenizer.pad_token_id, labeling, weights)
 
 
@@ -79,35 +79,35 @@ def objective_of_labels(
 class ClassProblem:
     """A value of `task.problem`: its loss, predictions and metrics."""
 
-    of_answers: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # [N], of logits [N, C], targets and class weights
-    chosen: Callable[[Tensor], Tensor]  # in the form of targets
-    values: Callable[[Tensor], Tensor]  # what people read of each output
-    blank: Callable[..., Tensor]  # targets of so many answers and outputs, as a memory plan needs them
+    of_answers: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # [N], from logits [N, C], targets and class weights
+    chosen: Callable[[Tensor], Tensor]  # predictions in the form of targets
+    values: Callable[[Tensor], Tensor]  # shown value of each output
+    blank: Callable[..., Tensor]  # empty targets by answers and outputs, for the memory estimate
     counts: Callable[[RunConfig], Counts]
 
 
 @dataclass(slots=True)
 class _ClassLoss:
-    """Loss of each answer from the head's logits, with weights of classes."""
+    """Loss of each answer from the logits of the head, with class weights."""
 
     problem: ClassProblem
     weights: list[float] | None
     _on_device: Tensor | None = None
 
     def losses(self, head: LossHead, states: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of each answer, and logits, which a batch without answers has for its filling."""
+        """Return the loss of each answer, and logits, which a batch without answers has for its fillers."""
         logits = head.class_logits(states)
         if not batch.num_labels:
             return logits.new_zeros(0), logits
         if self.weights is not None and (self._on_device is None or self._on_device.device != logits.device):
-            self._on_device = torch.tensor(self.weights, device=logits.device)  # once: the host waits for it
+            self._on_device = torch.tensor(self.weights, device=logits.device)  # once, because the copy synchronizes
         return self.problem.of_answers(logits, batch.targets, self._on_device), logits
 
     def sum(self, head: LossHead, states: Tensor, batch: Batch) -> Tensor:
         losses, logits = self.losses(head, states, batch)
         if not batch.num_labels:
-            return logits.sum() * 0.0  # which the graph depends on
-        # no product of vectors, which autocast would compute in 16 bits
+            return logits.sum() * 0.0  # keeps the graph
+        # not a dot product, which autocast would compute in 16 bits
         return losses.sum() if batch.weights is None else (losses * batch.weights.per_target).sum()
 
     def scores(self, head: LossHead, states: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -135,14 +135,14 @@ def _count_single(run: RunConfig) -> Counts:
 
 
 def occurrences(classes: int, batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
-    """Whether each class is true, predicted or both, by label."""
+    """Return whether each class is true, predicted or both, by label."""
     names = torch.arange(classes, device=chosen.device)
     true, predicted = (each[: batch.num_labels, None] == names for each in (batch.targets, chosen))
     return torch.cat([true, predicted, true & predicted], dim=1)
 
 
 def macro_f1(sums: Sums) -> Metrics:
-    """The mean F1 of all classes that are true or were predicted at least once."""
+    """Return the mean F1 of all classes that are true or predicted at least once."""
     true, predicted, both = np.split(sums[..., NUM_BASIC:], 3, axis=-1)
     occurrences = true + predicted
     f1 = np.divide(2 * both, occurrences, out=np.zeros_like(both), where=occurrences > 0)
@@ -155,7 +155,7 @@ def _count_multi(run: RunConfig) -> Counts:
 
 
 def _labels(batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
-    """Whether each label is true, predicted or both, by document."""
+    """Return whether each label is true, predicted or both, by document."""
     true, predicted = (each[: batch.num_labels].bool() for each in (batch.targets, chosen))
     return torch.cat([true, predicted, true & predicted], dim=1)
 
@@ -165,7 +165,7 @@ def _both_f1(sums: Sums) -> Metrics:
     return {**macro_f1(sums), "micro_f1": 2 * both / (true + predicted)}
 
 
-_MOMENTS = 5  # sums of two numbers, of their squares and of their product
+_MOMENTS = 5  # sums of two numbers, their squares and their product
 
 
 def _count_numbers(run: RunConfig) -> Counts:
@@ -180,16 +180,16 @@ def _count_numbers(run: RunConfig) -> Counts:
 
 
 def _compared(batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
-    """The mean absolute error of each document, and the moments of true and predicted numbers."""
-    true, found = (each[: batch.num_labels].double() for each in (batch.targets, chosen))
-    error = (true - found).abs().mean(dim=1, keepdim=True)
-    return torch.cat([error, true, found, true.square(), found.square(), true * found], dim=1)
+    """Return the mean absolute error of each document, and the moments of true and predicted numbers."""
+    true, predicted = (each[: batch.num_labels].double() for each in (batch.targets, chosen))
+    error = (true - predicted).abs().mean(dim=1, keepdim=True)
+    return torch.cat([error, true, predicted, true.square(), predicted.square(), true * predicted], dim=1)
 
 
 def _with_ranks(outputs: int, rows: Sums) -> Sums:
-    """Append the moments of ranks; equal numbers share the mean of their ranks."""
-    true, found = (rows[:, NUM_BASIC + 1 + side * outputs :][:, :outputs] for side in (0, 1))
-    ranks = [np.stack([_ranks(column) for column in side.T], axis=1) for side in (true, found)]
+    """Append the moments of ranks; equal numbers have their mean rank."""
+    true, predicted = (rows[:, NUM_BASIC + 1 + side * outputs :][:, :outputs] for side in (0, 1))
+    ranks = [np.stack([_ranks(column) for column in side.T], axis=1) for side in (true, predicted)]
     ordered = [each - (len(rows) + 1) / 2 for each in ranks]
     return np.hstack([rows, *ordered, *(each**2 for each in ordered), ordered[0] * ordered[1]])
 
@@ -200,9 +200,9 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _correlations(outputs: int, sums: Sums) -> Metrics:
-    """Pearson's correlation of numbers and of their ranks, which is Spearman's; the mean of all outputs."""
-    own, count = sums[..., NUM_BASIC + 1 :], sums[..., LABELS, None]
-    numbers, ranks = own[..., : _MOMENTS * outputs], own[..., _MOMENTS * outputs :]
+    """Return the Pearson and Spearman (Pearson of ranks) correlations, averaged over outputs."""
+    moments, count = sums[..., NUM_BASIC + 1 :], sums[..., LABELS, None]
+    numbers, ranks = moments[..., : _MOMENTS * outputs], moments[..., _MOMENTS * outputs :]
     return {name: _pearson(part, count) for name, part in (("pearson", numbers), ("spearman", ranks))}
 
 
@@ -216,7 +216,7 @@ def _pearson(moments: NDArray[np.float64], count: NDArray[np.float64]) -> NDArra
 
 
 def _answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
-    """Predict the class of each row, with its probability, or its classes, or numbers."""
+    """Predict the class with its probability, the classes, or the numbers of each row."""
     assert isinstance(held_out.objective, Classification)
     problem, values = PROBLEMS[held_out.objective.labeling], CLASS_PROBLEMS[held_out.objective.labeling].values
     samples = []
@@ -224,21 +224,21 @@ def _answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
         (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
         ids = torch.from_numpy(row.ids.astype(np.int64))
         segments = None if row.second_start < 0 else (torch.arange(len(ids)) >= row.second_start).long()
-        found = dict(zip(held_out.objective.names, values(model.logits(ids, segments).float()).tolist(), strict=True))
-        answer = problem.answer(found)
+        outputs = dict(zip(held_out.objective.names, values(model.logits(ids, segments).float()).tolist(), strict=True))
+        answer = problem.answer(outputs)
         samples.append(
             Sample(
                 prompt=held_out.text(row.ids),
                 expected=held_out.objective.shown(held_out.rows, i)[1],
                 answer=text_of(answer),
-                likelihood=found.get(answer) if isinstance(answer, str) else None,
+                likelihood=outputs.get(answer) if isinstance(answer, str) else None,
             )
         )
     return samples
 
 
 CLASS_PROBLEMS: dict[str, ClassProblem] = {
-    "single": ClassProblem(  # weights are those of answers, of the batch
+    "single": ClassProblem(  # class weights are answer weights of the batch
         lambda logits, targets, _weights: F.cross_entropy(logits, targets, reduction="none"),
         lambda logits: logits.argmax(-1),
         lambda logits: logits.softmax(-1),

@@ -1,4 +1,4 @@
-"""What a task provides: labels of rows, loss, sums that metrics are made of, and answers."""
+"""Interface of a task: labels of rows, loss, sums for metrics, and answers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from app.model.losses import Loss
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import Sample
 
-Sums = NDArray[np.float64]  # [..., NUM_BASIC and the task's own columns] of each row, or a sum of rows
+Sums = NDArray[np.float64]  # [..., NUM_BASIC and task columns] of each row, or a sum of rows
 Metrics = Mapping[str, NDArray[np.float64]]
 LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # all but losses and weights are counts
 NUM_BASIC = 6
@@ -30,26 +30,26 @@ def _no_columns(batch: Batch, losses: Tensor, _chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What is summed of each row of a task, and the metrics that come of the sums."""
+    """Sums over the rows of a task, and the metrics computed from them."""
 
-    ratios: Mapping[str, tuple[int, int]]  # metrics that are one column over another, with their margins
+    ratios: Mapping[str, tuple[int, int]]  # metrics that are one column over another, with error margins
     others: Callable[[Sums], Metrics] = lambda _: {}
-    answers: bool = False  # whether exact match of whole answers is counted
-    own: Callable[[Batch, Tensor, Tensor], Tensor] = _no_columns  # [rows, num_own], from losses and choices of labels
+    answers: bool = False  # whether to count exact matches of whole answers
+    own: Callable[[Batch, Tensor, Tensor], Tensor] = _no_columns  # [rows, num_own], from losses and predicted labels
     num_own: int = 0  # columns after the first six
-    of_all: Callable[[Sums], Sums] | None = None  # adds columns that need all rows together, such as ranks
+    of_all: Callable[[Sums], Sums] | None = None  # adds columns that need all rows, such as ranks
 
     def metrics(self, sums: Sums) -> dict[str, NDArray[np.float64]]:
-        """Metrics from sums. NaN where there is nothing to divide by: rows without answers have no exact match."""
+        """Return metrics from sums; NaN if the denominator is 0, such as exact match without answers."""
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             ratios = {name: sums[..., top] / sums[..., below] for name, (top, below) in self.ratios.items()}
-            found = {**ratios, **self.others(sums)}
-        return {name: found[name] for name in sorted(found, key=[*METRICS].index)}
+            metrics = {**ratios, **self.others(sums)}
+        return {name: metrics[name] for name in sorted(metrics, key=[*METRICS].index)}
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutRows:
-    """Rows of the eval set with what the model needs to answer them."""
+    """Rows of the eval set with the inputs for answering them."""
 
     rows: TokenRows
     indices: list[int]
@@ -65,11 +65,11 @@ class HeldOutRows:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Code of a task; `app.config.tasks.Task` has its facts."""
+    """Code of a task; its facts are in `app.config.tasks.Task`."""
 
-    objective: Callable[[TaskConfig, Tokenizer, int, bool], Objective]  # seed, and whether attention is bidirectional
+    objective: Callable[[TaskConfig, Tokenizer, int, bool], Objective]  # also seed and bidirectional attention
     loss: Callable[[TaskConfig, PreferenceConfig], Loss]
     counts: Callable[[RunConfig], Counts]
     answers: Callable[[HeldOutRows, TrainingModel], list[Sample]]
-    # upper bound of the labels, given numbers of tokens and documents; a loss mask is known only from the data
+    # upper bound of the number of labels, from tokens and documents; loss masks are only known from the data
     most_labels: Callable[[TaskConfig, int, int], int] = lambda _config, tokens, _documents: tokens

@@ -1,4 +1,4 @@
-"""Masked language modeling: hidden tokens of plain text."""
+"""Masked language modeling of plain text."""
 
 import math
 from dataclasses import dataclass
@@ -20,25 +20,27 @@ from app.tasks.causal import count_tokens
 from app.tasks.interface import HeldOutRows, Implementation
 from app.tracking.formatting import Sample
 
-# Shares of the drawn tokens that become the mask token or a random one, as in BERT; the others stay as they are.
+# Shares of the selected tokens replaced by the mask token or a random one, as in BERT; the others are unchanged.
 _MASKED_SHARE, _RANDOM_SHARE = 0.8, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens(Objective):
-    """A share of each row's tokens, drawn anew in each epoch, is masked and predicted where it stood."""
+    """Mask and predict a share of the tokens of each row, selected again in each epoch."""
 
-    marked: ClassVar[str] = "hidden in the first epoch, to be predicted"
+    marked: ClassVar[str] = "masked tokens of the first epoch"
     share: float
     mask_id: int
-    special: NDArray[np.int64]  # never drawn
+    special: NDArray[np.int64]  # never selected
     ordinary: NDArray[np.int32]  # random replacements
     seed: int
-    continues: NDArray[np.bool_] | None = None  # by id, whether it continues a word; None: tokens are drawn singly
+    continues: NDArray[np.bool_] | None = (
+        None  # by ID, whether it continues a word; None: tokens are selected individually
+    )
     bidirectional: bool = True
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:
-        """The draw follows from seed, epoch and row alone: packing and batches change nothing."""
+        """Return the masked row; the selection depends only on seed, epoch and row, not on packing or batches."""
         ids = rows.ids(i)
         free = np.flatnonzero(~np.isin(ids, self.special))
         if not len(free):
@@ -53,7 +55,7 @@ class MaskedTokens(Objective):
         return (LabeledTokens(masked, at, ids[at]),)
 
     def _drawn(self, ids: NDArray[np.int32], free: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
-        """Places of the share of `free`, in order: single tokens, or as many whole words as come nearest to it."""
+        """Return the selected positions of `free` in order: single tokens, or whole words closest to the share."""
         count = max(1, round(self.share * len(free)))
         if self.continues is None:
             return np.sort(random.choice(free, count, replace=False))
@@ -73,7 +75,7 @@ class MaskedTokens(Objective):
 def _objective(config: TaskConfig, tokenizer: Tokenizer, seed: int, _bidirectional: bool) -> Objective:
     if tokenizer.mask_token_id is None:
         raise ConfigError(
-            "task.kind=masked: the tokenizer has no mask token. Give the tokenizer of an encoder "
+            "task.kind=masked: the tokenizer has no mask token. Use the tokenizer of an encoder "
             "(model.tokenizer=DIR), or set task=causal."
         )
     special = sorted(set(tokenizer.all_special_ids))
@@ -83,17 +85,17 @@ def _objective(config: TaskConfig, tokenizer: Tokenizer, seed: int, _bidirection
 
 
 def _continues_a_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
-    """By id, whether the token continues the word before it, as WordPiece marks it with ##."""
+    """Return by token ID whether it continues the previous word, marked by ## in WordPiece."""
     model = tokenizer.backend_tokenizer.model
     if not isinstance(model, WordPiece):
         raise ConfigError(
             f"task.whole_words=true: the tokenizer is {type(model).__name__}, whose tokens do not show where "
-            "words begin. Give a WordPiece tokenizer (model.tokenizer=DIR), or set task.whole_words=false."
+            "words begin. Use a WordPiece tokenizer (model.tokenizer=DIR), or set task.whole_words=false."
         )
     vocabulary = tokenizer.get_vocab()
-    found = np.zeros(max(vocabulary.values()) + 1, np.bool_)
-    found[[at for piece, at in vocabulary.items() if piece.startswith(model.continuing_subword_prefix)]] = True
-    return found
+    continues = np.zeros(max(vocabulary.values()) + 1, np.bool_)
+    continues[[at for piece, at in vocabulary.items() if piece.startswith(model.continuing_subword_prefix)]] = True
+    return continues
 
 
 def _most_labels(config: TaskConfig, tokens: int, documents: int) -> int:
@@ -106,12 +108,12 @@ def _answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     for i in held_out.indices:
         (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
         few = slice(held_out.max_new_tokens)
-        found = model.logits(torch.from_numpy(row.ids.astype(np.int64))).argmax(-1).cpu()[row.at[few]]
+        predicted = model.logits(torch.from_numpy(row.ids.astype(np.int64))).argmax(-1).cpu()[row.at[few]]
         samples.append(
             Sample(
                 prompt=held_out.tokenizer.decode(row.ids),
                 expected=" ".join(held_out.text([t]) for t in row.targets[few]),
-                answer=" ".join(held_out.text([t]) for t in found.tolist()),
+                answer=" ".join(held_out.text([t]) for t in predicted.tolist()),
             )
         )
     return samples

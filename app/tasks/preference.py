@@ -1,6 +1,6 @@
-"""Preference tuning: losses over chosen and rejected answers, in pairs or one by one with a label.
+"""Preference tuning: losses over chosen/rejected pairs, or over single answers with a label.
 
-A loss is a function of the answers' log-probabilities and rewards: an entry of `PREFERENCES` or `LABEL_PREFERENCES`.
+A loss is a function of log-probabilities and rewards of answers, an entry of `PREFERENCES` or `LABEL_PREFERENCES`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,34 +25,34 @@ from app.tasks.interface import LOSS, NUM_BASIC, WEIGHT, Counts, HeldOutRows, Im
 from app.tracking.formatting import Sample
 
 _LOG_HALF = -0.6931471805599453
-_TIE = 1e-3  # a smaller margin is rounding: before step 1 the model is its own reference
+_TIE = 1e-3  # a smaller margin is rounding error: before step 1 the model equals its reference
 
 
 @dataclass(frozen=True, slots=True)
 class Comparisons(Objective):
-    """Each row is a wanted and an unwanted answer, two documents whose log-probabilities are compared."""
+    """Rows with a chosen and a rejected answer, two documents whose log-probabilities are compared."""
 
     documents_per_row: ClassVar[int] = 2
     over_documents: ClassVar[bool] = True
-    marked: ClassVar[str] = "the wanted answer, then the unwanted one"
-    reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by its row's hash
+    marked: ClassVar[str] = "the chosen answer, then the rejected one"
+    reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by hash of the row
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
         parts = (np.split(each, [rows.second_start(i)]) for each in (rows.ids(i), rows.loss_mask(i)))
         sides = tuple(label_next_tokens(ids, loss_mask) for ids, loss_mask in zip(*parts, strict=True))
         if not self.reference:
             return sides
-        known = self.reference[int(rows.content_hashes[i])]
-        return tuple(replace(side, values=(value,)) for side, value in zip(sides, known, strict=True))
+        reference = self.reference[int(rows.content_hashes[i])]
+        return tuple(replace(side, values=(value,)) for side, value in zip(sides, reference, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class LabeledAnswers(Objective):
-    """Each row is one answer that is wanted or not; beside it goes a mismatched one, which tells how far all moved."""
+    """Rows with one labeled answer, and a mismatched answer for the KL estimate."""
 
     over_documents: ClassVar[bool] = True
-    marked: ClassVar[str] = "the answer, true where it is wanted"
-    reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by the hash of a row, mismatched or not
+    marked: ClassVar[str] = "the answer, true if it is good"
+    reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by row hash, including mismatched rows
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
         answer = label_next_tokens(rows.ids(i), rows.loss_mask(i))
@@ -61,18 +61,18 @@ class LabeledAnswers(Objective):
         others = MismatchedRows(rows)
         mismatched = label_next_tokens(others.ids(i), others.loss_mask(i))
         mismatched = replace(mismatched, values=self.reference[others.content_hash(i)])
-        (known,) = self.reference[int(rows.content_hashes[i])]
-        return (replace(answer, values=(known, float(rows.class_of(i) == "true")), mean_of=mismatched),)
+        (reference,) = self.reference[int(rows.content_hashes[i])]
+        return (replace(answer, values=(reference, float(rows.class_of(i) == "true")), mean_of=mismatched),)
 
     def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
         return rows.loss_mask(i).astype(np.float32), rows.class_of(i)
 
 
-Compared = Comparisons | LabeledAnswers  # objectives whose loss may have a reference
+Compared = Comparisons | LabeledAnswers  # objectives whose loss may have a reference model
 
 
 def compared_rows(objective: Compared, rows: TokenRows) -> tuple[TokenRows, ...]:
-    """All rows that need a score of the reference model."""
+    """Return all rows that the reference model must score."""
     return (rows, MismatchedRows(rows)) if isinstance(objective, LabeledAnswers) else (rows,)
 
 
@@ -81,7 +81,7 @@ def compared_rows(objective: Compared, rows: TokenRows) -> tuple[TokenRows, ...]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Answers of a batch, [answers] in float64; `ratio` is the log-probability less the reference's."""
+    """Answers of a batch, [answers] in float64; `ratio` is log-probability minus that of the reference."""
 
     log_probability: Tensor
     tokens: Tensor
@@ -100,7 +100,7 @@ class Answers:
         return self.log_probability / self.tokens
 
     def pairs(self) -> tuple["Answers", "Answers"]:
-        """The wanted ones and the unwanted ones: those of a pair follow each other."""
+        """Return the chosen and the rejected answers, which alternate in the batch."""
         chosen, rejected = ([getattr(self, field.name)[side::2] for field in fields(self)] for side in (0, 1))
         return Answers(*chosen), Answers(*rejected)
 
@@ -110,7 +110,7 @@ Reward = Callable[[Answers, PreferenceConfig], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A loss as a function of the margin: the reward of the wanted answer less that of the unwanted one."""
+    """Loss as a function of the margin: chosen reward minus rejected reward."""
 
     reward: Reward
     of_margin: Callable[[Tensor, PreferenceConfig], Tensor]
@@ -118,14 +118,14 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class LabelPreference:
-    """A loss of single answers, from their rewards, whether each is wanted, and the mean that the step asks for."""
+    """Loss of single answers, from their rewards, labels and the mean over the step."""
 
     reward: Reward
     of_rewards: Callable[[Tensor, Tensor, Tensor, PreferenceConfig], Tensor]
 
 
 def loss_of_pairs(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> Tensor:
-    """The loss of each pair, `settings.sft` times that of its wanted answer included."""
+    """Return the loss of each pair, including `settings.sft` times the loss of the chosen answer."""
     chosen, rejected = Answers.of(sums, batch).pairs()
     preference = PREFERENCES[settings.kind]
     margin = preference.reward(chosen, settings) - preference.reward(rejected, settings)
@@ -133,19 +133,19 @@ def loss_of_pairs(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> Ten
 
 
 def loss_of_labeled(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> Tensor:
-    """The loss of each answer."""
+    """Return the loss of each answer."""
     preference, mean = LABEL_PREFERENCES[settings.kind], batch.step_mean
     rewards = preference.reward(Answers.of(sums, batch), settings)
     return preference.of_rewards(rewards, is_wanted(batch), rewards.new_zeros(()) if mean is None else mean, settings)
 
 
 def log_ratios(sums: Tensor, batch: Batch) -> Tensor:
-    """Log-probabilities less the reference's: over mismatched answers, their mean estimates the KL divergence."""
+    """Return log-ratios to the reference; their mean over mismatched answers estimates the KL divergence."""
     return Answers.of(sums, batch).ratio
 
 
 def is_wanted(batch: Batch) -> Tensor:
-    """Whether each answer is; all are before there is a reference, when nothing is learnt yet."""
+    """Return whether each answer is labeled good; all True without reference values, before training starts."""
     if batch.document_values is None:
         return torch.ones(len(batch.lengths), dtype=torch.bool, device=batch.ids.device)
     return batch.document_values[:, 1] > 0
@@ -156,7 +156,7 @@ def _scaled_ratio(answers: Answers, settings: PreferenceConfig) -> Tensor:
 
 
 def _log_odds(answers: Answers, _settings: PreferenceConfig) -> Tensor:
-    """log(p / (1 - p)), by whichever form of log(1 - e^x) keeps its digits; finite at p = 1."""
+    """Return log(p / (1 - p)) with the accurate form of log(1 - e^x); finite at p = 1."""
     x = answers.mean.clamp(max=-torch.finfo(answers.mean.dtype).eps)
     return x - torch.where(x > _LOG_HALF, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
@@ -172,10 +172,10 @@ def _unbiased(margin: Tensor, settings: PreferenceConfig) -> Tensor:
     return loss / (1 - 2 * swapped)
 
 
-def _kahneman_tversky(rewards: Tensor, wanted: Tensor, mean_ratio: Tensor, settings: PreferenceConfig) -> Tensor:
+def _kahneman_tversky(rewards: Tensor, good: Tensor, mean_ratio: Tensor, settings: PreferenceConfig) -> Tensor:
     gain = rewards - settings.beta * mean_ratio.clamp(min=0)
     loss = settings.desirable * torch.sigmoid(-gain), settings.undesirable * torch.sigmoid(gain)
-    return torch.where(wanted, *loss)
+    return torch.where(good, *loss)
 
 
 PREFERENCES: dict[str, Preference] = {
@@ -214,21 +214,19 @@ def _ratios_of_side(side: str, columns: Sequence[int]) -> dict[str, tuple[int, i
 
 
 def _compared(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
-    """Whether the wanted answer has the larger reward, whether it would be written, by how much its reward is larger,
-    and reward, log-probability and tokens of both.
-    """
+    """Return accuracy, exact match and margin of each pair, and reward, log-probability and tokens of both answers."""
     sides = Answers.of(log_probabilities(losses, batch), batch).pairs()
     rewards = [PREFERENCES[settings.kind].reward(side, settings) for side in sides]
     margin = rewards[0] - rewards[1]
     decided = margin.abs() > _TIE
-    basic = torch.stack([(margin > 0) & decided, decided, _would_be_written(batch, chosen)[0::2], margin], dim=1)
-    own = [[reward, side.log_probability, side.tokens] for reward, side in zip(rewards, sides, strict=True)]
-    return torch.cat([basic, *(torch.stack(each, dim=1) for each in own)], dim=1)
+    basic = torch.stack([(margin > 0) & decided, decided, _exact_matches(batch, chosen)[0::2], margin], dim=1)
+    by_side = [[reward, side.log_probability, side.tokens] for reward, side in zip(rewards, sides, strict=True)]
+    return torch.cat([basic, *(torch.stack(each, dim=1) for each in by_side)], dim=1)
 
 
-def _would_be_written(batch: Batch, chosen: Tensor) -> Tensor:
-    """Whether greedy decoding writes each document's trained tokens."""
-    wrong = log_probabilities((chosen != batch.targets).double(), batch)  # minus their number
+def _exact_matches(batch: Batch, chosen: Tensor) -> Tensor:
+    """Return whether greedy decoding generates the trained tokens of each document."""
+    wrong = log_probabilities((chosen != batch.targets).double(), batch)  # negative count
     return (wrong == 0).double()
 
 
@@ -245,29 +243,27 @@ def _count_labeled(run: RunConfig) -> Counts:
 
 
 def _margin_of_means(sums: Sums) -> dict[str, NDArray[np.float64]]:
-    wanted, _, _, many, unwanted, _, _, others = (sums[..., NUM_BASIC + at] for at in range(8))
-    return {"reward_margin": wanted / many - unwanted / others}
+    chosen, _, _, num_chosen, rejected, _, _, num_rejected = (sums[..., NUM_BASIC + at] for at in range(8))
+    return {"reward_margin": chosen / num_chosen - rejected / num_rejected}
 
 
 def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
-    """Reward, log-probability, tokens and number of wanted answers, the same of unwanted ones, and whether a wanted one
-    would be written.
-    """
-    answers, wanted = Answers.of(log_probabilities(losses, batch), batch), is_wanted(batch)
+    """Return reward, log-probability, tokens and count of good and of bad answers, and exact match of good ones."""
+    answers, good = Answers.of(log_probabilities(losses, batch), batch), is_wanted(batch)
     reward = LABEL_PREFERENCES[settings.kind].reward(answers, settings)
     each = torch.stack([reward, answers.log_probability, answers.tokens, torch.ones_like(reward)], dim=1)
-    exact = _would_be_written(batch, chosen) * wanted
-    return torch.cat([each * wanted[:, None], each * ~wanted[:, None], exact[:, None]], dim=1)
+    exact = _exact_matches(batch, chosen) * good
+    return torch.cat([each * good[:, None], each * ~good[:, None], exact[:, None]], dim=1)
 
 
 # ---- answers
 
 
 def _answer_chosen(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
-    """Generate from prompts whose answer in the rows is wanted."""
-    wanted = np.flatnonzero(held_out.rows.where_label(lambda label: label == "true"))
-    count = min(len(held_out.indices), len(wanted))
-    chosen = wanted[np.linspace(0, len(wanted) - 1, count).astype(int)].tolist() if count else []
+    """Generate for prompts whose answer is labeled good."""
+    good = np.flatnonzero(held_out.rows.where_label(lambda label: label == "true"))
+    count = min(len(held_out.indices), len(good))
+    chosen = good[np.linspace(0, len(good) - 1, count).astype(int)].tolist() if count else []
     return answer(replace(held_out, indices=chosen), model) if chosen else []
 
 

@@ -1,4 +1,4 @@
-"""The tasks by name, and what a run takes of its task."""
+"""Tasks by name, and the parts of a task that a run uses."""
 
 import numpy as np
 
@@ -34,12 +34,12 @@ def loss_of(run: RunConfig) -> Loss:
 
 
 def counts_of(run: RunConfig) -> Counts:
-    """Return what is counted of the rows of the eval set."""
+    """Return the counts of the eval set."""
     return IMPLEMENTATIONS[run.task.kind].counts(run)
 
 
 def metrics_of(run: RunConfig) -> list[str]:
-    """Return the names of the metrics of the eval set."""
+    """Return the metric names of the eval set."""
     counts = counts_of(run)
     rows = np.zeros((1, NUM_BASIC + counts.num_own))
     return list(counts.metrics(rows if counts.of_all is None else counts.of_all(rows)))

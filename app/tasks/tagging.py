@@ -1,7 +1,7 @@
-"""A tag for each word of a text, such as named entities.
+"""Token classification: a tag for each word, such as named entities.
 
-F1 of entities follows seqeval and CoNLL. An entity is an uninterrupted run of words of one type. It begins at B or S,
-after E or S, or where the type changes, so a run may begin with I. One is right if its type and both of its ends are.
+Entity F1 follows seqeval and CoNLL. An entity is a contiguous run of words of one type. It starts at B or S, after E or
+S, or at a type change, so a run may start with I. It is correct if its type, start and end are correct.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from app.tasks.interface import HITS, LABELS, LOSS, WEIGHT, Counts, HeldOutRows,
 from app.tracking.formatting import Sample
 
 _OUTSIDE = "O"
-_LETTERS, _STARTS, _ENDS = "BIES", "BS", "ES"  # first ones of tags in entities, of those that begin and end one
+_LETTERS, _STARTS, _ENDS = "BIES", "BS", "ES"  # tag prefixes inside entities, at their start, and at their end
 _ENTITIES = 3  # true, predicted, both
 
 
@@ -32,7 +32,7 @@ _ENTITIES = 3  # true, predicted, both
 class WordTags(Classification):
     """The state of the first token of each word predicts its tag."""
 
-    marked: ClassVar[str] = "the first token of each word, whose tag is to be predicted"
+    marked: ClassVar[str] = "the first token of each word, which predicts its tag"
 
     def at(self, rows: TokenRows, i: int) -> NDArray[np.int64]:
         return np.flatnonzero(rows.loss_mask(i))
@@ -42,7 +42,7 @@ class WordTags(Classification):
 
 
 def _counts(run: RunConfig) -> Counts:
-    """Counts of tags; the F1 of entities only where tags are names of entities (B-, I-)."""
+    """Return counts of tags, with entity F1 only for entity tags (B-, I-)."""
     names = run.task.labels
     ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(names)
     entities = are_entities(names)
@@ -51,19 +51,19 @@ def _counts(run: RunConfig) -> Counts:
 
 
 def are_entities(names: Sequence[str]) -> bool:
-    """Whether the tags are O and names like B-PER."""
+    """Return whether the tags are O and names like B-PER."""
     return any(name != _OUTSIDE for name in names) and all(
         name == _OUTSIDE or (name[:1] in _LETTERS and name[1:2] in ("", "-")) for name in names
     )
 
 
 def _f1(sums: Sums) -> Metrics:
-    true, found, both = np.split(sums[..., -_ENTITIES:], _ENTITIES, axis=-1)
-    return {**macro_f1(sums[..., :-_ENTITIES]), "entity_f1": (2 * both / (true + found))[..., 0]}
+    true, predicted, both = np.split(sums[..., -_ENTITIES:], _ENTITIES, axis=-1)
+    return {**macro_f1(sums[..., :-_ENTITIES]), "entity_f1": (2 * both / (true + predicted))[..., 0]}
 
 
 def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
-    """How often each tag is true, predicted or both in each row, and so of entities."""
+    """Return how often each tag, and each entity, is true, predicted or both in each row."""
     starts = torch.tensor(batch.starts, device=batch.label_rows.device)
     row = torch.searchsorted(starts, batch.label_rows[: batch.num_labels], right=True) - 1  # a document is a row
     found = [occurrences(classes, batch, losses, chosen)]
@@ -76,15 +76,15 @@ def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor
 
 
 def _entities(names: Sequence[str], tags: Tensor, row: Tensor) -> Tensor:
-    """At the first word of each entity a number of its type and end, -1 at the others."""
+    """Return a number for type and end at the first word of each entity, -1 at other words."""
     kinds = list(dict.fromkeys(name[2:] for name in names))  # PER of B-PER
     facts = [(name[0] in _STARTS, name[0] in _ENDS, name != _OUTSIDE, kinds.index(name[2:])) for name in names]
     starts, ends, inside, kind = torch.tensor(facts, device=tags.device)[tags].unbind(1)
     at = torch.arange(len(tags), device=tags.device)
     apart = (row.roll(1) != row) | (at == 0) | (inside.roll(1) == 0) | (kind.roll(1) != kind) | (ends.roll(1) == 1)
     begins = (inside == 1) & ((starts == 1) | apart)
-    goes_on = (inside == 1) & ~begins
-    is_last = ~goes_on.roll(-1) | (at == len(tags) - 1)
+    continues = (inside == 1) & ~begins
+    is_last = ~continues.roll(-1) | (at == len(tags) - 1)
     last = torch.where(is_last, at, len(tags)).flip(0).cummin(0).values.flip(0)
     return torch.where(begins, last * len(kinds) + kind, -1)
 
@@ -95,15 +95,15 @@ def _answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     names, samples = held_out.objective.names, []
     for i in held_out.indices:
         (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
-        found = model.logits(torch.from_numpy(row.ids.astype(np.int64))).argmax(-1).cpu()[row.at]
-        expected, answer = (" ".join(names[at] for at in each.tolist()) for each in (row.targets, found))
+        predicted = model.logits(torch.from_numpy(row.ids.astype(np.int64))).argmax(-1).cpu()[row.at]
+        expected, answer = (" ".join(names[at] for at in each.tolist()) for each in (row.targets, predicted))
         samples.append(Sample(prompt=held_out.text(row.ids), expected=expected, answer=answer))
     return samples
 
 
 @torch.no_grad()
 def tags_of_words(lm: Any, ids: Any, first: Any) -> list[str]:
-    """Return the tag of each word of one text, from its tokens and the mask of the first token of each word."""
+    """Return the tag of each word of a text, from its tokens and the mask of first tokens of words."""
     logits = lm(input_ids=torch.as_tensor(ids, dtype=torch.int64, device=lm.device)[None]).logits[0]
     tags = logits[torch.as_tensor(first, device=lm.device)].argmax(-1).tolist()
     return [lm.config.id2label[at] for at in tags]

@@ -1,4 +1,4 @@
-"""`app.check data`: everything a run would learn from, and advice on settings, without weights."""
+"""`app.check data`: all training data of a run, and advice on settings, without reading weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from app.training.samples import preview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCheck:
-    """Facts about the data. `stops` are the errors that a run with these settings would end with."""
+    """Facts about the data. `stops` are the errors with which a run with these settings would fail."""
 
     run: RunConfig
     data: Data
@@ -35,27 +35,27 @@ class DataCheck:
     packing: length_statistics.Packing
     padded_fill: float | None
     loader: Loader
-    plan: StepPlan | None  # None where no row is left
+    plan: StepPlan | None  # None without rows
     processes: int
     base: BaseModel
-    other_template: str  # what model.chat_template may be instead
+    other_template: str  # alternative model.chat_template
     preview: dict[str, Any]
     stops: list[str]
 
     @property
     def sample_lengths(self) -> NDArray[np.int32]:
-        """Tokens that dataset.max_length bounds: of a pair those of its longer answer."""
+        """Tokens limited by dataset.max_length; of a pair, those of the longer answer."""
         rows = self.data.train
         return rows.longer_answers if self.documents_per_row > 1 else rows.lengths
 
     def facts(self) -> dict[str, Any]:
-        """`data` of check.json, without the advice."""
+        """Return `data` of check.json without the advice."""
         train, held = self.data.report.train, self.data.report.eval
         return {
             "format": formats_of(self.run.dataset),
             "max_length": self.run.dataset.max_length,
             **_split(train),
-            "duplicate_rows": train.duplicates,  # held-out ones included: equal rows are on the same side
+            "duplicate_rows": train.duplicates,  # including eval rows: duplicates are in the same split
             "held_out": train.held_out,
             "packing": self.run.batching.packing,
             "bin_tokens": self.run.batching.bin_tokens,
@@ -83,7 +83,7 @@ class DataCheck:
         }
 
     def _sources(self) -> list[dict[str, Any]]:
-        """One entry for each source of a mix: what was read of it, and what an epoch has of it."""
+        """Return one entry per source of a mix: rows read, and its share of an epoch."""
         report, sections = self.data.report, sources_of(self.run.dataset)
         return [
             {
@@ -117,7 +117,7 @@ class DataCheck:
 
 
 def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
-    """Prepare the data as a run in `processes` would, and collect what stops it instead of raising."""
+    """Prepare the data as a run with `processes` would, and collect errors instead of raising them."""
     stops: list[str] = []
     prepared = read_rows(run, open_base(run.model, run.task), say, problems=stops)
     try:
@@ -186,19 +186,19 @@ def _split(counts: RowCounts) -> dict[str, Any]:
 # ---- data advice
 
 
-KEPT_SHARE = 0.99  # of the samples that an advised max_length keeps whole
+KEPT_SHARE = 0.99  # of samples that the suggested max_length keeps whole
 MAX_BAD_SHARE = 0.01  # of the rows
 MIN_BIN_FILL = 0.9
 MIN_PADDED_FILL = 0.85  # of padded micro-batches
 MIN_TRAINED_SHARE = 0.05  # of the tokens
-LONG_TEXT_CHARS = 100  # a row, of an unread column
-MIN_STEPS = 20  # fewer make a poor schedule
+LONG_TEXT_CHARS = 100  # per row, of an unread column
+MIN_STEPS = 20  # fewer steps make a poor schedule
 
-Advice = tuple[str, str]  # what to type, with placeholders where it cannot be known, and why
+Advice = tuple[str, str]  # setting to type, with placeholders for unknown values, and reason
 
 
 def advice(check: DataCheck) -> Iterator[Advice]:
-    """Pieces of advice, the most harmful problem first."""
+    """Yield advice, most harmful problem first."""
     for rule in (_bad_rows, _unread, _over_long, _trained_share, _template, _duplicates, _held_out, _filling, _steps):
         yield from rule(check)
 
@@ -206,8 +206,11 @@ def advice(check: DataCheck) -> Iterator[Advice]:
 def _bad_rows(check: DataCheck) -> Iterator[Advice]:
     counts, dataset = check.data.report.train, check.run.dataset
     if counts.bad_rows > MAX_BAD_SHARE * counts.rows_read and dataset.on_bad_row == "skip":
-        first = f"the first {counts.first_problem}: mend them, or the column that is read"
-        yield "dataset.on_bad_row=error", f"{counts.bad_rows:,} of {counts.rows_read:,} rows are left out, {first}"
+        first = f"first: {counts.first_problem}"
+        yield (
+            "dataset.on_bad_row=error",
+            f"{counts.bad_rows:,} of {counts.rows_read:,} rows are skipped ({first}); fix them, or the column setting",
+        )
 
 
 def _over_long(check: DataCheck) -> Iterator[Advice]:
@@ -216,48 +219,48 @@ def _over_long(check: DataCheck) -> Iterator[Advice]:
     needed = length_statistics.length_that_keeps(KEPT_SHARE, lengths, counts)
     if not counts.tokens_lost or needed is None or needed <= limit:
         return
-    lost = f"{many(counts.tokens_lost, 'token')} are lost now"
-    kept = check.base.longest_row(needed)
-    then, now = (length_statistics.share_within(length, lengths, counts) for length in (kept, limit))
-    if kept > limit and then > now:
-        room = kept * check.documents_per_row
+    lost = f"{many(counts.tokens_lost, 'token')} lost now"
+    length = check.base.longest_row(needed)
+    then, now = (length_statistics.share_within(maximum, lengths, counts) for maximum in (length, limit))
+    if length > limit and then > now:
+        room = length * check.documents_per_row
         bins = f" batching.tokens={room}" if run.batching.packing and room > run.batching.bin_tokens else ""
-        most = "" if kept == needed else f"; {check.base.limit_text(kept)}, choose a larger model for the others"
+        remedy = "choose a model with a longer context for the others"
+        most = "" if length == needed else f"; {check.base.limit_text(length)}, {remedy}"
         most_dropped = {"auto": MAX_DROPPED_SHARE, "error": 0.0}.get(run.dataset.on_overflow, 1.0)
         ends = " dataset.on_overflow=drop" if counts.dropped and 1 - then > most_dropped else ""
         yield (
-            f"dataset.max_length={kept}{bins}{ends}",
-            f"keeps {then:.1%} of the samples whole, not {now:.1%}{most}; {lost}",
+            f"dataset.max_length={length}{bins}{ends}",
+            f"keeps {then:.1%} of the samples whole instead of {now:.1%}{most}; {lost}",
         )
     elif policy_for(run.dataset.on_overflow, run.dataset.format) != "truncate":
-        most = check.base.limit_text(kept)
-        remedy = "this keeps the beginning of each, without its end; or choose a model that reads more"
-        yield "dataset.on_overflow=truncate", f"{most}, and {lost}: {remedy}"
+        most = check.base.limit_text(length)
+        remedy = "truncation keeps the start of each sample; or choose a model with a longer context"
+        yield "dataset.on_overflow=truncate", f"{most}, {lost}: {remedy}"
 
 
 def _unread(check: DataCheck) -> Iterator[Advice]:
     counts, dataset = check.data.report.train, check.run.dataset
-    told = counts.missed_places if check.stops else {}
-    chars = {name: counts.missed_chars[name] // rows for name, rows in counts.missed.items() if name not in told}
+    reported = counts.missed_places if check.stops else {}
+    chars = {name: counts.missed_chars[name] // rows for name, rows in counts.missed.items() if name not in reported}
     long = [name for name in chars if chars[name] >= LONG_TEXT_CHARS and 2 * counts.missed[name] > counts.rows_kept]
     if long:
-        shown = ", ".join(f"{name} ({chars[name]:,} characters a row)" for name in long)
+        shown = ", ".join(f"{name} ({chars[name]:,} characters per row)" for name in long)
         yield (
             f"dataset.leave_out=[{','.join([*dataset.leave_out, *long])}]",
-            f"not read: {shown}. dataset.columns.FIELD=NAME reads a column, this says that all of them are left out on"
-            " purpose",
+            f"not read: {shown}. dataset.columns.FIELD=NAME reads a column, this setting ignores all of them",
         )
     for name, rows in counts.unread_columns.items():
         if dataset.format == "text" and has_role(name, "label") and 2 * rows > counts.rows_kept:
             yield (
                 f"task=classification dataset=labelled_text dataset.columns.label={name}",
-                f"column {name} is not read; if it is the class of each text, this learns it instead of the text",
+                f"column {name} is not read; if it is the class of each text, this trains a classifier instead",
             )
     for marker, rows in counts.foreign_markers.items():
         yield (
             "dataset=messages",
-            f"{many(rows, 'text')} with {marker}: chats that are written out for a model, of which the prompts are"
-            " trained as well; rows of messages train the answers alone, through the template of this model",
+            f"{many(rows, 'text')} with {marker}: chats already rendered for a model, so prompts are trained too;"
+            " rows of messages train only the answers, with the chat template of this model",
         )
 
 
@@ -267,15 +270,15 @@ def _duplicates(check: DataCheck) -> Iterator[Advice]:
         repeated = f"{many(report.train.duplicates, 'sample')} of {report.train.samples + report.train.held_out:,}"
         yield (
             "dataset.deduplicate=true",
-            f"{repeated} are equal to an earlier one and learned more often than others; leave them out, unless "
-            "that is meant",
+            f"{repeated} repeat an earlier one and are trained more often than others; drop them, unless that "
+            "is intended",
         )
     if report.shared:
         named = "eval_path" if dataset.eval_path is not None else "eval_split"
         yield (
             f"dataset.{named}=null dataset.eval_fraction=0.02",
-            f"{many(report.shared, 'held-out sample')} also trained on: eval_loss will be too good; a part of the "
-            f"training rows never has an equal on the other side, or take them out of what dataset.{named} names",
+            f"{many(report.shared, 'eval sample')} also in the training set: eval_loss will be too low; hold out part "
+            f"of the training rows, without duplicates across the split, or remove them from dataset.{named}",
         )
 
 
@@ -285,16 +288,17 @@ def _held_out(check: DataCheck) -> Iterator[Advice]:
     unread = () if has_own else train_source(dataset).other_splits
     if unread and (held is None or len(held) < MIN_EVAL_ROWS):
         split = "validation" if "validation" in unread else unread[0]
-        few = "nothing is held out" if held is None else f"only {many(len(held), 'sample')} held out"
+        few = "no eval set" if held is None else f"only {many(len(held), 'eval sample')}"
         yield f"dataset.eval_split={split} dataset.eval_fraction=0", f"{few}, and the split {split} is not read"
     elif held is None:
         if samples:
-            yield eval_remedy(samples), "nothing is held out: whether the model learns or only remembers is not seen"
+            yield eval_remedy(samples), "no eval set: overfitting would go unnoticed"
     elif 0 < len(held) < MIN_EVAL_ROWS and dataset.eval_max_rows is None:
         total, is_part = samples + len(held), dataset.eval_path is None and dataset.eval_split is None
         is_enough = is_part and total * MAX_EVAL_FRACTION >= MIN_EVAL_ROWS
         remedy = eval_remedy(total) if is_enough else "dataset.eval_path=FILE"
-        yield remedy, f"a loss over {many(len(held), 'held-out sample')} says little; {MIN_EVAL_ROWS} say more"
+        few = f"{many(len(held), 'eval sample')} {'is' if len(held) == 1 else 'are'} too few for a reliable loss"
+        yield remedy, f"{few}; use at least {MIN_EVAL_ROWS}"
 
 
 def _trained_share(check: DataCheck) -> Iterator[Advice]:
@@ -305,9 +309,9 @@ def _trained_share(check: DataCheck) -> Iterator[Advice]:
         return
     only = f"only {share:.1%} of the tokens are trained"
     if run.dataset.train_on == "last":
-        yield "dataset.train_on=assistant", f"{only}; `assistant` trains all answers, not the last alone"
-    elif not counts.expanded_into:  # else the template is the cause, and has its own advice
-        yield "dataset.train_on=all", f"{only}; `all` learns the prompts too"
+        yield "dataset.train_on=assistant", f"{only}; `assistant` trains all answers, not only the last"
+    elif not counts.expanded_into:  # otherwise the template is the cause, with separate advice
+        yield "dataset.train_on=all", f"{only}; `all` also trains the prompts"
 
 
 def _template(check: DataCheck) -> Iterator[Advice]:
@@ -319,22 +323,22 @@ def _template(check: DataCheck) -> Iterator[Advice]:
         )
         if counts.join_saves and not counts.unstable_reasoning:
             length = counts.unstable_tokens["join"] / counts.unstable_tokens["expand"]
-            joined = f"`join` trains the same answers in one sample of each, {length:.0%} of the tokens"
-            cut = " dataset.on_overflow=truncate" if counts.dropped else ""  # one that is dropped has all answers
+            joined = f"`join` trains the same answers in one sample per conversation, with {length:.0%} of the tokens"
+            cut = " dataset.on_overflow=truncate" if counts.dropped else ""  # a dropped sample has all answers
             yield f"dataset.on_unstable_template=join{cut}", f"{rewritten}; {joined}"
         else:
-            yield "dataset.on_unstable_template=last", f"{rewritten}; `last` trains the last turn of each"
+            yield "dataset.on_unstable_template=last", f"{rewritten}; `last` trains only the last turn of each"
     if counts.endless:
-        ends = f"in {many(counts.endless, 'sample')} no special token ends the answer"
+        ends = f"no special token ends the answer in {many(counts.endless, 'sample')}"
         yield f"model.chat_template={check.other_template}", f"{ends}: the model will not learn to stop"
     if counts.unseen:
-        said = f"what {many(counts.unseen, 'message')} of system, user or tool say"
-        yield f"model.chat_template={check.other_template}", f"this template leaves out {said}"
+        said = f"the content of {many(counts.unseen, 'system, user or tool message')}"
+        yield f"model.chat_template={check.other_template}", f"this template omits {said}"
     if counts.glued:
         yield (
             "dataset.columns.prompt=...",
-            f"in {many(counts.glued, 'sample')} a token holds both prompt and answer and is not trained: let prompts "
-            "end without white space, and answers begin with it",
+            f"{many(counts.glued, 'sample')} with a token across prompt and answer, which is not trained: move "
+            "whitespace from the end of prompts to the start of answers",
         )
 
 
@@ -359,10 +363,10 @@ def _steps(check: DataCheck) -> Iterator[Advice]:
         return
     if run.training.max_steps is None:
         if plan.steps < MIN_STEPS:
-            number = f"the run has {many(plan.steps, 'step')}"
+            number = f"only {many(plan.steps, 'training step')}"
             if run.batching.accumulation > 1:
-                yield "batching.accumulation=1", f"{number}: smaller ones make more of them"
-            yield f"training.epochs={-(-MIN_STEPS // plan.steps_per_epoch)}", f"{number}, few to learn in"
+                yield "batching.accumulation=1", f"{number}: smaller steps would give more"
+            yield f"training.epochs={-(-MIN_STEPS // plan.steps_per_epoch)}", number
     elif plan.steps < plan.steps_per_epoch:
-        seen = f"{plan.steps:,} steps see {plan.epoch(plan.steps):.1%} of the rows"
+        seen = f"{plan.steps:,} steps cover {plan.epoch(plan.steps):.1%} of the rows"
         yield "training.max_steps=null", f"{seen}; an epoch has {plan.steps_per_epoch:,}"

@@ -1,6 +1,6 @@
-"""The rows of a run as tokens, and the settings that depend on them: formats, packing, row length, labels, vocabulary.
+"""Token rows of a run, and the settings that depend on them: formats, packing, row length, labels, vocabulary.
 
-No weight is read, and nothing here depends on the machine.
+No weights are read, and nothing depends on the machine.
 """
 
 import math
@@ -31,29 +31,29 @@ from app.errors import ConfigError, refuse
 from app.tasks.table import build_objective, metrics_of
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_packing
 
-ROWS_MULTIPLE = 64  # of a resized vocabulary: matrix products of other sizes leave tensor cores idle
-TRAINED, SCORED = "trained", "scored"  # the splits that are read
+ROWS_MULTIPLE = 64  # of a resized vocabulary: other sizes of matrix products leave tensor cores idle
+TRAINED, SCORED = "trained", "scored"  # splits to read
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a run; in `run` the settings that depend on them are resolved."""
+    """Token rows of a run; `run` has resolved the settings that depend on them."""
 
     run: RunConfig
     base: BaseModel
     tokenizer: Any
     data: Data
     objective: Objective
-    also: TokenRows | None = None  # of `eval.also`, which a check and an evaluation do not read
+    also: TokenRows | None = None  # of `eval.also`, not read by checks and evaluations
 
     @property
     def pad_id(self) -> int:
-        """Id of padding tokens. Any id works, because padding is known by row lengths."""
+        """ID of padding tokens. Any ID works, because row lengths determine padding."""
         return 0 if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
 
 
 def loader_of(rows: Rows, run: RunConfig, processes: int, rank: int = 0) -> Loader:
-    """Return the loader of the training rows, in steps of all processes; `run` has a known bin size."""
+    """Return the loader of the training rows for this process; `run` has a resolved bin size."""
     layout = layout_of(run, run.batching.rows, rows.objective, rows.pad_id)
     split = StepSplit(run.batching.accumulation, processes, rank)
     return Loader(rows.data.train, layout, split, run.seed, run.batching.order)
@@ -67,11 +67,11 @@ class StepPlan:
     steps_per_epoch: int
 
     def epoch(self, step: int) -> float:
-        """Epochs done after `step` steps."""
+        """Return the epochs after `step` steps."""
         return step / self.steps_per_epoch
 
     def every(self, interval: int | str) -> int:
-        """The steps of an interval that may be given as a part of an epoch, such as 0.25epoch; at least one of it."""
+        """Return the steps of an interval, which may be a fraction of an epoch such as 0.25epoch; at least 1."""
         if isinstance(interval, int):
             return interval
         return max(1, round(float(interval.removesuffix("epoch")) * self.steps_per_epoch))
@@ -88,14 +88,14 @@ def read_rows(
     """Read the rows of a run as tokens, and resolve the settings that depend on them.
 
     `base` may differ from the model in the config. `splits` is TRAINED, or SCORED to read only the rows to score, as
-    `eval`. A check passes `problems`, which collects the errors that would stop the run; without it they are raised.
+    `eval`. A check passes `problems`, a list that collects the errors of a run; without it they are raised.
     """
     report = refuse if problems is None else problems.extend
     limited = within_positions(run.dataset, base, say)
     packed = with_packing(run, base, say)
     _note_length_of_pairs(packed, base, say)
     load = partial(load_tokenizer, run.model, shipped=base.task.tokenizer)
-    has_template = lambda: bool(load(needs_template=False).chat_template)  # noqa: E731  (may not be asked)
+    has_template = lambda: bool(load(needs_template=False).chat_template)  # noqa: E731  (may not be called)
     dataset, notes = detect_formats(limited, formats_for(run.task.kind), has_template)
     if notes and (wrong := problems_of(replace(packed, dataset=dataset))):
         raise ConfigError([*wrong[:-1], f"{wrong[-1]} ({'; '.join(notes)})"])
@@ -150,12 +150,12 @@ def _read(
 
     if has_auto_bins(run):
         bins = suggested_bin(replace(run, dataset=dataset))
-        notes = [*notes, f"batching.tokens=auto is found by a run; here bins have {bins:,} tokens"]
+        notes = [*notes, f"batching.tokens=auto is set at the start of a run; this check uses bins of {bins:,} tokens"]
     return prepare(without_stops(dataset), tokenizer, run.cache_dir, notes, collect, *labels)
 
 
 def _task_of_rows(task: TaskConfig, facts: Task, data: Data) -> tuple[TaskConfig, list[str]]:
-    """Return the task with the labels and class weights of the rows, and the problems of the weights."""
+    """Return the task with the labels and class weights of the rows, and problems of the weights."""
     if facts.has_classes and not task.labels and len(data.classes) >= PROBLEMS[task.problem].least_labels:
         task = replace(task, labels=list(data.classes))
     if task.class_weights is None or not task.labels:
@@ -165,7 +165,7 @@ def _task_of_rows(task: TaskConfig, facts: Task, data: Data) -> tuple[TaskConfig
 
 
 def _with_names_of_model(adapter: AdapterConfig, base: BaseModel) -> AdapterConfig:
-    """Return the adapter with the layer names of the trained model, in place of those of its start adapter."""
+    """Return the adapter with the layer names of the trained model instead of those of its start adapter."""
     if adapter.start is None:
         return adapter
     adapter = with_names(adapter, lambda name: base.names.of_trained(name) or name)
@@ -173,31 +173,31 @@ def _with_names_of_model(adapter: AdapterConfig, base: BaseModel) -> AdapterConf
 
 
 def rows_of_also(rows: Rows) -> tuple[TokenRows | None, list[str]]:
-    """The rows of `eval.also`, in any format that the task learns from, and lines for people."""
+    """Return the rows of `eval.also`, in any format of the task, and report lines."""
     run, base = rows.run, rows.base
     if run.eval.also is None:
         return None, []
     judge = partial(stop_if_wrong, longest_row=base.longest_row, trains=False)
     labels = KnownLabels(labeling_of(run.task), tuple(run.task.labels))
-    given = (formats_for(run.task.kind), rows.tokenizer, run.cache_dir, judge, labels)
-    also, lines = rows_beside(run.eval.also, run.dataset, *given)
+    settings = (formats_for(run.task.kind), rows.tokenizer, run.cache_dir, judge, labels)
+    also, lines = rows_beside(run.eval.also, run.dataset, *settings)
     refuse(_unknown_ids(run, base, also))
     return also, lines
 
 
 def _note_length_of_pairs(run: RunConfig, base: BaseModel, say: Callable[[str], None]) -> None:
-    """Note a `dataset.max_length` below the model's default that is all that bins of pairs allow."""
+    """Print a note if bins of pairs limit `dataset.max_length` to less than the default of the model."""
     documents, length = base.task.documents, run.dataset.max_length
     if documents == 1 or not run.batching.packing or has_auto_bins(run):
         return
     if length == run.batching.bin_tokens // documents < run.model.suggest.length:
-        both = f"a bin of batching.tokens={run.batching.tokens} holds both answers of a pair"
+        both = f"a bin of batching.tokens={run.batching.tokens} must fit both answers of a pair"
         more = documents * run.model.suggest.length
         say(f"note    dataset.max_length={length}: {both}. For longer answers, raise both, e.g. batching.tokens={more}")
 
 
 def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str], None]) -> DatasetConfig:
-    """Lower `max_length` to the positions of the model; longer rows are then over-long. Refuse more than a chunk."""
+    """Limit `max_length` to the positions of the model; longer rows are overlong. More than a chunk is an error."""
     longest, limit = dataset.max_length, base.longest_row(dataset.max_length)
     if limit == longest:
         return dataset
@@ -208,31 +208,32 @@ def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str
 
 
 def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, list[str]]:
-    """The weight of each label, where they are given or balanced; what is wrong with them."""
+    """Return the weight of each label, set or balanced, and problems of the weights."""
     given, labels = task.class_weights, task.labels
     if isinstance(given, list):
         listed = ", ".join(labels)
         wrong = (
-            f"task.class_weights has {len(given)} numbers, and there are {len(labels)} labels: {listed}. Give as many."
+            f"task.class_weights has {len(given)} numbers, but there are {len(labels)} labels: {listed}. Set one for "
+            "each label."
         )
         return given, [wrong] if len(given) != len(labels) else []
     try:
         return class_weights(labeling_of(task), labels, data.train.class_counts(), len(data.train)), []
     except ValueError as fault:
         return None, [
-            f"task.class_weights=balanced: {fault}, so it has no weight. Leave it out of task.labels and of the rows, "
+            f"task.class_weights=balanced: {fault}, so its weight is undefined. Remove it from task.labels and rows, "
             "or give the weights as numbers."
         ]
 
 
 def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any, say: Callable[[str], None]) -> RunConfig:
-    """The run with the ids of new tokens for `train_tokens=new`, and with rows for those that have none."""
+    """Return the run with the IDs of new tokens for `train_tokens=new`, and with embedding rows for all of them."""
     ids, given = new_ids(run.model, tokenizer), run.model.vocab_size
     last = max(ids, default=-1)
     rows = base.vocabulary(last) if ids else 0
     if last >= rows and given is not None:
         raise ConfigError(
-            f"model.vocab_size={given}: new tokens have ids up to {last}. Give {last + 1} or more, or null."
+            f"model.vocab_size={given}: new tokens have ids up to {last}. Set {last + 1} or more, or null."
         )
     if last >= rows:
         given = (last // ROWS_MULTIPLE + 1) * ROWS_MULTIPLE
@@ -240,32 +241,33 @@ def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any, say: Callabl
     run = replace(run, model=replace(run.model, vocab_size=given), adapter=adapter)
     refuse(_resizing_problems(run, base))
     if last >= rows:
-        say(f"note    model.vocab_size={given}: the base has {rows} rows; the new ones are their mean")
+        say(f"note    model.vocab_size={given}: the base has {rows} rows; new rows start as their mean")
     return run
 
 
 def _resizing_problems(run: RunConfig, base: BaseModel) -> Iterator[str]:
-    """Why the vocabulary cannot have `model.vocab_size` rows."""
+    """Yield the reasons why the vocabulary cannot have `model.vocab_size` rows."""
     rows, texts = run.model.vocab_size, run.model.add_tokens
     if rows is None:
         return
-    given = "model.add_tokens" if texts else f"model.vocab_size={rows}"
-    other = "Resize the base with transformers, and give its folder as model.path."
+    key = "model.add_tokens" if texts else f"model.vocab_size={rows}"
+    other = "Resize the base with transformers, and set model.path to its folder."
     if run.model.weights == "random":
-        yield f"{given}: the weights are random. Set model.architecture.vocab_size={rows}."
+        yield f"{key}: the weights are random. Set model.architecture.vocab_size={rows}."
     elif base.text_part is not None:
-        yield f"{given}: the vocabulary of the text part of a larger model is not resized. {other}"
+        yield f"{key}: resizing the text part of a multimodal model is not supported. {other}"
     elif not base.is_resizable:
-        yield f"{given}: a model of kind {base.numbers.model_type} has more tensors by token than two. {other}"
+        yield f"{key}: {base.numbers.model_type} has more than two per-token tensors, which is not supported. {other}"
     elif base.task.has_classes and run.adapter.kind != "none":
         yield (
-            f"{given}: final/ has a config.json for the classes, with which other programs load the base as it is. "
-            "Set recipe=full, or resize the base with transformers and give its folder as model.path."
+            f"{key}: not supported for an adapter with classes, because other programs load the base unresized, with "
+            "the config.json of final/. Set recipe=full, or resize the base with transformers and set model.path to "
+            "its folder."
         )
 
 
 def with_planned_rows(run: RunConfig) -> RunConfig:
-    """The run with as many trained rows as it has new tokens, for a plan, which needs no tokenizer."""
+    """Return the run with one trained row per new token, for a memory estimate without a tokenizer."""
     if run.adapter.train_tokens != "new":
         return run
     return replace(run, adapter=replace(run.adapter, train_tokens=[*range(len(run.model.add_tokens))]))
@@ -274,35 +276,35 @@ def with_planned_rows(run: RunConfig) -> RunConfig:
 def _class_problems(
     task: TaskConfig, dataset: DatasetConfig, classes: Sequence[str], facts: Task, *, trains: bool
 ) -> Iterator[str]:
-    """Labels of rows that nothing can be learnt of."""
+    """Yield the problem of rows with too few labels to train on."""
     least = PROBLEMS[task.problem].least_labels if facts.has_classes else 2
     if (facts.has_classes and task.labels) or (not facts.has_classes and not (trains and len(classes) == 1)):
         return
     if len(classes) < least:
-        only = f"all have the label {classes[0]}" if classes else "none has a label"
-        yield f"dataset.path={paths_of(dataset)}: of its rows {only}, so {facts.one_label}"
+        only = f"all rows have the label {classes[0]}" if classes else "no row has a label"
+        yield f"dataset.path={paths_of(dataset)}: {only}, so {facts.one_label}"
 
 
 def _unknown_ids(run: RunConfig, base: BaseModel, *splits: TokenRows | None) -> Iterator[str]:
-    """Ids beyond the embedding: on a GPU they end the process without a message."""
+    """Yield the problem of token IDs beyond the embedding, which would crash on a GPU without a message."""
     largest = max(rows.largest_id for rows in splits if rows is not None)
     vocabulary = base.vocabulary(largest)
     if largest >= vocabulary:
         yield (
-            f"model.tokenizer={run.model.tokenizer or 'null'}: it gives ids up to {largest}, but the model knows only "
-            f"{vocabulary} (0 to {vocabulary - 1}). Give the tokenizer that belongs to model.path={run.model.path}."
+            f"model.tokenizer={run.model.tokenizer or 'null'}: it has ids up to {largest}, but the model has only "
+            f"{vocabulary} (0 to {vocabulary - 1}). Set the tokenizer of model.path={run.model.path}."
         )
 
 
 def layout_of(run: RunConfig, rows: int, objective: Objective, pad_id: int = 0) -> Layout:
-    """Bins, or `rows` padded rows."""
+    """Return the layout: bins, or `rows` padded rows."""
     if run.batching.packing:
         return Packed(run.batching.bin_tokens, pad_id, run.dataset.max_length, objective)
     return Padded(rows, pad_id, objective)
 
 
 def plan_steps(training: TrainingConfig, steps_per_epoch: int) -> StepPlan:
-    """`epochs`, rounded up to whole steps, cut at `max_steps`."""
-    wanted = math.ceil(training.epochs * steps_per_epoch - 1e-9)  # 0.1 * 30 is a little more than 3
-    steps = wanted if training.max_steps is None else min(wanted, training.max_steps)
+    """Return the steps of `epochs`, rounded up, limited to `max_steps`."""
+    steps = math.ceil(training.epochs * steps_per_epoch - 1e-9)  # 0.1 * 30 is a little more than 3
+    steps = steps if training.max_steps is None else min(steps, training.max_steps)
     return StepPlan(steps=max(steps, 1), steps_per_epoch=steps_per_epoch)

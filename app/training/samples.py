@@ -1,4 +1,4 @@
-"""Rows shown to people: training rows with their loss mask, and held-out rows answered by the model so far."""
+"""Displayed rows: training rows with their loss mask, and eval prompts with answers of the current model."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -20,17 +20,17 @@ from app.tracking.recorder import Recorder
 from app.training.plan import Plan
 
 PREVIEW_ROWS = 4
-MAX_STRETCHES = 200  # of a preview row
-MAX_CHARACTER_TOKENS = 4  # bytes of a character in UTF-8
-MAX_STRETCH_TOKENS = 160  # half from its beginning and half from its end
+MAX_STRETCHES = 200  # per preview row
+MAX_CHARACTER_TOKENS = 4  # bytes per UTF-8 character
+MAX_STRETCH_TOKENS = 160  # half from its start and half from its end
 
 
 def preview(
     rows: TokenRows, objective: Objective, tokenizer: Any, shares: Iterable[SourceShare] = (), *, first: bool = False
 ) -> dict[str, Any]:
-    """Training rows spread over the data, or its `first` ones, with what the model must predict of them.
+    """Return training rows spread over the data, or the `first` ones, with their trained tokens.
 
-    Of a mix, whose sources have these `shares` of the rows, at least one row of each source.
+    For a mix with these `shares`, include at least one row per source.
     """
     sources = [*_distinct_rows(shares)] or [range(len(rows))]
     chosen = list[int]()
@@ -46,7 +46,7 @@ def preview(
 
 
 def _distinct_rows(shares: Iterable[SourceShare]) -> Iterator[range]:
-    """Yield the rows of each source, once where its weight repeats them."""
+    """Yield the distinct rows of each source, without repetitions by weight."""
     begin = 0
     for share in shares:
         times = max(1, int(share.weight))  # repeated rows are next to each other
@@ -62,12 +62,12 @@ def _row(rows: TokenRows, i: int, objective: Objective, tokenizer: Any) -> dict[
     pieces: list[dict[str, Any]] = []
     for start, end in list(pairwise(edges))[:MAX_STRETCHES]:
         text = "".join(_texts(ids, start, end, tokenizer))
-        weight = float(f"{marks[start]:.6g}")  # as it was written, before rounding to float32
+        weight = float(f"{marks[start]:.6g}")  # as typed, before rounding to float32
         other = {} if weight in (0.0, 1.0) else {"weight": weight}
         pieces.append({"text": text, "trained": bool(weight), **other})
     if len(edges) - 1 > MAX_STRETCHES:
         pieces.append({"text": f" … ({len(ids) - edges[MAX_STRETCHES]:,} more tokens)", "trained": False})
-    if answer:  # no part of the text
+    if answer:  # not part of the text
         pieces += [{"text": "\n", "trained": False}, {"text": answer, "trained": True}]
     return {
         "place": rows.source_location(i),
@@ -78,7 +78,7 @@ def _row(rows: TokenRows, i: int, objective: Objective, tokenizer: Any) -> dict[
 
 
 def _texts(ids: list[int], start: int, end: int, tokenizer: Any) -> Iterator[str]:
-    """Decode a stretch of tokens; the middle of a long one is replaced by its length."""
+    """Decode a span of tokens; replace the middle of a long span by its length."""
     if end - start <= MAX_STRETCH_TOKENS:
         yield _text(ids, start, end, tokenizer)
         return
@@ -91,7 +91,7 @@ def _texts(ids: list[int], start: int, end: int, tokenizer: Any) -> Iterator[str
 
 
 def _between_characters(ids: list[int], at: int, tokenizer: Any) -> int:
-    """The place at `at` or just before it that divides no character; a token may be one byte of several."""
+    """Return the last position up to `at` that does not split a character; a token may be one of several bytes."""
     for place in range(at, at - MAX_CHARACTER_TOKENS, -1):
         text: str = tokenizer.decode(ids[place - MAX_CHARACTER_TOKENS : place])
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -100,7 +100,7 @@ def _between_characters(ids: list[int], at: int, tokenizer: Any) -> int:
 
 
 def _text(ids: list[int], start: int, end: int, tokenizer: Any) -> str:
-    """Decode with the token before, then remove its text: some tokenizers drop a leading space."""
+    """Decode with the previous token and remove its text, because some tokenizers drop a leading space."""
     alone: str = tokenizer.decode(ids[start:end])
     if start == 0:
         return alone
@@ -110,7 +110,7 @@ def _text(ids: list[int], start: int, end: int, tokenizer: Any) -> str:
 
 
 def sampler(plan: Plan, model: TrainingModel, recorder: Recorder) -> Callable[[int], None]:
-    """Return a function that records the answers at a step. Generation is greedy: it draws no random number."""
+    """Return a function that records the answers at a step. Generation is greedy, without random numbers."""
     run, rows, takes_all = plan.run, plan.rows.data.eval, model.sharding is not None
     if rows is None or run.eval.samples == 0 or not (takes_all or world().is_first):
         return lambda _step: None
@@ -128,7 +128,7 @@ def sampler(plan: Plan, model: TrainingModel, recorder: Recorder) -> Callable[[i
             return
         found = try_or_none(answers)
         if found is None:
-            recorder.message(f"step {step}: out of memory, so no held-out prompt was answered; set eval.samples=0")
+            recorder.message(f"step {step}: out of memory, eval samples skipped; set eval.samples=0")
         else:
             recorder.samples(step, found)
 

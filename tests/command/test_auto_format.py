@@ -19,7 +19,7 @@ ROWS = (
 )
 FEW = (*SMALL, *ROWS, "training.max_steps=4", "output_dir=run")
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
-RECOGNIZED = "dataset.format=auto: taken as dataset.format=sharegpt dataset.columns.conversations=talk, because"
+RECOGNIZED = "dataset.format=auto: detected dataset.format=sharegpt dataset.columns.conversations=talk: found"
 
 
 def write_talks(folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_detected_format_that_the_settings_do_not_suit_is_a_user_error(
 def test_undetectable_format_is_a_user_error(zygote: Zygote, folder: Path) -> None:
     (folder / "rows.jsonl").write_text('{"words": "a"}\n')
     refused = zygote.run(folder, *FEW, code=2)
-    assert "knows no format for these rows; columns found: words (text)" in " ".join(refused.stderr.split())
+    assert "no format fits these rows; columns found: words (text)" in " ".join(refused.stderr.split())
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_check_data_bad_rows_have_places_and_exit_code_2(zygote: Zygote, tmp_pat
     words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={tmp_path / 'cache'}")
     code, said, wrong = look(zygote, tmp_path, "data", *words, "output_dir=look")
     assert code == 2
-    assert wrong.startswith("error: a.jsonl:21 and 1 more row: message 0 has the role 'asistant'")
+    assert wrong.startswith("error: a.jsonl:21 and 1 more row: message 0: unknown role 'asistant'")
     assert wrong.endswith("training would fail on these rows\n")
     facts = facts_in(tmp_path / "look")
     assert (facts["rows"], facts["bad_rows"], facts["bad_places"]) == (42, 2, ["a.jsonl:21", "a.jsonl:42"])
@@ -94,7 +94,7 @@ def test_check_without_arguments_checks_all_and_writes_nothing(zygote: Zygote, t
     words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={cache}", "compile=none")
     code, said, wrong = look(zygote, tmp_path, *words)
     assert (code, wrong) == (0, "")
-    assert "1 sample equal to an earlier one" in said
+    assert "1 duplicate sample" in said
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["cache"]
 
 

@@ -95,8 +95,8 @@ def refuses(zygote: Zygote, folder: Path, *given: str, message: str, **env: Any)
 ROWS = [
     ("", "dataset.path=rows.jsonl: has no rows"),
     (row("Hi") + '{"messages": [}\n', "rows.jsonl:2: column 15: Expecting value"),
-    ('{"messages": [{"role": "user", "content": "x"}]}\n', "dataset.train_on=auto has nothing to train on"),
-    (row("long " * 300), "are longer, the longest 609 tokens, the first rows.jsonl:1; raise it"),
+    ('{"messages": [{"role": "user", "content": "x"}]}\n', "so there is nothing to train on (dataset.train_on=auto)"),
+    (row("long " * 300), "are longer (longest: 609 tokens, first: rows.jsonl:1); raise it"),
 ]
 
 
@@ -122,7 +122,7 @@ def test_unusable_rows_are_reported(zygote: Zygote, tmp_path: Path, rows: str, m
             ("model.weights=random", "model.architecture.hidden_size=193"),
             "193) is not a multiple of the number of attention heads",
         ),
-        (("model.weights=random", "model.architecture.vocab_size=100"), "model.tokenizer=null: it gives ids up to "),
+        (("model.weights=random", "model.architecture.vocab_size=100"), "model.tokenizer=null: it has ids up to "),
     ],
 )
 def test_unsupported_model_or_machine_is_reported(

@@ -122,5 +122,5 @@ def test_template_that_fails_at_a_row_is_blamed() -> None:
     made.chat_template += "{% if messages | length > 2 %}\n{{ 1 / 0 }}{% endif %}"
     renderer = Renderer(made, "assistant", "expand")
     assert renderer.render(Conversation(chat("a", "b"))).samples
-    with pytest.raises(ConfigError, match=r"^model\.chat_template: it ends in ZeroDivisionError .* at line"):
+    with pytest.raises(ConfigError, match=r"^model\.chat_template: fails with ZeroDivisionError .* at line"):
         renderer.render(Conversation(chat("a", "b", "c", "d")))

@@ -79,7 +79,7 @@ def test_unread_columns_and_keys_told(tmp_path: Path) -> None:
         assert data.report.train.unread_keys == {"name": 2, "thinking": 2}
         assert data.report.lines()[3:5] == [
             "train: columns not read: functions (2 rows), score (2 rows)",
-            "train: keys of messages not read: name (2 messages), thinking (2 messages)",
+            "train: message keys not read: name (2 messages), thinking (2 messages)",
         ]
     held = write_jsonl(tmp_path / "held.jsonl", [{"messages": chat("q", "b"), "topic": "x"}])
     assert (

@@ -23,7 +23,7 @@ TALK: Row = {"messages": chat("q", "a")}
 GOOD = json.dumps(TALK).encode() + b"\n"
 PAIR = b"prompt,completion\n"
 CALL = {"function": {"name": "f", "arguments": "{}"}}
-TOOL_CALL = "the chat template writes nothing of the tool call in message 1; give one that knows tools"
+TOOL_CALL = "the chat template does not render the tool call in message 1; set one with tool support"
 QA, QA_COLUMNS = "question_answer", "question_answer dataset.columns."
 EXCHANGE = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na"
 
@@ -69,19 +69,19 @@ def arrow(rows: list[Row]) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-UTF16, HALF = "is UTF-16, expected UTF-8; type: ", "holds half a character: '\\ud800'"
-NUL_BYTES, NUL, DEEP = ":2: it holds NUL bytes, as damaged", "holds a NUL character", "nested too deeply"
-TWICE = "stands twice in one object"
+UTF16, HALF = "is UTF-16, expected UTF-8; type: ", "contains a lone surrogate (half a character): '\\ud800'"
+NUL_BYTES, NUL, DEEP = ":2: contains NUL bytes (damaged", "contains a NUL character", "nested too deeply"
+TWICE = "in one object"
 CHARACTERS = [
     Case("latin-1.jsonl", answered(b"caf\xe9"), ":2: not UTF-8 at byte 86 of the line (0xe9)", (1, 1)),
-    Case("latin-1.csv", PAIR + b"a,b\n" * 2500 + b"\xe9,c\nd,e\n", ":2502: not UTF-8 (the byte 0xe9)", (2501, 1)),
+    Case("latin-1.csv", PAIR + b"a,b\n" * 2500 + b"\xe9,c\nd,e\n", ":2502: not UTF-8 (byte 0xe9)", (2501, 1)),
     Case("latin-1-head.csv", b"prompt,\xe9\na,b\n", ":1: the first line must name the columns, each once; not"),
     Case("latin-1.json", b"[\n" + answered(b"\xe9") + b"]", ":3: not UTF-8; if the file is Latin-1 or"),
     Case("latin-1.txt", b"Rain\ncaf\xe9", ": not UTF-8 at byte 9, in line 2"),
     Case("latin-1.parquet", table(text=pyarrow.array([b"\xe9"]).view(pyarrow.string())), "cannot be read as a table"),
     *(Case(f"utf-16.{kind}", GOOD.decode().encode("utf-16"), UTF16) for kind in ("jsonl", "json", "csv", "txt")),
     Case("utf-16.csv.gz", gzip.compress((PAIR.decode() + "a,b\n").encode("utf-16")), UTF16),
-    Case("utf-16-unmarked.jsonl", GOOD.decode().encode("utf-16-le"), "holds NUL bytes"),
+    Case("utf-16-unmarked.jsonl", GOOD.decode().encode("utf-16-le"), "contains NUL bytes"),
     *(
         Case(f"mark.{kind}", b"\xef\xbb\xbf" + content, 1)
         for kind, content in (("jsonl", GOOD), ("csv", PAIR + b"a,b\n"), ("json", b"[" + GOOD + b"]"), ("txt", b"Rain"))
@@ -100,18 +100,18 @@ CHARACTERS = [
     Case("nul.parquet", table(text=["a", "b\0"]), f" row 1: {NUL}", (1, 1)),
     Case("half.jsonl", answered(rb"\ud800"), f":2: {HALF}", (1, 1)),
     Case("whole.jsonl", answered(rb"\ud83d\ude00"), 2),
-    Case("half-raw.csv", PAIR + b"a,b\n\xed\xa0\x80,b\n", ":3: not UTF-8 (the byte 0xed)", (1, 1)),
+    Case("half-raw.csv", PAIR + b"a,b\n\xed\xa0\x80,b\n", ":3: not UTF-8 (byte 0xed)", (1, 1)),
     Case("half.json", b"[" + GOOD + b"," + answered(rb"\ud800")[len(GOOD) :] + b"]", f"[1]: {HALF}", (1, 1)),
     Case("half-key.jsonl", rb'{"\ud800": 1}' + b"\n", r"columns found: \ud800; set", fmt="messages"),
-    Case("half-role.jsonl", said({"role": "\ud800", "content": ""}), r"message 0 has the role '\ud800'", (1, 1)),
+    Case("half-role.jsonl", said({"role": "\ud800", "content": ""}), r"message 0: unknown role '\ud800'", (1, 1)),
     Case("escape-key.jsonl", rb'{"\u001b[31m": 1}' + b"\n", r"columns found: \x1b[31m; set", fmt="messages"),
 ]
 NUMBERS = [
     Case("long.csv", PAIR + b"a," + b"x y " * 33_000 + b"\n", 1),
-    Case("digits.jsonl", followed_by(b'{"n": %s}' % (b"9" * 5000)), ":2: holds a number of more than 4,300", (1, 1)),
-    Case("digits.json", b'[{"n": %s}]' % (b"9" * 5000), ": not valid JSON: holds a number of"),
-    Case("deep.jsonl", followed_by(b"[" * 200_000), f":2: lists or objects in it are {DEEP}", (1, 1)),
-    Case("deep.json", b"[" * 200_000, f": not valid JSON: lists or objects in it are {DEEP}"),
+    Case("digits.jsonl", followed_by(b'{"n": %s}' % (b"9" * 5000)), ":2: a number has more than 4,300", (1, 1)),
+    Case("digits.json", b'[{"n": %s}]' % (b"9" * 5000), ": not valid JSON: a number has more"),
+    Case("deep.jsonl", followed_by(b"[" * 200_000), f":2: lists or objects are {DEEP}", (1, 1)),
+    Case("deep.json", b"[" * 200_000, f": not valid JSON: lists or objects are {DEEP}"),
     *(
         Case(
             f"deep-{depth}.jsonl",
@@ -121,8 +121,8 @@ NUMBERS = [
         # Python 3.12 counts calls of json apart, so that no limit is reached at 700
         for depth, kept in ((90, 1), (700, DEEP if sys.version_info < (3, 12) else 1), (3000, DEEP))
     ),
-    Case("same-key.jsonl", GOOD + with_column(GOOD[1:-2]), f":2: the key 'messages' {TWICE}", (1, 1)),
-    Case("same-key.json", b'[{"text": "a", "text": "b"}]', f"not valid JSON: the key 'text' {TWICE}"),
+    Case("same-key.jsonl", GOOD + with_column(GOOD[1:-2]), f":2: duplicate key 'messages' {TWICE}", (1, 1)),
+    Case("same-key.json", b'[{"text": "a", "text": "b"}]', f"not valid JSON: duplicate key 'text' {TWICE}"),
     Case("nan.jsonl", GOOD + with_column(b'"score": NaN'), 2),
     Case("nan-answer.jsonl", b'{"prompt": "a", "completion": NaN}\n', "NaN", fmt="prompt_completion"),
     Case("nan-weight.jsonl", said(*ASKED, {**ANSWER[0], "weight": float("nan")}), "found nan", (1, 1)),
@@ -150,34 +150,41 @@ FILES = [
     Case("table.arrow", arrow([TALK] * 3), 3),
     Case("table.feather", arrow([TALK] * 3), 3),
     Case("packed.jsonl.zst", pyarrow.compress(GOOD, "zstd", asbytes=True), 1),
-    Case("array-in.jsonl", b"[" + GOOD[:-1] + b"]", "this one is a list; type: jq -c '.[]' "),
+    Case("array-in.jsonl", b"[" + GOOD[:-1] + b"]", "found a list; type: jq -c '.[]' "),
     Case("after.jsonl", GOOD + GOOD[:-1] + b" xx\n", ":2: column 89: Extra data", (1, 1)),
     Case("after.json", b"[" + GOOD + b"] xx", ":2: column 3: not valid JSON: Extra data"),
     Case("cut.jsonl", GOOD + GOOD[:40], ":2: column ", (1, 1)),
     Case("cut.json", b"[" + GOOD + b"," + GOOD[:40], ":2: column "),
-    Case("cut.jsonl.gz", gzip.compress(GOOD * 1000)[:-20], ": not a whole .gz file"),
-    Case("not.jsonl.gz", GOOD, ": not a whole .gz file: Not a gzipped file"),
+    Case("cut.jsonl.gz", gzip.compress(GOOD * 1000)[:-20], ": not a complete .gz file"),
+    Case("not.jsonl.gz", GOOD, ": not a complete .gz file: Not a gzipped file"),
     Case("cut.parquet", table(prompt=["a"], completion=["b"])[:-9], ": cannot be read as a table"),
     *(
         Case(f"pointer.{kind}", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n", "git lfs pull")
         for kind in ("jsonl", "json", "parquet", "csv")
     ),
-    Case("objects.json", b'{"a": {"prompt": "q"}, "b": {"prompt": "q"}}', "this is an object of 2 objects; type: jq"),
+    Case("objects.json", b'{"a": {"prompt": "q"}, "b": {"prompt": "q"}}', "found an object of 2 objects; type: jq"),
     Case("fake.parquet", b"PAR1" + b"\0" * 100 + b"PAR1", ": cannot be read as a table"),
     Case("ragged.csv", PAIR + b"a,b\na\na,b,c\nd,e\n", ":3: found 1 field, but the first line names 2 columns", (2, 2)),
-    Case("open-quote.csv", PAIR + b'a,b\nc,"d\ne,f\n', ":3: cannot be read as CSV: unexpected end of data; a field"),
+    Case(
+        "open-quote.csv", PAIR + b'a,b\nc,"d\ne,f\n', ":3: cannot be read as CSV: unexpected end of data; quote a field"
+    ),
     Case("inner-quote.csv", PAIR + b'a,"b"c\n', 1),
     Case("inner-and-open-quote.csv", PAIR + b'a,"b"c\nd,"e\n', ":2: cannot be read as CSV: ',' expected after"),
     Case("same-names.csv", b"prompt,prompt\na,b\n", ":1: the first line must name the columns, each once; found"),
-    Case("no-json.jsonl", b"hello\n" * 5, "none of its first rows can be read; no-json.jsonl:1: column 1"),
-    Case("element.json", b"[" + GOOD + b", 7]", "[1]: each row must be a JSON object, this one is a number", (1, 1)),
+    Case("no-json.jsonl", b"hello\n" * 5, "none of the first rows can be read; no-json.jsonl:1: column 1"),
+    Case("element.json", b"[" + GOOD + b", 7]", "[1]: each row must be a JSON object, found a number", (1, 1)),
 ]
-REFUSES = ":2: the chat template refuses the conversation"
+REFUSES = ":2: the chat template rejects the conversation"
 TEMPLATES = [
     Case("two-users.jsonl", said(*ASKED, *ASKED, *ANSWER), 2),
     Case("two-users.jsonl", said(*ASKED, *ASKED, *ANSWER), f"{REFUSES}: roles must alternate", (1, 1), kind="gemma"),
     Case("answer-first.jsonl", said(*ANSWER, *ASKED, *ANSWER), 2),
-    Case("no-answer.jsonl", said(*ASKED), ":2: has no assistant message, so dataset.train_on=auto", (1, 1)),
+    Case(
+        "no-answer.jsonl",
+        said(*ASKED),
+        ":2: no assistant message, so there is nothing to train on (dataset.train_on=auto)",
+        (1, 1),
+    ),
     Case("no-messages.jsonl", said() + GOOD * 9, ":2: column 'messages' must be a list of messages, found an", (10, 1)),
 ]
 CASES = [*CHARACTERS, *NUMBERS, *FILES, *TEMPLATES]

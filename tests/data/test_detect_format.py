@@ -48,7 +48,7 @@ def test_auto_labels_only_for_classification(tmp_path: Path) -> None:
         detect_formats(config(bare, "auto"), formats_for("classification"))
     (problem,) = found.value.problems
     assert problem.endswith(
-        "\n    dataset.format=labelled_text wants text and its label in text (1 of 1 rows have it)"
+        "\n    dataset.format=labelled_text needs text and its label in text (1 of 1 rows have it)"
         " and label (0 of 1 rows have it)"
         "\n    If stars is the label of text, type: python -m app.check data task=classification"
         f" dataset=labelled_text dataset.path={bare} dataset.columns.label=stars"
@@ -63,7 +63,7 @@ def test_auto_typed_format_unchanged(tmp_path: Path) -> None:
 def test_auto_conversations_in_any_column(tmp_path: Path) -> None:
     found, note = auto(tmp_path, [{"conversations": chat("a", "b")}])
     assert (found.format, found.columns.messages) == ("messages", "conversations")
-    assert "taken as dataset.format=messages dataset.columns.messages=conversations, because" in note
+    assert "detected dataset.format=messages dataset.columns.messages=conversations: found" in note
     found, _ = auto(tmp_path, [{"dialogue": TURNS, "messages": "3"}])
     assert (found.format, found.columns.conversations) == ("sharegpt", "dialogue")
     found, _ = auto(tmp_path, [{"talk": [*chat("a"), *CALLING]}])
@@ -74,16 +74,16 @@ def test_auto_columns_of_config(tmp_path: Path) -> None:
     row = {"instruction": "a", "context": "", "response": "b", "score": 3}
     found, note = auto(tmp_path, [row], input="context", output="response")
     assert (found.format, found.columns.output) == ("instruction", "response")
-    assert "1 of the first 1 rows hold text in instruction, response" in note
+    assert "found text in instruction, response in 1 of 1 rows" in note
     assert note.endswith("; also read: context")
 
 
 def test_auto_few_bad_rows_tolerated(tmp_path: Path) -> None:
     rows = [*[ROWS["messages"]] * 9, {"messages": "x"}]
-    assert "because 9 of the first 10 rows hold" in auto(tmp_path, rows)[1]
+    assert "in messages in 9 of 10 rows" in auto(tmp_path, rows)[1]
     lines = refusal(tmp_path, [*rows, {"messages": "x"}])
     assert (
-        "dataset.format=messages wants lists of objects with role and content in messages"
+        "dataset.format=messages needs lists of objects with role and content in messages"
         " (9 of 11 rows have it; others: text)" in lines
     )
 
@@ -91,16 +91,16 @@ def test_auto_few_bad_rows_tolerated(tmp_path: Path) -> None:
 def test_auto_inspects_first_rows_only(tmp_path: Path) -> None:
     found, note = auto(tmp_path, [ROWS["text"]] * INSPECTED_ROWS + [ROWS["messages"]] * 9 * INSPECTED_ROWS)
     assert found.format == "text"
-    assert f"{INSPECTED_ROWS} of the first {INSPECTED_ROWS} rows" in note
+    assert f"{INSPECTED_ROWS} of {INSPECTED_ROWS} rows" in note
 
 
 def test_auto_ambiguous_rows_refused(tmp_path: Path) -> None:
     first, *ways = refusal(tmp_path, [{**ROWS["instruction"], "text": "a b"}])
-    assert first == "dataset.format=auto finds 2 ways to read these rows. Type the one you mean:"
+    assert first == "dataset.format=auto: 2 formats fit these rows. Choose one:"
     begin, given = "python -m app.check data", f"dataset.path={tmp_path}/a.jsonl"
     assert ways == [
-        f"{begin} dataset=instruction {given}   (1 of the first 1 rows hold text in instruction, output)",
-        f"{begin} dataset=text {given}   (1 of the first 1 rows hold text in text)",
+        f"{begin} dataset=instruction {given}   (found text in instruction, output in 1 of 1 rows)",
+        f"{begin} dataset=text {given}   (found text in text in 1 of 1 rows)",
     ]
     _, *ways = refusal(tmp_path, [{"short": chat("a", "b"), "long": chat("a", "c")}])
     assert [way.partition("   ")[0] for way in ways] == [
@@ -113,12 +113,12 @@ def test_auto_prompt_and_completion_are_one_way(tmp_path: Path) -> None:
     found, note = auto(tmp_path, [{**ROWS["chat_completion"], "tools": [], "id": 1}] * 2)
     assert (found.format, found.columns) == ("chat_completion", config(tmp_path).columns)
     assert note.endswith(
-        "2 of the first 2 rows hold lists of objects with role and content in prompt, completion; also read: tools"
+        "found lists of objects with role and content in prompt, completion in 2 of 2 rows; also read: tools"
     )
     _, *ways = refusal(tmp_path, [{**ROWS["chat_completion"], "messages": chat("a", "b")}])
     assert [way.split()[4] for way in ways] == ["dataset=messages", "dataset=chat_completion"]
     first, *_ = refusal(tmp_path, [ROWS["prompt_completion"], ROWS["chat_completion"]])
-    assert first.startswith("dataset.format=auto knows no format for these rows")
+    assert first.startswith("dataset.format=auto: no format fits these rows")
 
 
 def test_auto_lists_few_of_many_columns(tmp_path: Path) -> None:
@@ -128,16 +128,16 @@ def test_auto_lists_few_of_many_columns(tmp_path: Path) -> None:
 
 def test_auto_lists_that_are_no_conversations_refused(tmp_path: Path) -> None:
     for found in ([], ["a"], [{"role": "author"}], [*chat("a"), 3], [{"role": None, "content": "a"}], TURNS[0]):
-        assert refusal(tmp_path, [{"messages": found}])[0].startswith("dataset.format=auto knows no format")
+        assert refusal(tmp_path, [{"messages": found}])[0].startswith("dataset.format=auto: no format fits")
 
 
 def test_auto_file_without_rows_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, []) == ["has no rows"]
     (tmp_path / "b.jsonl").write_text("{a\n{a\n")
-    with pytest.raises(DataError, match=r"none of its first rows can be read; b\.jsonl:1: column 2: "):
+    with pytest.raises(DataError, match=r"none of the first rows can be read; b\.jsonl:1: column 2: "):
         detect_formats(config(tmp_path / "b.jsonl", "auto"))
     [reported] = refusal(tmp_path, [{"instances": []}], output="instances.*.output")
-    assert reported.startswith("none of its first rows can be read; a.jsonl:1: column 'instances' must be a list")
+    assert reported.startswith("none of the first rows can be read; a.jsonl:1: column 'instances' must be a list")
 
 
 def test_auto_texts_to_compare_are_chats_where_the_model_has_a_template(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_auto_texts_to_compare_are_chats_where_the_model_has_a_template(tmp_path
 
 
 def test_auto_tokens_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, [{"input_ids": [1], "labels": [1]}])[-1].startswith("Rows of tokens (input_ids)")
+    assert refusal(tmp_path, [{"input_ids": [1], "labels": [1]}])[-1].startswith("Tokenized rows (input_ids)")
 
 
 def mixed(path: Path, rows: dict[str, list[Any]], fmt: str = "auto", **changes: Any) -> DatasetConfig:
@@ -168,10 +168,10 @@ def test_auto_mix_recognizes_each_source(tmp_path: Path) -> None:
     rows = {"chat": [{"talk": TURNS}], "code": [ROWS["messages"]], "sums": [ROWS["question_answer"]]}
     given = mixed(tmp_path, rows, more={"sums": {"format": "text", "columns": {"text": "answer"}}})
     found, notes = detect_formats(given)
-    assert [note.partition(", because ")[0] for note in notes] == [
-        "dataset.mix.chat.format=auto: taken as dataset.mix.chat.format=sharegpt"
+    assert [note.partition(": found ")[0] for note in notes] == [
+        "dataset.mix.chat.format=auto: detected dataset.mix.chat.format=sharegpt"
         " dataset.mix.chat.columns.conversations=talk",
-        "dataset.mix.code.format=auto: taken as dataset.mix.code.format=messages",
+        "dataset.mix.code.format=auto: detected dataset.mix.code.format=messages",
     ]
     sections = sources_of(found)
     assert [section.format for section in sections.values()] == ["sharegpt", "messages", "text"]
@@ -185,7 +185,7 @@ def test_auto_mix_recognizes_eval_file(tmp_path: Path) -> None:
     held = write_jsonl(tmp_path / "held.jsonl", [{"said": chat("a", "b")}])
     rows = {"chat": [ROWS["messages"]], "code": [ROWS["messages"]]}
     found, notes = detect_formats(mixed(tmp_path, rows, eval_path=str(held)))
-    assert notes[-1].startswith("dataset.format=auto: taken as dataset.format=messages dataset.columns.messages=said")
+    assert notes[-1].startswith("dataset.format=auto: detected dataset.format=messages dataset.columns.messages=said")
     assert (found.format, found.columns.messages) == ("messages", "said")
     assert [section.columns.messages for section in sources_of(found).values()] == ["messages", "messages"]
 
@@ -204,11 +204,11 @@ def test_auto_mix_reports_all_problems(tmp_path: Path) -> None:
         detect_formats(mixed(tmp_path, {"chat": [{"n": 3}], "code": two, "good": [ROWS["text"]]}))
     none, several = found.value.problems
     assert none.startswith(
-        f"dataset.mix.chat.path={tmp_path}/chat.jsonl: dataset.mix.chat.format=auto knows no format for these rows"
+        f"dataset.mix.chat.path={tmp_path}/chat.jsonl: dataset.mix.chat.format=auto: no format fits these rows"
     )
-    assert "columns of other names: dataset.mix.chat.format=FORMAT dataset.mix.chat.columns.FIELD=NAME" in none
+    assert "for other column names, set dataset.mix.chat.format=FORMAT dataset.mix.chat.columns.FIELD=NAME" in none
     begin, *ways = several.split("\n    ")
-    assert begin.startswith(f"dataset.mix.code.path={tmp_path}/code.jsonl: dataset.mix.code.format=auto finds 2 ways")
+    assert begin.startswith(f"dataset.mix.code.path={tmp_path}/code.jsonl: dataset.mix.code.format=auto: 2 formats fit")
     assert [way.partition("   ")[0] for way in ways] == [
         "dataset.mix.code.format=instruction",
         "dataset.mix.code.format=text",

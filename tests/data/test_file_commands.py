@@ -63,7 +63,7 @@ def test_csv_first_line_is_a_row_command_adds_names(
     again = {**row, "label": first.split(delimiter)[list(row).index("label")]}
     content = "\n".join([first, delimiter.join(row.values()), delimiter.join(again.values()), ""])
     message = refused(Path(name), content)
-    assert message.startswith(f"{name}: the first line must name the columns, and looks like a row: ")
+    assert message.startswith(f"{name}: the first line must name the columns, but looks like a row: ")
     found = rows_of(run_command(tmp_path, message))
     assert list(found[0].values()) == first.split(delimiter)
     assert found[1:] == [row, again]
@@ -82,7 +82,7 @@ def test_file_not_utf8_command_converts_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     message = refused(Path(name), "q\nMünchen\n".encode(encoding))
-    assert "not UTF-8 (the byte 0xfc); if the file is Latin-1 or Windows-1252, type: " in message
+    assert "not UTF-8 (byte 0xfc); if the file is Latin-1 or Windows-1252, type: " in message
     assert rows_of(run_command(tmp_path, message)) == [{"q": "München"}]
 
 
@@ -112,23 +112,23 @@ def as_lines(*values: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "said", "rows"),
     [
-        ("a.jsonl", as_lines(TALK, TALK), "this one is a list", [{"messages": TALK}] * 2),
-        ("a.jsonl.gz", as_lines(TURNS), "this one is a list", [{"conversations": TURNS}]),
-        ("a.jsonl", as_lines([ROW, ROW], [ROW]), "this one is a list", [ROW] * 3),
-        ("a b.jsonl", as_lines("hello", "you"), "this one is text", [{"text": "hello"}, {"text": "you"}]),
+        ("a.jsonl", as_lines(TALK, TALK), "found a list", [{"messages": TALK}] * 2),
+        ("a.jsonl.gz", as_lines(TURNS), "found a list", [{"conversations": TURNS}]),
+        ("a.jsonl", as_lines([ROW, ROW], [ROW]), "found a list", [ROW] * 3),
+        ("a b.jsonl", as_lines("hello", "you"), "found text", [{"text": "hello"}, {"text": "you"}]),
         ("a.jsonl", "\n" + json.dumps(ROW, indent=1) * 2, "but the JSON spans several lines", [ROW] * 2),
         ("a.jsonl", json.dumps([ROW, ROW], indent=1), "but the JSON spans several lines", [ROW] * 2),
         ("a.json", json.dumps(ROW, indent=1) + "\n" + json.dumps(ROW, indent=1), "spans several lines", [ROW] * 2),
         ("a.jsonl", f"{json.dumps(ROW)}, \r\n{json.dumps(ROW)}\n", "without a comma after it", [ROW] * 2),
         ("a.json", f"{json.dumps(ROW)},\n{json.dumps(ROW)},\n", "without a comma after it", [ROW] * 2),
-        ("a.json", json.dumps([TALK]), "each row must be a JSON object, this one is a list", [{"messages": TALK}]),
-        ("a.json", json.dumps({"my data": ["one"], "n": 1}), "this one is text", [{"text": "one"}]),
-        ("a.json", json.dumps({"x": ROW, "y": ROW}), "this is an object of 2 objects", [ROW] * 2),
-        ("a.json", json.dumps({"train it": [ROW], "test": [{}]}), "this object has 2: train it, test", [ROW]),
+        ("a.json", json.dumps([TALK]), "each row must be a JSON object, found a list", [{"messages": TALK}]),
+        ("a.json", json.dumps({"my data": ["one"], "n": 1}), "found text", [{"text": "one"}]),
+        ("a.json", json.dumps({"x": ROW, "y": ROW}), "found an object of 2 objects", [ROW] * 2),
+        ("a.json", json.dumps({"train it": [ROW], "test": [{}]}), "found 2: train it, test", [ROW]),
         (
             "a.json",
             json.dumps({"the q": ["one", "two"], "n": 3, "a": [[1], None]}),
-            "this object has 2: the q, a. If they are columns",
+            "found 2: the q, a. If they are columns",
             [{"the q": "one", "a": [1]}, {"the q": "two", "a": None}],
         ),
     ],
@@ -183,7 +183,7 @@ def test_conll_command_makes_rows_of_words_and_tags(
     raw = content.replace("\n", lines_end).encode()
     Path(name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     [message] = check(config(name, "tagged_words"))
-    assert message.startswith(f"dataset.path={name}: unknown kind of file; to make rows of its words and tags")
+    assert message.startswith(f"dataset.path={name}: unsupported file type; to convert its words and tags")
     found = run_command(tmp_path, message)
     assert rows_of(found) == rows
     assert detect_formats(config(found, "auto"), formats_for("tokens"))[0].format == "tagged_words"
@@ -212,8 +212,8 @@ def test_text_of_numbered_words_command_makes_rows(tmp_path: Path, monkeypatch: 
 
 def test_json_lists_of_other_lengths_named(tmp_path: Path) -> None:
     message = refused(tmp_path / "a.json", json.dumps({"a": ["x"], "b": [], "c": []}))
-    assert message == "a.json: expected one list of rows, this object has 3: a, b, c, of different lengths"
-    assert refused(tmp_path / "b.json", '{"a": 1}') == "b.json: expected one list of rows, this object has 0"
+    assert message == "a.json: expected one list of rows, found 3: a, b, c, of different lengths"
+    assert refused(tmp_path / "b.json", '{"a": 1}') == "b.json: expected one list of rows, found 0"
 
 
 def test_json_of_tokens_is_one_row(tmp_path: Path) -> None:

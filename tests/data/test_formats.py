@@ -152,7 +152,7 @@ def test_system_column_opens_conversation() -> None:
         assert read({**row, "system": "Be brief."}, fmt) == Conversation(opened)
     assert read({"messages": chat("a", "b"), "system": " "}) == Conversation(chat("a", "b"))
     reported = problem({"messages": opened, "system": "Be long."})
-    assert "a system message and another text in column 'system'; set dataset.columns.system=null" in reported
+    assert "a system message and a different text in column 'system'; set dataset.columns.system=null" in reported
     assert read({"messages": opened, "system": "Be long."}, system=None) == Conversation(opened)
     assert "column 'system' must be text, found a list" in problem({"messages": opened, "system": []})
 
@@ -261,8 +261,8 @@ def answer(**more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "content": "", **more}]}
 
 
-NO_PART = "message 0: a part of its content is {}; only parts like"
-NO_WEIGHT = "message 0: weight must be 0 (not trained) or a number from 1e-06 to 1,000,000 (1 is that of other"
+NO_PART = "message 0: unsupported content part {}; supported are"
+NO_WEIGHT = "message 0: weight must be 0 (not trained) or a number from 1e-06 to 1,000,000 (default 1), found"
 MESSAGES = [
     (user([{"type": "image_url", "image_url": {}}]), NO_PART.format("of type 'image_url'")),
     (user([{"type": "text"}]), NO_PART.format("of type 'text'")),
@@ -273,30 +273,30 @@ MESSAGES = [
     ({"messages": [{"role": "user"}]}, "message 0: content must be text, found null"),
     (answer(tool_calls="add"), "message 0: tool_calls must be a list, found text"),
     (answer(tool_calls=5, function_call={"name": "add"}), "tool_calls must be a list, found a number"),
-    (answer(tool_calls=[3]), "message 0: tool call 0 must be an object with a function that has name"),
-    (answer(tool_calls=[{"function": {}}]), "message 0: tool call 0 must be an object with a function"),
+    (answer(tool_calls=[3]), "message 0: tool call 0 must be an object with function.name"),
+    (answer(tool_calls=[{"function": {}}]), "message 0: tool call 0 must be an object with function.name"),
     (
         answer(tool_calls=[CALL, {**CALL, "arguments": "{a: 1}"}]),
-        "message 0: tool call 1: arguments is no JSON: Expecting property name",
+        "message 0: tool call 1: arguments is not valid JSON: Expecting property name",
     ),
     (answer(tool_calls=[{**CALL, "arguments": "[1]"}]), "arguments must be an object, found a list"),
-    (answer(tool_calls=[{**CALL, "arguments": '"{}"'}]), "must be an object, found text: it is encoded as JSON twice"),
-    (answer(content=[{"type": "tool_call", "value": "{"}]), "message 0: a tool_call is no JSON"),
+    (answer(tool_calls=[{**CALL, "arguments": '"{}"'}]), "must be an object, found text: it is JSON-encoded twice"),
+    (answer(content=[{"type": "tool_call", "value": "{"}]), "message 0: a tool_call is not valid JSON"),
     (answer(content=[{"type": "tool_call", "value": "{}"}], tool_calls=5), "tool_calls must be a list, found a number"),
     (user([{"type": "text", "value": 3}]), NO_PART.format("of type 'text'")),
-    (answer(role="user", tool_calls=[CALL]), "message 0 calls tools, but is of user, not of assistant"),
+    (answer(role="user", tool_calls=[CALL]), "message 0 has tool calls, but its role is user, not assistant"),
     (answer(train="no"), "message 0: train must be true or false, found text"),
     (answer(train=0), "message 0: train must be true or false, found a number"),
-    *((answer(weight=bad), f"{NO_WEIGHT} messages), found {bad}") for bad in (-1, 1e-7, 10**7, math.inf, math.nan)),
+    *((answer(weight=bad), f"{NO_WEIGHT} {bad}") for bad in (-1, 1e-7, 10**7, math.inf, math.nan)),
     (answer(weight="1"), "found text"),
     (answer(weight=True), "found true or false"),
     (
         answer(role="asistant"),
         "has the role 'asistant'; allowed: system, user, assistant, tool; did you mean 'assistant'?",
     ),
-    (answer(role="Human"), "message 0 has the role 'Human'; allowed: system"),
-    (answer(role=3), "message 0 has the role 3"),
-    (answer(role=["user"]), "message 0 has the role ['user']"),
+    (answer(role="Human"), "message 0: unknown role 'Human'; allowed: system"),
+    (answer(role=3), "message 0: unknown role 3"),
+    (answer(role=["user"]), "message 0: unknown role ['user']"),
     ({"messages": [{"content": ""}]}, "message 0 has no role; allowed: system, user, assistant, tool"),
     ({"messages": [{"from": "gpt", "value": ""}]}, "set dataset.format=sharegpt"),
     ({"messages": [*chat("hi"), "hi"]}, "message 1 must be an object with role and content, found text"),
@@ -305,10 +305,10 @@ MESSAGES = [
     ({"messages": []}, "column 'messages' must be a list of messages, found an empty list"),
     ({"messages": None}, "column 'messages' must be a list of messages, found null"),
     ({"messages": {}}, "column 'messages' must be a list of messages, found an object"),
-    ({**user("a"), "tools": "add"}, "column 'tools' is no JSON: Expecting value at character 1"),
+    ({**user("a"), "tools": "add"}, "column 'tools' is not valid JSON: Expecting value at character 1"),
     ({**user("a"), "tools": {}}, "column 'tools' must be a list of tools, found an object"),
-    ({**user("a"), "tools": [TOOL, "add"]}, "column 'tools': tool 1 must be an object with a name"),
-    ({**user("a"), "tools": [{"type": "function"}]}, "column 'tools': tool 0 must be an object with a name"),
+    ({**user("a"), "tools": [TOOL, "add"]}, "column 'tools': tool 1 must be an object with name"),
+    ({**user("a"), "tools": [{"type": "function"}]}, "column 'tools': tool 0 must be an object with name"),
     (
         {"dialogue": [], "id": 1},
         "dataset.format=messages needs a column 'messages'; columns found: dialogue, id;"
@@ -317,17 +317,17 @@ MESSAGES = [
     ({"message": []}, "set dataset.columns.messages=message"),
     (
         {"prompt": "", "completion": ""},
-        "set dataset.columns.messages=NAME, or dataset.format=prompt_completion, which these columns fit",
+        "set dataset.columns.messages=NAME, or dataset.format=prompt_completion, which fits these columns",
     ),
 ]
 TURNS = [
     ("hi", "message 0 must be an object with from and value, found text"),
     ({"value": "a"}, "message 0 has no from; allowed: human, user, gpt, assistant"),
     ({"role": "user", "content": "a"}, "set dataset.format=messages"),
-    ({"from": "Human", "value": "a"}, "message 0 is from 'Human'; allowed: human, user"),
-    ({"from": ["human"], "value": "a"}, "message 0 is from ['human']; allowed"),
+    ({"from": "Human", "value": "a"}, "message 0: unknown from 'Human'; allowed: human, user"),
+    ({"from": ["human"], "value": "a"}, "message 0: unknown from ['human']; allowed"),
     ({"from": "human"}, "message 0: content must be text, found null"),
-    ({"from": "function_call", "value": "add(1)"}, "message 0: the function_call is no JSON"),
+    ({"from": "function_call", "value": "add(1)"}, "message 0: the function_call is not valid JSON"),
     ({"from": "function_call", "value": "3"}, "message 0: tool call 0 must be an object"),
 ]
 HISTORIES: list[Any] = ["a", ["a"], [["a"]], [["a", None]], [["a", "b", "c"]], {}]

@@ -68,7 +68,7 @@ def problem(**changes: str) -> str:
     [
         (403, "GatedRepo", "gated: accept its terms at https://huggingface.co/datasets/org/name"),
         (404, "RepoNotFound", "not on the hub, or private"),
-        (404, "RevisionNotFound", "the hub has it, but not dataset.revision=v9"),
+        (404, "RevisionNotFound", "dataset.revision=v9 is not on the hub"),
         (503, "", "the hub cannot be reached (Server error '503"),
     ],
 )
@@ -117,7 +117,7 @@ def test_hub_downloaded_dataset_read_offline(downloaded: str) -> None:
 
 
 def test_hub_other_cached_revision_refused(downloaded: str) -> None:
-    assert "the local cache has only another revision than 0123abc" in problem(revision="0123abc")
+    assert "the local cache does not have revision 0123abc" in problem(revision="0123abc")
 
 
 def test_hub_unknown_split_reported(downloaded: str) -> None:

@@ -226,7 +226,9 @@ def test_join_compared_answers_refused() -> None:
         *(Conversation([*chat("Hi"), *chat("", *said)[1:]], completion_start=1) for said in ("abc", "abe"))
     )
     for policy in ("expand", "join"):
-        with pytest.raises(RowProblem, match="rewrites earlier turns of an answer, which cannot be compared"):
+        with pytest.raises(
+            RowProblem, match="rewrites earlier turns of an answer, which preference data does not support"
+        ):
             Renderer(made, "completion", policy).render(pair)
 
 
@@ -261,7 +263,7 @@ def test_join_report_has_both_sizes_and_dropped_text(tmp_path: Path) -> None:
         )
         assert (wish in line) == (policy != "join")
     rewrites = "train: the chat template rewrites earlier turns: 20 conversations joined into one sample each; "
-    expanded = "1 conversation became 2 samples, one for each trained turn"
+    expanded = "1 conversation became 2 samples, one per trained turn"
     assert rewrites + expanded in read(path, on_unstable_template="join").report.lines()
 
 

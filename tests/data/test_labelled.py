@@ -83,13 +83,13 @@ def test_labels_that_differ_as_files_write_true_are_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("label", "why"),
     [
-        (0.5, "column 'label' is 0.5, and a label is a word or a whole number: values between classes (regression)"),
-        ("4.5", "column 'label' is 4.5, and a label is a word or a whole number"),
-        (4.0, "or 4 in place of 4.0"),
-        (["a", "b"], "column 'label' must be one label, a word or a whole number, found a list"),
-        (None, "column 'label' must be one label, a word or a whole number, found null"),
+        (0.5, "column 'label' is 0.5, but a label must be a word or an integer: set task.problem=regression"),
+        ("4.5", "column 'label' is 4.5, but a label must be a word or an integer"),
+        (4.0, "or 4 instead of 4.0"),
+        (["a", "b"], "column 'label' must be a label (a word or an integer), found a list"),
+        (None, "column 'label' must be a label (a word or an integer), found null"),
         ("", "found empty"),
-        ("x" * 201, "has 201 characters: that is a text, no label"),
+        ("x" * 201, "has 201 characters: this is a text, not a label"),
     ],
 )
 def test_label_unusable_is_bad_row(tmp_path: Path, label: Any, why: str) -> None:
@@ -163,9 +163,9 @@ def test_labels_from_rows_or_given(tmp_path: Path) -> None:
     held = write_jsonl(tmp_path / "held.jsonl", labeled(("x", "a"), ("y", "z")))
     assert read(path).classes == ("a", "b", "c")
     assert read(path, labels=("c", "b", "a")).classes == ("c", "b", "a")
-    with pytest.raises(DataError, match=r"a\.jsonl:3: label 'c' is none of those that are learnt: a, b"):
+    with pytest.raises(DataError, match=r"a\.jsonl:3: unknown label 'c'; labels: a, b"):
         read(path, labels=("a", "b"))
-    with pytest.raises(DataError, match=r"held\.jsonl:2: label 'z' is none of those that are learnt: a, b, c"):
+    with pytest.raises(DataError, match=r"held\.jsonl:2: unknown label 'z'; labels: a, b, c"):
         read(path, eval_path=str(held))
     data = read(path, eval_path=str(held), on_bad_row="skip")
     assert data.eval is not None
@@ -211,7 +211,7 @@ def test_pair_without_separator_noted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     plain = prepare(config(path, "text_pair"), tokenizer(None), str(tmp_path / "cache"))
     framed = prepare(config(path, "text_pair"), framing(), str(tmp_path / "cache"))
-    expected = "puts nothing between the two texts of a pair"
+    expected = "adds no separator between the two texts of a pair"
     assert any(expected in note for note in plain.report.notes)
     assert not any(expected in note for note in framed.report.notes)
     assert plain.train.second_start(0) == -1

@@ -68,10 +68,10 @@ def test_loss_mask_completion_other_train_on() -> None:
     assert of_two_columns("chatml", TALK[:1], TALK[1:], "last") == [GOLDEN["chatml"][1:]]
     [[everything]] = of_two_columns("chatml", TALK[:3], TALK[3:], "all")
     assert everything == tokenizer("chatml").apply_chat_template(TALK, tokenize=False)
-    with pytest.raises(RowProblem, match="no assistant message in its completion, so "):
+    with pytest.raises(RowProblem, match="no assistant message in the completion, so "):
         of_two_columns("chatml", TALK[:2], TALK[2:3])
     marked = Conversation(TALK, trained={1: True}, completion_start=2)
-    with pytest.raises(RowProblem, match=r"message 1 is in the prompt and has train=true, .* the completion only"):
+    with pytest.raises(RowProblem, match=r"message 1 is in the prompt and has train=true, .* only the completion"):
         Renderer(tokenizer("chatml"), "auto", "expand").render(marked)
     assert Renderer(tokenizer("chatml"), "assistant", "expand").render(marked).samples
 

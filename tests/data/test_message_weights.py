@@ -58,8 +58,8 @@ def test_message_weights_reach_tokens(tmp_path: Path) -> None:
     assert counts.label_weight == pytest.approx(0.3 * 2 * first + 2.5 * second + whole, rel=1e-6)
     assert counts.weighted_samples == 2
     [line] = [line for line in data.report.lines() if "weight" in line]
-    count = f"its trained tokens count as {counts.label_weight:,.1f}"
-    assert line.startswith(f"train: 2 samples with messages of another weight than 1: {count}, ")
+    count = f"trained tokens count as {counts.label_weight:,.1f}"
+    assert line.startswith(f"train: 2 samples with message weights other than 1: {count}, ")
 
 
 def test_message_weights_under_train_on_all(tmp_path: Path) -> None:

@@ -110,12 +110,12 @@ def test_mix_duplicates_counted_or_dropped(tmp_path: Path) -> None:
     plain = mixed(tmp_path, {"a": {}, "b": {}})
     assert [counts.duplicates for counts in plain.report.sources.values()] == [3, 2]
     assert (len(plain.train), plain.report.train.duplicates_dropped) == (18, 0)
-    assert any("2 samples equal to an earlier one: trained on again" in line for line in plain.report.lines())
+    assert any("2 duplicate samples: kept" in line for line in plain.report.lines())
     data = mixed(tmp_path, {"a": {}, "b": {}}, deduplicate=True)
     assert set(answers(data.train).values()) == {1}
     assert locations(data.train) == [f"a.jsonl:{n}" for n in range(1, 11)] + [f"b.jsonl:{n}" for n in (3, 4, 5)]
     assert [counts.duplicates_dropped for counts in data.report.sources.values()] == [3, 2]
-    assert "train b: 2 samples equal to an earlier one: left out" in data.report.lines()
+    assert "train b: 2 duplicate samples: dropped" in data.report.lines()
 
 
 def test_duplicate_other_loss_mask_is_none(tmp_path: Path) -> None:
@@ -160,10 +160,10 @@ def test_mix_report_lines(two: Path) -> None:
     report = mixed(two, {"a": {}, "b": {"weight": 2}}).report
     assert report.lines()[:5] == [
         "train a: 40 rows, 830 tokens, 310 trained (37%)",
-        "train a: weight 1, 40 samples an epoch, 48.5% of its tokens",
+        "train a: weight 1, 40 samples per epoch, 48.5% of the tokens",
         "train b: 20 rows, 440 tokens, 180 trained (41%)",
-        "train b: weight 2, 40 samples an epoch, 51.5% of its tokens",
-        "train: 80 samples, 1,710 tokens, 670 trained an epoch",
+        "train b: weight 2, 40 samples per epoch, 51.5% of the tokens",
+        "train: 80 samples, 1,710 tokens, 670 trained per epoch",
     ]
 
 

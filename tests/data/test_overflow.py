@@ -88,16 +88,16 @@ def test_too_long_samples_stop_a_run(policy: str, fmt: str, counts: RowCounts, s
 @pytest.mark.parametrize(
     ("readable", "remedy"),
     [
-        (2048, "raise it, or choose"),
-        (512, "raise it, to at most 512, which is all that the model reads, or choose"),
-        (200, "the model reads no more: choose one that does, or choose"),
+        (2048, "raise it, or set"),
+        (512, "raise it to at most 512, the limit of the model, or set"),
+        (200, "this is the limit of the model: choose a model with a longer context, or set"),
     ],
 )
 def test_too_long_samples_name_the_limit_of_the_model(readable: int, remedy: str) -> None:
     [problem] = stop_reasons(config("a.jsonl"), SOURCE, LONG, partial(min, readable))
     assert problem == (
-        "dataset.max_length=200: 6 of 100 samples of a.jsonl (6.0%) are longer, the longest 1,234 tokens, "
-        f"the first a.jsonl:7; {remedy} their fate: dataset.on_overflow=truncate or drop"
+        "dataset.max_length=200: 6 of 100 samples of a.jsonl (6.0%) are longer (longest: 1,234 tokens, "
+        f"first: a.jsonl:7); {remedy} dataset.on_overflow=truncate or drop"
     )
 
 

@@ -83,19 +83,25 @@ def test_plain_texts_part_after_their_prompt(row: dict[str, str], tmp_path: Path
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"chosen": chat("Hi", "a"), "rejected": chat("Ho", "b")}, "the two answers follow different conversations"),
+        (
+            {"chosen": chat("Hi", "a"), "rejected": chat("Ho", "b")},
+            "the chosen and rejected answers have different prompts",
+        ),
         (
             {"chosen": chat("Hi", "a", system="s"), "rejected": chat("Ho", "b", system="s")},
-            "the two answers follow different conversations",
+            "the chosen and rejected answers have different prompts",
         ),
         ({"prompt": "Hi", "chosen": "", "rejected": "b"}, "column 'chosen' has an empty answer"),
         ({"prompt": "Hi", "chosen": "a"}, "dataset.format=preference needs a column 'rejected'"),
         ({"prompt": "Hi", "chosen": 3, "rejected": "b"}, "column 'chosen' must be a list of messages"),
         (
             {"chosen": [*chat("Hi", "a"), *QUESTION], "rejected": chat("Hi", "a")},
-            "the two answers follow different conversations",
+            "the chosen and rejected answers have different prompts",
         ),
-        ({**SHAPES["messages"], "chosen": {**YES, "weight": 0.5}}, "a message has a weight, and answers are judged"),
+        (
+            {**SHAPES["messages"], "chosen": {**YES, "weight": 0.5}},
+            "preference data supports only message weights of 0 and 1",
+        ),
     ],
 )
 def test_row_that_compares_nothing_is_named(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -111,7 +117,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(tmp_path: Path) -> Non
     data = read(write_jsonl(tmp_path / "a.jsonl", rows))
     assert (len(data.train), data.report.train.equal_answers, data.report.train.dropped) == (60, 1, 1)
     lines = "\n".join(data.report.lines())
-    assert "train: 1 pair of equal answers dropped" in lines
+    assert "train: 1 pair of identical answers dropped" in lines
     assert "train: 1 sample longer than dataset.max_length" in lines
     alike = {"prompt": "Hi", "chosen": "word " * 300 + "a", "rejected": "word " * 300 + "b"}
     cut = read(write_jsonl(tmp_path / "b.jsonl", [long, alike]), on_overflow="truncate")
@@ -187,11 +193,17 @@ def test_plain_text_with_a_label_parts_after_its_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "Hi", "completion": "a", "label": "good"}, "column 'label' must be true (wanted) or false, found"),
+        (
+            {"prompt": "Hi", "completion": "a", "label": "good"},
+            "column 'label' must be true (good answer) or false (bad answer), found",
+        ),
         ({"prompt": "Hi", "completion": "a"}, "dataset.format=preference_label needs a column 'label'"),
         ({"prompt": "Hi", "completion": " ", "label": True}, "column 'completion' has an empty answer"),
         ({"completion": "a", "label": True}, "column 'completion' has no answer to a prompt"),
-        ({"prompt": "Hi", "completion": {**YES, "weight": 2}, "label": True}, "a message has a weight, and answers"),
+        (
+            {"prompt": "Hi", "completion": {**YES, "weight": 2}, "label": True},
+            "preference data supports only message weights",
+        ),
         (SHAPES["messages"], "column 'rejected' makes this preference data"),
     ],
 )

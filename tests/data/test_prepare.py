@@ -23,7 +23,7 @@ def test_eval_path_rows(tmp_path: Path) -> None:
     assert len(data.train) == 4
     assert locations(data.eval) == [f"held.jsonl:{n}" for n in (1, 2, 3)]
     assert data.report.shared == 1
-    assert "eval: 1 sample of it also trained on: eval_loss is too good" in data.report.lines()
+    assert "eval: 1 sample also in the training set: eval_loss is too low" in data.report.lines()
 
 
 def test_eval_fraction_held_out(tmp_path: Path) -> None:
@@ -83,12 +83,11 @@ def test_eval_fraction_parts_of_long_text(tmp_path: Path) -> None:
 def test_nothing_held_out_told_with_remedy(tmp_path: Path, rows: int, fraction: float, remedy: str) -> None:
     data = read(write_chats(tmp_path / "a.jsonl", *greetings(rows)), eval_fraction=fraction)
     assert (data.eval, data.report.eval) == (None, None)
-    seen = "whether the model learns or only remembers is not seen"
-    assert f"eval: nothing is held out, so {seen}; set dataset.{remedy}" in data.report.lines()
+    assert f"eval: no eval set: overfitting would go unnoticed; set dataset.{remedy}" in data.report.lines()
 
 
 def test_eval_fraction_of_all_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"dataset\.eval_fraction=0\.999 leaves none of 2 samples to train on"):
+    with pytest.raises(DataError, match=r"dataset\.eval_fraction=0\.999 leaves none of 2 samples for training"):
         read(write_chats(tmp_path / "a.jsonl", *greetings(2)), eval_fraction=0.999)
 
 
@@ -116,7 +115,7 @@ def test_report_as_dict_and_lines(tmp_path: Path) -> None:
     assert json.loads(json.dumps(asdict(data.report)))["train"]["dropped"] == 1
     train, long, held = data.report.lines()
     assert train.startswith("train: 101 rows -> ")
-    assert long == ("train: 1 sample longer than dataset.max_length (the longest 1,013): 1 dropped; 1,013 tokens lost")
+    assert long == ("train: 1 sample longer than dataset.max_length (longest: 1,013): 1 dropped; 1,013 tokens lost")
     assert held.startswith("eval: ")
 
 
@@ -125,7 +124,7 @@ def test_template_with_date_noted(tmp_path: Path) -> None:
     made.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + made.chat_template
     path = write_chats(tmp_path / "a.jsonl", *greetings(2))
     data = prepare(config(path), made, str(tmp_path / "cache"))
-    assert data.report.lines()[-1].startswith("the chat template writes a date")
+    assert data.report.lines()[-1].startswith("the chat template writes the current date")
     assert not read(path).report.notes
 
 
@@ -134,8 +133,8 @@ def test_markers_that_are_no_tokens_noted(tmp_path: Path) -> None:
     made.chat_template = made.chat_template.replace("<|im_end|>", "<|stop|>")
     data = prepare(config(write_chats(tmp_path / "a.jsonl", *greetings(2))), made, str(tmp_path / "cache"))
     [note] = data.report.notes
-    assert note.startswith("the chat template writes <|stop|>, which are no tokens of this tokenizer: the model reads")
-    assert note.endswith("choose a model of its family, or set model.chat_template=chatml")
+    assert note.startswith("the chat template writes <|stop|>, which are not tokens of this tokenizer: the model reads")
+    assert note.endswith("choose a model of the same family, or set model.chat_template=chatml")
 
 
 def test_instruction_without_template_refused(tmp_path: Path) -> None:
@@ -185,5 +184,5 @@ def test_rows_to_score_all_without_eval(tmp_path: Path) -> None:
 
 def test_rows_to_score_empty_fraction_refused(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", *greetings(3))
-    with pytest.raises(DataError, match=r"dataset\.eval_fraction=1e-09 of 3 samples holds none out"):
+    with pytest.raises(DataError, match=r"dataset\.eval_fraction=1e-09 of 3 samples is empty"):
         scored(path, eval_fraction=1e-9)

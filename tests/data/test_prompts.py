@@ -25,7 +25,7 @@ def test_read_prompts_lines_and_rows(tmp_path: Path) -> None:
 
 def test_read_prompt_row_of_json() -> None:
     assert read_prompt("line 1", '{"prompt": "Hi"}\n', "Be kind.") == as_conversation("Hi", "Be kind.")
-    for text, message in (("Hi\n", "line 1: this is no JSON"), ("[]\n", "line 1: expected a column prompt")):
+    for text, message in (("Hi\n", "line 1: not valid JSON"), ("[]\n", "line 1: expected a column prompt")):
         with pytest.raises(DataError, match=message):
             read_prompt("line 1", text, None)
 
@@ -34,8 +34,8 @@ def test_read_prompt_row_of_json() -> None:
     ("name", "content", "message"),
     [
         ("no.txt", None, "no such file"),
-        ("a.docx", "x", "files of this kind are not read"),
-        ("a.txt", "\n\n", "it has no prompts"),
+        ("a.docx", "x", "unsupported file type"),
+        ("a.txt", "\n\n", "no prompts in the file"),
         ("a.txt", "Hi\nH\udce9", "a\\.txt: not UTF-8 at byte 5, in line 2"),
         ("a.jsonl", '{"promt": "Hi"}\n', r"a\.jsonl:1: expected a column prompt .* found promt\."),
         ("a.jsonl", '{"prompt": "Hi"}\n{\n', r"a\.jsonl:2: "),

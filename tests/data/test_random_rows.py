@@ -51,7 +51,7 @@ def test_random_rows_of_several_lengths_are_whole_or_refused(tmp_path: Path) -> 
     data = read(tmp_path, made, random=drawn, max_length=200)
     words = [len(made.decode(data.train.ids(i)).split()) for i in range(60)]
     assert min(words) < 10 < 26 < max(words) <= 32
-    with pytest.raises(DataError, match=r"max_length=40: \d+ of 60 samples of random: .* are longer, the longest"):
+    with pytest.raises(DataError, match=r"max_length=40: \d+ of 60 samples of random: .* are longer .longest"):
         read(tmp_path, made, random=drawn, max_length=40)
 
 

@@ -66,9 +66,9 @@ def test_read_json_one_row(tmp_path: Path, row: dict[str, Any]) -> None:
     [
         ('[{"q": 1},\n {"q": }]', r"r\.json:2: column 8: not valid JSON: Expecting value"),
         ('[{"q": 1}\n{"q": 2}]', r"r\.json:2: column 1: not valid JSON: Expecting ',' delimiter"),
-        ('"text"', "expected an array of rows, or an object that holds one"),
+        ('"text"', "expected an array of rows, or an object with one"),
         ("<html>", r"r\.json:1: column 1: not valid JSON: expected an array of rows"),
-        ('{"a": [1], "b": []}', "expected one list of rows, this object has 2: a, b"),
+        ('{"a": [1], "b": []}', "expected one list of rows, found 2: a, b"),
     ],
 )
 def test_read_json_invalid_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -79,15 +79,20 @@ def test_read_json_invalid_refused(tmp_path: Path, content: str, message: str) -
 @pytest.mark.parametrize(
     ("name", "content", "limit", "message"),
     [
-        ("r.json", json.dumps(ROWS), "_MAX_JSON_BYTES", r"^r\.json: .* read whole, up to .* MB; to make JSON Lines"),
+        (
+            "r.json",
+            json.dumps(ROWS),
+            "_MAX_JSON_BYTES",
+            r"^r\.json: .* at most .* MB; to convert an array to JSON Lines",
+        ),
         (
             "r.json.gz",
             json.dumps(ROWS),
             "_MAX_JSON_BYTES",
-            r"^r\.json\.gz: .* to make JSON Lines of an array, type: gzip -dc ",
+            r"^r\.json\.gz: .* to convert an array to JSON Lines, type: gzip -dc ",
         ),
-        ("r.txt", "word " * 5, "_MAX_TEXT_BYTES", r"^r\.txt: a text file is one document, and of more than 1 GB"),
-        ("r.jsonl", '{"q": 1234}', "_MAX_ROW_BYTES", r"^r\.jsonl: has a line of more than 0 MB, and each line must be"),
+        ("r.txt", "word " * 5, "_MAX_TEXT_BYTES", r"^r\.txt: a text file is one document of at most 1 GB"),
+        ("r.jsonl", '{"q": 1234}', "_MAX_ROW_BYTES", r"^r\.jsonl: a line is longer than 0 MB; each line must be"),
         ("r.csv", "q\n12345678", "MAX_FIELD_BYTES", r"^r\.csv:2: cannot be read as CSV: field larger than"),
     ],
 )
@@ -107,7 +112,7 @@ def test_read_file_of_too_many_parts_refused(tmp_path: Path, monkeypatch: pytest
     assert read(saved(tmp_path, "r.json", '[{"q": []}]'))
     with pytest.raises(DataError, match=r"^r\.json: has more than 3 lists and objects"):
         read(saved(tmp_path, "r.json", '[{"q": [[]]}]'))
-    with pytest.raises(DataError, match=r"^r\.csv\.gz: has a line of more than 1 MB"):
+    with pytest.raises(DataError, match=r"^r\.csv\.gz: a line is longer than 1 MB"):
         read(saved(tmp_path, "r.csv.gz", "a," * 600_000))
 
 
@@ -223,5 +228,5 @@ def test_read_packed_torn_refused(tmp_path: Path, name: str) -> None:
     whole = saved(tmp_path, name, as_jsonl()).read_bytes()
     for content in (whole[:-9], b"neither of them"):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=f"{name}: not a whole {Path(name).suffix} file"):
+        with pytest.raises(DataError, match=f"{name}: not a complete {Path(name).suffix} file"):
             read(tmp_path / name)

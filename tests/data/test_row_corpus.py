@@ -33,7 +33,7 @@ from tests.harness.composed import composed
 
 # Overrides that need no new composition, which takes a fifth of a second.
 IN_PLACE = ("dataset.columns.", "dataset.leave_out=", "dataset.path=", "dataset.on_bad_row=")
-TAKEN = "dataset.format=auto: taken as dataset.format="
+TAKEN = "dataset.format=auto: detected dataset.format="
 CHECK = ["python", "-m", "app.check", "data"]
 QA = {"question": "What is one?", "answer": "The first."}
 WITH_CONTEXT = {**QA, "context": "It rains today."}
@@ -118,7 +118,7 @@ def follow(command: str, case: Case) -> Verdict:
 
 
 def commands_of(stop: str) -> list[str]:
-    return re.findall(r"(?:type|alone|of each answer): (.*?)(?:, or learn from both.*)?$", stop, re.MULTILINE)
+    return re.findall(r"(?:type|to a conversation): (.*?)(?:, or train on both.*)?$", stop, re.MULTILINE)
 
 
 @pytest.mark.parametrize("case", CORPUS, ids=[case.name for case in CORPUS])
@@ -154,7 +154,7 @@ def test_set_of_columns_with_another_name_refused(case: Case) -> None:
     assert isinstance(case.rows, dict)
     renamed = {f"{name}_" if f"={name}" in case.taken else name: found for name, found in case.rows.items()}
     replace(case, rows=renamed).write()
-    assert "knows no format" in check([*case.words]).stops[0]
+    assert "no format fits" in check([*case.words]).stops[0]
 
 
 def test_preference_text_on_model_with_template_notes_the_other_command() -> None:
@@ -163,7 +163,7 @@ def test_preference_text_on_model_with_template_notes_the_other_command() -> Non
     case.write()
     [note] = [line for line in check([*case.words]).lines if "chat template" in line]
     begin, command = note.split(" type: ")
-    assert begin.startswith("dataset.format=preference_text writes no chat template, although the model has one.")
+    assert begin.startswith("dataset.format=preference_text does not use the chat template of the model.")
     followed = follow(command, case)
     assert followed.sample == of_chat.trained
     assert not any("chat template" in line for line in followed.lines)

@@ -54,15 +54,17 @@ def test_bad_rows_reported_together(tmp_path: Path) -> None:
     write_jsonl(path, [GOOD, TYPO, GOOD, {"messages": chat("Hi")}])
     path.write_text(path.read_text() + '{"messages": \n')
     first, second, third = problems(path)
-    assert first.startswith("a.jsonl:2: message 0 has the role 'asistant'")
-    assert second.startswith("a.jsonl:4: has no assistant message")
+    assert first.startswith("a.jsonl:2: message 0: unknown role 'asistant'")
+    assert second.startswith("a.jsonl:4: no assistant message")
     assert third.startswith("a.jsonl:5: column 13: Expecting value")
     assert third.endswith("\n    To skip bad rows, set dataset.on_bad_row=skip")
 
 
 def test_bad_rows_all_of_them_skipping_not_advised(tmp_path: Path) -> None:
     [problem] = problems(write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("Hi")}] * 600))
-    assert problem.startswith("a.jsonl:1 and 511 more rows: has no assistant message, so dataset.train_on=auto has")
+    assert problem.startswith(
+        "a.jsonl:1 and 511 more rows: no assistant message, so there is nothing to train on (dataset.train_on=auto);"
+    )
     assert problem.endswith("\n    All 512 rows read are bad. Fix them, or set dataset.path to other rows")
     assert "on_bad_row" not in problem
 
@@ -98,17 +100,19 @@ def test_bad_rows_skipped_are_listed(tmp_path: Path) -> None:
 def test_no_rows_left_reported(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [TYPO, {"messages": chat("Hi", "x" * 999)}])
     [problem] = problems(path, on_bad_row="skip", on_overflow="drop")
-    assert "of 2 rows none can be trained on; 1 bad, the first a.jsonl:1: message 0 has the role" in problem
+    assert "none of 2 rows can be used for training; 1 bad, first: a.jsonl:1: message 0: unknown role" in problem
     assert "; 1 longer than dataset.max_length=200" in problem
 
 
 def test_completion_glued_to_prompt_is_bad_row(tmp_path: Path) -> None:
     rows = [{"prompt": "two ", "completion": "make"}, {"prompt": "two ", "completion": "make four"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    assert problems(path, "prompt_completion")[0].startswith("a.jsonl:1: the completion is one token with the end")
+    assert problems(path, "prompt_completion")[0].startswith(
+        "a.jsonl:1: the completion shares its only token with the end"
+    )
     data = read(path, "prompt_completion", on_bad_row="skip")
     assert data.report.train.glued == 1
-    assert "train: in 1 sample a token holds both prompt and answer, and is not trained" in data.report.lines()
+    assert "train: 1 sample with a token across prompt and answer, which is not trained" in data.report.lines()
 
 
 def test_blank_texts_counted(tmp_path: Path) -> None:
@@ -117,12 +121,12 @@ def test_blank_texts_counted(tmp_path: Path) -> None:
     data = read(path, "question_answer")
     assert data.report.train.empty == {"column question": 2, "column answer": 3}
     assert data.report.train.bad_rows == 0
-    line = "train: texts that are empty or white space: 2 in column question, 3 in column answer"
+    line = "train: empty or whitespace-only texts: 2 in column question, 3 in column answer"
     assert data.report.lines().count(line) == 1
     calls = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
     rows = [chat("Hi", ""), chat(" ", "Hello"), chat("Hi", "", "a", "b", system="")]
     data = read(write_chats(tmp_path / "b.jsonl", *rows))
-    assert data.report.train.empty == {"messages of assistant": 2, "messages of user": 1}
+    assert data.report.train.empty == {"assistant messages": 2, "user messages": 1}
     row = {"messages": [*chat("Hi"), *calls, *chat("a", "b")]}
     content = read_row(row, "messages", config("x").columns)
     assert list(empty_parts(row, content, "messages", config("x").columns)) == []
@@ -164,7 +168,7 @@ def test_unstable_template_counted(tmp_path: Path) -> None:
     assert (counts.rows_kept, counts.samples, counts.unstable, counts.expanded_into) == (3, 5, 2, 4)
     rewrites = "train: the chat template rewrites earlier turns: 2 conversations"
     [reported] = [line for line in data.report.lines() if "rewrites" in line]
-    assert reported == f"{rewrites} became 4 samples, one for each trained turn"
+    assert reported == f"{rewrites} became 4 samples, one per trained turn"
     only = read(path, kind="thinking", on_unstable_template="last")
     assert only.report.train.samples == 3
     assert f"{rewrites} train only the last turn" in only.report.lines()

@@ -52,16 +52,16 @@ def test_source_folder_of_text(folder: Path) -> None:
 
 
 def test_source_folder_text_beside_tables_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"holds text files and tables; choose with a pattern"):
+    with pytest.raises(DataError, match=r"contains text files and tables; choose with a pattern"):
         train_source(config(folder, "text"))
 
 
 def test_source_pattern(folder: Path) -> None:
     assert places(f"{folder}/**/*.jsonl")[:2] == ["sub/more.jsonl:1", "train.jsonl:1"]
     assert places(f"{folder}/tra*.jsonl") == ["train.jsonl:1", "train.jsonl:2"]
-    with pytest.raises(DataError, match="the pattern matches no file"):
+    with pytest.raises(DataError, match="no file matches the pattern"):
         train_source(config(f"{folder}/*.csv"))
-    with pytest.raises(DataError, match=r"notes\.pdf: unknown kind of file"):
+    with pytest.raises(DataError, match=r"notes\.pdf: unsupported file type"):
         train_source(config(f"{folder}/*.pdf"))
 
 
@@ -82,10 +82,10 @@ def test_source_asset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("trian.jsonl", "no such file or folder in {here}; did you mean train.jsonl?"),
         ("sub/mor.jsonl", "did you mean sub/more.jsonl or sub/more.jsonl.gz?"),
         ("{here}/trian.jsonl", "no such file or folder; did you mean {here}/train.jsonl?"),
-        ("imdb", "a dataset of the hub is named ORG/NAME"),
-        ("sub/alpaca", "a dataset of the hub is named ORG/NAME, and no folder ORG may be here"),
-        ("notes.pdf", "dataset.path=notes.pdf: unknown kind of file; known: .jsonl .ndjson .json .csv"),
-        ("empty", "the folder holds no file of a known kind"),
+        ("imdb", "a hub dataset is ORG/NAME"),
+        ("sub/alpaca", "a hub dataset is ORG/NAME, and no local folder ORG may exist"),
+        ("notes.pdf", "dataset.path=notes.pdf: unsupported file type; supported: .jsonl .ndjson .json .csv"),
+        ("empty", "no supported file in the folder"),
     ],
 )
 def test_source_missing_path_reported(folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str) -> None:
@@ -107,7 +107,7 @@ def test_check_both_paths(folder: Path) -> None:
     assert ["dataset.path=" in problems[0], "dataset.eval_path=" in problems[1]] == [True, True]
     [problem] = check(config(folder / "train.jsonl", eval_split="test"))
     assert "dataset.eval_split=test: dataset.path=" in problem
-    assert "has no splits; name the held-out rows with dataset.eval_path" in problem
+    assert "has no splits; set dataset.eval_path" in problem
 
 
 def test_eval_source_follows_config(folder: Path) -> None:
@@ -188,12 +188,12 @@ def test_folder_with_configs_in_read_me_follows_them(tmp_path: Path) -> None:
     assert (english.other_splits, english.left_out) == (("test",), ("c.jsonl", "fr/test.jsonl", "fr/train.jsonl"))
     french = train_source(config(tmp_path, hub_config="fr", split="test"))
     assert [place for place, _ in french.rows()] == ["fr/test.jsonl:1"]
-    for given, said in ((None, "none of them is the default"), ("de", "dataset.hub_config=de is not one of them")):
-        way = "Choose one, such as dataset.hub_config=en"
+    for given, said in ((None, "none is the default"), ("de", "dataset.hub_config=de is not one of them")):
+        way = "Choose one, e.g. dataset.hub_config=en"
         with pytest.raises(DataError, match=re.escape(f": its configurations are en, fr, and {said}. {way}")):
             train_source(config(tmp_path, hub_config=given))
     (tmp_path / "README.md").write_text("---\nconfigs: [\n---\n")
-    with pytest.raises(DataError, match=r"README\.md or file names do not tell its splits: while parsing"):
+    with pytest.raises(DataError, match=r"cannot get the splits from README\.md or the file names: while parsing"):
         train_source(config(tmp_path))
 
 
@@ -202,7 +202,7 @@ def test_folder_without_wanted_split_refused(tmp_path: Path) -> None:
     for given in ({}, {"split": "dev"}, {"split": "test", "eval_split": "train"}):
         [problem] = check(config(tmp_path, **given))
         assert f"dataset.path={tmp_path}: no split " in problem
-        assert "its files have: validation, test. dataset.split chooses" in problem
+        assert "splits: validation, test. Set dataset.split for" in problem
 
 
 def test_unread_splits_reported_with_key_to_evaluate_on_them(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_source_device_and_pipe_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/zero", str(tmp_path / "pipe")):
         [problem] = check(config(path))
-        assert problem.startswith(f"dataset.path={path}: is a device or a pipe, and rows are read more than once")
+        assert problem.startswith(f"dataset.path={path}: is a device or a pipe, which cannot be read twice")
         assert problem.endswith(f"cat {path} > rows.jsonl")
 
 

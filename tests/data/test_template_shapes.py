@@ -151,7 +151,7 @@ def test_thoughts_of_any_name_trained_where_the_template_writes_them(tmp_path: P
     assert (counts.shortened, counts.unread_keys) == (0, {})
     report = prepare(config(path), tokenizer("chatml"), str(tmp_path / "cache")).report
     assert (report.train.shortened, report.train.unread_keys) == (1, {key: 1})
-    assert f"train: keys of messages not read: {key} (1 message)" in report.lines()
+    assert f"train: message keys not read: {key} (1 message)" in report.lines()
 
 
 def test_template_options_of_a_row(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_special_tokens_in_messages_counted(tmp_path: Path) -> None:
     assert render_row("model_turns", {"messages": said}).marked == 0  # it ends a turn otherwise
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}] * 2)
     report = prepare(config(path), tokenizer("chatml"), str(tmp_path / "cache")).report
-    line = "train: 2 messages with the text of a special token: the model reads it as the token itself"
+    line = "train: 2 messages with special-token text, which the model reads as the token itself"
     assert line in report.lines()
 
 
@@ -200,13 +200,15 @@ def test_first_message_of_assistant_trained() -> None:
 
 def test_train_flags_impossible_refused() -> None:
     asked = {**chat("a")[0], "train": True}
-    with pytest.raises(RowProblem, match=r"message 0 is of user and has train=true, but dataset\.train_on=assistant"):
+    with pytest.raises(
+        RowProblem, match=r"message 0 has the role user and has train=true, but dataset\.train_on=assistant"
+    ):
         render_row("chatml", {"messages": [asked, ANSWER]})
     assert trained("chatml", {"messages": [asked, ANSWER]}, "all")
-    with pytest.raises(RowProblem, match="takes out message 1"):
+    with pytest.raises(RowProblem, match="excludes message 1"):
         render_row("chatml", {"messages": [*chat("a"), {**ANSWER, "weight": 0}]})
     two = [*chat("a", "b", "c"), {**ANSWER, "weight": 0}]
-    with pytest.raises(RowProblem, match=r"dataset\.train_on=last: train=false or weight=0 takes out message 3"):
+    with pytest.raises(RowProblem, match=r"dataset\.train_on=last: train=false or weight=0 excludes message 3"):
         render_row("chatml", {"messages": two}, "last")
     assert trained("chatml", {"messages": two}) == ["b<|im_end|>"]
 
@@ -219,7 +221,7 @@ def test_train_on_all_without_some_messages() -> None:
     ]
     opened = chat("a", "b", system="Be brief.")
     for name in ("inst_system_in_last", "inst_system_in_first"):
-        with pytest.raises(RowProblem, match="message 0 is taken out of training, but where the chat template"):
+        with pytest.raises(RowProblem, match="message 0 is excluded from training, but it cannot be located"):
             render_row(name, {"messages": [{**opened[0], "train": False}, *opened[1:]]}, "all")
 
 
@@ -284,7 +286,7 @@ def test_tool_calls_as_python_refused() -> None:
         "{{ c.function.name ~ c.function.arguments }}{% endfor %}{% endfor %}"
     )
     row = {"messages": CASES["tools"]["messages"]}
-    with pytest.raises(RowProblem, match="writes nothing of the tool call in message 1"):
+    with pytest.raises(RowProblem, match="does not render the tool call in message 1"):
         Renderer(made, "assistant", "expand").render(conversation(row))
 
 

@@ -223,8 +223,8 @@ def test_cached_rows_full_disk_reported(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert done.stderr.strip() == (
-        f"cache_dir={tmp_path}/cache: cannot write the token cache: File too large; make room there, or set cache_dir"
-        " to another folder"
+        f"cache_dir={tmp_path}/cache: cannot write the token cache: File too large; free disk space there, or set"
+        " cache_dir to another folder"
     )
     assert names(tmp_path / "cache") == []
 

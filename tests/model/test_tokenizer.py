@@ -95,13 +95,13 @@ def test_the_hash_is_of_all_that_turns_text_into_ids(bare: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a\n{{ 1 / 0 }}", "it ends in ZeroDivisionError (division by zero) at line 2."),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it ends in RecursionError (maximum recursion depth"),
-        ("{% for i in range(10 ** 9) %}{% endfor %}", "it ends in OverflowError (Range too big."),
-        ("{{ 'a' * 10 ** 15 }}", "it may not do this: * makes a value of more than 134,217,728 characters."),
+        ("a\n{{ 1 / 0 }}", "fails with ZeroDivisionError (division by zero) at line 2."),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with RecursionError (maximum recursion depth"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "fails with OverflowError (Range too big."),
+        ("{{ 'a' * 10 ** 15 }}", "not allowed: * creates a value of more than 134,217,728 characters."),
         ("a\n{% if %}", "line 2: Expected an expression, got 'end of statement block'."),
         ("{{ messages | nothing }}", "line 1: No filter named 'nothing'."),
-        ("{{ messages.append(1) }}", "it may not do this: "),
+        ("{{ messages.append(1) }}", "not allowed: "),
     ],
 )
 def test_a_template_that_fails_is_blamed_before_any_row(bare: Path, tmp_path: Path, text: str, said: str) -> None:
@@ -110,14 +110,14 @@ def test_a_template_that_fails_is_blamed_before_any_row(bare: Path, tmp_path: Pa
         load(path=str(bare), chat_template=str(tmp_path / "own.jinja"))
     [problem] = fault.value.problems
     assert problem.startswith(f"model.chat_template={tmp_path}/own.jinja: {said}")
-    assert problem.endswith("Mend it, or give another: model.chat_template=FILE, or a name that ships.")
+    assert problem.endswith("Fix it, or set another: model.chat_template=FILE or the name of a built-in template.")
 
 
 def test_an_endless_template_is_blamed_in_time(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_rendering, "MAX_SECONDS", 0.1)
     nested = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     (tmp_path / "own.jinja").write_text(nested)
-    with pytest.raises(ConfigError, match=r"own\.jinja: it takes more than 0\.1 seconds for one conversation\. Mend"):
+    with pytest.raises(ConfigError, match=r"own\.jinja: rendering one conversation takes more than 0\.1 seconds\. Fix"):
         load(path=str(bare), chat_template=str(tmp_path / "own.jinja"))
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

@@ -78,7 +78,7 @@ DATA: dict[str, Any] = {
     "lines": [
         "train: 1,200 rows -> 1,185 samples, 40,000 tokens, 10,000 trained (25%)",
         "train: 3 bad rows skipped: chat.jsonl:7",
-        "the chat template writes a date",
+        "the chat template writes the current date",
     ],
     "bad": [{"reason": "no role", "rows": 3, "first": "chat.jsonl:7"}],
     "dropped": 12,
@@ -99,7 +99,7 @@ DATA: dict[str, Any] = {
     "lengths": {"edges": [1, 33, 65], "samples": [700, 485]},
     "eval": {"bad": [{"reason": "no answer", "rows": 1, "first": "held.jsonl:2"}]},
     "preview": {
-        "marked": "to be predicted",
+        "marked": "tokens in the loss",
         "rows": [
             {
                 "place": "chat.jsonl:1",

@@ -63,7 +63,7 @@ MANIFEST: dict[str, Any] = {
     },
 }
 PREVIEW: dict[str, Any] = {
-    "marked": "to be predicted",
+    "marked": "tokens in the loss",
     "rows": [
         {
             "place": "train.jsonl:1",

@@ -17,7 +17,7 @@ DATA_TEXTS = (
     "held.jsonl:2: no answer",
     "640 bins of 64 tokens, 97.66% full, lower bound 638; padded rows: 55.0% full",
     "640 (1 epoch), 1 bin per step, about 62 tokens, 16 trained",
-    "the chat template writes a date",
+    "the chat template writes the current date",
     "p5 11 p50 30 max 900",
     "chat.jsonl:1, 9 tokens, 4 highlighted",
     "keeps 99.2% of the samples whole",
@@ -84,7 +84,7 @@ def test_check_page_of_several_checks() -> None:
     assert titles(page)[0] == "Data"
     assert titles(page)[-1] == "Memory-saving options, cheapest first"
     (samples,) = all_of(TrainingSamples, *page.sections)
-    assert samples.marked == "to be predicted"
+    assert samples.marked == "tokens in the loss"
     assert [text for _, pieces in samples.samples for text, trained, _ in pieces if trained] == ["Hello"]
 
 

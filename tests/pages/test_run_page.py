@@ -82,7 +82,7 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
     assert "156 steps per epoch, 1 bin per step, 99.1% full." in as_text(data)
     assert ["trained tokens", "210 (21%)", "21 (21%)"] in cells(data)
     (samples,), (bars,) = all_of(TrainingSamples, data), all_of(Bars, data)
-    assert samples.marked == "to be predicted"
+    assert samples.marked == "tokens in the loss"
     assert [text for _, pieces in samples.samples for text, trained, _ in pieces if trained] == ["hi<end>"]
     assert [(bar.label, bar.text) for bar in bars.bars] == [("1-2", "4"), ("3-4", "60"), ("5-6", "24")]
     assert "with uncommitted changes" in as_text(section(page, "Environment"))

@@ -221,17 +221,21 @@ def problems(folder: Path, rows: list[Any], *given: str) -> str:
     ("rows", "given", "why"),
     [
         ([0.5, "good"], ("task.problem=regression",), "rows.jsonl:2: column 'label' must be a number, found 'good'"),
-        ([0.5, [1, 2]], ("task.problem=regression",), "rows.jsonl:2: column 'label' has 2 numbers, and 1 a row"),
-        ([["a"], ["a", 0.5]], ("task.problem=multi",), "rows.jsonl:2: column 'label' has 0.5, and labels are words"),
-        (["a", ["a", "b"]], (), "several labels each are learnt by task.problem=multi"),
-        (["a", 1.5], (), "values between classes (regression) are learnt by task.problem=regression"),
+        ([0.5, [1, 2]], ("task.problem=regression",), "rows.jsonl:2: column 'label' has 2 numbers, expected 1 per row"),
+        (
+            [["a"], ["a", 0.5]],
+            ("task.problem=multi",),
+            "rows.jsonl:2: column 'label' has 0.5, but labels must be words",
+        ),
+        (["a", ["a", "b"]], (), "set task.problem=multi for several labels per row"),
+        (["a", 1.5], (), "set task.problem=regression for numbers"),
         (
             ["a", "b"],
             ("task.labels=[a,b,c]", "task.class_weights=balanced"),
-            "task.class_weights=balanced: no row that is trained on has the label c",
+            "task.class_weights=balanced: no training row has the label c",
         ),
-        (["a", "b"], ("task.class_weights=[1,2,3]",), "has 3 numbers, and there are 2 labels: a, b"),
-        ([["a"], ["c"]], ("task.problem=multi", "task.labels=[a,b]"), "rows.jsonl:2: label 'c' is none of those"),
+        (["a", "b"], ("task.class_weights=[1,2,3]",), "has 3 numbers, but there are 2 labels: a, b"),
+        ([["a"], ["c"]], ("task.problem=multi", "task.labels=[a,b]"), "rows.jsonl:2: unknown label 'c'"),
     ],
 )
 def test_labels_that_do_not_suit_the_problem_are_named(

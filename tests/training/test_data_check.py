@@ -82,12 +82,12 @@ def test_data_check_says_what_a_run_says(look: Look, tmp_path: Path, cache_dir: 
     [(_, said)] = [row for row in run_table(resolved) if row[0] == "data"]
     assert found.facts()["lines"] == said.split("\n")
     for part in (
-        "thoughts, say) of 2",
-        "special token",
+        "such as reasoning) of 2",
+        "special-token text",
         "not read: score (2 rows)",
         "thinking (2 ",
         "dropped",
-        "equal",
+        "duplicate",
     ):
         assert part in said
 
@@ -102,7 +102,7 @@ def test_bad_rows_are_counted_and_stop_a_run(look: Look, tmp_path: Path) -> None
     assert [(each["rows"], each["first"]) for each in facts["bad"]] == [(2, "a.jsonl:1"), (1, "a.jsonl:603")]
     assert facts["bad_places"] == ["a.jsonl:1", "a.jsonl:602", "a.jsonl:603"]
     assert len(facts["stops"]) == 2
-    assert facts["stops"][0].startswith("a.jsonl:1 and 1 more row: message 0 has the role 'nobody'")
+    assert facts["stops"][0].startswith("a.jsonl:1 and 1 more row: message 0: unknown role 'nobody'")
     assert look(*words, "dataset.on_bad_row=skip").facts()["stops"] == []
 
 
@@ -214,18 +214,25 @@ def test_held_out_rows_in_training_are_counted(look: Look, tmp_path: Path) -> No
     found = look("dataset=messages", talks(tmp_path, 20), f"dataset.eval_path={held}", "dataset.eval_fraction=0")
     told = found.facts()["eval"]
     assert (told["rows"], told["samples"], told["also_trained_on"]) == (2, 2, 1)
-    assert "1 held-out sample also trained on" in advised(found)["dataset.eval_path=null dataset.eval_fraction=0.02"]
+    assert (
+        "1 eval sample also in the training set" in advised(found)["dataset.eval_path=null dataset.eval_fraction=0.02"]
+    )
 
 
 ADVICE: dict[str, tuple[tuple[str, ...], int, str, str]] = {
-    "nothing held out": (("dataset.eval_fraction=0",), 100, "dataset.eval_fraction=0.2", "nothing is held out"),
-    "few held out": (("dataset.eval_fraction=0.02",), 200, "dataset.eval_fraction=0.15", "says little"),
-    "few held out of few": (("dataset.eval_fraction=0.1",), 100, "dataset.eval_path=FILE", "says little"),
-    "few samples": (("dataset.eval_fraction=0",), 9, "dataset.eval_path=FILE", "nothing is held out"),
+    "nothing held out": (("dataset.eval_fraction=0",), 100, "dataset.eval_fraction=0.2", "no eval set"),
+    "few held out": (("dataset.eval_fraction=0.02",), 200, "dataset.eval_fraction=0.15", "too few for a reliable loss"),
+    "few held out of few": (
+        ("dataset.eval_fraction=0.1",),
+        100,
+        "dataset.eval_path=FILE",
+        "too few for a reliable loss",
+    ),
+    "few samples": (("dataset.eval_fraction=0",), 9, "dataset.eval_path=FILE", "no eval set"),
     "padding": (("batching.packing=false", "batching.rows=64"), 99, "batching.packing=true", "micro-batches are"),
-    "few steps": ((), 100, "training.epochs=", "few to learn in"),
-    "part of an epoch": (("training.max_steps=1", "batching.tokens=256"), 300, "training.max_steps=null", "see"),
-    "large steps": (("batching.accumulation=4",), 100, "batching.accumulation=1", "smaller ones"),
+    "few steps": ((), 100, "training.epochs=", "training step"),
+    "part of an epoch": (("training.max_steps=1", "batching.tokens=256"), 300, "training.max_steps=null", "cover"),
+    "large steps": (("batching.accumulation=4",), 100, "batching.accumulation=1", "smaller steps"),
 }
 
 
@@ -279,7 +286,7 @@ def test_default_length_of_pairs_has_a_note(tmp_path: Path) -> None:
     said: list[str] = []
     check_data(composed(*words), 1, said.append)
     check_data(composed(*words, "dataset.max_length=100"), 1, said.append)
-    note = "note    dataset.max_length=128: a bin of batching.tokens=256 holds both answers of a pair."
+    note = "note    dataset.max_length=128: a bin of batching.tokens=256 must fit both answers of a pair."
     assert [line.startswith(note) for line in said if "max_length" in line] == [True]
 
 
@@ -298,12 +305,12 @@ def test_advice_names_unread_texts_and_written_chats(look: Look, tmp_path: Path)
     words = ("dataset=auto", f"dataset.path={write_jsonl(tmp_path / 'a.jsonl', [row] * 3)}")
     found = advised(look(*words))
     assert found["dataset.leave_out=[notes,more]"].startswith(
-        "not read: notes (198 characters a row), more (120 characters a row). dataset.columns.FIELD=NAME reads a column"
+        "not read: notes (198 characters per row), more (120 characters per row). dataset.columns.FIELD=NAME reads"
     )
     assert not [key for key in advised(look(*words, "dataset.leave_out=[notes,more]")) if "leave_out" in key]
     as_classes = "task=classification dataset=labelled_text dataset.columns.label=label"
     assert found[as_classes].startswith("column label is not read; if it is the class of each text")
-    assert found["dataset=messages"].startswith("3 texts with [INST]: chats that are written out for a model")
+    assert found["dataset=messages"].startswith("3 texts with [INST]: chats already rendered for a model")
     assert not [key for key in found if "tag" in key]
 
 
@@ -330,7 +337,7 @@ def test_unknown_token_id_stops_a_run(look: Look) -> None:
 def test_preview_marks_masked_tokens(look: Look, tmp_path: Path) -> None:
     """Also where the task draws what is to be predicted."""
     facts: dict[str, Any] = look("dataset=text", talks_as_text(tmp_path)).facts()
-    assert facts["preview"]["marked"] == "to be predicted"
+    assert facts["preview"]["marked"] == "tokens in the loss"
     assert [row["place"] for row in facts["preview"]["rows"]] == ["a.txt"]
 
 
@@ -362,4 +369,4 @@ def test_data_check_rewriting_template_advises_join(look: Look, tmp_path: Path) 
     reasons = look(*words, f"dataset.path={write_jsonl(tmp_path / 'c.jsonl', [{'messages': thinks}])}")
     assert "dataset.on_unstable_template=last" in advised(reasons)
     [stop] = look(*words, f"dataset.path={path}", "dataset.on_unstable_template=error").stops
-    assert stop.endswith("=expand (a sample for each turn), join (one for all turns) or last (one for the last)")
+    assert stop.endswith("=expand (one sample per turn), join (one sample for all turns) or last (only the last turn)")

@@ -59,7 +59,7 @@ class Pairs:
 
     documents_per_row: ClassVar[int] = 2
     over_documents: ClassVar[bool] = True
-    marked: ClassVar[str] = "to be predicted"
+    marked: ClassVar[str] = "tokens in the loss"
     bidirectional: bool = False
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:

@@ -93,7 +93,7 @@ def test_preview_masks_tokens_of_the_first_epoch() -> None:
     marked = "".join(piece["text"] for piece in shown["rows"][0]["pieces"] if piece["trained"])
     assert sorted(marked) == sorted(chr(each) for each in labels.label(rows, 0, epoch=0)[0].targets)
     assert len(marked) == 3
-    assert "hidden" in shown["marked"]
+    assert "masked" in shown["marked"]
 
 
 @pytest.mark.parametrize("lengths", [[2], [1, 32, 33], [5, 64, 1000], [3] * 7])

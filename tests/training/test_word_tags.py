@@ -160,14 +160,14 @@ def test_entity_f1_of_random_tags_equals_a_plain_computation(names: tuple[str, .
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"tokens": ["a", "b"], "tags": ["O"]}, "column 'tokens' has 2 words, and 'tags' 1 tag"),
+        ({"tokens": ["a", "b"], "tags": ["O"]}, "column 'tokens' has 2 words, but 'tags' 1 tag"),
         ({"tokens": [], "tags": []}, "column 'tokens' has 0 words"),
         ({"tokens": "a b", "tags": ["O"]}, "column 'tokens' must be a list, found text"),
-        ({"tokens": ["a", ""], "tags": ["O", "O"]}, "must hold words, found empty at place 1"),
-        ({"tokens": ["a", "b"], "tags": ["O", 0]}, "column 'tags' has numbers beside names"),
-        ({"tokens": ["a"], "tags": [0.5]}, "column 'tags' has 0.5, and a tag is a name or a whole number"),
-        ({"tokens": ["a"], "tags": [["O"]]}, "column 'tags' has a list in a list"),
-        ({"tokens": ["a", "\u200d"], "tags": ["O", "O"]}, "no token of their own of 1 of its 2 words"),
+        ({"tokens": ["a", ""], "tags": ["O", "O"]}, "must contain words, found empty at index 1"),
+        ({"tokens": ["a", "b"], "tags": ["O", 0]}, "column 'tags' mixes numbers and names"),
+        ({"tokens": ["a"], "tags": [0.5]}, "column 'tags' has 0.5, but a tag must be a name or an integer"),
+        ({"tokens": ["a"], "tags": [["O"]]}, "column 'tags' has a nested list"),
+        ({"tokens": ["a", "\u200d"], "tags": ["O", "O"]}, "no separate token for 1 of its 2 words"),
     ],
 )
 def test_rows_that_do_not_fit_are_named(wrong: dict[str, Any], why: str, tmp_path: Path) -> None:

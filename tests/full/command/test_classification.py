@@ -205,9 +205,9 @@ def test_check_data_shows_labels_and_rare_ones(place: Path, tmp_path: Path, zygo
         code=0,
     )
     shown = " ".join(ended.stdout.split())
-    assert "taken as dataset.format=labelled_text, because 32 of the first 32 rows hold text and its label" in shown
+    assert "detected dataset.format=labelled_text: found text and its label in" in shown
     assert "often 30, rare 2" in shown
-    assert "no row that is trained on has the label never" in shown
+    assert "no training row has the label never" in shown
     assert "very few rows have the label rare (2)" in shown
     assert "texts with more than one label: 1" in shown
     facts = json.loads((tmp_path / "check" / "check.json").read_text())["data"]

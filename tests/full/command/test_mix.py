@@ -31,7 +31,7 @@ def test_mix_trains_and_scores_held_out_rows(zygote: Zygote, tmp_path: Path) -> 
     assert data["sources"]["code"]["duplicates"] == 1
     said = " ".join(ended.stdout.split())
     assert said.count(f"train code: weight 2.5, {code['drawn']} samples an epoch") == 1
-    assert said.count("train code: 1 sample equal to an earlier one: trained on again") == 1
+    assert said.count("train code: 1 duplicate sample: kept") == 1
     scored = zygote.run(tmp_path, "run=run", module="app.evaluate", code=0)
     assert "these are the rows that the run held out" in scored.stdout
     other = zygote.run(

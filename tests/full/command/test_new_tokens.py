@@ -90,7 +90,7 @@ def loaded_as_the_card_says(final: Path) -> Any:
 def test_vocabulary_without_unused_rows_is_resized(place: Path, zygote: Zygote) -> None:
     words = ("recipe=lora", "adapter.train_tokens=new", "training.max_steps=2", "output_dir=run")
     ended = zygote.finish(place, *SHIPPED, *words)
-    assert "note    model.vocab_size=1600: the base has 1536 rows; the new ones are their mean" in ended.stdout
+    assert "note    model.vocab_size=1600: the base has 1536 rows; new rows start as their mean" in ended.stdout
     assert "on the base after base.resize_token_embeddings(1600), as final/README.md shows" in ended.stdout
     assert yaml.safe_load((place / "run" / "run.yaml").read_text())["model"]["vocab_size"] == 1600
     assert "base.resize_token_embeddings(1600)  # rows" in (place / "run" / "final" / "README.md").read_text()

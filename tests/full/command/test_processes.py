@@ -60,7 +60,7 @@ def test_message_weights_of_two_processes_give_the_numbers_of_one(zygote: Zygote
     one, two = tmp_path / "one", tmp_path / "two"
     zygote.finish(tmp_path, *command, with_rate(1), f"output_dir={one}")
     zygote.finish_together(tmp_path, 2, *command, with_rate(2), f"output_dir={two}")
-    assert "with messages of another weight than 1" in (one / "log.txt").read_text()
+    assert "with message weights other than 1" in (one / "log.txt").read_text()
     for mine, theirs in zip(metrics(one), metrics(two), strict=True):
         for key in mine.keys() & {"loss", "eval_loss", "grad_norm", "trained_tokens"}:
             assert theirs[key] == pytest.approx(mine[key], rel=1e-6), (mine["step"], key)

@@ -63,6 +63,6 @@ def test_cached_rows_full_file_system_reported(small_disk: Path, tmp_path: Path)
         text=True,
         cwd=ROOT,
     )
-    said = f"cache_dir={small_disk}: cannot write the token cache: No space left on device; make room there"
+    said = f"cache_dir={small_disk}: cannot write the token cache: No space left on device; free disk space there"
     assert done.stderr.strip().startswith(said), done.stderr
     assert done.stdout.strip() == "[]", "what was begun does not keep the disk full"
