@@ -105,7 +105,7 @@ REFUSED = [
     ("sweep=optuna sweep.space={adapter.dropout:[0.1,1.5]}", "adapter.dropout=1.5 must be at least 0 and below 1."),
     (
         "sweep=lr sweep.space.optimizer.lr={low:0.1x,high:2x}",
-        "sweep.space.optimizer.lr: a range has no list of values.",
+        "sweep.space.optimizer.lr: a grid needs a list of values, not a range.",
     ),
     ("sweep=lr sweep.space.optimizer.lr=[1x,1e-3]", "multiples (0.5x, above 0) and values do not go together."),
     ("sweep=lr sweep.space.optimizer.lr=[0x,1x]", "multiples (0.5x, above 0) and values do not go together."),
