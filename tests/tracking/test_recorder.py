@@ -197,7 +197,7 @@ def test_recorder_broken_tracker_reported_once(
         for step in steps:
             record.step({**STEP, "step": step})
         record.finish("finished")
-    assert screen.getvalue().count("the tracker stopped working (no connection)") == 1
+    assert screen.getvalue().count("tracker failed (no connection)") == 1
     assert [line["step"] for line in (read_lines(folder.metrics) if steps else ())] == list(steps)
     assert result_of(folder)["status"] == "finished"
 
