@@ -396,7 +396,7 @@ def test_rehearsal_out_of_memory_splits_before_step_one(where: str, make_loop: M
         assert memory.times == before, "no step runs out of memory any more"
     told = rehearsal_message(found)
     assert "rehearsed a step and an evaluation" in told
-    assert "fits only in parts: from the first step on micro-batches are split by documents" in told
+    assert "fits only in parts: micro-batches are split by document from the first step" in told
 
 
 def test_rehearsal_recomputes_more_layers_before_it_splits(
@@ -421,7 +421,7 @@ def test_rehearsal_recomputes_more_layers_before_it_splits(
     stepper.recompute_rest = recompute_more
     found = rehearsed(loop)
     assert (found.depth, found.deepened, found.recomputed_more) == (0, False, 1)
-    assert rehearsal_message(found).endswith("it fits, with 1 more layer recomputed than planned")
+    assert rehearsal_message(found).endswith("fits, with gradient checkpointing of 1 more layer than estimated")
     assert loop.fit(StopRequest())
     assert stepper.split_depth == 0
 

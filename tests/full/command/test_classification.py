@@ -116,7 +116,7 @@ def test_classifier_learns_labels(zygote: Zygote, place: Path, made: Callable[[s
     run = made("decoder")
     shown = (place / "decoder.txt").read_text()
     assert "2 labels: bad " in shown
-    assert "the classifier, of 2 labels, is drawn from seed=0" in shown
+    assert "classification head of 2 labels: fully trained; initialized from seed=0" in shown
     result = json.loads((run / "result.json").read_text())
     start = result["start_metrics"]
     assert (
