@@ -203,7 +203,7 @@ def test_trial_log_latest_step_of_this_start(tmp_path: Path) -> None:
         (2, "output  x\nerror: seed is wrong. Do this.\n", "error: seed is wrong. Do this."),
         (2, "a\nerror: 2 problems\n  1. one\n  2. two\n", "error: 2 problems\n  1. one\n  2. two"),
         (1, "a\nTraceback (most recent call last):\n  File\nKeyError: 'x'\n\n", "KeyError: 'x'"),
-        (1, "", "it said nothing"),
+        (1, "", "no output"),
         (-9, "step 3\n", "killed by SIGKILL: out of memory?"),
         (-11, "step 3\n", "killed by SIGSEGV"),
     ],

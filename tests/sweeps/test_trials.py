@@ -67,10 +67,10 @@ def test_sweep_folder_redacts_secrets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "kind", "message"),
     [
-        ("mine.txt", "", ConfigError, "not empty and not that of a sweep (it has mine.txt)"),
-        ("run.yaml", "", ConfigError, "not that of a sweep (it has run.yaml)"),
+        ("mine.txt", "", ConfigError, "not empty and not a sweep (found mine.txt)"),
+        ("run.yaml", "", ConfigError, "not a sweep (found run.yaml)"),
         ("sweep.json", "{", CheckpointError, "sweep.json cannot be read"),
-        ("sweep.json", '{"trials": []}', CheckpointError, "sweep.json cannot be read (it lacks the command or the"),
+        ("sweep.json", '{"trials": []}', CheckpointError, "sweep.json cannot be read (command or trials are missing"),
         ("../folder", None, EnvironmentProblem, "not a folder"),
     ],
 )

@@ -235,7 +235,7 @@ def test_samples_table_first_and_last_answers(tmp_path: Path) -> None:
         (9, "x" * 50 + " and why?", "so", "so"),
     )
     assert samples_table(file) == (
-        f"{'held out':<40}  expected  before{' ' * 22}  after step 9\n"
+        f"{'prompt':<40}  expected  before{' ' * 22}  after step 9\n"
         f"{'2+2?':<40}  4         the moon{' ' * 20}  4\n"
         f"…{'x' * 30} and why?  so        {'y' * 27}…  so"
     )

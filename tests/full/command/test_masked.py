@@ -46,7 +46,7 @@ def test_masked_encoder_learns_and_exports(tmp_path: Path, quick_zygote: Zygote)
     found = losses(folder / "run")
     assert sum(found[-3:]) < 0.7 * sum(found[:3])
     assert "[MASK]" in (folder / "run" / "samples.jsonl").read_text(), "a sample with its hidden tokens is kept"
-    assert "held out " in ended.stdout
+    assert "prompt " in ended.stdout
 
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
