@@ -122,7 +122,7 @@ def _problems(preset: Preset, settings: Sequence[Setting]) -> Iterator[str]:
     if config.size == _SMALL and not config.small:
         yield f"{GROUP}.size=small: sweep={name} has no small sizes. Remove it."
     for key in differ.intersection(map(key_of, config.small)):
-        yield f"sweep={name}: small sets {key}, which differs between the rungs. Remove it from conf/{GROUP}/{name}.yaml."
+        yield f"sweep={name}: small sets {key}, which the rungs differ in. Remove it from conf/{GROUP}/{name}.yaml."
     for setting in settings:
         if setting.key in differ:
             yield (
