@@ -252,12 +252,12 @@ def test_checkpoint_of_another_run_is_refused(stepper: Stepper, folder: Path) ->
     other = checkpoints(folder, rows=4, seed=1)
     with pytest.raises(CheckpointError, match=r"rows: the checkpoint has 8, this run has 4.*seed") as refusal:
         other.load(save, stepper, ALONE)
-    assert "To go on" not in str(refusal.value), "the command is not known"
+    assert "To resume" not in str(refusal.value), "the command is not known"
     command = ["python", "-m", "app.train", "dataset.path=a b.jsonl", "output_dir=here", "seed=0"]
     (folder.parent / "manifest.json").write_text(json.dumps({"starts": [{"command_line": command}]}))
     with pytest.raises(CheckpointError) as refusal:
         other.load(save, stepper, ALONE)
-    typed = shlex.split(str(refusal.value).rpartition("To go on:")[2])
+    typed = shlex.split(str(refusal.value).rpartition("To resume:")[2])
     assert typed[3:] == ["dataset.path=a b.jsonl", "seed=0", f"output_dir={folder.parent}", "resume=auto"]
 
 
