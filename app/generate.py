@@ -3,7 +3,7 @@
 python -m app.generate run=runs/mine prompt="What is the plural of goose?"
 python -m app.generate run=runs/mine                                  chat
 python -m app.generate run=runs/mine prompts=questions.jsonl output=answers.jsonl
-python -m app.generate run=runs/mine prompts=-                        one JSON row per line, answered at once, for programs
+python -m app.generate run=runs/mine prompts=-                        JSON rows, each answered at once, for programs
 python -m app.generate run=runs/mine prompt="..." adapter=false       the base model, for comparison
 python -m app.generate run=runs/mine prompt="..." checkpoint=100      a kept checkpoint, or checkpoint=best
 python -m app.generate run=runs/labels prompt="..."                   task=classification: the label and its probability
