@@ -165,7 +165,7 @@ def starts(
         assert "Traceback" not in "".join(each.stderr for each in ended)
         told = [each.stderr for each in ended if each.stderr.startswith("error: out of memory: a ")]
         assert len(told) == 1, "one message for one cause"
-        assert "Start the same run again with resume=auto" in told[0]
+        assert "Run the same command again with resume=auto" in told[0]
         assert result(run)["status"] == "stopped"
         noted = json.loads((run / "checkpoints" / "depth.json").read_text())
         found.append((noted, sorted(each.name for each in (run / "checkpoints").glob("step-*"))))

@@ -346,7 +346,7 @@ def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Pa
     given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "32"}
     words = (*FEW, *PADDED, "training.rehearse=true", "output_dir=run")
     ended = zygote.run(tmp_path, *words, module=SCARCE, **given, code=2)
-    assert "error: out of memory: a document of" in ended.stderr
+    assert "error: out of memory: a single document of" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert "step 1/" not in ended.stdout
     assert result(tmp_path / "run")["status"] == "failed"
