@@ -46,7 +46,7 @@ EARLY = [
     ("model.path=./no/such", "model.path=./no/such: there is no such folder. Give a folder with config.json"),
     ("model.chat_template=chatmll", "model.chat_template=chatmll is neither a file nor one of "),
     ("tracker=wandb", "tracker=wandb: not logged in"),
-    ("parallel.offload=true", "parallel.offload=true: the shards of several processes are kept in memory of the host"),
+    ("parallel.offload=true", "parallel.offload=true keeps the shards of several processes in CPU RAM"),
     ("output_dir=file", "output_dir=file: not a folder"),
     ("output_dir=full", "output_dir=full: the folder is not empty and not a run"),
     ("resume=no/such", "resume=no/such: there is no such folder."),

@@ -34,7 +34,7 @@ def member(rank: int, **changes: Any) -> dict[str, Any]:
                 "torch=2.13.0: process 3 (gpu1) has 2.12.1. Install",
             ],
         ),
-        ({"device": {"id": "uuid-2"}}, ["device=uuid-2: processes 2, 3 (gpu1) share this GPU. Start one process per GPU"]),
+        ({"device": {"id": "uuid-2"}}, ["device=uuid-2: processes 2, 3 (gpu1) share this GPU. Start one process"]),
         ({"device": {"id": None}}, ["device=cpu: process 3 (gpu1) found no GPU, but others did."]),
     ],
 )  # fmt: skip

@@ -88,7 +88,7 @@ def test_recorder_sync_without_its_folder_is_refused(folder: RunFolder) -> None:
     """What is saved then could not be continued, nor found."""
     record = opened(folder)
     folder.run_yaml.unlink()
-    with pytest.raises(EnvironmentProblem, match=r"run\.yaml is gone"):
+    with pytest.raises(EnvironmentProblem, match=r"run\.yaml was deleted"):
         record.sync()
 
 

@@ -84,7 +84,7 @@ def test_fsdp_received_checkpoint_runs_no_code(zygote: Zygote, tmp_path: Path, t
         names = [str(file.relative_to(save)) for file in files_in(save) if file.name != "manifest.json"]
         (save / "manifest.json").write_text(json.dumps({name: sha256(save / name) for name in names}))
     ended = zygote.run_together(tmp_path, 2, *FULL, FSDP, with_rate(2), f"output_dir={run}", "resume=auto", code=2)
-    assert "no metadata that this program reads" in "".join(each.stderr for each in ended)
+    assert "no valid metadata" in "".join(each.stderr for each in ended)
     assert not (tmp_path / "made").exists()
 
 
@@ -233,7 +233,7 @@ def test_launcher_out_of_memory_reports_once_and_restarts(run_app: RunApp, tmp_p
     told, where, again = ended.stderr.splitlines()
     assert told.startswith("error: out of memory: a micro-batch does not fit")
     assert where == "(process 1 of 2)"
-    assert again == "starting again from the last checkpoint, micro-batches in up to 2 parts"
+    assert again == "restarting from the last checkpoint, with micro-batches in up to 2 parts"
     assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
