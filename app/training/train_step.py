@@ -331,9 +331,9 @@ def is_due(training: TrainingConfig, device: torch.device) -> bool:
 def rehearse(
     stepper: Stepper, runtime: Runtime, largest: Batch, micro_batches: int, try_evaluation: Callable[[], bool]
 ) -> Rehearsal:
-    """Rehearse on all processes together. `try_evaluation`: score a batch; false where none is held out."""
-    begun, depth = time.perf_counter(), stepper.split_depth
-    batches = [largest] * min(micro_batches, 2)  # the second adds to gradients of the first
+    """Rehearse on all processes together. `try_evaluation`: score a batch; False without an eval set."""
+    started, depth = time.perf_counter(), stepper.split_depth
+    batches = [largest] * min(micro_batches, 2)  # the second adds to the gradients of the first
     is_fresh = not stepper.optimizer.state
     with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
         if is_fresh:
@@ -341,7 +341,7 @@ def rehearse(
         stepper.try_out(batches)
         evaluated = try_evaluation()
         stepper.recompute_rest = None
-        if is_fresh:  # those that a checkpoint has brought stay
+        if is_fresh:  # loaded states of a checkpoint stay
             drop_states(stepper.optimizer)
     return Rehearsal(
         tokens=largest.ids.numel(),
@@ -350,5 +350,5 @@ def rehearse(
         recomputed_more=stepper.recomputed_more,
         evaluated=evaluated,
         peak_bytes=int(runtime.host_group.max(runtime.peak_memory_bytes())),
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
     )

@@ -178,7 +178,10 @@ FLIPPED = "safetensors is not what was written"
         *((BASE, flip, command, FLIPPED) for command in (EVALUATE, GENERATE, EXPORT)),
         (BASE, flip, (*GENERATE, "checkpoint=3"), FLIPPED),
         (Path("final/tokenizer.json"), flip, (*GENERATE, "checkpoint=3"), "tokenizer.json is not what was written"),
-        *((ADAPTER, without_one, command, "differ in base_model.model") for command in (EVALUATE, GENERATE)),
+        *(
+            (ADAPTER, without_one, command, "differ from those of this run, e.g. base_model.model")
+            for command in (EVALUATE, GENERATE)
+        ),
         *((ADAPTER, with_nan, command, "has NaN, or numbers too large") for command in (EVALUATE, GENERATE)),
         *((ADAPTER, torn, command, "safetensors cannot be loaded (") for command in (EVALUATE, GENERATE)),
         (BASE, with_nan, GENERATE, "in model.safetensors has NaN, or numbers too large"),

@@ -183,7 +183,7 @@ def saves_of(run: Path) -> list[Path]:
         (("resume=null",), "set resume=auto to resume it"),
         (("resume=run/checkpoints/step-000006",), "the checkpoint is damaged (weights.safetensors"),
         (("resume=auto",), "resume=auto: every checkpoint in "),
-        (("resume=run/final",), "resume=run/final: no checkpoint there."),
+        (("resume=run/final",), "resume=run/final: no checkpoint found."),
     ],
 )
 def test_untrusted_run_folder_stays_unchanged(

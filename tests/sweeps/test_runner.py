@@ -169,7 +169,7 @@ def test_runner_refused_rungs_are_named_and_the_others_run(tmp_path: Path, capfd
         ("second", "finished"),
     ]
     shown = capfd.readouterr().out
-    assert shown.count("finished before") == 2
+    assert shown.count("already finished") == 2
     assert "  refused: no such package\n" in shown
     assert "\nelsewhere: not on this machine\n" in shown
     written = (tmp_path / "ladder.md").read_text()

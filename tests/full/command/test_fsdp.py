@@ -126,7 +126,7 @@ def test_checkpoint_of_8_bit_states_refuses_another_number(zygote: Zygote, tmp_p
     zygote.run_together(tmp_path, 2, *command, with_rate(2), "training.stop_after=2", code=75)
     for other in ((4, FSDP), (1, AUTO)):
         refused = zygote.run_together(tmp_path, other[0], *command, other[1], with_rate(other[0]), code=2)
-        assert "optimizer states in blocks of 8 bits" in "".join(each.stderr for each in refused)
+        assert "8-bit optimizer states" in "".join(each.stderr for each in refused)
 
 
 def test_fsdp_fp16_overflow_is_skipped_by_all(zygote: Zygote, tmp_path: Path) -> None:

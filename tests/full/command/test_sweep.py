@@ -137,7 +137,7 @@ def test_sweep_waits_for_a_running_trial(zygote: Zygote, tmp_path: Path) -> None
     assert (ended.code, ended.stderr) == (0, "")
     assert f"  waiting: process {alone.pid} on " in ended.stdout
     assert column(tmp_path / "sweep", "status") == ["finished"]
-    assert "finished before" in ended.stdout
+    assert "already finished" in ended.stdout
 
 
 def test_ladder_of_two_rungs(zygote: Zygote, tmp_path: Path) -> None:
