@@ -49,9 +49,9 @@ def try_or_none(work: Callable[..., Result], *arguments: Any) -> Result | None:
 def out_of_memory_error(what: str, kept: Mapping[str, int]) -> EnvironmentProblem:
     """Return the error that ends a run. `kept` has the bytes allocated between steps, by part."""
     parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in kept.items() if size)
-    beside = f" next to the memory kept between steps ({parts})" if parts else ""
+    addition = f" next to the memory kept between steps ({parts})" if parts else ""
     return EnvironmentProblem(
-        f"out of memory: {what} does not fit{beside}. Cheapest options first: "
+        f"out of memory: {what} does not fit{addition}. Cheapest options first: "
         "training.recompute=true, training.offload=true, a smaller dataset.max_length (with batching.tokens), "
         "optimizer=paged_adamw_8bit, recipe=qlora. Earlier checkpoints are kept: resume=auto resumes them with the "
         "settings listed in docs/out-of-memory.md."

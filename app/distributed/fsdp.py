@@ -131,7 +131,7 @@ class Sharding:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Allow backward passes that begin elsewhere than in a forward pass of the model, on all processes alike.
+        """Allow backward passes that do not start from a forward pass of the model, on all processes.
 
         After an error nothing is put back: gathering weights would wait for processes that may not take part.
         """
@@ -143,24 +143,24 @@ class Sharding:
         self.forget_gradients()
 
     def first_gradient(self, backward: Callable[[], None]) -> tuple[str, Tensor, Tensor]:
-        """A small gradient of one layer: its name, as FSDP reduces it, and the plain sum over all processes.
+        """Return a small gradient of one layer: its name, the gradient reduced by FSDP, and the sum over all processes.
 
         `backward`: a forward and a backward pass of all processes.
         """
         sharded, gathered = self._trained_of_one_unit()
-        own: dict[str, Tensor] = {}
-        hooks = [each.register_hook(partial(_store_gradient, own, name)) for name, each in gathered.items()]
+        gradients: dict[str, Tensor] = {}
+        hooks = [each.register_hook(partial(_store_gradient, gradients, name)) for name, each in gathered.items()]
         backward()
         for hook in hooks:
             hook.remove()
-        for name in gathered:  # adapters begin with zeros, so half of their gradients are zero
-            expected = own.get(name, torch.zeros(sharded[name].shape, device=self.mesh.device_type))
+        for name in gathered:  # adapters start with zeros, so half of their gradients are zero
+            expected = gradients.get(name, torch.zeros(sharded[name].shape, device=self.mesh.device_type))
             torch.distributed.all_reduce(expected)
             if expected.any():
                 break
         reduced = sharded[name].grad
         assert reduced is not None, name
-        on_device = reduced.to(self.mesh.device_type)  # those of offloaded shards are on the host
+        on_device = reduced.to(self.mesh.device_type)  # gradients of offloaded shards are in CPU RAM
         assert isinstance(on_device, DTensor)
         whole = on_device.full_tensor()
         for parameter in _module(self._root).parameters():
@@ -168,7 +168,7 @@ class Sharding:
         return name, whole, expected
 
     def _trained_of_one_unit(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-        """Trained weights of the last layer that has any: all, sharded; and small ones, gathered, smallest first."""
+        """Return trained weights of the last layer that has any: all, sharded; small ones, gathered, smallest first."""
         for unit in reversed(self.units):
             module = _module(unit)
             unit.reshard()

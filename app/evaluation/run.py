@@ -74,8 +74,8 @@ class FinishedRun:
             require_intact_base(Path(model.path))
         if expected is not None and base_fingerprint(model) != expected:
             raise CheckpointError(
-                f"model.path={self.run.model.path}: the weights there are not the base of run={self.folder}: their "
-                "hash is not the one in its manifest.json. Give model.path=DIR of the base that was tuned."
+                f"model.path={self.run.model.path}: these weights are not the base of run={self.folder} (the hash "
+                "differs from its manifest.json). Set model.path=DIR to the base of that run."
             )
 
 

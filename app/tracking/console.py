@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MIN_REDRAW_SECONDS = 0.1
-_BAR_NUMBERS = ("loss", "tokens_per_second")  # with the time left they fit beside the bar in 80 columns
+_BAR_NUMBERS = ("loss", "tokens_per_second")  # with the time left they fit next to the bar in 80 columns
 _FILE_WIDTH = 240  # columns of a table in a file or pipe
 
 

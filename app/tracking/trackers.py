@@ -142,8 +142,9 @@ def _wandb(start: RunStart) -> dict[str, Any]:
 def _wandb_location(tracker: Any) -> str:
     """Return the URL of the run, or the command to upload it later."""
     run = tracker.run
-    upload = f"wandb is offline. Upload later: wandb sync {Path(run.dir).parent}"
-    return upload if run.offline else str(run.url)
+    if run.offline:
+        return f"wandb is offline. Upload later: wandb sync {Path(run.dir).parent}"
+    return str(run.url)
 
 
 def _check_wandb() -> list[str]:

@@ -96,7 +96,7 @@ def test_evaluate_accepts_only_the_tuned_base(zygote: Zygote, tmp_path: Path) ->
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    said = "model.path=moved: the weights there are not the base of run="
+    said = "model.path=moved: these weights are not the base of run="
     zygote.refused(tmp_path, f"run={tmp_path / 'run'}", "model.path=moved", module="app.evaluate", message=said)
     assert not (tmp_path / "run" / "evaluate.json").exists()
 
