@@ -1,10 +1,10 @@
-"""Score a tuned model, or its base, on rows that it has not seen.
+"""Score a fine-tuned model, or its base, on the eval set or other rows.
 
-python -m app.evaluate run=runs/mine                      the rows that the run held out
+python -m app.evaluate run=runs/mine                      the eval set of the run
 python -m app.evaluate run=runs/mine dataset=messages dataset.path=new.jsonl
-python -m app.evaluate run=runs/mine weights=both         the tuned model and its base, side by side
-python -m app.evaluate run=runs/mine checkpoint=best      a kept checkpoint, or that of a step
-python -m app.evaluate run=runs/mine harness=arc_easy     tasks of lm-evaluation-harness, where it is installed
+python -m app.evaluate run=runs/mine weights=both         the fine-tuned model and its base, compared
+python -m app.evaluate run=runs/mine checkpoint=best      the best checkpoint, or a step number
+python -m app.evaluate run=runs/mine harness=arc_easy     tasks of lm-evaluation-harness, if installed
 """
 
 import os
@@ -22,11 +22,11 @@ from app.files import report_write_errors, write_json
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align
 
-# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
+# torch is imported inside functions, so that an error in the command line is reported at once
 
 
 def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
-    """Score rows by the models of `names` and write evaluate.json; beside the run's own scores under another name."""
+    """Score rows with the models in `names` and write evaluate.json; other rows than the eval set get another name."""
     _check_parts(config)
     folder = _writable_folder(config.output_dir)
     console.say(f"run     {config.folder}, {' and '.join(names)}")
@@ -52,14 +52,14 @@ def _score_in(place: Path, config: EvaluateConfig, names: Sequence[str], folder:
         if len(names) > 1:  # the second may take long
             console.say(f"{name:<8}loss {counts.metrics(sums[name].sum(axis=0))['eval_loss']:.4f}")
     if evaluation.runtime.rank == 0:
-        found = ModelComparison.of(sums, evaluation.rows.split_hashes, counts)
-        console.say(found.table())
-        facts = {"answers": found.answers, **evaluation.facts(), "weights": config.weights, **_origin(config)}
+        comparison = ModelComparison.of(sums, evaluation.rows.split_hashes, counts)
+        console.say(comparison.table())
+        facts = {"answers": comparison.answers, **evaluation.facts(), "weights": config.weights, **_origin(config)}
         is_beside_own = folder.resolve() == config.folder.resolve()
         target = folder / (
             evaluation.file_name(config.weights, recorded, config.kept_checkpoint) if is_beside_own else "evaluate.json"
         )
-        write_json(target, {**found.as_dict(), **facts})
+        write_json(target, {**comparison.as_dict(), **facts})
         console.say(f"written {target}")
     evaluation.runtime.leave()
 
@@ -88,13 +88,13 @@ def run_harness(config: EvaluateConfig, names: Sequence[str], console: Console) 
 
 
 def _origin(config: EvaluateConfig) -> dict[str, Any]:
-    """The run, and which of its checkpoints."""
+    """Return the run and its checkpoint, for JSON."""
     kept = {} if config.kept_checkpoint is None else {"checkpoint": config.kept_checkpoint}
     return {"run": str(config.folder), **kept}
 
 
 def _check_parts(config: EvaluateConfig) -> None:
-    """Collect the problems that each package finds in milliseconds, and report them together."""
+    """Run the fast checks of all packages, and report all problems together."""
     from app.base import tokenizer
     from app.data import sources
 
@@ -102,14 +102,12 @@ def _check_parts(config: EvaluateConfig) -> None:
 
 
 def _writable_folder(output_dir: str) -> Path:
-    """Make the output folder, and find out before scoring that it can be written to."""
+    """Create the output folder, and raise before scoring if it is not writable."""
     folder = Path(output_dir).expanduser()
     with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
-        raise EnvironmentProblem(
-            f"output_dir={output_dir}: cannot be written to. Give another folder for evaluate.json."
-        )
+        raise EnvironmentProblem(f"output_dir={output_dir}: not writable. Set another folder for evaluate.json.")
     return folder
 
 

@@ -1,14 +1,14 @@
-"""Ask a tuned model, or any other.
+"""Generate text with a fine-tuned model, or any other.
 
 python -m app.generate run=runs/mine prompt="What is the plural of goose?"
-python -m app.generate run=runs/mine                                  a conversation
+python -m app.generate run=runs/mine                                  chat
 python -m app.generate run=runs/mine prompts=questions.jsonl output=answers.jsonl
-python -m app.generate run=runs/mine prompts=-                        a JSON row a line, answered at once, for programs
-python -m app.generate run=runs/mine prompt="..." adapter=false       the base, for comparison
+python -m app.generate run=runs/mine prompts=-                        JSON rows, each answered at once, for programs
+python -m app.generate run=runs/mine prompt="..." adapter=false       the base model, for comparison
 python -m app.generate run=runs/mine prompt="..." checkpoint=100      a kept checkpoint, or checkpoint=best
-python -m app.generate run=runs/labels prompt="..."                   of task=classification: the label, and how likely
-python -m app.generate run=runs/names prompt="..."                    of task=tokens: each word with its tag
-python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7     a folder, hub id, or name as in app.train
+python -m app.generate run=runs/labels prompt="..."                   task=classification: the label and its probability
+python -m app.generate run=runs/names prompt="..."                    task=tokens: each word with its tag
+python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7     a folder, hub id, or model name of app.train
 """
 
 import json
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from app.data.rows import Message
     from app.finished.inference import TextGenerator
 
-# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
+# torch is imported inside functions, so that an error in the command line is reported at once
 
 CHAT_HELP = (
-    "/new begins anew, /system TEXT sets the system line, /undo takes the last turn back, /quit ends; "
+    "/new starts a new conversation, /system TEXT sets the system prompt, /undo removes the last turn, /quit exits; "
     "Ctrl-C stops an answer"
 )
 
 
 def generate(config: GenerateConfig) -> None:
-    """From a checked config to answers on standard output or in a file."""
+    """Generate answers for a checked config, to standard output or a file."""
     from app.data.prompts import prompts_file
 
     if config.prompts not in (None, STDIN):
@@ -62,16 +62,16 @@ def generate(config: GenerateConfig) -> None:
 
 
 def _answer(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> None:
-    """Answer by the run in `folder`, or by another model."""
+    """Answer with the run in `folder`, or with another model."""
     from app.data.prompts import as_conversation, read_prompts
 
     if folder is not None and run is not None and task_of(run.task).has_classes:
         if config.prompts == STDIN:
-            raise ConfigError(f"prompts={STDIN}: run={folder} answers with labels. Give prompt=TEXT or prompts=FILE.")
+            raise ConfigError(f"prompts={STDIN}: run={folder} returns labels. Set prompt=TEXT or prompts=FILE.")
         (_classify if task_of(run.task).pooled else _tag)(config, folder, run)
         return
     if config.second is not None:
-        raise ConfigError("second is for a run of task=classification on pairs of texts. Leave it out.")
+        raise ConfigError("second is only for a run of task=classification on pairs of texts. Remove it.")
     questions = None if config.prompts in (None, STDIN) else read_prompts(str(config.prompts), config.system)
     generator = _build_generator(config, folder, run)
     if config.prompts == STDIN:
@@ -100,21 +100,21 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     classifier, cut = Classifier(lm, tokenizer, run.dataset.max_length, run.task.problem), 0
     problem = PROBLEMS[run.task.problem]
     lines = []
-    for each, (found, was_cut) in zip(texts, classifier.answers(texts), strict=True):
+    for each, (values, was_cut) in zip(texts, classifier.answers(texts), strict=True):
         cut += was_cut
-        answer = problem.answer(found)
+        answer = problem.answer(values)
         if config.prompts is None:
-            all_labels = "".join(f"  {p:7.2%}  {printable(name)}\n" for name, p in found.items() if problem.named)
+            all_labels = "".join(f"  {p:7.2%}  {printable(name)}\n" for name, p in values.items() if problem.named)
             lines.append(f"{printable(text_of(answer))}\n{all_labels}")
         else:
-            line = {**dict(zip(fields, each, strict=True)), "label": answer, problem.values: found}
+            line = {**dict(zip(fields, each, strict=True)), "label": answer, problem.values: values}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     _put(config, lines)
     _tell_cut(run, cut, len(texts))
 
 
 def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
-    """Print or write the words with their tags; those that are cut off have none."""
+    """Print or write the words with their tags; truncated words have none."""
     refuse(class_problems(config, str(folder), pair=False, task=run.task.kind))
     from app.data.prompts import read_words, tokens_of_words
     from app.tasks.tagging import tags_of_words
@@ -124,9 +124,9 @@ def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     lm, tokenizer = _loaded(config, folder, run)
     lines, cut = [], 0
     for words, tokens in zip(rows, tokens_of_words(rows, tokenizer, run.dataset.max_length), strict=True):
-        found = tags_of_words(lm, tokens.ids, tokens.loss_mask)
-        cut += len(found) < len(words)
-        tags = [*found, *[None] * (len(words) - len(found))]
+        predicted = tags_of_words(lm, tokens.ids, tokens.loss_mask)
+        cut += len(predicted) < len(words)
+        tags = [*predicted, *[None] * (len(words) - len(predicted))]
         if config.prompts is None:
             lines += [f"{printable(word)}  {printable(tag or '')}\n" for word, tag in zip(words, tags, strict=True)]
         else:
@@ -136,13 +136,13 @@ def _tag(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
 
 
 def _loaded(config: GenerateConfig, folder: Path, run: RunConfig) -> tuple[Any, Any]:
-    """The model of a run that answers with labels, and its tokenizer."""
+    """Return the model of a run that returns labels, and its tokenizer."""
     from app.finished.inference import load_tuned, load_tuned_tokenizer
 
     _use_threads(config)
     require_intact_final(folder)
-    tokenizer, given = load_tuned_tokenizer(folder / "final", config.trust_remote_code), (folder, run.model)
-    lm = load_tuned(*given, task_of(run.task), adapter=config.adapter, quantization=run.quantization, seed=run.seed)
+    tokenizer, source = load_tuned_tokenizer(folder / "final", config.trust_remote_code), (folder, run.model)
+    lm = load_tuned(*source, task_of(run.task), adapter=config.adapter, quantization=run.quantization, seed=run.seed)
     return lm, tokenizer
 
 
@@ -157,7 +157,7 @@ def _put(config: GenerateConfig, lines: list[str]) -> None:
 def _tell_cut(run: RunConfig, cut: int, count: int) -> None:
     if cut:
         longest = f"dataset.max_length={run.dataset.max_length} of the run"
-        sys.stderr.write(f"cut off, as longer than {longest}: {cut} of {count}\n")
+        sys.stderr.write(f"truncated to {longest}: {cut} of {count}\n")
 
 
 def _use_threads(config: GenerateConfig) -> None:
@@ -170,8 +170,7 @@ def _use_threads(config: GenerateConfig) -> None:
 def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> "TextGenerator":
     if run is not None and not task_of(run.task).writes_text:
         raise ConfigError(
-            f"run={folder}: it was tuned with task={run.task.kind}, and such a model writes no text. "
-            "Give a run of task=causal."
+            f"run={folder}: a model of task={run.task.kind} does not generate text. Use a run of task=causal."
         )
     import torch
 
@@ -199,7 +198,7 @@ def _note(text: str) -> None:
 
 
 def _answer_file(config: GenerateConfig, generator: "TextGenerator", questions: list[list[dict[str, Any]]]) -> None:
-    """Write one JSON line for each question, in their order."""
+    """Write one JSON line per question, in order."""
     answers: dict[int, str] = {}
     for index, answer in generator.answers(questions, config.batch):
         answers[index] = answer
@@ -213,22 +212,22 @@ def _answer_file(config: GenerateConfig, generator: "TextGenerator", questions: 
 
 
 def _answer_lines(config: GenerateConfig, generator: "TextGenerator", lines: Iterable[str]) -> None:
-    """Answer each row of JSON with a line of JSON, before the next row is read."""
+    """Answer each JSON row with a JSON line, before reading the next row."""
     from app.data.prompts import read_prompt
 
     for number, line in enumerate(lines, 1):
         try:
             question = read_prompt(f"prompts={STDIN}: line {number}", line, config.system)
             ((_, answer),) = generator.answers([question], batch=1)
-            found = {"messages": question, "answer": answer}
+            result = {"messages": question, "answer": answer}
         except AppError as problem:
-            found = {"error": problem.report()}
-        sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+            result = {"error": problem.report()}
+        sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
         sys.stdout.flush()
 
 
 def _show_progress(done: int, total: int) -> None:
-    """Write over one line on a terminal; in a pipe or file write a line for every tenth."""
+    """Update one line on a terminal; in a pipe or file write a line for every tenth."""
     text = f"{done} of {total} answered"
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{text}" + ("\n" if done == total else ""))
@@ -238,7 +237,7 @@ def _show_progress(done: int, total: int) -> None:
 
 def _converse(config: GenerateConfig, generator: "TextGenerator") -> None:
     if not generator.chat:
-        raise ConfigError("prompt has no value. Give prompt=TEXT: this model was not trained on conversations.")
+        raise ConfigError("prompt= is required: this model was not trained on conversations. Set prompt=TEXT.")
 
     def write(text: str) -> None:
         sys.stdout.write(printable(text))
@@ -248,7 +247,7 @@ def _converse(config: GenerateConfig, generator: "TextGenerator") -> None:
 
 
 class ChatSession:
-    """A conversation at a terminal. `answer` takes all messages and a function that writes, and returns the answer."""
+    """A chat in a terminal. `answer` takes all messages and a function that writes, and returns the answer."""
 
     def __init__(
         self,
@@ -262,7 +261,7 @@ class ChatSession:
         self.messages: list[Message] = []
 
     def run(self, lines: Iterable[str]) -> None:
-        """Answer until the lines end, or /quit."""
+        """Answer until the end of the lines, or /quit."""
         self._write(f"{CHAT_HELP}\n")
         for line in lines:
             if line.strip() in {"/quit", "/exit"}:
@@ -281,7 +280,7 @@ class ChatSession:
         elif word == "/undo":
             self.messages = self.messages[:-2]
         else:
-            self._write(f"{word} is no command. {CHAT_HELP}\n")
+            self._write(f"unknown command {word}. {CHAT_HELP}\n")
 
     def _turn(self, line: str) -> None:
         from app.data.prompts import as_conversation
@@ -291,10 +290,10 @@ class ChatSession:
         try:
             answer = self._answer(with_system, self._write)
         except KeyboardInterrupt:
-            self._write("\n(stopped; this turn is forgotten)\n")
+            self._write("\n(stopped; this turn was removed)\n")
             return
         except PromptTooLong as problem:
-            self._write(f"{problem}\n(this turn is forgotten; /new begins anew)\n")
+            self._write(f"{problem}\n(this turn was removed; /new starts a new conversation)\n")
             return
         self._write("\n")
         self.messages = [*messages, {"role": "assistant", "content": answer}]
@@ -304,7 +303,7 @@ def _typed_lines() -> Iterator[str]:
     """Read standard input, with a prompt and line editing at a terminal."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
-        import readline  # noqa: F401  gives `input` editing and a history
+        import readline  # noqa: F401  adds editing and history to `input`
     while True:
         try:
             yield input("> " if is_terminal else "")

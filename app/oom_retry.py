@@ -1,4 +1,4 @@
-"""The retry after out-of-memory: a batch is split between data rows, and its parts give the same sums."""
+"""Retry after OOM: a batch is split between data rows, and its parts give the same sums."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +15,9 @@ from app.errors import EnvironmentProblem, Unfinished
 
 Result = TypeVar("Result")
 
-# words of errors that say the same as torch.OutOfMemoryError: of other allocators than torch's for GPUs
+# messages of OOM errors other than torch.OutOfMemoryError, from other allocators
 _OUT_OF_MEMORY = (
-    "CUDA error: out of memory",  # contexts, pinned memory, kernels as they are loaded
+    "CUDA error: out of memory",  # contexts, pinned memory, loading of kernels
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "Triton Error [CUDA]: out of memory",
@@ -26,20 +26,20 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
-    """Whether an error says that memory did not suffice."""
+    """Return whether an error is an OOM error."""
     if isinstance(fault, torch.OutOfMemoryError):
         return True
     return isinstance(fault, RuntimeError) and any(words in str(fault) for words in _OUT_OF_MEMORY)
 
 
 def try_or_none(work: Callable[..., Result], *arguments: Any) -> Result | None:
-    """Call `work`; None where it ran out of memory, after all that it allocated was freed."""
+    """Call `work`; return None if it ran out of memory, after its allocations are freed."""
     try:
         return work(*arguments)
     except RuntimeError as fault:
         if not is_out_of_memory(fault):
             raise
-        # the retry is not made here: the exception keeps alive what its frames refer to
+        # no retry here: the exception keeps the tensors of its frames alive
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -47,43 +47,43 @@ def try_or_none(work: Callable[..., Result], *arguments: Any) -> Result | None:
 
 
 def out_of_memory_error(what: str, kept: Mapping[str, int]) -> EnvironmentProblem:
-    """The error that ends a run. `kept` are the bytes that stay allocated between steps, by part."""
+    """Return the error that ends a run. `kept` has the bytes allocated between steps, by part."""
     parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in kept.items() if size)
-    beside = f" beside what stays from step to step ({parts})" if parts else ""
+    addition = f" next to the memory kept between steps ({parts})" if parts else ""
     return EnvironmentProblem(
-        f"out of memory: {what} does not fit{beside}. Cheapest first: "
+        f"out of memory: {what} does not fit{addition}. Cheapest options first: "
         "training.recompute=true, training.offload=true, a smaller dataset.max_length (with batching.tokens), "
-        "optimizer=paged_adamw_8bit, recipe=qlora. Checkpoints made before are kept: resume=auto goes on where "
-        "the settings allow it; docs/out-of-memory.md says which do."
+        "optimizer=paged_adamw_8bit, recipe=qlora. Earlier checkpoints are kept: resume=auto resumes them with the "
+        "settings listed in docs/out-of-memory.md."
     )
 
 
 class RetryOnRestart(Unfinished):
-    """A micro-batch cannot be repeated while other processes are in the middle of it: the next start splits deeper."""
+    """OOM in a pass that other processes are in, so it cannot be repeated: the next start splits deeper."""
 
     def __init__(self, what: str, depth: int) -> None:
         self.depth = depth  # of splits in the next start
         super().__init__(
-            f"out of memory: {what} does not fit, and it cannot be made again while the other "
-            "processes are in the middle of it. Start the same run again with resume=auto: from its last checkpoint "
-            f"on micro-batches are split by documents then, into up to {2**depth} parts. The gradient is the same. A "
-            "smaller batching.tokens (or batching.rows) with more batching.accumulation is faster."
+            f"out of memory: {what} does not fit, and it cannot be repeated while the other "
+            "processes are in the same pass. Run the same command again with resume=auto: it resumes from the last "
+            f"checkpoint, with micro-batches split by document into up to {2**depth} parts. The gradient is the same. "
+            "A smaller batching.tokens (or batching.rows) with more batching.accumulation is faster."
         )
 
 
 @contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """Turn out-of-memory into a message where nothing can be split: loading weights, checks, checkpoints."""
+    """Convert OOM to a user error where the batch cannot be split: loading weights, checks, checkpoints."""
     try:
         yield
     except RuntimeError as fault:
         if not is_out_of_memory(fault):
             raise
-        raise out_of_memory_error("what this run needs outside of its steps", {}) from fault
+        raise out_of_memory_error("memory needed outside of training steps", {}) from fault
 
 
 def split_batch(batch: Batch, depth: int) -> list[Batch]:
-    """Halve `depth` times where possible; parts without labels add nothing and are left out."""
+    """Halve `depth` times if possible; parts without labels are dropped."""
     parts = [batch]
     for _ in range(depth):
         parts = [half for part in parts for half in halve(part) or [part]]
@@ -91,7 +91,7 @@ def split_batch(batch: Batch, depth: int) -> list[Batch]:
 
 
 def halve(batch: Batch) -> list[Batch]:
-    """Split between data rows: two halves, one part without padding where there is one row, or none."""
+    """Split between data rows: two halves, one part without padding for a single row, or none."""
     count = len(batch.documents_of_rows)
     if count > 1:
         tokens = list(accumulate(batch.lengths))
@@ -113,7 +113,7 @@ def few_rows(batch: Batch, count: int) -> Batch:
 
 
 def in_parts_that_fit(batch: Batch, work: Callable[[Batch], Result]) -> Iterator[tuple[Batch, Result]]:
-    """Yield the results of `work` on the batch, or on parts of it in their order, halved until they fit."""
+    """Yield the results of `work` on the batch, or on its parts in order, halved until they fit."""
     queue = [batch]
     while queue:
         part = queue.pop()
@@ -125,15 +125,15 @@ def in_parts_that_fit(batch: Batch, work: Callable[[Batch], Result]) -> Iterator
 
 
 def require_halves(part: Batch) -> list[Batch]:
-    """Split a batch of an evaluation; a single document that does not fit ends the run."""
+    """Split an eval batch; raise if a single document does not fit."""
     smaller = halve(part)
     if not smaller:
-        raise out_of_memory_error(f"a document of {part.num_tokens} tokens by itself, in an evaluation,", {})
+        raise out_of_memory_error(f"a single document of {part.num_tokens} tokens in an evaluation", {})
     return smaller
 
 
 def _part(batch: Batch, first: int, last: int) -> Batch:
-    """The data rows from `first` up to `last`, exclusive."""
+    """Return the data rows from `first` up to `last`, exclusive."""
     ends = list(accumulate(batch.documents_of_rows, initial=0))
     cut = _of_one_line if batch.ids.shape[0] == 1 else _of_lines
     part = cut(batch, ends[first], ends[last])
@@ -175,15 +175,15 @@ def _of_lines(batch: Batch, first: int, last: int) -> Batch:
 
 
 def _with_labels(cut: Batch, batch: Batch, documents: tuple[int, int], inside: Tensor, places: Tensor) -> Batch:
-    """`places` are those of all labels of the batch within the part."""
+    """Return the part with its labels; `places` are the positions of all labels of the batch in the part."""
     chosen = inside & (torch.arange(len(inside), device=inside.device) < batch.num_labels)
     labels = int(chosen.sum())
     first, last = documents
     lengths = batch.lengths[first:last]
     weights, document_of_label = batch.weights, batch.document_of_label
     if weights is not None:
-        each = weights.per_target[chosen]
-        weights = LossWeights(each, float(each.sum(dtype=torch.float64)))
+        per_target = weights.per_target[chosen]
+        weights = LossWeights(per_target, float(per_target.sum(dtype=torch.float64)))
     if document_of_label is not None:
         document_of_label = document_of_label[chosen] - first if labels else torch.full((1,), last - first)
     return replace(

@@ -1,11 +1,11 @@
 """Fine-tune a model.
 
-python -m app.train                                   the small model and data that ship, on any machine
+python -m app.train                                   the included small model and data, on any machine
 python -m app.train recipe=lora model=llama dataset=messages dataset.path=chat.jsonl
-python -m app.train output_dir=runs/mine resume=auto  go on where it was stopped
-python -m app.train from=runs/mine optimizer.lr=1e-4  the settings of a run, varied
-python -m app.train from=mine.yaml optimizer.lr=1e-4  the settings of a file; typed ones win
-python -m app.train -m recipe=lora,full seed=1,2,3    a sweep: one run for each combination
+python -m app.train output_dir=runs/mine resume=auto  resume after a stop
+python -m app.train from=runs/mine optimizer.lr=1e-4  the settings of a run, modified
+python -m app.train from=mine.yaml optimizer.lr=1e-4  the settings of a file; the command line overrides it
+python -m app.train -m recipe=lora,full seed=1,2,3    a sweep: one run per combination
 """
 
 import os
@@ -37,11 +37,11 @@ from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
 from app.training.torch_environment import set_inductor_cache, use_expandable_segments
 
-# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
+# torch is imported inside functions, so that an error in the command line is reported at once
 
 
 def train(run: RunConfig, resume_hint: str = "") -> int:
-    """From a checked config to a finished folder; returns the exit code. `resume_hint` is printed if it is stopped."""
+    """Train a checked config; return the exit code. `resume_hint` is printed after a stop."""
     _check_parts(run)
     set_inductor_cache(run)
     count = processes_to_start(run.launch)
@@ -64,7 +64,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console, resume_hint: 
 
 
 def _check_parts(run: RunConfig) -> None:
-    """Collect the problems that each package finds in milliseconds, and report them together."""
+    """Run the fast checks of all packages, and report all problems together."""
     from app.base import source, tokenizer
     from app.config import adapters
     from app.data import sources
@@ -86,8 +86,8 @@ def _check_parts(run: RunConfig) -> None:
 
 
 def _resume_hint(run: RunConfig, arguments: list[str]) -> str:
-    if world().is_joined:  # the command of another launcher is not known here
-        return "To go on, start the same command with resume=auto."
+    if world().is_joined:  # the command of another launcher is unknown
+        return "To resume, start the same command with resume=auto."
     return resume_command(arguments, run.output_dir)
 
 
@@ -98,7 +98,7 @@ def _exit_with(problem: AppError) -> NoReturn:
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 our fault, 2 the user's, 3 a trial failed, 75 saved (start me again), 130 Ctrl-C."""
+    """Exit codes: 0 success, 1 a bug, 2 a user error, 3 a trial failed, 75 saved (start again), 130 Ctrl-C."""
     # without a limit on spinning threads two runs on one machine are four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     quiet_connections()
@@ -118,9 +118,9 @@ def main() -> None:
 
 
 def _dispatch(arguments: list[str]) -> None:
-    given = launched_run()
-    if given is not None:
-        sys.exit(train(*given))
+    launched = launched_run()
+    if launched is not None:
+        sys.exit(train(*launched))
     if print_help_or_version(arguments, help_text):
         return
     if is_sweep(arguments):

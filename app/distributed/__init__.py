@@ -1,1 +1,1 @@
-"""Several processes on torch's own engines."""
+"""Training with several processes on the engines of torch."""

@@ -1,6 +1,6 @@
-"""Check a cluster: versions, devices and clocks of all processes, and how fast they compute and communicate.
+"""Check a cluster: versions, devices and clocks of all processes, and their compute and communication speed.
 
-Facts go through the store of the rendezvous, so that they are known where no process group can be made.
+Facts go through the store of the rendezvous, so that they are available if no process group can be created.
 """
 
 import json
@@ -25,17 +25,17 @@ Facts = Mapping[str, Any]
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 _SIZES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 24, 1 << 28)}  # bytes
-_MAX_SECONDS = 1.0  # of one call: a size that would take longer is left out
+_MAX_SECONDS = 1.0  # of one call: slower sizes are skipped
 _TIMED_SECONDS = 0.2  # for all calls of a mean
 _MAX_CALLS = 20
-_SLOW_RATIO = 0.5  # to the fastest of its kind
+_SLOW_RATIO = 0.5  # relative to the fastest device of the same name
 _MAX_CLOCK_SECONDS = 1.0
 
 # torch 2.13 has them under new names
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# `whole` has the bytes that are reported of the call, `part` those of one process
+# `whole` has the reported bytes of the call, `part` those of one process
 _COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "all-reduce": lambda whole, _part: dist.all_reduce(whole),
     "broadcast": lambda whole, _part: dist.broadcast(whole, 0),
@@ -46,12 +46,12 @@ _COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 class Unreachable(EnvironmentProblem):
-    """A process does not reach the others; each of them reports it."""
+    """A process cannot reach the others; each of them reports it."""
 
 
 def check_cluster(here: World, versions: Mapping[str, str]) -> dict[str, Any]:
-    """Return the section `cluster` of check.json, on every process. Nothing is timed where a run would stop."""
-    begun = time.perf_counter()
+    """Return the section `cluster` of check.json, on every process. Nothing is timed if a run would stop."""
+    started = time.perf_counter()
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", here.local_rank % torch.cuda.device_count()) if has_gpu else torch.device("cpu")
     collectives: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ def check_cluster(here: World, versions: Mapping[str, str]) -> dict[str, Any]:
         stops = stops_of(ranks)
         if not stops:
             with _group(store, here, device):
-                _by_rank(0.0)  # all have met, so that clocks are read together
+                _by_rank(0.0)  # a barrier, so that clocks are read together
                 clocks = _by_rank(time.time())
                 for each, clock, speed in zip(ranks, clocks, _by_rank(_matmul_flops(device)), strict=True):
                     each |= {"clock_offset_seconds": clock - clocks[0], "matmul_flops": speed}
@@ -75,7 +75,7 @@ def check_cluster(here: World, versions: Mapping[str, str]) -> dict[str, Any]:
         "ranks": ranks,
         "collectives": collectives,
         "notes": [] if stops else list(notes_of(ranks)),
-        "seconds": round(time.perf_counter() - begun, 2),
+        "seconds": round(time.perf_counter() - started, 2),
         "stops": stops,
     }
 
@@ -84,7 +84,7 @@ def check_cluster(here: World, versions: Mapping[str, str]) -> dict[str, Any]:
 
 
 def stops_of(ranks: Sequence[Facts]) -> list[str]:
-    """List what would stop a run of processes with these facts."""
+    """Return the errors that would stop a run of processes with these facts."""
     return [*_version_stops(ranks), *_device_stops(ranks)]
 
 
@@ -105,27 +105,27 @@ def _device_stops(ranks: Sequence[Facts]) -> Iterator[str]:
     for device, members in users.items():
         if len(members) > 1:
             yield (
-                f"device={device}: {_processes(members)} share this GPU. Start as many processes on a machine as it "
-                "has GPUs, and let each see all of them or one of its own."
+                f"device={device}: {_processes(members)} share this GPU. Start one process per GPU on each machine, "
+                "and let each process see all GPUs or a different one."
             )
     without = [each for each in ranks if each["device"]["id"] is None]
     if users and without:
-        yield f"device=cpu: no GPU is there for {_processes(without)}, as for others. Mend the driver, or leave it out."
+        yield f"device=cpu: {_processes(without)} found no GPU, but others did. Fix the driver, or exclude it."
 
 
 def notes_of(ranks: Sequence[Facts]) -> Iterator[str]:
-    """Name processes less than half as fast as others with the same device, and clocks that differ."""
+    """Yield notes on processes less than half as fast as others with the same device, and on clocks that differ."""
     for each in ranks:
         name, speed = each["device"]["name"], each["matmul_flops"]
         best = max(other["matmul_flops"] for other in ranks if other["device"]["name"] == name)
         if speed < _SLOW_RATIO * best:
-            yield f"{_processes([each])} computes at {speed / best:.0%} of the speed of the fastest {name}; all wait"
+            yield f"{_processes([each])} has {speed / best:.0%} of the speed of the fastest {name} and slows all down"
         if abs(each["clock_offset_seconds"]) > _MAX_CLOCK_SECONDS:
-            yield f"the clock of {_processes([each])} is {each['clock_offset_seconds']:+.1f} s off that of process 0"
+            yield f"the clock of {_processes([each])} differs from process 0 by {each['clock_offset_seconds']:+.1f} s"
 
 
 def _processes(members: Sequence[Facts]) -> str:
-    """`processes 1, 3 (gpu2)`."""
+    """Return e.g. `processes 1, 3 (gpu2)`."""
     hosts = ", ".join(sorted({each["host"] for each in members}))
     return f"{_numbered([each['rank'] for each in members])} ({hosts})"
 
@@ -139,14 +139,14 @@ def _numbered(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def _reporting_unreachable(here: World) -> Iterator[None]:
-    """Turn errors of the store, gloo and NCCL into the message that the processes do not reach each other."""
+    """Convert errors of the store, gloo and NCCL to the message that the processes cannot reach each other."""
     try:
         yield
     except RuntimeError as fault:
         raise Unreachable(
-            f"rendezvous={_address()}: process {here.rank} of {here.size} on {socket.gethostname()} did not reach "
-            f"the others ({first_line(fault)}). Open the ports between the machines, or name the network that they "
-            "share with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+            f"rendezvous={_address()}: process {here.rank} of {here.size} on {socket.gethostname()} could not reach "
+            f"the others ({first_line(fault)}). Open the ports between the machines, or set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to their common network."
         ) from fault
 
 
@@ -164,7 +164,7 @@ def _exchange(store: Any, here: World, facts: Facts) -> list[dict[str, Any]]:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise Unreachable(
             f"rendezvous={_address()}: no answer from {_numbered(missing)} of {here.size} within "
-            f"{CONNECT_TIMEOUT.seconds} s. Start all of them, and look at what they print."
+            f"{CONNECT_TIMEOUT.seconds} s. Start all of them, and check their output."
         ) from fault
     return [json.loads(store.get(key)) for key in keys]
 
@@ -188,25 +188,25 @@ def _group(store: Any, here: World, device: torch.device) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=CONNECT_TIMEOUT)
     yield
-    dist.destroy_process_group()  # not after a fault: it would wait for the others
+    dist.destroy_process_group()  # not after an error: it would wait for the others
 
 
 def _by_rank(value: float) -> list[float]:
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     values[dist.get_rank()] = value
     dist.all_reduce(values)
-    every: list[float] = values.tolist()
-    return every
+    by_rank: list[float] = values.tolist()
+    return by_rank
 
 
 def _seconds(device: torch.device, call: Callable[[], Any], times: int = 1) -> float:
     """Return the mean of `times` calls."""
     _synchronize(device)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(times):
         call()
     _synchronize(device)
-    return (time.perf_counter() - begun) / times
+    return (time.perf_counter() - started) / times
 
 
 def _synchronize(device: torch.device) -> None:
@@ -243,6 +243,6 @@ def _timed_sizes(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def bus_factor(name: str, processes: int) -> float:
-    """Bytes that the busiest link carries for each byte of the tensor, as nccl-tests counts them."""
+    """Return the bytes on the busiest link per byte of the tensor, as in nccl-tests."""
     parts = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
     return parts[name] * (processes - 1) / processes if name in parts else 1.0

@@ -1,7 +1,7 @@
 """Weights, gradients and optimizer states sharded by torch's FSDP2 (`fully_shard`), over a device mesh.
 
-Each repeated layer is a unit whose weights are all-gathered while it computes; what lies outside of layers (embeddings,
-last norm, head) is the root unit. Weights of 4 bits are sharded as bytes; their scales are whole on each process.
+Each repeated layer is a unit whose weights are all-gathered for its computation; modules outside of layers (embeddings,
+last norm, head) are the root unit. 4-bit weights are sharded as bytes; each process keeps all of their scales.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class MeshSizes:
 
 
 def mesh_sizes_of(parallel: ParallelConfig, processes: int, local_processes: int) -> MeshSizes | None:
-    """None where every process has the whole model. For `auto` fsdp shards among all, hsdp among those of a machine."""
+    """Return the mesh; None if every process has the full model. `auto`: fsdp shards over all, hsdp over a machine."""
     if not parallel.divides or processes == 1:
         return None
     shard, replicate = (None if each == "auto" else int(each) for each in (parallel.shard, parallel.replicate))
@@ -49,14 +49,14 @@ def mesh_sizes_of(parallel: ParallelConfig, processes: int, local_processes: int
         replicate = max(1, processes // shard) if shard else 1
     if shard * replicate != processes:
         raise ConfigError(
-            f"parallel.shard={shard} parallel.replicate={replicate}: {shard} x {replicate} is not {processes}, the "
-            f"number of processes. Set parallel.shard to a divisor of {processes}, or leave both at auto."
+            f"parallel.shard={shard} parallel.replicate={replicate}: {shard} x {replicate} is not the number of "
+            f"processes, {processes}. Set parallel.shard to a divisor of {processes}, or both to auto."
         )
     return MeshSizes(replicate, shard)
 
 
 def device_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
-    """One dimension, or two where there are copies."""
+    """Return a mesh with one dimension, or two with replicas."""
     if sizes.replicate == 1:
         return init_device_mesh(device_type, (sizes.shard,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (sizes.replicate, sizes.shard), mesh_dim_names=("replicate", "shard"))
@@ -66,7 +66,7 @@ class Sharding:
     """The sharding of one model.
 
     `parallel.reshard`: free gathered weights between forward and backward; `sync=each`: reduce-scatter the gradients of
-    each micro-batch, so that they are sharded at all times; `offload`: keep shards in memory of the host.
+    each micro-batch, so that they are sharded at all times; `offload`: keep shards in CPU RAM.
     """
 
     def __init__(self, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
@@ -78,7 +78,7 @@ class Sharding:
         self.units: list[FSDPModule] = []
 
     def divide(self, model: nn.Module, layers: Sequence[nn.Module], entries: Sequence[str]) -> None:
-        """Shard `model` in place. `entries`: its methods, beside forward, that begin a pass."""
+        """Shard `model` in place. `entries`: its methods, besides forward, that start a pass."""
         offload = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda") if self._offload else OffloadPolicy()
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in layers:
@@ -87,7 +87,7 @@ class Sharding:
             )
         self._root = fully_shard(model, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for unit in self.units:  # sums: the loss is divided by the weight of all processes already
+        for unit in self.units:  # sums: the loss is already divided by the weight of all processes
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         for name in entries:
@@ -95,22 +95,22 @@ class Sharding:
 
     @torch.no_grad()
     def put(self, module: nn.Module, name: str, tensor: Any) -> None:
-        """Fill this process's rows of a parameter that was sharded on meta, by `tensor.rows(low, high)`.
+        """Fill the rows of this process in a parameter sharded on meta, from `tensor.rows(low, high)`.
 
-        The parameter is replaced; FSDP takes it over in its first pass.
+        The parameter is replaced; FSDP uses the new one from its first pass.
         """
-        given = module._parameters[name]
-        assert given is not None
+        parameter = module._parameters[name]
+        assert parameter is not None
         device = "cpu" if self._offload else self.mesh.device_type
-        sharded = torch.empty_like(given, device=device)
-        own = local(sharded)
-        if own.numel():
+        sharded = torch.empty_like(parameter, device=device)
+        shard = local(sharded)
+        if shard.numel():
             rows = own_rows(sharded)
-            own.copy_(tensor.rows(rows.start, rows.stop))
-        module._parameters[name] = nn.Parameter(sharded, requires_grad=given.requires_grad)
+            shard.copy_(tensor.rows(rows.start, rows.stop))
+        module._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
     def begin_step(self) -> None:
-        """Reduce the gradients of the micro-batches that follow one by one, or all with the last of the step."""
+        """Set the reduction of gradients: after each micro-batch, or only with the last one of the step."""
         self._root.set_requires_gradient_sync(self._sync_each)
 
     def expect_last(self) -> None:
@@ -131,7 +131,7 @@ class Sharding:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Allow backward passes that begin elsewhere than in a forward pass of the model, on all processes alike.
+        """Allow backward passes that do not start from a forward pass of the model, on all processes.
 
         After an error nothing is put back: gathering weights would wait for processes that may not take part.
         """
@@ -143,24 +143,24 @@ class Sharding:
         self.forget_gradients()
 
     def first_gradient(self, backward: Callable[[], None]) -> tuple[str, Tensor, Tensor]:
-        """A small gradient of one layer: its name, as FSDP reduces it, and the plain sum over all processes.
+        """Return a small gradient of one layer: its name, the gradient reduced by FSDP, and the sum over all processes.
 
         `backward`: a forward and a backward pass of all processes.
         """
         sharded, gathered = self._trained_of_one_unit()
-        own: dict[str, Tensor] = {}
-        hooks = [each.register_hook(partial(_store_gradient, own, name)) for name, each in gathered.items()]
+        gradients: dict[str, Tensor] = {}
+        hooks = [each.register_hook(partial(_store_gradient, gradients, name)) for name, each in gathered.items()]
         backward()
         for hook in hooks:
             hook.remove()
-        for name in gathered:  # adapters begin with zeros, so half of their gradients are zero
-            expected = own.get(name, torch.zeros(sharded[name].shape, device=self.mesh.device_type))
+        for name in gathered:  # adapters start with zeros, so half of their gradients are zero
+            expected = gradients.get(name, torch.zeros(sharded[name].shape, device=self.mesh.device_type))
             torch.distributed.all_reduce(expected)
             if expected.any():
                 break
         reduced = sharded[name].grad
         assert reduced is not None, name
-        on_device = reduced.to(self.mesh.device_type)  # those of offloaded shards are on the host
+        on_device = reduced.to(self.mesh.device_type)  # gradients of offloaded shards are in CPU RAM
         assert isinstance(on_device, DTensor)
         whole = on_device.full_tensor()
         for parameter in _module(self._root).parameters():
@@ -168,7 +168,7 @@ class Sharding:
         return name, whole, expected
 
     def _trained_of_one_unit(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-        """Trained weights of the last layer that has any: all, sharded; and small ones, gathered, smallest first."""
+        """Return trained weights of the last layer that has any: all, sharded; small ones, gathered, smallest first."""
         for unit in reversed(self.units):
             module = _module(unit)
             unit.reshard()
@@ -186,7 +186,7 @@ class Sharding:
 
     @contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
-        """Gather a module's weights on all processes together, inside a pass of the model, which has the root's."""
+        """Gather the weights of a module on all processes, inside a pass of the model, which gathers the root."""
         layers = (each for each in self.units if each is not self._root)
         unit = next((each for each in layers if any(module is inner for inner in _module(each).modules())), None)
         if unit is None:
@@ -199,18 +199,18 @@ class Sharding:
             unit.reshard()
 
     def total(self, squares: Tensor) -> Tensor:
-        """Sum over the processes that share one copy of the model; other copies have the same sum."""
-        on_device = squares.to(self.mesh.device_type)  # the group of a GPU cannot sum those of offloaded shards
+        """Sum over the processes of one replica of the model; other replicas have the same sum."""
+        on_device = squares.to(self.mesh.device_type)  # a GPU process group cannot sum offloaded shards
         torch.distributed.all_reduce(on_device, group=self.mesh.get_group(self.mesh.ndim - 1))
         return on_device.to(squares.device)
 
 
-def _store_gradient(found: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    found[name] = gradient.detach().float().clone()
+def _store_gradient(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    gradients[name] = gradient.detach().float().clone()
 
 
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors in memory of the host, gathered one at a time by all processes together."""
+    """Yield full tensors in CPU memory, gathered one at a time by all processes together."""
     for name, tensor in state.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield name, whole.detach().to("cpu")
@@ -222,22 +222,22 @@ def _module(unit: FSDPModule) -> nn.Module:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, of which this process keeps a shard."""
+    """Return whether a tensor is a DTensor, of which this process has a shard."""
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard that this process keeps."""
+    """Return the shard of this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def has_dtensor(types: Iterable[type]) -> bool:
-    """Whether an operation is given a DTensor."""
+    """Return whether an argument of an operation is a DTensor."""
     return DTensor in types
 
 
 def own_rows(tensor: Tensor) -> slice:
-    """The rows of the whole tensor that this process keeps."""
+    """Return the rows of the full tensor that this process has."""
     if not isinstance(tensor, DTensor):
         return slice(None)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -245,13 +245,13 @@ def own_rows(tensor: Tensor) -> slice:
 
 
 def first_number(tensor: Tensor) -> int:
-    """The index in the flattened whole tensor of the first number that this process keeps."""
+    """Return the index in the flattened full tensor of the first number of this process."""
     rows = own_rows(tensor)
     return (rows.start or 0) * (tensor.numel() // len(tensor)) if tensor.ndim else 0
 
 
 def like_shard(tensor: Tensor, shard: Tensor) -> Tensor:
-    """A local tensor of the shape of the local part of `shard`, as a DTensor that is sharded alike."""
+    """Return a local tensor with the shape of the local part of `shard` as a DTensor with the same sharding."""
     if not isinstance(shard, DTensor):
         return tensor
     return DTensor.from_local(
@@ -260,6 +260,6 @@ def like_shard(tensor: Tensor, shard: Tensor) -> Tensor:
 
 
 def shard_of(tensor: DTensor) -> str:
-    """Rank and number of shards, for names of states that cannot be resharded."""
+    """Return rank and number of shards, for names of states that cannot be resharded."""
     mesh = tensor.device_mesh
     return f"{mesh.get_local_rank(mesh.ndim - 1)}.{mesh.size(mesh.ndim - 1)}"

@@ -1,16 +1,16 @@
-"""How the gradients of a step come together: of one process, summed by DDP, or sharded by FSDP.
+"""Gradient reduction of a step: in one process, summed by DDP, or sharded by FSDP.
 
 The loss of a step is one mean over the labels of all its micro-batches m on all processes k,
 
     L = (sum over k, m of l[k, m]) / N        dL = (sum over k of (sum over m of dl[k, m])) / N
 
-where l[k, m] is the loss sum of a micro-batch and N the weight of all labels. So each process adds up its inner sum as
-it goes, the processes add theirs once, and the train step divides by N. A mean of means (DDP's default, or a loss
-divided in each micro-batch) would weight the labels of a micro-batch with few of them more than the others.
+where l[k, m] is the loss sum of a micro-batch and N the weight of all labels. So each process accumulates its inner
+sum, the processes are summed once, and the train step divides by N. A mean of means (the default of DDP, or a loss
+divided in each micro-batch) would give the labels of a micro-batch with few labels a higher weight.
 
-DDP sends a gradient as soon as a backward pass has made it, so a process that runs out of memory in that pass cannot
-make it again: some of its gradients are on their way. Here every micro-batch only accumulates, and `finish` starts the
-all-reduce by a backward pass that computes nothing and cannot run out of memory. The other processes wait in it.
+DDP sends a gradient as soon as a backward pass has computed it, so a process that runs out of memory in that pass
+cannot repeat it: some of its gradients are already sent. Here every micro-batch only accumulates, and `finish` starts
+the all-reduce by a backward pass without computation, which cannot run out of memory. The other processes wait in it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,21 +25,21 @@ from app.distributed.fsdp import Sharding, local
 
 
 class GradientReduction:
-    """What a train step asks for, in this order; by itself of one process, whose gradients are all there are.
+    """Calls of a train step, in this order; this class is for one process.
 
-    `stepped`: what the optimizer of this process steps; `can_repeat`: whether a process may repeat its passes while
+    `stepped`: parameters of the optimizer of this process; `can_repeat`: whether a process may repeat its passes while
     the others wait.
     """
 
     can_repeat = True
-    skipping = "skipped: its gradient is not finite"  # the message for such a step
+    skipping = "skipped: non-finite gradient"  # message for such a step
 
     def __init__(self, stepped: Sequence[nn.Parameter]) -> None:
         self.stepped = stepped
 
     @property
     def together(self) -> list[Sequence[nn.Parameter]]:
-        """The groups of parameters whose gradients are in memory at the same time."""
+        """Groups of parameters whose gradients are in memory at the same time."""
         return [self.stepped]
 
     def begin(self) -> None:
@@ -48,35 +48,35 @@ class GradientReduction:
             parameter.grad = None
 
     def last_loss(self, loss: Tensor) -> Tensor:
-        """Prepare for the last backward pass of this process in the step, and return what it begins from."""
+        """Prepare for the last backward pass of this process in the step, and return its loss."""
         return loss
 
     def finish(self) -> None:
-        """Return when each of `stepped` has its gradient, summed over all processes."""
+        """Wait until each of `stepped` has its gradient, summed over all processes."""
 
     def gradients(self) -> list[Tensor]:
-        """Give `stepped` their gradients, and return those that this process keeps."""
+        """Assign the gradients of `stepped`, and return those of this process."""
         return [parameter.grad for parameter in self.stepped if parameter.grad is not None]
 
     def apply(self, update: Callable[[list[Tensor]], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """End the step by `update` of the gradients; their norm, and whether it was not finite."""
+        """End the step with `update` of the gradients; return their norm, and whether it was not finite."""
         return update(self.gradients())
 
     def rehearsing(self) -> AbstractContextManager[None]:
-        """Inside, passes change no weight."""
+        """Return a context in which passes change no weight."""
         return nullcontext()
 
     def total(self, squares: Tensor) -> Tensor:
-        """Sum over all gradients, from the sum over those that this process keeps."""
+        """Return the sum over all gradients, from the sum over those of this process."""
         return squares
 
 
 class AllReduce(GradientReduction):
-    """Several processes that each have the whole model, by torch's DistributedDataParallel. Frozen weights and buffers
-    are equal by construction and are not sent.
+    """Reduction with a full model per process, by DistributedDataParallel. Frozen weights and buffers are equal by
+    construction and are not sent.
 
-    Gradients are views of its buckets, so they need no memory of their own; the buckets are the same in every start.
-    `overlap`: reduce during the last backward pass of a step, which can then not be repeated.
+    Gradients are views of its buckets, so they need no extra memory; the buckets are the same in every start.
+    `overlap`: reduce during the last backward pass of a step, which then cannot be repeated.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class AllReduce(GradientReduction):
         if not self._overlap:
             return loss
         self.can_repeat = False
-        prepared: Tensor = loss + self._ddp()  # made last, so its backward comes first and holds up no other
+        prepared: Tensor = loss + self._ddp()  # created last, so its backward runs first and blocks no other
         return prepared
 
     def finish(self) -> None:
@@ -114,8 +114,8 @@ class AllReduce(GradientReduction):
     def _warm_up(self) -> None:
         """Make DDP rebuild its buckets, which it does before its second reduction.
 
-        Sums of three processes are then made in another order, so a continued run would differ from an uninterrupted
-        one unless this happens before step 1. New buckets follow the order in which gradients arrive: from the last
+        This changes the order of sums over three processes, so a resumed run would differ from an uninterrupted one
+        unless it happens before step 1. New buckets follow the order in which gradients arrive: from the last
         parameter to the first, as in a model.
         """
         for _ in range(2):
@@ -123,14 +123,14 @@ class AllReduce(GradientReduction):
 
 
 class ShardedGradients(GradientReduction):
-    """Several processes that shard a model. `whole_matrices`: the optimizer computes on whole tensors."""
+    """Reduction of a sharded model. `whole_matrices`: the optimizer computes on whole tensors."""
 
-    can_repeat = False  # the others are in the middle of the same pass
+    can_repeat = False  # the other processes are in the same pass
 
     def __init__(self, parameters: Sequence[nn.Parameter], sharding: Sharding, *, whole_matrices: bool) -> None:
         self._parameters = parameters
         self._sharding = sharding
-        # plain parameters in the memory of the shards, for optimizers that know no DTensor; empty shards have none
+        # plain parameters in the memory of the shards, for optimizers without DTensor support; empty shards have none
         self.local = {
             each: nn.Parameter(local(each.detach()), requires_grad=each.requires_grad)
             for each in (() if whole_matrices else parameters)
@@ -148,17 +148,17 @@ class ShardedGradients(GradientReduction):
         return loss
 
     def gradients(self) -> list[Tensor]:
-        for parameter, own in self.local.items():
-            own.grad = None if parameter.grad is None else local(parameter.grad)
-        found = [local(each.grad) for each in self._parameters if each.grad is not None]
-        return [each for each in found if each.numel()]
+        for parameter, shard in self.local.items():
+            shard.grad = None if parameter.grad is None else local(parameter.grad)
+        gradients = [local(each.grad) for each in self._parameters if each.grad is not None]
+        return [gradient for gradient in gradients if gradient.numel()]
 
     def total(self, squares: Tensor) -> Tensor:
         return self._sharding.total(squares)
 
 
 class _NoPass(nn.Module):
-    """The module that DDP wraps: all parameters take part in a pass whose gradients are zero."""
+    """Module wrapped by DDP: all parameters take part in a pass with zero gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class _NoPass(nn.Module):
 
 
 class _Zero(torch.autograd.Function):
-    """0, with zeros as gradients, which take no memory."""
+    """Zero, with zero gradients that take no memory."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class _Zero(torch.autograd.Function):
 
 
 def _summed(_state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """Sum, where DDP by itself averages: the loss is divided by the weight of all processes already."""
+    """Sum instead of the average of DDP: the loss is already divided by the weight of all processes."""
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return summed

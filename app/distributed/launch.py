@@ -1,7 +1,7 @@
-"""Processes of a run: their environment, how they are launched, and how one failure is reported once.
+"""Processes of a run: their environment, launch, and report of one failure once.
 
-Nothing but a flag in the store, which each process watches from a thread, reaches one that waits in a collective: not
-an error of a peer (NCCL waits for ever), nor a signal, whose handler runs only when the wait is over.
+A process that waits in a collective is only reached by a flag in the store, which each process watches from a thread:
+not by an error of a peer (NCCL waits forever), nor by a signal, whose handler runs only after the wait.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Whether this process prints and writes files."""
         return self.rank == 0
 
     @property
@@ -60,7 +60,7 @@ class World:
 
 
 def world() -> World:
-    """Read the variables of torchrun, accelerate and our own launcher; those of a Slurm task are translated first."""
+    """Read the variables of torchrun, accelerate, our launcher, or a Slurm task."""
     if "RANK" not in os.environ:
         _translate_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
@@ -69,7 +69,7 @@ def world() -> World:
     if missing:
         raise EnvironmentProblem(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this process was started as one of several, but "
-            f"{' and '.join(missing)} is not set. Start it with torchrun, "
+            f"{' and '.join(missing)} is not set. Use torchrun, "
             "accelerate launch or srun, or unset WORLD_SIZE."
         )
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -82,7 +82,7 @@ def world() -> World:
 
 
 def _translate_slurm() -> None:
-    """Set torchrun's variables from those of a Slurm step with several tasks; a batch script alone is one process."""
+    """Set the variables of torchrun for a Slurm step with several tasks; a batch script alone is one process."""
     env = os.environ
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) <= 1 or "SLURM_PROCID" not in env:
         return
@@ -94,7 +94,7 @@ def _translate_slurm() -> None:
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of Slurm's short form: `gpu[03-05,9],login1` begins with gpu03."""
+    """Return the first host of a Slurm list: gpu03 for `gpu[03-05,9],login1`."""
     name, bracket, rest = nodes.partition("[")
     if not bracket or "," in name:
         return name.split(",")[0]
@@ -108,19 +108,19 @@ def _first_host(nodes: str) -> str:
 FOLDER = "APP_LAUNCH_FOLDER"  # environment variable: where processes of our own launcher write their failures
 POLL_SECONDS = 0.5
 MEETING_SECONDS = 3600.0  # for the store to answer at the start: process 0 may come late
-AGENT_SECONDS = 5.0  # the same where the elastic agent holds it, which is there before the processes
+AGENT_SECONDS = 5.0  # the same if the elastic agent holds it, which starts before the processes
 FAILING_CONNECT_SECONDS = 2.0  # and at a failure: it may have died with the process that held it
-UNMET_CONNECT_SECONDS = 5.0  # and at a failure before the processes have met: process 0 may fail a moment later
-GRACE_SECONDS = 2.5  # in which a process that noticed by itself closes its records
+UNMET_CONNECT_SECONDS = 5.0  # and at a failure before the processes are connected: process 0 may fail a moment later
+GRACE_SECONDS = 2.5  # for a process that noticed the failure to close its records
 READ_SECONDS = 1.0  # for others to read the flag before the process that holds the store may end
 _LAST_LINES = 20
 _SECONDARY_SECONDS = 5.0  # in which others fail because a peer was killed
 
-# Set in a process that is about to end: what it then loses is no failure of its own.
+# Set in a process that is about to end: lost connections are then not its failure.
 _ENDING = threading.Event()
 _WATCHING = threading.Event()
-_CONNECTED = threading.Event()  # the thread that watches, to the store
-_SEEN: list["_Raised"] = []  # the failure of another process that this one is about to end with
+_CONNECTED = threading.Event()  # the watching thread, to the store
+_SEEN: list["_Raised"] = []  # the failure of another process that ends this one
 
 
 # ---- the end of this process
@@ -128,44 +128,44 @@ _SEEN: list["_Raised"] = []  # the failure of another process that this one is a
 
 @contextmanager
 def reporting_crashes() -> Iterator[None]:
-    """Report an unexpected exception once, with its rank, and end without waiting for the other processes."""
+    """Report an unexpected exception once, with its rank, and exit without waiting for the other processes."""
     if not world().is_joined:
         yield
         return
     if _has_agent_store():
-        FailureFlag(world().rank).watch()  # its launcher may be killed long before the processes meet
+        FailureFlag(world().rank).watch()  # the launcher may be killed long before the processes connect
     try:
         yield
     except (AppError, SystemExit, KeyboardInterrupt):
         raise
-    except BaseException:  # noqa: BLE001  reported with its traceback, whatever it is
+    except BaseException:  # noqa: BLE001  any exception is reported with its traceback
         _fail(1, traceback.format_exc().rstrip())
 
 
 def fail_as_one_of_several(problem: AppError) -> None:
-    """End this process with the user's problem, if it is one of several; else return."""
+    """Exit with the user error if this process is one of several; else return."""
     end_as_one_of_several(problem.exit_code, problem.report())
 
 
 def end_as_one_of_several(code: int, text: str = "") -> None:
-    """End this process, and soon the others, with a code and, if it is a failure, its message."""
+    """Exit, and soon the other processes too, with a code and the message of a failure."""
     try:
         here = world()
-    except AppError:  # that was the problem
+    except AppError:  # the error being reported
         return
     if here.is_joined:
         _fail(code, text)
 
 
 def quiet_connections() -> None:
-    """Keep torch, before it is loaded, from printing a C++ stack trace where a store is not up yet, or gone."""
+    """Prevent torch, before it is loaded, from printing a C++ stack trace if a store is not reachable."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _fail(code: int, text: str) -> NoReturn:
-    """End at once: an orderly end would wait for peers that may never come."""
+    """Exit at once: an orderly exit would wait for peers that may never connect."""
     torch = sys.modules.get("torch")
-    # before the processes have met, each fails of a cause of its own
+    # before the processes are connected, each fails for its own reason
     rank, has_met = world().rank, torch is not None and torch.distributed.is_initialized()
     if _SEEN:
         os._exit(_SEEN[0].code)
@@ -182,7 +182,7 @@ def _fail(code: int, text: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """The failure that a raised flag tells."""
+    """The failure reported by a raised flag."""
 
     code: int
     rank: int
@@ -202,7 +202,7 @@ def _hash(text: str) -> str:
 
 
 class FailureFlag:
-    """The flag of one start of a run, by a connection of its own: the process group's may be in use by a wait."""
+    """Failure flag of one start of a run, on a separate connection: the process group may be waiting."""
 
     def __init__(self, rank: int) -> None:
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
@@ -212,31 +212,31 @@ class FailureFlag:
         self._hosted: TCPStore | None = None
 
     def watch(self) -> None:
-        """Start the one thread that ends this process within seconds after another raises the flag, with its code, or
+        """Start one thread that ends this process within seconds after another raises the flag, with its code, or
         after its launcher or the holder of the store has died.
         """
         if _WATCHING.is_set():
             return
         _WATCHING.set()
         launcher = os.getppid() if _has_agent_store() else None
-        import torch.distributed  # noqa: F401  here: two threads must not load it at once
+        import torch.distributed  # noqa: F401  here, because two threads must not load it at once
 
         threading.Thread(target=self._watch, args=(launcher,), name="failure flag", daemon=True).start()
 
     def raise_first(self, code: int, text: str, *, has_met: bool) -> _Raised | None:
-        """Raise the flag; where another process was first, return what that one raised."""
+        """Raise the flag; return the failure of another process that was first."""
         _ENDING.set()
         mine = _Raised(code, self._rank, _hash(text))
         try:
             store = self._store_at_failure(has_met=has_met)
-            found = _Raised.parse(store.compare_set(self._key, "", str(mine)))
+            first = _Raised.parse(store.compare_set(self._key, "", str(mine)))
             store.add(f"{self._key}/read", 1)
-        except RuntimeError:  # the process that held the store is gone, or never came
+        except RuntimeError:  # the process that held the store has ended, or never started
             return None
-        return None if found == mine else found
+        return None if first == mine else first
 
     def let_others_read(self) -> None:
-        """Wait after `raise_first`, before this process ends: it may be the one that holds the store."""
+        """Wait after `raise_first`, before this process ends: it may hold the store."""
         if self._hosted is None:
             time.sleep(READ_SECONDS)
             return
@@ -245,7 +245,7 @@ class FailureFlag:
             time.sleep(POLL_SECONDS / 5)
 
     def _store_at_failure(self, *, has_met: bool) -> "TCPStore":
-        """Connect to the store. Without a launcher process 0 holds it, since the meeting or, before that, from here."""
+        """Connect to the store. Without a launcher, process 0 holds it, before the processes connect from here."""
         if has_met or _has_agent_store():
             return _store(FAILING_CONNECT_SECONDS)
         if self._rank > 0:
@@ -267,10 +267,10 @@ class FailureFlag:
                     store.add(f"{self._key}/read", 1)
                     self._end(_SEEN[0].code, GRACE_SECONDS)
         except RuntimeError:
-            if not was_reached:  # the process itself reports that it does not reach the others
+            if not was_reached:  # the process itself reports that it cannot reach the others
                 return
-        if not _ENDING.wait(POLL_SECONDS):  # a peer that ended in order may be a moment ahead
-            sys.stderr.write(f"process {self._rank}: its launcher, or the process that holds the store, is gone\n")
+        if not _ENDING.wait(POLL_SECONDS):  # a peer that ended normally may be a moment ahead
+            sys.stderr.write(f"process {self._rank}: the launcher, or the process that holds the store, has ended\n")
             if FOLDER in os.environ:
                 shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
             self._end(1, 0)
@@ -284,17 +284,17 @@ class FailureFlag:
 
 
 def wait_until_connected() -> None:
-    """Return when the thread of `watch` reads the environment no more, once the processes have met."""
+    """Wait until the thread of `watch` no longer reads the environment, after the processes are connected."""
     _CONNECTED.wait(AGENT_SECONDS)
 
 
 def stop_watching() -> None:
-    """End the thread of `watch`, before an orderly end."""
+    """End the thread of `watch`, before a normal exit."""
     _ENDING.set()
 
 
 def _has_agent_store() -> bool:
-    """Whether the elastic agent that started this process holds the store."""
+    """Return whether the elastic agent that started this process holds the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -308,14 +308,14 @@ def _store(timeout_seconds: float, *, hosts: bool = False) -> "TCPStore":
 
 
 def _wait_until_answered(address: tuple[str, int], seconds: float) -> None:
-    """RuntimeError, as of torch, where nothing answers; torch would print a C++ stack trace as well."""
+    """Raise a RuntimeError, like torch, if nothing answers; torch would also print a C++ stack trace."""
     end = time.monotonic() + seconds
     while True:
         try:
             return socket.create_connection(address, timeout=seconds).close()
         except OSError as fault:
             if time.monotonic() > end:
-                raise RuntimeError(f"nothing answers at {address}") from fault
+                raise RuntimeError(f"no answer from {address}") from fault
         time.sleep(POLL_SECONDS / 5)
 
 
@@ -324,7 +324,7 @@ def _wait_until_answered(address: tuple[str, int], seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """End of one process; `text` is empty where it wrote none."""
+    """End of one process; `text` is empty without a message."""
 
     rank: int
     code: int  # negative: the signal that killed it
@@ -338,7 +338,7 @@ class Failure:
 
 
 def report_failure(rank: int, code: int, text: str) -> None:
-    """Write the failure for our launcher, which prints the first one; under another launcher print it here."""
+    """Write the failure for our launcher, which prints the first one; print it here under another launcher."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         sys.stderr.write(f"{text}\n(process {rank})\n")
@@ -350,7 +350,7 @@ def report_failure(rank: int, code: int, text: str) -> None:
 
 
 def read_failure(folder: Path, rank: int) -> Failure | None:
-    """Read what `report_failure` wrote for a rank."""
+    """Read the failure of a rank written by `report_failure`."""
     file = folder / f"rank-{rank}.json"
     if not file.is_file():
         return None
@@ -359,9 +359,9 @@ def read_failure(folder: Path, rank: int) -> Failure | None:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The first failure, unless peers of a killed process have failed before its death was noticed.
+    """Return the first failure, or a killed process whose peers failed before its death was noticed.
 
-    The agent ends the others by SIGTERM; one without text followed the flag of another.
+    The agent ends the others by SIGTERM; a failure without text followed the flag of another.
     """
     by_time = sorted(failures, key=lambda each: (each.code == -signal.SIGTERM, not each.text, each.at))
     dead = [each for each in by_time if each.code < 0 and each.code != -signal.SIGTERM]
@@ -370,36 +370,36 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def failure_message(failure: Failure, count: int, printed: str) -> str:
-    """`printed`: what the process wrote to its standard error."""
+    """Return the message of a failure. `printed`: standard error of the process."""
     who = f"process {failure.rank} of {count}"
     if failure.text:
         return f"{failure.text}\n({who})"
     last = "\n".join(printed.splitlines()[-_LAST_LINES:])
     if failure.code < 0:
         name = signal.Signals(-failure.code).name
-        advice = ". Out of memory is the usual cause" if failure.code == -signal.SIGKILL else ""
-        return f"{who} was killed by {name}{advice}.{f' Its last words:{chr(10)}{last}' if last else ''}"
-    return f"{who} ended with code {failure.code}.{f' Its last words:{chr(10)}{last}' if last else ''}"
+        advice = " (usually out of memory)" if failure.code == -signal.SIGKILL else ""
+        return f"{who} was killed by {name}{advice}.{f' Last output:{chr(10)}{last}' if last else ''}"
+    return f"{who} exited with code {failure.code}.{f' Last output:{chr(10)}{last}' if last else ''}"
 
 
 # ---- launch
 
 
-MAX_RESTARTS = 3  # of a run that needs smaller parts
+MAX_RESTARTS = 3  # for OOM, in smaller parts
 MAX_DEPTH = 20  # of splits: a million parts
-_SAVED_CODES = frozenset(CODES.values())  # the processes have printed all there is to say
+_SAVED_CODES = frozenset(CODES.values())  # the processes have printed their messages
 
 
 # ---- in a process that was started
 
 
 def launched_run() -> tuple[RunConfig, str] | None:
-    """The run that our launcher started this process for, and the command that continues it."""
+    """Return the run for which our launcher started this process, and the command to resume it."""
     if FOLDER not in os.environ:
         return None
     file = _start_file(os.environ[FOLDER], world().rank)
     start = read_yaml(file)
-    file.unlink()  # it may have secrets, and would stay after a kill of the launcher
+    file.unlink()  # it may have secrets, and would remain if the launcher is killed
     return parse_section(RunConfig, start["run"]), start["resume_command"]
 
 
@@ -408,21 +408,21 @@ def _start_file(folder: str, rank: int) -> Path:
 
 
 def require_named_folder(overrides: Sequence[str]) -> None:
-    """Refuse processes of another launcher that would each name a folder by the clock."""
+    """Raise for processes of another launcher without output_dir: each would use a folder named by its start time."""
     named = any(override.lstrip("+").startswith("output_dir=") for override in overrides)
     if world().is_joined and not named:
         raise ConfigError(
-            f"output_dir has no value that all {world().size} processes share. Give output_dir=DIR when torchrun, "
-            "accelerate or srun starts them."
+            f"output_dir= is required for {world().size} processes started by torchrun, accelerate or srun, "
+            "e.g. output_dir=runs/mine"
         )
 
 
 def check(run: RunConfig) -> Iterator[str]:
-    """Problems of settings that only several processes have, where one trains."""
+    """Yield problems of settings that need several processes, in a run with one."""
     if run.parallel.offload and not world().is_joined and run.launch.num_processes == 1:
         yield (
-            "parallel.offload=true: the shards of several processes are kept in memory of the host, and this run has "
-            "one process. Set launch.num_processes=N parallel=fsdp; for less memory of one GPU recipe=qlora, "
+            "parallel.offload=true keeps the shards of several processes in CPU RAM, but this run has "
+            "one process. Set launch.num_processes=N parallel=fsdp; to save memory on one GPU, set recipe=qlora, "
             "optimizer=paged_adamw_8bit or training.recompute=true training.offload=true."
         )
 
@@ -431,36 +431,35 @@ def check(run: RunConfig) -> Iterator[str]:
 
 
 def processes_to_start(launch: LaunchConfig) -> int:
-    """Number of processes to launch; 0 if this process itself trains, alone or started by a launcher."""
+    """Return the number of processes to launch; 0 if this process itself trains, alone or started by a launcher."""
     here = world()
-    wanted = launch.num_processes
+    requested = launch.num_processes
     if here.is_joined:
-        if isinstance(wanted, int) and wanted > 1 and wanted != here.size and FOLDER not in os.environ:
+        if isinstance(requested, int) and requested > 1 and requested != here.size and FOLDER not in os.environ:
             raise ConfigError(
-                f"launch.num_processes={wanted}, but this process was started as one of {here.size}. Leave "
-                "launch.num_processes out: torchrun, accelerate or srun decide."
+                f"launch.num_processes={requested}, but this process was started as one of {here.size}. Remove "
+                "launch.num_processes: torchrun, accelerate or srun sets the number."
             )
         return 0
-    if wanted == 1:
+    if requested == 1:
         return 0
     import torch
 
-    gpus = torch.cuda.device_count()  # each process has one of its own; without any they share the cores
-    if not isinstance(wanted, int):  # auto
+    gpus = torch.cuda.device_count()  # one per process; without any they share the cores
+    if not isinstance(requested, int):  # auto
         return gpus if gpus > 1 else 0
-    if 0 < gpus < wanted:
+    if 0 < gpus < requested:
         raise ConfigError(
-            f"launch.num_processes={wanted}: only {gpus} GPUs are visible here, one for each process. "
+            f"launch.num_processes={requested}: only {gpus} GPUs are visible, and each process needs one. "
             f"Set launch.num_processes={gpus} or auto."
         )
-    return wanted
+    return requested
 
 
 def train_in_processes(count: int, run: RunConfig, resume_command: str, depth_file: Path) -> int:
     """Train in `count` processes with this resolved config, so that times and environment values are read once.
 
-    Where a sharded model ran out of memory, which `depth_file` tells, it starts again from its last checkpoint, in
-    smaller parts.
+    If a sharded model ran out of memory (`depth_file`), restart from its last checkpoint, in smaller parts.
     """
     for restarts_left in range(MAX_RESTARTS, -1, -1):
         before = read_depth(depth_file)
@@ -468,21 +467,21 @@ def train_in_processes(count: int, run: RunConfig, resume_command: str, depth_fi
         depth = read_depth(depth_file)
         if depth <= before or not restarts_left:
             break
-        sys.stderr.write(f"starting again from the last checkpoint, micro-batches in up to {2**depth} parts\n")
+        sys.stderr.write(f"restarting from the last checkpoint, with micro-batches in up to {2**depth} parts\n")
         run = replace(run, resume="auto")
     return code
 
 
 def read_depth(file: Path) -> int:
-    """Number of times that micro-batches are halved, as a start that ran out of memory noted it; 0 where none did."""
+    """Return how often micro-batches are halved, as noted by a start that ran out of memory; else 0."""
     text = file.read_text(errors="replace").strip() if file.is_file() else ""
     return min(int(text[:9]), MAX_DEPTH) if text.isdecimal() else 0
 
 
 def launch(count: int, program: Sequence[str], start: Mapping[str, Any] = MappingProxyType({})) -> int:
-    """`python program` in `count` processes; returns the exit code of the first that failed, else 0.
+    """Run `python program` in `count` processes; return the exit code of the first that failed, else 0.
 
-    `start`: what `launched_run` reads in each of them.
+    `start`: data for `launched_run` in each of them.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -503,7 +502,7 @@ def launch(count: int, program: Sequence[str], start: Mapping[str, Any] = Mappin
 
 
 def elastic_config(count: int, folder: str) -> Any:
-    """Settings of torch's agent for one machine; it leaves the stop signals to the launcher."""
+    """Return the settings of the elastic agent for one machine; the launcher handles the stop signals."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 
@@ -517,15 +516,15 @@ def elastic_config(count: int, folder: str) -> Any:
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, count), Std.ALL)),
-        signals_to_handle="SIGQUIT",  # the others are forwarded by us, and waited for
+        signals_to_handle="SIGQUIT",  # the launcher forwards the others and waits
     )
 
 
 @contextlib.contextmanager
 def forwarding_signals() -> Iterator[list[int]]:
-    """Signals that ask the run to stop reach every process once; each saves and ends with the code for it.
+    """Forward stop signals to every process once; each saves and exits with the code of the signal.
 
-    The agent would send its own, wait half a minute and kill a process that still saves.
+    The agent would send its own signal, wait half a minute and kill a process that is still saving.
     """
     received: list[int] = []
 
@@ -547,13 +546,13 @@ def forwarding_signals() -> Iterator[list[int]]:
 
 
 def child_pids() -> list[int]:
-    """Processes that this one has started."""
+    """Return the ids of child processes."""
     me = os.getpid()
     return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
 
 
 def _report(failed: Any, count: int, received: list[int], folder: Path) -> int:
-    """Print one message, however many processes ended; none where a signal asked for it."""
+    """Print one message for all ended processes; none after a stop signal."""
     first = root_cause(
         read_failure(folder, rank) or Failure(rank, each.exitcode, float(each.timestamp or time.time()))
         for rank, each in failed.failures.items()
@@ -561,7 +560,7 @@ def _report(failed: Any, count: int, received: list[int], folder: Path) -> int:
     if first.code in _SAVED_CODES and not first.text:
         return first.code
     if received and first.code == -received[0]:
-        sys.stderr.write(NOTHING_TO_SAVE)  # the process could not say it yet
+        sys.stderr.write(NOTHING_TO_SAVE)  # the process could not print it yet
         return CODES[signal.Signals(received[0])]
     printed = "".join(f.read_text(errors="replace") for f in sorted(folder.glob(f"*/*/{first.rank}/stderr.log")))
     sys.stderr.write(f"{failure_message(first, count, printed)}\n")

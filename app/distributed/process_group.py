@@ -20,18 +20,18 @@ from app.distributed.fsdp import MeshSizes, Sharding, device_mesh, mesh_sizes_of
 from app.distributed.launch import FailureFlag, stop_watching, wait_until_connected, world
 from app.errors import EnvironmentProblem
 
-# Accelerate takes these over its arguments: it would divide our loss, or choose a precision of its own
+# these override the arguments of Accelerate: it would divide our loss, or choose another precision
 _ACCELERATE_VARIABLES = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION")
-_TIMEOUT = timedelta(hours=1)  # of a process that writes a large model to a slow disk
+_TIMEOUT = timedelta(hours=1)  # for a process that writes a large model to a slow disk
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class HostGroup:
-    """All processes of the run, which exchange a few numbers on the host, never through a device.
+    """All processes of the run, which exchange a few numbers on the CPU, never through a device.
 
-    `group`: of gloo; None where there is one process.
+    `group`: of gloo; None with one process.
     """
 
     rank: int
@@ -39,32 +39,32 @@ class HostGroup:
     group: Any = None
 
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every process, by rank."""
+        """Return the values of every process, by rank."""
         if self.group is None:
             return [[float(value) for value in values]]
         mine = torch.tensor(values, dtype=torch.float64)
-        every = [torch.empty_like(mine) for _ in range(self.count)]
-        torch.distributed.all_gather(every, mine, group=self.group)
-        return [each.tolist() for each in every]
+        by_rank = [torch.empty_like(mine) for _ in range(self.count)]
+        torch.distributed.all_gather(by_rank, mine, group=self.group)
+        return [tensor.tolist() for tensor in by_rank]
 
     def totals(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over all processes, in the same order on each."""
+        """Return each value summed over all processes, in the same order on each."""
         return [sum(column) for column in zip(*self.gathered(values), strict=True)]
 
     def max(self, value: float) -> float:
-        """The largest of all processes' values."""
+        """Return the maximum over all processes."""
         return max(each for (each,) in self.gathered([value]))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """A plain object of every process, by rank."""
+        """Return a plain object of every process, by rank."""
         if self.group is None:
             return [value]
-        every: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(every, value, group=self.group)
-        return every
+        by_rank: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(by_rank, value, group=self.group)
+        return by_rank
 
     def lockstep(self, items: Iterable[Item]) -> Iterator[Item | None]:
-        """Yield as often on every process: None after the last item where others have more."""
+        """Yield equally often on every process: None after the last item if others have more."""
         waiting = iter(items)
         while True:
             item = next(waiting, None)
@@ -77,7 +77,7 @@ class HostGroup:
             torch.distributed.barrier(group=self.group)
 
     def require_same(self, facts: Mapping[str, Any]) -> None:
-        """Refuse processes that would train different things together."""
+        """Raise if the processes have different facts."""
         for rank, theirs in enumerate(self.all_gather_object(dict(facts))):
             different = [
                 f"{key}: {facts.get(key)} on process {self.rank}, {theirs.get(key)} on process {rank}"
@@ -86,8 +86,8 @@ class HostGroup:
             ]
             if different:
                 raise EnvironmentProblem(
-                    f"the processes of this run do not see the same ({'; '.join(different[:4])}). Give all of them "
-                    "the same settings, and output_dir and the data on a disk that they share."
+                    f"the processes of this run differ ({'; '.join(different[:4])}). Use the same settings for "
+                    "all of them, and put output_dir and the data on a shared disk."
                 )
 
 
@@ -102,7 +102,7 @@ class Runtime:
 
     @property
     def rank(self) -> int:
-        """0 is the process that prints and writes."""
+        """Rank; 0 prints and writes files."""
         return self.host_group.rank
 
     @property
@@ -110,7 +110,7 @@ class Runtime:
         return self.host_group.count
 
     def sharding(self, parallel: ParallelConfig) -> Sharding | None:
-        """None where every process has the whole model."""
+        """Return the sharding of the model; None if every process has the full model."""
         sizes = mesh_sizes_of(parallel, self.processes, world().local_size)
         return None if sizes is None else Sharding(device_mesh(self.device.type, sizes), parallel)
 
@@ -124,54 +124,54 @@ class Runtime:
         torch.manual_seed(seed + self.rank)
 
     def leave(self) -> None:
-        """End together: to a launcher, a process that ends early with a code of its own is a failure of all."""
+        """End together with the other processes: for a launcher, an early exit with another code is a failure."""
         stop_watching()
         self.host_group.wait_for_all()
         if self.processes > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
     def peak_memory_bytes(self) -> int:
-        """Peak memory of the device, or of the process on a CPU."""
+        """Return the peak memory of the device, or of the process on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def default_device() -> torch.device:
-    """The kind of device that processes of this machine compute on."""
+    """Return the device type of this machine."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def machine_notes(parallel: ParallelConfig, processes: int) -> Iterator[str]:
-    """Remarks where processes and machine do not suit each other."""
+    """Yield notes if the number of processes does not fit the machine."""
     gpus, cores, local = torch.cuda.device_count(), len(os.sched_getaffinity(0)), world().local_size
     if gpus > local:
-        yield f"{gpus} GPUs are visible and {local} of them used; launch.num_processes=auto takes all"
+        yield f"{local} of {gpus} visible GPUs used; launch.num_processes=auto uses all"
     if not gpus and local > cores:
         yield (
-            f"{local} processes share {cores} core{'s' * (cores > 1)}, and so does all else on this machine; more "
-            f"processes than cores make nothing faster: launch.num_processes={cores}"
+            f"{local} processes share {cores} core{'s' * (cores > 1)}; more processes than cores are not "
+            f"faster: launch.num_processes={cores}"
         )
     if parallel.divides and processes == 1:
-        yield f"parallel={parallel.kind} divides nothing among one process; launch.num_processes=auto takes all GPUs"
+        yield f"parallel={parallel.kind} has no effect with one process; launch.num_processes=auto uses all GPUs"
 
 
 def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
-    """Set threads and random numbers, and return when all processes have met."""
+    """Set threads and seed, connect all processes, and return the runtime."""
     for name in _ACCELERATE_VARIABLES:
         os.environ.pop(name, None)
     here, cores = world(), len(os.sched_getaffinity(0))
     threads = launch.threads or max(1, cores // here.local_size)
     if here.is_joined:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torch would warn that it is not set
-        FailureFlag(here.rank).watch()  # another process may fail before it meets this one
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torch would warn if it is not set
+        FailureFlag(here.rank).watch()  # another process may fail before it connects
     accelerator = _accelerator(joined=here.is_joined)
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    # for numbers that are on the host already: NCCL would take them over the device and back
+    # for numbers in CPU memory: NCCL would copy them to the device and back
     gloo = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT) if accelerator.num_processes > 1 else None
     host_group = HostGroup(accelerator.process_index, accelerator.num_processes, gloo)
-    # a CPU with a number is to torch another device than its tensors have, which would be copied
+    # cpu:0 is another device than cpu for torch, so tensors would be copied
     device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
     runtime = Runtime(accelerator, device, host_group, torch.get_num_threads())
     runtime.seed(seed)
@@ -183,8 +183,8 @@ def _accelerator(*, joined: bool) -> Any:
 
     on_cpu = not torch.cuda.is_available()
     if joined:
-        PartialState(cpu=on_cpu, backend="gloo" if on_cpu else "nccl", timeout=_TIMEOUT)  # the processes meet
-        wait_until_connected()  # Accelerator empties the environment for a moment
+        PartialState(cpu=on_cpu, backend="gloo" if on_cpu else "nccl", timeout=_TIMEOUT)  # connects the processes
+        wait_until_connected()  # Accelerator clears the environment for a moment
     return Accelerator(
         cpu=on_cpu,  # without it, two processes on a machine without a GPU would each train alone
         mixed_precision="no",
@@ -200,20 +200,20 @@ _NUMBERS = count()
 
 @contextmanager
 def fake_device_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh]:
-    """The mesh as rank 0 sees it. A run's own process group stays as it is."""
+    """Yield the device mesh of rank 0. The process group of a run is unchanged."""
     processes = sizes.replicate * sizes.shard
     has_own_group = dist.is_initialized()
     if not has_own_group:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     ranks = torch.arange(processes).view(sizes.replicate, sizes.shard)
-    # Meshes with the same names of dimensions are equal, and DTensor caches what it did with an equal one: a run's own
-    # tensors would be sent through the fake group. So every fake mesh has names of its own.
+    # Meshes with the same dimension names are equal, and DTensor caches results for equal meshes: tensors of a run
+    # would be sent through the fake group. So every fake mesh has unique names.
     number = next(_NUMBERS)
     dimensions = {f"fake_shard_{number}": ranks[0]}
     if sizes.replicate > 1:
         dimensions = {f"fake_replicate_{number}": ranks[:, 0]} | dimensions
     groups = [
-        # with local synchronization no other process has to take part
+        # with local synchronization no other process needs to take part
         dist.new_group(each.tolist(), backend="fake", use_local_synchronization=True)
         for each in dimensions.values()
     ]

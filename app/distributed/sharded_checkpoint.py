@@ -1,7 +1,7 @@
 """Sharded checkpoints by torch's distributed checkpoint (DCP): each process writes and reads its own shards.
 
-What DCP keeps in a pickle, the place of each shard, is a JSON file here. The shards are archives of torch, which DCP
-reads with `weights_only`.
+The location of each shard, in DCP a pickle, is a JSON file here. The shards are archives of torch, which DCP reads with
+`weights_only`.
 """
 
 import json
@@ -28,7 +28,7 @@ from app.files import os_error_of, read_json
 
 METADATA, _SHARD = "metadata.json", ".distcp"
 _DAMAGES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-_REMEDY = "Take another checkpoint, or a copy of the run"
+_REMEDY = "Use another checkpoint, or a copy of the run"
 READ = (METADATA, f"*{_SHARD}")  # patterns of the files that are read
 
 
@@ -36,7 +36,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, *arguments: Any, **named: Any) -> Any:
         try:
             return super().write_data(*arguments, **named)
-        except RuntimeError as fault:  # processes send each other the outermost error alone
+        except RuntimeError as fault:  # processes send each other only the outermost error
             error = os_error_of(fault)
             if error is None:
                 raise
@@ -50,7 +50,7 @@ class _Writer(FileSystemWriter):
 class _Reader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._metadata = _read_metadata(folder)  # DCP would go on after an error
+        self._metadata = _read_metadata(folder)  # DCP would continue after an error
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return self._metadata
@@ -60,11 +60,11 @@ def _read_metadata(folder: Path) -> Metadata:
     try:
         return _metadata(read_json(folder / METADATA))
     except _DAMAGES as fault:
-        raise CheckpointError(f"{folder} has no metadata that this program reads ({fault}). {_REMEDY}.") from fault
+        raise CheckpointError(f"{folder} has no valid metadata ({fault}). {_REMEDY}.") from fault
 
 
 def _described(tensors: Mapping[str, Any], places: Mapping[Any, Any]) -> dict[str, Any]:
-    """Shape and shards of each tensor: first index, shape, file, and the bytes in it."""
+    """Return shape and shards of each tensor: first index, shape, file, and byte range."""
     by_chunk = {(index.fqn, tuple(index.offset)): place for index, place in places.items()}
     return {
         name: {
@@ -80,18 +80,18 @@ def _described(tensors: Mapping[str, Any], places: Mapping[Any, Any]) -> dict[st
 
 
 def _metadata(tensors: Mapping[str, Any]) -> Metadata:
-    """DCP's metadata of these tensors. Each is one of numbers, in files of this folder; ValueError if not."""
+    """Return the DCP metadata of these tensors; raise ValueError unless all are numbers in files of this folder."""
     saved: dict[str, Any] = {}
     places = {}
     for name, tensor in tensors.items():
         chunks, whole = [], _size(tensor["size"])
         for offsets, sizes, file, *extent in tensor["shards"]:
             if PurePath(file).name != file or not file.endswith(_SHARD) or len(extent) != 2:
-                raise ValueError(f"{name} lies in {file}")
+                raise ValueError(f"{name} is in {file}")
             chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
             places[MetadataIndex(name, _size(offsets))] = _StorageInfo(file, *_size(extent))
         if not _is_whole(chunks, whole):
-            raise ValueError(f"the shards of {name} do not cover it exactly once")
+            raise ValueError(f"the shards of {name} have gaps or overlaps")
         saved[name] = TensorStorageMetadata(TensorProperties(), whole, chunks)
     return Metadata(saved, storage_data=places)
 
@@ -110,14 +110,14 @@ def _is_whole(chunks: Sequence[ChunkStorageMetadata], whole: torch.Size) -> bool
 
 def _size(numbers: Any) -> torch.Size:
     if not isinstance(numbers, list) or any(type(each) is not int or each < 0 for each in numbers):
-        raise ValueError(f"{numbers} are no sizes")
+        raise ValueError(f"{numbers} are not sizes")
     return torch.Size(numbers)
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Write, by all processes of `group` together; a tensor that several have under one name is written once.
+    """Write by all processes of `group` together; a tensor that several have under one name is written once.
 
-    An error of the system, such as a full disk, is raised as it was in the process that met it.
+    A system error, such as a full disk, is raised unchanged.
     """
     try:
         state_dict_saver.save(dict(tensors), storage_writer=_Writer(folder), process_group=group)
@@ -127,7 +127,7 @@ def save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
 
 
 def load(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Fill the tensors in place, however they are sharded. `group`: None for one process by itself."""
+    """Fill the tensors in place, with any sharding. `group`: None for one process."""
     reader = _Reader(folder)
     try:
         with warnings.catch_warnings():
@@ -139,5 +139,5 @@ def load(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Names of all tensors of a checkpoint."""
+    """Return the names of all tensors of a checkpoint."""
     return set(_read_metadata(folder).state_dict_metadata)

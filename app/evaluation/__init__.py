@@ -1,1 +1,1 @@
-"""Scores of rows, and the comparison of models by them."""
+"""Scores of rows, and comparison of models."""

@@ -1,4 +1,4 @@
-"""Scores of a tuned model, its base or both on the same rows, with bootstrap intervals over the rows."""
+"""Scores of a fine-tuned model, its base or both on the same rows, with bootstrap intervals over the rows."""
 
 import math
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from app.tracking.output_dir import finite_or_none
 
 RESAMPLES = 2_000
 CONFIDENCE_LEVEL = 0.95
-MAX_GROUPS = 2_048  # more clusters than that are drawn in groups, see `resampled`
-RESAMPLES_AT_ONCE = 250  # so that their weights stay in the cache
-_SEED = 0  # the same for all runs: the same rows are compared on the same draws
+MAX_GROUPS = 2_048  # more clusters are drawn in groups, see `resampled`
+RESAMPLES_AT_ONCE = 250  # their weights fit in the cache
+_SEED = 0  # the same for all runs: equal rows get equal draws
 _DIFFERENCE = "difference"
 
 Values = NDArray[np.float64]
@@ -25,7 +25,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A metric of these rows with its confidence interval; NaN where there is none."""
+    """A metric of these rows with its confidence interval; NaN if there is none."""
 
     value: float
     low: float
@@ -43,7 +43,7 @@ Side = dict[str, Interval]  # by metric
 
 @dataclass(frozen=True, slots=True)
 class ModelComparison:
-    """Metrics of each side; with two sides a third one has the differences, tuned minus base."""
+    """Metrics of each side; with two sides, a third has the differences, tuned minus base."""
 
     sides: dict[str, Side]
     answers: int
@@ -64,13 +64,13 @@ class ModelComparison:
         return cls(sides, answers, number)
 
     def as_dict(self) -> dict[str, Any]:
-        """Values for JSON: the first side by plain names, and of two sides each with its own prefix."""
+        """Return values for JSON: the first side by plain names, and two sides also with prefixes."""
         first, *_ = self.sides.values()
         named = {f"{name}_{key}": value for name, side in self.sides.items() for key, value in _plain(side).items()}
         return {**_plain(first), **(named if len(self.sides) > 1 else {})}
 
     def table(self) -> str:
-        """Lines for people, without metrics that have no meaning for these rows."""
+        """Return a text table, without metrics that are undefined for these rows."""
         order = [name for name in ("base", "tuned", _DIFFERENCE) if name in self.sides]
         lines = [["", *order]]
         for key, metric in METRICS.items():
@@ -83,27 +83,27 @@ class ModelComparison:
 
     def _how(self) -> str:
         if self.drawn_from < 2:
-            return "one row alone says nothing of others: no intervals"
-        paired = ", the same ones for both" if len(self.sides) > 1 else ""
-        return f"[{CONFIDENCE_LEVEL:.0%} intervals: {RESAMPLES:,} draws of {self.drawn_from:,} rows{paired}]"
+            return "only one row: no confidence intervals"
+        paired = ", paired" if len(self.sides) > 1 else ""
+        return f"[{CONFIDENCE_LEVEL:.0%} intervals: {RESAMPLES:,} resamples of {self.drawn_from:,} rows{paired}]"
 
 
 def _estimates(values: Mapping[str, Values], draws: Mapping[str, Values], count: int) -> Side:
-    found = {}
+    intervals = {}
     for key in values:
         value = float(values[key])
         low, high = (math.nan, math.nan) if count < 2 or math.isnan(value) else interval(draws[key])
         if low == high and METRICS[key].is_share and value in {0.0, 1.0}:
-            # all rows are alike: resampling shows no spread, although the next row may differ
+            # resampling equal rows shows no spread, although the next row may differ
             far = bound_of_none(count)
             low, high = max(0.0, value - far), min(1.0, value + far)
-        found[key] = Interval(value, low, high)
-    return found
+        intervals[key] = Interval(value, low, high)
+    return intervals
 
 
 def _differences(tuned: Side, base: Side, tuned_draws: Mapping[str, Values], base_draws: Mapping[str, Values]) -> Side:
-    """Paired differences: they are taken within each draw of rows, so that hard rows cancel."""
-    found = {}
+    """Return paired differences, taken within each draw of rows, so that hard rows cancel."""
+    intervals = {}
     for key in tuned:
         ours, theirs = tuned[key], base[key]
         with np.errstate(invalid="ignore"):  # infinity minus infinity
@@ -111,18 +111,18 @@ def _differences(tuned: Side, base: Side, tuned_draws: Mapping[str, Values], bas
         low, high = (math.nan, math.nan) if math.isnan(ours.low + theirs.low) else interval(draws)
         if low == high and METRICS[key].is_share and {ours.value, theirs.value} <= {0.0, 1.0}:
             low, high = ours.low - theirs.high, ours.high - theirs.low
-        found[key] = Interval(value, low, high)
-    return found
+        intervals[key] = Interval(value, low, high)
+    return intervals
 
 
 def _plain(side: Side) -> dict[str, Any]:
     values = {key: finite_or_none(each.value) for key, each in side.items()}
-    known = {key for key, each in side.items() if math.isfinite(each.low) and math.isfinite(each.high)}
-    return values | {f"{key}_interval": [each.low, each.high] if key in known else None for key, each in side.items()}
+    bounded = {key for key, each in side.items() if math.isfinite(each.low) and math.isfinite(each.high)}
+    return values | {f"{key}_interval": [each.low, each.high] if key in bounded else None for key, each in side.items()}
 
 
 def resampled(sums: NDArray[np.float64], clusters: NDArray[np.uint64], groups: int = MAX_GROUPS) -> NDArray[np.float64]:
-    """[RESAMPLES, columns]: sums over rows that were drawn again with replacement, whole clusters at a time.
+    """Return [RESAMPLES, columns]: sums over rows drawn with replacement, whole clusters at a time.
 
     `clusters` are hashes, so their order is random but independent of the order of rows in a file. Many clusters are
     drawn in `groups` of neighbors: sums over many rows have the same spread, at a bounded cost.
@@ -131,23 +131,23 @@ def resampled(sums: NDArray[np.float64], clusters: NDArray[np.uint64], groups: i
     of_group = cluster * min(groups, len(names)) // len(names)
     drawn = np.stack([np.bincount(of_group, weights=column) for column in sums.T], axis=1)
     count, random = len(drawn), np.random.default_rng(_SEED)
-    found = []
+    parts = []
     for _ in range(RESAMPLES // RESAMPLES_AT_ONCE):
         chosen = random.integers(0, count, size=(RESAMPLES_AT_ONCE, count), dtype=np.int32)
         chosen += np.arange(RESAMPLES_AT_ONCE, dtype=np.int32)[:, None] * count
         times = np.bincount(chosen.ravel(), minlength=RESAMPLES_AT_ONCE * count).reshape(RESAMPLES_AT_ONCE, count)
         with np.errstate(invalid="ignore"):  # a loss may be infinite
-            found.append(times.astype(np.float64) @ drawn)
-    return np.concatenate(found)
+            parts.append(times.astype(np.float64) @ drawn)
+    return np.concatenate(parts)
 
 
 def interval(values: NDArray[np.float64]) -> tuple[float, float]:
-    """The central interval that has CONFIDENCE_LEVEL of the values."""
+    """Return the central interval with CONFIDENCE_LEVEL of the values."""
     ordered = np.sort(values)
     outside = round(len(ordered) * (1 - CONFIDENCE_LEVEL) / 2)
     return float(ordered[outside - 1]), float(ordered[-outside])
 
 
 def bound_of_none(clusters: int) -> float:
-    """The upper confidence bound of a share of which `clusters` draws had no hit."""
+    """Return the upper confidence bound of a share without a hit in `clusters` draws."""
     return float(1 - ((1 - CONFIDENCE_LEVEL) / 2) ** (1 / clusters))

@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness, an optional package, on a run's model in the dtypes of training, in this process.
+"""Tasks of lm-evaluation-harness, an optional package, on the model of a run in the dtypes of training.
 
-Its model class wraps ours, switched to transformers' own attention: packed attention has neither caches nor padding.
+Its model class wraps ours, with the attention of transformers: packed attention has neither caches nor padding.
 """
 
 import json
@@ -28,7 +28,7 @@ Metrics = dict[str, dict[str, float]]  # by task
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """Known tasks whose rows are on this machine."""
+    """Tasks whose rows are on this machine."""
 
     tasks: Sequence[str]
     manager: Any
@@ -36,7 +36,7 @@ class Harness:
     chat: bool
 
     def evaluate(self, training_model: "TrainingModel", tokenizer: Any, rows: int) -> Metrics:
-        """Metrics of each task and group, in batches of `rows`."""
+        """Return the metrics of each task and group, in batches of `rows`."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -46,7 +46,7 @@ class Harness:
         lm.set_attn_implementation(own_attention(lm))
         compute_dtype = training_model.compute
         model = HFLM(pretrained=lm, tokenizer=tokenizer, batch_size=rows, mixed_precision_dtype=compute_dtype)
-        found = simple_evaluate(
+        output = simple_evaluate(
             model=model,
             tasks=list(self.tasks),
             task_manager=self.manager,
@@ -54,33 +54,33 @@ class Harness:
             apply_chat_template=self.chat,
             log_samples=False,
         )
-        results = {**found["results"], **found.get("groups", {})}
+        results = {**output["results"], **output.get("groups", {})}
         return {name: scores_of(values) for name, values in results.items()}
 
     def facts(self) -> dict[str, Any]:
-        """Settings and version, for harness.json."""
+        """Return settings and version, for harness.json."""
         return {"limit": self.limit, "chat": self.chat, "lm_eval": version("lm_eval")}
 
 
 def require_harness(tasks: Sequence[str]) -> None:
-    """Refuse several processes and a missing package before anything heavy is imported."""
+    """Raise for several processes or a missing package, before slow imports."""
     if world().is_joined:
-        raise EnvironmentProblem("harness= asks its tasks in one process: start it without torchrun or srun")
+        raise EnvironmentProblem("harness= runs in one process: start it without torchrun or srun")
     if find_spec("lm_eval") is None:
         raise EnvironmentProblem(
             f"harness={','.join(tasks)} needs the package lm_eval (lm-evaluation-harness), which is not installed: "
-            "pip install 'lm_eval>=0.4.13,<0.5', or leave harness out"
+            "pip install 'lm_eval>=0.4.13,<0.5', or remove harness="
         )
 
 
 def prepare_harness(tasks: Sequence[str], limit: int | None, *, chat: bool) -> Harness:
-    """Check that every task is known and fetch its rows, before weights are loaded."""
+    """Check that every task exists and download its rows, before weights are loaded."""
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager()
     refuse(
-        f"harness={name}: there is no such task and no such file.{did_you_mean(name, manager.all_tasks)}"
+        f"harness={name}: unknown task, and no such file.{did_you_mean(name, manager.all_tasks)}"
         for name in tasks
         if name not in manager.all_tasks and not Path(name).is_file()
     )
@@ -88,14 +88,14 @@ def prepare_harness(tasks: Sequence[str], limit: int | None, *, chat: bool) -> H
         manager.load(list(tasks))
     except (OSError, ValueError) as fault:
         raise EnvironmentProblem(
-            f"harness={','.join(tasks)}: the rows of a task cannot be read ({gist(fault)}). Most tasks fetch them from "
-            "the Hugging Face hub: it must be reachable, or they must lie in its cache (HF_HOME)."
+            f"harness={','.join(tasks)}: could not read the rows of a task ({gist(fault)}). Most tasks download them "
+            "from the Hugging Face hub: connect to it, or set HF_HOME to a cache that has them."
         ) from fault
     return Harness(tasks, manager, limit, chat)
 
 
 def with_earlier_tasks(sides: Mapping[str, Metrics], facts: Mapping[str, Any], file: Path) -> dict[str, Metrics]:
-    """Add the results that `file` has of other tasks, if they were asked with the same settings."""
+    """Add the results of other tasks in `file`, if they have the same settings."""
     before = json.loads(file.read_text()) if file.is_file() else {}
     if any(before.get(key) != value for key, value in facts.items()):
         return dict(sides)
@@ -104,7 +104,7 @@ def with_earlier_tasks(sides: Mapping[str, Metrics], facts: Mapping[str, Any], f
 
 
 def table(sides: Mapping[str, Metrics]) -> str:
-    """Lines for people, the base first."""
+    """Return a text table, the base first."""
     names = [name for name in ("base", "tuned") if name in sides]
     lines = [["", "", *names]] + [
         [task, metric, *(_with_error(sides[name].get(task, {}), metric) for name in names)]
@@ -123,11 +123,11 @@ def _with_error(metrics: Mapping[str, float], metric: str) -> str:
 
 
 def scores_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Plain names: `acc,none` is a metric and its filter, and the filter `none` is left out."""
-    found = {}
+    """Return scores by plain names: `acc,none` is a metric and its filter; the filter `none` is omitted."""
+    scores = {}
     for key, value in values.items():
         metric, comma, how = key.partition(",")
         if comma and isinstance(value, int | float) and math.isfinite(value):
             stem, error, _ = metric.partition("_stderr")
-            found[f"{stem}{'' if how == 'none' else ' ' + how}{error}"] = float(value)
-    return found
+            scores[f"{stem}{'' if how == 'none' else ' ' + how}{error}"] = float(value)
+    return scores

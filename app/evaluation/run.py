@@ -1,4 +1,4 @@
-"""An evaluation of a finished run: what is known before weights are loaded, then one model after the other."""
+"""Evaluation of a finished run: rows and settings first, then one model after the other."""
 
 import re
 import time
@@ -33,12 +33,12 @@ from app.training.scores import score_rows
 from app.training.setup import check_on_batch
 
 SECONDS_BETWEEN_MESSAGES = 10.0
-_MAX_NAME_LENGTH = 40  # of a data set in the name of a file
+_MAX_NAME_LENGTH = 40  # of a dataset in a file name
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A finished run resolved for this machine. `hashes` are those of its manifest."""
+    """A finished run resolved for this machine. `hashes` are from its manifest."""
 
     folder: Path
     run: RunConfig
@@ -48,7 +48,7 @@ class FinishedRun:
     runtime: Runtime
 
     def model(self, *, tuned: bool) -> TrainingModel:
-        """Load the tuned model, or its base, in the dtypes and packing of training."""
+        """Load the fine-tuned model, or its base, in the dtypes and packing of training."""
         sections = self.sections(tuned=tuned)
         self.require_same_base(tuned=tuned)
         return load_training_model(
@@ -56,7 +56,7 @@ class FinishedRun:
         )
 
     def sections(self, *, tuned: bool) -> ModelSections:
-        """Settings that decide how it is built; `model.path` is the local folder of the weights."""
+        """Return the settings to build the model; `model.path` is the local folder of the weights."""
         return replace(
             sections_of(self.run, self.choices),
             model=weights_of(self.folder, self.run.model, tuned=tuned),
@@ -66,7 +66,7 @@ class FinishedRun:
         )
 
     def require_same_base(self, *, tuned: bool) -> None:
-        """Refuse another base than the adapter was trained on: it would have a loss too, only a wrong one."""
+        """Raise if the base is not the one that the adapter was trained on: the loss would be wrong."""
         if not reads_base(self.folder, tuned=tuned):
             return
         expected, model = self.hashes.get("base"), self.sections(tuned=tuned).model
@@ -74,8 +74,8 @@ class FinishedRun:
             require_intact_base(Path(model.path))
         if expected is not None and base_fingerprint(model) != expected:
             raise CheckpointError(
-                f"model.path={self.run.model.path}: the weights there are not the base of run={self.folder}: their "
-                "hash is not the one in its manifest.json. Give model.path=DIR of the base that was tuned."
+                f"model.path={self.run.model.path}: these weights are not the base of run={self.folder} (the hash "
+                "differs from its manifest.json). Set model.path=DIR to the base of that run."
             )
 
 
@@ -84,17 +84,17 @@ class Evaluation(FinishedRun):
     """Finished run with rows to score, and how they are batched."""
 
     rows: TokenRows
-    row_lines: list[str]  # about the rows, for people
+    row_lines: list[str]  # printed lines about the rows
     layout: Layout
 
     @property
     def rows_are(self) -> str:
         """`held_out`, `trained_on` or `other`: rows are recognized by their tokens, not by their file."""
-        known = {self.hashes.get("train"): "trained_on", self.hashes.get("eval"): "held_out"}
-        return known.get(self.rows.fingerprint, "other")
+        names = {self.hashes.get("train"): "trained_on", self.hashes.get("eval"): "held_out"}
+        return names.get(self.rows.fingerprint, "other")
 
     def table(self) -> list[tuple[str, str]]:
-        """Rows and machine, for people."""
+        """Return printed lines on rows and machine."""
         batching, rows = self.run.batching, self.run.eval.rows
         units = f"packed in bins of {batching.bin_tokens} tokens" if batching.packing else f"{rows} rows at a time"
         machine = f"{self.choices.precision}, {self.choices.attention} attention, {self.runtime.device.type}"
@@ -102,21 +102,21 @@ class Evaluation(FinishedRun):
 
     def _origin(self) -> str:
         if self.rows_are == "held_out":
-            return "these are the rows that the run held out"
+            return "this is the eval set of the run"
         if self.rows_are == "trained_on":
-            return "these are the very rows that the run was trained on: they say nothing of others"
+            return "the run was trained on these rows: the scores do not measure generalization"
         if has_held_out_rows(self.run.dataset):
-            return "these are not the same rows as the run held out"
-        return f"these are all rows of {paths_of(self.run.dataset)}: nothing is held out of them"
+            return "these rows are not the eval set of the run"
+        return f"these are all rows of {paths_of(self.run.dataset)} (no eval split)"
 
     def sums(self, *, tuned: bool, say: Callable[[str], None]) -> Sums:
-        """Score each row by the tuned model or by its base; only one of them is in memory at a time."""
+        """Score each row with the fine-tuned model or its base; only one of them is in memory at a time."""
         model = self.model(tuned=tuned)
         check_on_batch(model, batch_with_most_rows(self.rows, self.layout).to(self.runtime.device))
         return score_rows(model, self.batches(say), self.runtime, len(self.rows), counts_of(self.run))
 
     def file_name(self, weights: str, recorded_precision: str, checkpoint: str | None = None) -> str:
-        """Name for scores in the folder of the run: those of other rows or settings do not replace the run's own."""
+        """Return the file name for scores in the run folder: other rows or settings get another name."""
         parts = ["evaluate"]
         if self.rows_are != "held_out":
             name = re.sub(r"\W+", "-", Path(self._dataset).stem).strip("-")
@@ -130,7 +130,7 @@ class Evaluation(FinishedRun):
         return f"{'-'.join(parts)}.json"
 
     def facts(self) -> dict[str, Any]:
-        """Rows and settings, for evaluate.json."""
+        """Return rows and settings, for evaluate.json."""
         return {
             "rows": len(self.rows),
             "tokens": int(self.rows.lengths.sum(dtype="int64")),
@@ -149,7 +149,7 @@ class Evaluation(FinishedRun):
         return self.run.dataset.eval_path or paths_of(self.run.dataset)
 
     def batches(self, say: Callable[[str], None]) -> Iterator[Batch]:
-        """This process's share of the rows, with a progress message every few seconds."""
+        """Yield the batches of this process, with a progress message every few seconds."""
         total = int(self.rows.lengths.sum(dtype="int64"))
         eta, last_message = Eta(total, {}), time.monotonic()
         done, left = 0, eta.seconds_left(0)
@@ -163,7 +163,7 @@ class Evaluation(FinishedRun):
 
 
 def open_finished_run(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool) -> FinishedRun:
-    """Resolve precision and attention and start the processes. `tuned`: whether the tuned weights are read first."""
+    """Resolve precision and attention and start the processes. `tuned`: read the fine-tuned weights first."""
     base = _base_of(run, folder, tuned=tuned)
     choices = choose(run, base, {})
     return FinishedRun(folder, run, hashes, base, choices, start(run.launch, choices.precision, run.seed))
@@ -172,7 +172,7 @@ def open_finished_run(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *
 def prepare_evaluation(
     run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool, say: Callable[[str], None]
 ) -> Evaluation:
-    """Read the rows to score, then start the processes. `tuned`: whether the tuned weights are read first."""
+    """Read the rows to score, then start the processes. `tuned`: read the fine-tuned weights first."""
     base = _base_of(run, folder, tuned=tuned)
     prepared = read_rows(run, base, say, splits=SCORED)
     rows, report = prepared.data.eval, prepared.data.report

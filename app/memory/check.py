@@ -1,4 +1,4 @@
-"""Facts of `app.check memory`, as check.json has them."""
+"""Facts of `app.check memory` for check.json."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -34,7 +34,7 @@ def check_memory(
     processes: int = 1,
     answers: AnswersConfig | None = None,
 ) -> dict[str, Any]:
-    """Facts about memory, without `stops` and `seconds`; with suggestions where the plan does not fit."""
+    """Return the facts about memory, without `stops` and `seconds`; with suggestions if the run does not fit."""
     machine = machine_of(hardware)
     if hardware is None:
         require_hardware(run.quantization, default_device())
@@ -77,7 +77,7 @@ def check_memory(
 def planned_parts(
     run: RunConfig, overrides: Sequence[str], hardware: HardwareConfig | None, *, exact: bool, processes: int
 ) -> dict[str, int]:
-    """Bytes of each kind where it is largest, of all at the planned peak, and what one process needs of the machine."""
+    """Return the bytes of each kind at its maximum, of the estimated peak, and the total need of one process."""
     planned = Planner(machine_of(hardware), processes).at(random_if_missing(run, overrides), exact=exact)
     parts = {kind: size for kind, size in planned.plan.largest.items() if size >= 1e5}
     return {**parts, "tensors": planned.plan.peak_bytes, "needs": planned.verdict.needed_bytes}
@@ -96,50 +96,52 @@ def _describe_shape(shape: Shape) -> str:
     if shape.documents and shape.rows == 1:
         size = f"{shape.width:,} tokens, rows of up to {shape.longest:,}"
     batches = "1 micro-batch" if shape.micro_batches == 1 else f"{shape.micro_batches:,} micro-batches"
-    return f"{size}, {shape.label_rows:,} tokens trained; {batches} a step"
+    return f"{size}, {shape.label_rows:,} tokens trained; {batches} per step"
 
 
 def _notes(planned: Planned, machine: Hardware, processes: int) -> Iterator[str]:
     yield from _choice_notes(planned)
     yield from offload_notes(planned.run.training, machine.device)
     if machine.device == "cpu":
-        yield "the context is Python, torch and other libraries; what the allocator adds is not known on a CPU"
+        yield "context: Python, torch and other libraries; allocator overhead is unknown on a CPU"
         return
     yield from size_notes(planned.run, open_base(planned.run.model, planned.run.task))
     if not machine.context_is_measured:
-        yield f"the context of {machine.label} was not measured yet: {machine.context_bytes / 1e9:.1f} GB are assumed"
+        yield f"context of {machine.label}: {machine.context_bytes / 1e9:.1f} GB (assumed, not measured)"
     if not has_expandable_segments():
-        yield "the environment switches expandable segments off; without them torch takes more"
+        yield "the environment disables expandable segments; torch needs more memory without them"
     if processes > 1 and planned.run.parallel.divides:
-        yield f"each of {processes} processes keeps its share of weights, gradients and states, and gathers layers"
+        yield f"each of {processes} processes stores its shard of weights, gradients and states, and gathers layers"
     elif processes > 1:
-        yield f"each of {processes} processes needs as much: data parallelism divides rows, not the model"
+        yield f"each of {processes} processes needs this memory: data parallelism splits rows, not the model"
     if planned.plan.host_bytes:
         offloads = processes > 1 and planned.run.parallel.offload
-        parts = "shards, gradients and optimizer states" if offloads else "optimizer states"
-        yield f"{planned.plan.host_bytes / 1e9:.1f} GB of {parts} lie in the memory of the host"
+        parts = "shards, gradients and optimizer state is offloaded" if offloads else "optimizer state is paged"
+        yield f"{planned.plan.host_bytes / 1e9:.1f} GB of {parts} to CPU RAM"
     if planned.plan.offloaded_bytes:
-        yield f"{planned.plan.offloaded_bytes / 1e9:.1f} GB of inputs of layers wait in the memory of the host"
+        yield f"{planned.plan.offloaded_bytes / 1e9:.1f} GB of layer inputs are offloaded to CPU RAM"
 
 
 def _choice_notes(planned: Planned) -> Iterator[str]:
     if planned.chosen:
-        yield f"training.recompute=auto means {planned.run.training.recompute} layers here"
+        count = planned.run.training.recompute
+        layers = f"{count} layers (training.recompute=auto)" if count else "off (enough memory)"
+        yield f"gradient checkpointing: {layers}"
     if planned.chosen_budget:
-        yield f"layers are compiled, with compile.memory_budget={planned.run.compile.memory_budget:g} (auto)"
+        yield f"compiled layers: compile.memory_budget={planned.run.compile.memory_budget:g} (auto)"
     if planned.parallel_reason:
-        yield f"parallel=auto means {planned.parallel_reason}"
+        yield f"parallel=auto: {planned.parallel_reason}"
     if planned.chosen_bins:
         batching = planned.run.batching
-        means = f"batching.tokens={batching.tokens} batching.accumulation={batching.accumulation}"
-        yield f"batching.tokens=auto means {means} here"
+        chosen = f"batching.tokens={batching.tokens} batching.accumulation={batching.accumulation}"
+        yield f"batching.tokens=auto: {chosen}"
 
 
 def plan_answers(planned: Planned, answers: AnswersConfig, machine: Hardware) -> dict[str, Any]:
-    """Facts about `app.generate` of the model that the run makes; `anatomy` adds up to the peak.
+    """Return the memory of `app.generate` with the model of the run; `anatomy` sums to the peak.
 
-    All tokens are read at once, by transformers' own attention and cache: writing them one by one takes less beside the
-    cache. Beams are rows, and several prompts need a mask, because they differ in length.
+    All tokens are processed at once, with the attention and cache of transformers: decoding one by one needs less
+    besides the cache. Beams are rows, and several prompts need a mask, because their lengths differ.
     """
     run = replace(planned.run, quantization=quantization_after_training(planned.run.quantization))
     length = open_base(run.model, run.task).longest_row(answers.length or run.dataset.max_length)
@@ -157,10 +159,10 @@ def plan_answers(planned: Planned, answers: AnswersConfig, machine: Hardware) ->
         if answers.rows > 1:
             inputs |= {name: torch.ones_like(inputs["input_ids"]) for name in ("attention_mask", "position_ids")}
         counter.hold("inputs", inputs.values())
-        before, known = counter.current, signature(lm.forward).parameters
-        given = {**inputs, "use_cache": True, "logits_to_keep": 1}  # where the model knows them, as in its `generate`
+        before, parameters = counter.current, signature(lm.forward).parameters
+        arguments = {**inputs, "use_cache": True, "logits_to_keep": 1}  # if the model has them, as in its `generate`
         with counter:
-            out = lm(**{name: value for name, value in given.items() if name in known})
+            out = lm(**{name: value for name, value in arguments.items() if name in parameters})
         logits = rounded(out.logits.nbytes)
         _cache = [value for name, value in out.items() if name != "logits"]
         del out

@@ -1,1 +1,1 @@
-"""Sweeps: one command, many runs, each a process of its own. Nothing here imports torch."""
+"""Sweeps: one command, many runs, each in a separate process. Nothing here imports torch."""

@@ -1,6 +1,6 @@
 """Proposers of trials: named rungs of a ladder, and optuna's TPE.
 
-For optuna, sweep.json is the only state. The study is built again for each trial: a study on disk could have a trial
+For optuna, sweep.json is the only state. The study is rebuilt for each trial: a study on disk could have a trial
 that a killed sweep did not record, or a failure that a later start repaired.
 """
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 LADDER = "rungs"  # the proposer of a ladder
 _SMALL = "small"
-_FIRST_STEADY_STEP = 3  # checks and measurements slow the two before
-_CLOSE = 0.02  # largest difference of held-out losses, as a fraction
+_FIRST_STEADY_STEP = 3  # checks and measurements slow the first two
+_CLOSE = 0.02  # largest relative difference of eval losses
 _RESULT_KEYS = (
     *("steps", "seconds", "samples_per_second", "memory_predicted_bytes", "memory_measured_bytes"),
     *("device_used_bytes", "train_loss_last", "eval_loss", "accuracy"),
 )
-_LIMITS_OF_SPEED = ("max_sm_mhz", "power_limit_watts")  # of the manifest's clocks; the others change with the load
+_LIMITS_OF_SPEED = ("max_sm_mhz", "power_limit_watts")  # in `clocks` of the manifest; the others change with the load
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of CUDA, ROCm and WSL 2; torch is not loaded here
 
 
@@ -61,30 +61,30 @@ class Ladder(Grid):
         refuse(_problems(preset, settings))
         config, digits = preset.config, len(str(len(preset.config.rungs)))
         small = config.small if config.size == _SMALL else []
-        given = [text for setting in settings for text in setting.texts]
+        overrides = [text for setting in settings for text in setting.texts]
         self.name, self.source, self.rungs = preset.name, config.source, config.rungs
         self.points = []
         for number, (name, rung) in enumerate(self.rungs.items(), 1):
-            # the last of each key: Hydra refuses a group that is given twice
-            texts = {key_of(text): text for text in (*config.base, *rung.overrides, *small, *given)}
+            # the last override of each key: Hydra refuses a group that is set twice
+            texts = {key_of(text): text for text in (*config.base, *rung.overrides, *small, *overrides)}
             folder = f"{number:0{digits}}-{name}"
             trial = Trial(number, tuple(texts.values()), tuple(rung.overrides), folder, refused=rung.reason)
             self.points.append(trial)
-        if any(readers_of(key_of(text)) for text in given):
-            self.points = _as_read(self.points, given)
+        if any(readers_of(key_of(text)) for text in overrides):
+            self.points = _as_read(self.points, overrides)
         self.count = len(self.points)
         self._runs: Mapping[int, RunConfig] = {}
 
     def check(self, runs: Mapping[int, RunConfig], problems: Mapping[int, Sequence[str]]) -> None:
-        """Take in the runs of the rungs by number, and the problems of the others, which are refused."""
-        if not runs:  # a fault of the command or the file
+        """Store the runs of the valid rungs by number, and refuse the others with their problems."""
+        if not runs:  # an error in the command or the file
             raise ConfigError(list(dict.fromkeys(problem for each in problems.values() for problem in each)))
         self._runs = runs
         refused = {number: "\n".join(each) for number, each in problems.items()}
         self.points = [replace(each, refused=refused.get(each.number, each.refused)) for each in self.points]
 
     def compared(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """`ladder` of sweep.json: the numbers of each rung, beside what the source claims."""
+        """Return `ladder` of sweep.json: the results of each rung, next to the claims of the source."""
         rungs: list[dict[str, Any]] = []
         for outcome, (name, rung) in zip(outcomes, self.rungs.items(), strict=True):
             run = self._runs.get(outcome.number)
@@ -105,47 +105,47 @@ class Ladder(Grid):
         return {"source": self.source, "rungs": rungs}
 
 
-def _as_read(rungs: Sequence[Trial], given: Sequence[str]) -> list[Trial]:
-    """The rungs without what is `given` and they do not read; what none of them reads is refused as in a run."""
+def _as_read(rungs: Sequence[Trial], overrides: Sequence[str]) -> list[Trial]:
+    """Return the rungs without `overrides` that only other rungs use; overrides used by none are refused by the run."""
     read = [{*without_unread(rung.overrides)} for rung in rungs]
-    left_out = [{text for text in given if text not in own and text in set().union(*read)} for own in read]
+    skipped = [{text for text in overrides if text not in used and text in set().union(*read)} for used in read]
     return [
         replace(rung, overrides=tuple(text for text in rung.overrides if text not in unread))
-        for rung, unread in zip(rungs, left_out, strict=True)
+        for rung, unread in zip(rungs, skipped, strict=True)
     ]
 
 
 def _problems(preset: Preset, settings: Sequence[Setting]) -> Iterator[str]:
-    """What the command line may not give beside rungs."""
+    """Yield problems of settings that cannot be combined with rungs."""
     name, config = preset.name, preset.config
     differ = {key_of(text) for rung in config.rungs.values() for text in rung.overrides}
     if config.size == _SMALL and not config.small:
-        yield f"{GROUP}.size=small: sweep={name} has no small shapes. Leave it out."
+        yield f"{GROUP}.size=small: sweep={name} has no small sizes. Remove it."
     for key in differ.intersection(map(key_of, config.small)):
-        yield f"sweep={name}: small sets {key}, which the rungs differ in. Take it out of conf/{GROUP}/{name}.yaml."
+        yield f"sweep={name}: small sets {key}, which the rungs differ in. Remove it from conf/{GROUP}/{name}.yaml."
     for setting in settings:
         if setting.key in differ:
             yield (
-                f"{setting.key} is what the rungs of sweep={name} differ in. Leave it out, or copy "
-                f"conf/{GROUP}/{name}.yaml to another name."
+                f"{setting.key} differs between the rungs of sweep={name}. Remove it, or edit a copy of "
+                f"conf/{GROUP}/{name}.yaml with another name."
             )
         elif setting.is_swept:
-            yield f"{setting.key} has several values, and the trials of sweep={name} are its rungs. Give one."
+            yield f"{setting.key} has several values, but the trials of sweep={name} are its rungs. Set one value."
 
 
 def size_note(preset: Preset) -> list[str]:
-    """Note on rungs of full size where there is no GPU."""
+    """Return a note on rungs of full size without a GPU."""
     has_gpu = any(Path(device).exists() for device in _GPU_DEVICES)
     if has_gpu or preset.config.size == _SMALL or not preset.config.small:
         return []
     return [
-        f"{'note':8}these are full sizes, and no GPU is here; small ones: "
+        f"{'note':8}full sizes without a GPU; small sizes: "
         f"python -m app.train -m sweep={preset.name} {GROUP}.size=small"
     ]
 
 
 def batch_text(run: RunConfig) -> str:
-    """Size of a micro-batch, in rows where all have one length, times accumulation, times processes if several."""
+    """Return the micro-batch size (in rows if all have one length), times accumulation and processes if several."""
     batching, processes, data = run.batching, run.launch.num_processes, run.dataset
     size = str(batching.rows)
     if batching.packing:
@@ -158,7 +158,7 @@ def batch_text(run: RunConfig) -> str:
 
 
 def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
-    """The numbers of a finished rung, None where there is none."""
+    """Return the results of a finished rung; None for missing numbers."""
     place = RunFolder(folder)
     result, metrics = read_result(folder), place.metrics
     manifest = read_json(place.manifest) if place.manifest.is_file() else {"counts": {"fill": None}}
@@ -179,12 +179,12 @@ def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def _steady_tokens_per_second(lines: Iterable[Mapping[str, Any]]) -> float | None:
-    """Speed without the first two steps, from lines that have the tokens so far and the time since the line before."""
+    """Return the speed without the first two steps, from lines with total tokens and the time since the last line."""
     tokens, seconds = 0, 0.0
     before: Mapping[str, Any] = {"step": 0, "tokens": 0}
     for line in lines:
         if not line.get("seconds"):
-            continue  # of an evaluation
+            continue  # an evaluation
         if before["step"] >= _FIRST_STEADY_STEP - 1:
             tokens += line["tokens"] - before["tokens"]
             seconds += line["seconds"]
@@ -192,15 +192,15 @@ def _steady_tokens_per_second(lines: Iterable[Mapping[str, Any]]) -> float | Non
     return tokens / seconds if seconds else None
 
 
-def _as_first(own: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
-    """Whether it learns what the first rung does; None where batch or rate differ, or the first did not finish."""
-    if own is first or own["step"] != first.get("step"):
+def _as_first(rung: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
+    """Compare losses with the first rung; return None if batch or rate differ, or the first did not finish."""
+    if rung is first or rung["step"] != first.get("step"):
         return None
-    if own["train_loss_last"] == first["train_loss_last"]:
+    if rung["train_loss_last"] == first["train_loss_last"]:
         return "equal"
-    losses = own["eval_loss"], first["eval_loss"]
+    losses = rung["eval_loss"], first["eval_loss"]
     is_close = None not in losses and abs(losses[0] - losses[1]) <= _CLOSE * abs(losses[1])
-    return "close" if is_close and not own["skipped_steps"] else "no"
+    return "close" if is_close and not rung["skipped_steps"] else "no"
 
 
 # ---- optuna search
@@ -227,18 +227,18 @@ class Search:
         ]
 
     def recall(self, recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
-        """The recorded trials as they were proposed then, without dry runs."""
-        began = [each for each in recorded if each["status"] != DRY_RUN]
-        if len(began) > self.count:
+        """Return the recorded trials as proposed, without dry runs."""
+        started = [trial for trial in recorded if trial["status"] != DRY_RUN]
+        if len(started) > self.count:
             raise ConfigError(
-                f"sweep.trials={self.count}: this sweep has begun {len(began)} trials already. "
-                f"Give sweep.trials={len(began)} or more."
+                f"sweep.trials={self.count}: this sweep has already started {len(started)} trials. "
+                f"Set sweep.trials={len(started)} or more."
             )
-        self._recalled = [self._recorded(each) for each in began]
+        self._recalled = [self._recorded(trial) for trial in started]
         return self._recalled
 
     def next(self, ended: Sequence[Outcome], /) -> Trial | None:
-        """The next trial, which depends on the seed and the outcomes alone."""
+        """Return the next trial, which depends only on the seed and the outcomes."""
         number = len(ended) + 1
         if number <= len(self._recalled):
             return self._recalled[number - 1]
@@ -255,18 +255,18 @@ class Search:
         swept = self._swept(overrides)
         return Trial(number, overrides, swept, name_of(number, _TRIAL_NUMBER_DIGITS, swept), point)
 
-    def _recorded(self, each: Mapping[str, Any]) -> Trial:
-        swept = tuple(each["swept"])
-        given = (text for text in self._given if key_of(text) not in self._relative)
-        (overrides,) = as_read([(*given, *swept)], self._dimensions)
-        return Trial(each["number"], overrides, swept, Path(each["folder"]).name, each["proposed"])
+    def _recorded(self, trial: Mapping[str, Any]) -> Trial:
+        swept = tuple(trial["swept"])
+        fixed = (text for text in self._given if key_of(text) not in self._relative)
+        (overrides,) = as_read([(*fixed, *swept)], self._dimensions)
+        return Trial(trial["number"], overrides, swept, Path(trial["folder"]).name, trial["proposed"])
 
     def _swept(self, overrides: tuple[str, ...]) -> tuple[str, ...]:
         keys = [dimension.key for dimension in self._dimensions]
         return tuple(text for text in overrides if key_of(text) in keys)
 
     def _first(self) -> Mapping[str, Any] | None:
-        """The run without the sweep, so that the best trial is never worse; None if it lies outside the space."""
+        """Return the values of the run without the sweep, so that the best trial is never worse; None if outside."""
         run = compose_or_error(self._given)
         assert isinstance(run, RunConfig)
         point = {dimension.key: _own_value(dimension, run) for dimension in self._dimensions}
@@ -281,7 +281,7 @@ def suggest(
     number: int,
     startup: int = STARTUP_TRIALS,
 ) -> Mapping[str, Any]:
-    """A value for each dimension; `observed` are the earlier points with their objectives, None for a failure.
+    """Return a value for each dimension; `observed` has earlier points with their objectives, None for a failure.
 
     Failures are reported to optuna as pruned, which TPE ranks last; it ignores failed trials and repeats them.
     """
@@ -336,10 +336,10 @@ def _values(dimension: Dimension) -> Sequence[Any]:
 
 
 def _own_value(dimension: Dimension, run: RunConfig) -> Any:
-    """The value of a run as one of the dimension; the first choice for a group, None if it lies outside."""
-    own = 1.0 if dimension.is_relative else value_in(run, dimension.key)
+    """Return the value of the run in the dimension; the first choice for a group, None if outside."""
+    value = 1.0 if dimension.is_relative else value_in(run, dimension.key)
     if isinstance(dimension, Range):
-        return own if own is not None and dimension.has(own) else None
+        return value if value is not None and dimension.has(value) else None
     meant = (lambda text: parse_multiple(text.partition("=")[2])) if dimension.is_relative else value_of
     default = dimension.texts[0] if dimension.key in choices_by_group() else None
-    return next((text for text in dimension.texts if meant(text) == own), default)
+    return next((text for text in dimension.texts if meant(text) == value), default)

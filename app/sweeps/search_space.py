@@ -37,7 +37,7 @@ MAX_TRIALS = 1000
 class Setting:
     """A key with an override for each value.
 
-    `is_relative`: the values are multiples, such as 0.5x, of the value without the sweep.
+    `is_relative`: the values are multiples, e.g. 0.5x, of the value without the sweep.
     """
 
     key: str
@@ -63,7 +63,7 @@ class Grid:
         self.count = len(self.points)
 
     def recall(self, _recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
-        """All trials: they depend on the command alone."""
+        """Return all trials: they depend only on the command."""
         return self.points
 
     def next(self, ended: Sequence[Outcome], /) -> Trial | None:
@@ -71,7 +71,7 @@ class Grid:
 
 
 def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
-    """The settings in the given order, and their problems."""
+    """Return the settings in their order, and their problems."""
     settings: list[Setting] = []
     problems: list[str] = []
     for text in overrides:
@@ -83,7 +83,7 @@ def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
 
 
 def wrong_overrides(texts: Iterable[str]) -> dict[str, Sequence[str]]:
-    """Problems of single overrides, whatever they are combined with."""
+    """Return the problems of single overrides, independent of other overrides."""
     wrong: dict[str, Sequence[str]] = {}
     for text in dict.fromkeys(texts):
         try:
@@ -94,24 +94,24 @@ def wrong_overrides(texts: Iterable[str]) -> dict[str, Sequence[str]]:
 
 
 def too_many(settings: Sequence[Setting]) -> Iterator[str]:
-    """Problem of too many trials, found before a slip like range(1,1e9) fills the memory."""
+    """Yield the problem of too many trials, before a mistake like range(1,1e9) fills the memory."""
     swept = [setting for setting in settings if setting.is_swept]
     if math.prod(len(setting.texts) for setting in swept) > MAX_TRIALS:
         keys = ", ".join(setting.key for setting in swept)
-        yield f"{keys}: more than {MAX_TRIALS:,} trials in one sweep. Give fewer values."
+        yield f"{keys}: more than {MAX_TRIALS:,} trials in one sweep. Use fewer values."
 
 
 def _given_twice(settings: Sequence[Setting]) -> Iterator[str]:
     count = Counter(setting.key for setting in settings)
     for key in dict.fromkeys(setting.key for setting in settings if setting.is_swept):
         if count[key] > 1:
-            yield f"{key} is swept and given {count[key]} times. Give it once."
+            yield f"{key} is swept and set {count[key]} times. Set it once."
 
 
 def _typed_setting(text: str) -> Setting:
     try:
         override = parse_override(text)
-    except HydraException:  # text that needs quotes, or an error: the validation of the run decides
+    except HydraException:  # text that needs quotes, or an error: the run validates it
         return Setting(key_of(text), (text,))
     _refuse(override, text)
     if not override.is_sweep_override():
@@ -119,37 +119,37 @@ def _typed_setting(text: str) -> Setting:
     values = _values(override, text)
     twice = [value for value, count in Counter(values).items() if count > 1]
     if twice:
-        raise ConfigError(f"{text}: {twice[0]} is there twice.")
+        raise ConfigError(f"{text}: duplicate value {twice[0]}.")
     return Setting(override.key_or_group, tuple(f"{override.get_key_element()}={value}" for value in values))
 
 
 def _refuse(override: Override, text: str) -> None:
     key, value = override.key_or_group, override.value()
     if key == "resume":
-        reason = "a sweep resumes each trial from its own checkpoint. Leave it out, or give resume=auto"
+        reason = "a sweep resumes each trial from its own checkpoint. Remove it, or set resume=auto"
     elif key == "output_dir" and override.is_sweep_override():
-        reason = "one folder holds the whole sweep, with a folder for each trial in it. Give one"
+        reason = "a sweep has one folder, with a subfolder for each trial. Set one folder"
     elif override.value_type == ValueType.INTERVAL_SWEEP:
         reason = (
-            f"an interval has no list of values. Write them, as in {key}=1,2 or range(1,3); "
-            f"sweep=optuna 'sweep.space.{key}={{low: ..., high: ...}}' searches it"
+            f"a grid needs a list of values, not an interval. Use {key}=1,2 or range(1,3); to search an interval: "
+            f"sweep=optuna 'sweep.space.{key}={{low: ..., high: ...}}'"
         )
     elif isinstance(value, ChoiceSweep | RangeSweep) and value.shuffle:
-        reason = "shuffle gives another order each time, so the sweep could not be continued. Leave it out"
+        reason = "shuffle changes the order each time, so the sweep could not be resumed. Remove it"
     else:
         return
     raise ConfigError(f"{text}: {reason}.")
 
 
 def _values(override: Override, text: str) -> list[str]:
-    """The swept values as Hydra writes them; those of a float range without rounding errors."""
+    """Return the swept values as Hydra writes them, float ranges without rounding errors."""
     value = override.value()
     if isinstance(value, Glob):
         names = list(choices_by_group().get(override.key_or_group, ()))
-        found = value.filter(names)
-        if not found:
-            raise ConfigError(f"{text}: glob chooses among the files of a group; none of {names} matches.")
-        return found
+        matches = value.filter(names)
+        if not matches:
+            raise ConfigError(f"{text}: glob selects files of a group, and none of {names} matches.")
+        return matches
     if isinstance(value, RangeSweep):
         numbers = itertools.islice(override.sweep_iterator(), MAX_TRIALS + 1)
         return [f"{each:.12g}" if isinstance(each, float) else str(each) for each in numbers]
@@ -167,7 +167,7 @@ _SIGNIFICANT_DIGITS = 4  # of a proposed number
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included; multiples of the run's own value if `is_relative`."""
+    """Numbers from `low` to `high`, inclusive; multiples of the value of the run if `is_relative`."""
 
     key: str
     low: float
@@ -180,7 +180,7 @@ class Range:
     is_swept = True
 
     def text(self, number: float) -> str:
-        """The override with a number."""
+        """Return the override with a number."""
         short = f"{number:g}"
         written = short if float(short) == number else repr(number)
         return f"{self.key}={written}{'x' if self.is_relative else ''}"
@@ -192,7 +192,7 @@ class Range:
 
     @property
     def count(self) -> float:
-        """How many numbers it has; infinity for a continuous range."""
+        """Number of values; infinity for a continuous range."""
         step = self._step
         return math.inf if step is None else math.floor((self.high - self.low) / step + _STEP_TOLERANCE) + 1
 
@@ -201,11 +201,11 @@ class Range:
         return self.step or (1 if self.is_whole else None)
 
     def number(self, place: float) -> float:
-        """The number at a place of a range that is not continuous."""
+        """Return the number at an index of a range that is not continuous."""
         return self.rounded(self.low + place * (self._step or 0))
 
     def has(self, number: float) -> bool:
-        """Whether a number lies in the range and on a step."""
+        """Return whether a number is in the range and on a step."""
         if not self.low <= number <= self.high:
             return False
         return self._step is None or abs((number - self.low) / self._step % 1 - 0.5) > 0.5 - _STEP_TOLERANCE
@@ -223,25 +223,25 @@ Dimension = Setting | Range
 
 
 def parse_multiple(value: Any) -> float | None:
-    """0.5 for `0.5x`; None for other values."""
-    found = _MULTIPLE.fullmatch(value) if isinstance(value, str) else None
-    return as_number(found[1]) if found else None
+    """Return 0.5 for `0.5x`; None for other values."""
+    match = _MULTIPLE.fullmatch(value) if isinstance(value, str) else None
+    return as_number(match[1]) if match else None
 
 
 def dimensions_in(space: Mapping[str, Any]) -> tuple[list[Dimension], list[str]]:
-    """The dimensions in the order of the space, and their problems."""
-    found: list[Dimension] = []
+    """Return the dimensions in the order of the space, and their problems."""
+    dimensions: list[Dimension] = []
     problems: list[str] = []
-    for key, given in space.items():
+    for key, values in space.items():
         try:
-            found.append(_range(key, given) if isinstance(given, Mapping) else _yaml_setting(key, given))
+            dimensions.append(_range(key, values) if isinstance(values, Mapping) else _yaml_setting(key, values))
         except ConfigError as problem:
             problems += problem.problems
-    return found, problems
+    return dimensions, problems
 
 
 def corners(dimensions: Sequence[Dimension]) -> list[tuple[str, ...]]:
-    """Each value, or end of a range, with the first ones of the other dimensions and every choice of the groups."""
+    """Return each value, or end of a range, with the first of the other dimensions and every choice of the groups."""
     groups = choices_by_group()
     firsts = itertools.product(*(each.texts if each.key in groups else each.texts[:1] for each in dimensions))
     places = [(at, text) for at, each in enumerate(dimensions) for text in each.texts]
@@ -249,7 +249,7 @@ def corners(dimensions: Sequence[Dimension]) -> list[tuple[str, ...]]:
 
 
 def compose_or_error(overrides: Sequence[str]) -> RunConfig | ConfigError:
-    """The run of the overrides, or its problems."""
+    """Return the run of the overrides, or its problems."""
     try:
         return compose_run(overrides)
     except ConfigError as problem:
@@ -257,7 +257,7 @@ def compose_or_error(overrides: Sequence[str]) -> RunConfig | ConfigError:
 
 
 def value_in(run: RunConfig, key: str) -> Any:
-    """The value of a run at a dotted key; for a section, its kind."""
+    """Return the value of a run at a dotted key; for a section, its kind."""
     value: Any = run
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -265,9 +265,9 @@ def value_in(run: RunConfig, key: str) -> Any:
 
 
 def as_read(combinations: Iterable[tuple[str, ...]], dimensions: Sequence[Dimension]) -> list[tuple[str, ...]]:
-    """The different trials once each of them is without the keys that its run does not read.
+    """Return the different trials without the keys that their runs do not use.
 
-    Where no group is swept, all trials read the same, and a key that they do not is refused as in a run.
+    If no group is swept, all trials use the same keys, and an unused key is refused as in a run.
     """
     groups = choices_by_group()
     if not any(each.is_swept and each.key.removesuffix(".kind") in groups for each in dimensions):
@@ -276,16 +276,16 @@ def as_read(combinations: Iterable[tuple[str, ...]], dimensions: Sequence[Dimens
 
 
 def without_unread(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """The overrides of a trial but for the keys that its run does not read."""
+    """Return the overrides of a trial without keys that its run does not use."""
     others = [text for text in texts if not readers_of(key_of(text)) and not parse_multiple(text.partition("=")[2])]
     run = compose_or_error(others)
     return texts if isinstance(run, ConfigError) else tuple(text for text in texts if not is_unread(run, key_of(text)))
 
 
 def multiply_out(combinations: Sequence[tuple[str, ...]], relative: Collection[str]) -> list[tuple[str, ...]]:
-    """The overrides of each trial, with numbers in place of multiples for the keys in `relative`.
+    """Return the overrides of each trial, with numbers instead of multiples for the keys in `relative`.
 
-    A number given for such a key is the base of the multiples, which replace it.
+    A number set for such a key is the base of the multiples, which replace it.
     """
     if not relative:
         return list(combinations)
@@ -295,13 +295,13 @@ def multiply_out(combinations: Sequence[tuple[str, ...]], relative: Collection[s
 
     runs = [compose_or_error([text for text in texts if not is_multiple(text)]) for texts in combinations]
     refuse(dict.fromkeys(problem for run in runs if isinstance(run, ConfigError) for problem in run.problems))
-    found = []
+    trials = []
     for texts, run in zip(combinations, runs, strict=True):
         assert isinstance(run, RunConfig)
         multiples = {key_of(text) for text in texts if is_multiple(text)}
         remaining = [text for text in texts if is_multiple(text) or key_of(text) not in multiples]
-        found.append(tuple(_multiplied(text, run) if is_multiple(text) else text for text in remaining))
-    return found
+        trials.append(tuple(_multiplied(text, run) if is_multiple(text) else text for text in remaining))
+    return trials
 
 
 def _multiplied(text: str, run: RunConfig) -> str:
@@ -309,7 +309,7 @@ def _multiplied(text: str, run: RunConfig) -> str:
     base, factor = value_in(run, key), parse_multiple(multiple)
     if not isinstance(base, int | float) or factor is None:
         raise ConfigError(
-            f"{text}: {key} has no number in this run that could be multiplied. Give numbers in sweep.space.{key}."
+            f"{text}: {key} is not a number in this run, so it cannot be multiplied. Set numbers in sweep.space.{key}."
         )
     if number_type(field_types(RunConfig)[key]) is int:
         return f"{key}={max(1, round(base * factor))}"
@@ -329,7 +329,7 @@ def _yaml_setting(key: str, given: Any) -> Setting:
     if is_relative:
         _number_type(key, given)
         if not all(factors):
-            problems.append(f"{_as_typed(key, given)}: multiples (0.5x, above 0) and values do not go together.")
+            problems.append(f"{_as_typed(key, given)}: multiples (0.5x, above 0) and values cannot be mixed.")
     elif settings:
         problems += _override_problems(settings[0].texts)
     refuse(problems)
@@ -341,35 +341,35 @@ def _override_problems(texts: Sequence[str]) -> list[str]:
 
 
 def _number_type(key: str, given: Any) -> type[int] | type[float]:
-    """int or float for a key, which must take numbers."""
+    """Return int or float for a key; raise if it is not a number."""
     kind = field_types(RunConfig).get(key)
     if kind is None and key not in choices_by_group():
         raise ConfigError(_override_problems([f"{key}=1"]))
-    found = number_type(kind)
-    if found is None:
-        raise ConfigError(f"{_as_typed(key, given)}: {key} takes no numbers. Give a list of values.")
-    return found
+    type_ = number_type(kind)
+    if type_ is None:
+        raise ConfigError(f"{_as_typed(key, given)}: {key} is not a number. Set a list of values.")
+    return type_
 
 
 def _range(key: str, given: Mapping[str, Any]) -> Range:
     typed = _as_typed(key, given)
     takes_whole = _number_type(key, given) is int
     if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:
-        raise ConfigError(f"{typed}: expected low: and high:, with log: true or step: if wanted.")
+        raise ConfigError(f"{typed}: expected low: and high:, optionally log: true or step:.")
     multiples = parse_multiple(given["low"]), parse_multiple(given["high"])
     is_relative = any(multiples)
     low, high = multiples if is_relative else (as_number(given["low"]), as_number(given["high"]))
     log, step = bool(given.get("log")), as_number(given.get("step"))
     if low is None or high is None or not math.isfinite(high - low):
         raise ConfigError(
-            f"{typed}: low and high must be numbers, or both multiples of the run's own value, such as 0.1x and 10x."
+            f"{typed}: low and high must be numbers, or both multiples of the value of the run, e.g. 0.1x and 10x."
         )
     is_whole = takes_whole and not is_relative
     faults = {
         "low must be below high.": low >= high,
         "low must be above 0 for log.": log and low <= 0,
         "log must be true or false.": not isinstance(given.get("log", False), bool),
-        "step must be a number above 0, and does not go with log.": "step" in given and (log or not step or step < 0),
+        "step must be a number above 0, without log.": "step" in given and (log or not step or step < 0),
         "expected whole numbers.": is_whole and any(each % 1 for each in (low, high, step or 0)),
     }
     refuse(f"{typed}: {fault}" for fault, is_there in faults.items() if is_there)
@@ -377,7 +377,7 @@ def _range(key: str, given: Mapping[str, Any]) -> Range:
 
 
 def _as_override_value(value: Any) -> str:
-    """A value in Hydra's override grammar."""
+    """Return a value in Hydra's override grammar."""
     if isinstance(value, list):
         return f"[{','.join(map(_as_override_value, value))}]"
     if isinstance(value, Mapping):
@@ -399,7 +399,7 @@ _OF_LADDER = f"{GROUP}.size"
 
 @dataclass(kw_only=True, slots=True)
 class Rung:
-    """A rung of a ladder: what it changes, or the `reason` why it is not run; the figures that its source claims."""
+    """A rung of a ladder: its overrides, or the `reason` why it is not run; the figures claimed by its source."""
 
     overrides: list[str] = field(default_factory=list)
     reason: str | None = None
@@ -408,10 +408,10 @@ class Rung:
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
-    """A file of conf/sweep. `trials` and `seed` are for a search: a grid has its own number of trials.
+    """A file of conf/sweep. `trials` and `seed` are for a search: the values of a grid determine its trials.
 
-    A ladder has no space, but `base`, `rungs` and, for `size=small`, `small`: overrides, of which later ones win. One
-    that is `planned` is for app.check memory alone.
+    A ladder has no space, but overrides in `base`, `rungs` and, for `size=small`, `small`: later ones win. A `planned`
+    ladder is only for app.check memory.
     """
 
     proposer: str = choice("grid", "tpe", "rungs")
@@ -428,7 +428,7 @@ class SweepConfig:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A preset by its name, which is empty without `sweep=`."""
+    """A preset and its name, empty without `sweep=`."""
 
     name: str
     config: SweepConfig
@@ -438,12 +438,12 @@ NO_PRESET = Preset("", SweepConfig(proposer="grid"))
 
 
 def is_sweep_key(text: str) -> bool:
-    """Whether an override is for the sweep, not for its trials."""
+    """Return whether an override is for the sweep, not for its trials."""
     return key_of(text).partition(".")[0] == GROUP
 
 
 def read_preset(words: Sequence[str]) -> Preset:
-    """Read the overrides of the sweep; one ConfigError has all their problems."""
+    """Read the overrides of the sweep; report all problems in one ConfigError."""
     overrides = _parsed(words)
     if not overrides:
         return NO_PRESET
@@ -461,16 +461,16 @@ def read_preset(words: Sequence[str]) -> Preset:
     config.space.update({k.removeprefix(_SPACE): v for k, v in changes.items() if k not in whole and v is not None})
     if config.proposer == "rungs":
         refuse(
-            f"{key}: sweep={name} has rungs, which its file names. Leave it out; {_OF_LADDER}=small makes them small."
+            f"{key}: the rungs of sweep={name} are set in its file. Remove it; {_OF_LADDER}=small selects small sizes."
             for key in changes
             if key != _OF_LADDER
         )
     elif _OF_LADDER in changes:
-        raise ConfigError(f"{_OF_LADDER} is of rungs, and sweep={name} has none. Leave it out.")
+        raise ConfigError(f"{_OF_LADDER} is only for ladders, and sweep={name} has no rungs. Remove it.")
     if config.proposer == "grid" and not changes.keys().isdisjoint(_OF_SEARCH):
         raise ConfigError(
-            f"{' and '.join(_OF_SEARCH)} are of a search: sweep={name} has a trial for each of its values. "
-            "Leave them out, or choose sweep=optuna."
+            f"{' and '.join(_OF_SEARCH)} are only for a search: sweep={name} runs a trial for each of its values. "
+            "Remove them, or choose sweep=optuna."
         )
     return Preset(name, config)
 
@@ -478,18 +478,18 @@ def read_preset(words: Sequence[str]) -> Preset:
 def dimensions_of(
     preset: Preset, space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]
 ) -> tuple[list[Dimension], list[str]]:
-    """The settings, then the dimensions of the preset; and messages about the latter.
+    """Return the settings, then the dimensions of the preset; and messages about the latter.
 
-    The command line wins: the preset does not vary a given key, except by multiples of the given value.
+    The command line wins: the preset does not vary a key set there, except by multiples of its value.
     """
-    given = {setting.key: setting for setting in settings}
+    fixed = {setting.key: setting for setting in settings}
     candidates = [
-        each for each in space if each.key not in given or (each.is_relative and not given[each.key].is_swept)
+        each for each in space if each.key not in fixed or (each.is_relative and not fixed[each.key].is_swept)
     ]
     unused = _unused(candidates, settings, extra)
     varied = [each for each in candidates if each.key not in unused]
     if preset.name and not varied:
-        reasons = {each.key: "is given" for each in space} | unused
+        reasons = {each.key: "is already set" for each in space} | unused
         why = "; ".join(f"{key} {reason}" for key, reason in reasons.items())
         raise ConfigError(f"sweep={preset.name} has nothing to vary: {why or 'its space is empty'}.")
     if preset.config.proposer == "grid":
@@ -499,45 +499,43 @@ def dimensions_of(
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
-    found: list[Override] = []
+    parsed: list[Override] = []
     problems: list[str] = []
     for text in words:
         try:
-            found.append(override := parse_override(text))
+            parsed.append(override := parse_override(text))
         except HydraException as fault:
             problems.append(f"{text!r} cannot be read: {' '.join(str(fault).splitlines()[0].split())}.")
             continue
-        key, given = override.key_or_group, text.partition("=")[2]
+        key, value = override.key_or_group, text.partition("=")[2]
         if override.is_sweep_override():
-            meant = f" Write {key}=[{given}]." if key.startswith(_SPACE) else ""
-            problems.append(f"{text}: a sweep has one {key}.{meant}")
+            fix = f" Use {key}=[{value}]." if key.startswith(_SPACE) else ""
+            problems.append(f"{text}: {key} takes one value.{fix}")
     refuse(problems)
-    return found
+    return parsed
 
 
 def _name(overrides: Sequence[Override]) -> str:
     names = conf_files.choices_by_group()[GROUP]
-    given = [each.value() for each in overrides if each.key_or_group == GROUP]
-    if not given:
+    chosen = [each.value() for each in overrides if each.key_or_group == GROUP]
+    if not chosen:
+        raise ConfigError(f"{overrides[0].key_or_group} also needs sweep=NAME. Choose one of {', '.join(names)}.")
+    if chosen[-1] not in names:
+        near = did_you_mean(str(chosen[-1]), names).partition(" Known")[0]
         raise ConfigError(
-            f"{overrides[0].key_or_group} needs sweep=..., which it changes. Choose one of {', '.join(names)}."
+            f"sweep={format_value(chosen[-1])}: unknown sweep.{near} Choose one of {', '.join(names)}; "
+            "or list values without a name: optimizer.lr=1e-3,3e-4."
         )
-    if given[-1] not in names:
-        near = did_you_mean(str(given[-1]), names).partition(" Known")[0]
-        raise ConfigError(
-            f"sweep={format_value(given[-1])}: there is no such sweep.{near} Choose one of {', '.join(names)}; "
-            "values of your own need no name: optimizer.lr=1e-3,3e-4."
-        )
-    return str(given[-1])
+    return str(chosen[-1])
 
 
 def _unused(space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]) -> dict[str, str]:
-    """Keys that no trial reads, such as those of the adapter in full fine-tuning, with the reason."""
+    """Return keys that no trial uses, such as adapter keys in full fine-tuning, with the reason."""
     keys = [each.key for each in space if readers_of(each.key)]
     combinations = as_read(itertools.product(*(setting.texts for setting in settings)), settings) if keys else ()
     runs = [run for texts in combinations if isinstance(run := compose_or_error((*texts, *extra)), RunConfig)]
     sections = {key: key.partition(".")[0] for key in keys if runs and all(is_unread(run, key) for run in runs)}
-    return {key: f"changes nothing with {each}.kind={value_in(runs[0], each)}" for key, each in sections.items()}
+    return {key: f"has no effect with {each}.kind={value_in(runs[0], each)}" for key, each in sections.items()}
 
 
 def _describe(dimension: Dimension) -> str:

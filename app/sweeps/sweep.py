@@ -1,4 +1,4 @@
-"""Command `app.train -m`: plans a sweep, checks all its trials, runs them in turn, and resumes after a stop."""
+"""Command `app.train -m`: plan a sweep, check all trials, run them one by one, and resume after a stop."""
 
 import hashlib
 import itertools
@@ -80,10 +80,10 @@ class Proposer(Protocol):
     count: int  # number of trials
 
     def recall(self, recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
-        """The trials known before the first one starts, given those of earlier starts in sweep.json."""
+        """Return the trials determined before the first one starts, from earlier starts in sweep.json."""
 
     def next(self, ended: Sequence[Outcome], /) -> Trial | None:
-        """The trial to run after these outcomes; None at the end."""
+        """Return the trial to run after these outcomes; None at the end."""
 
 
 class Runner:
@@ -104,7 +104,7 @@ class Runner:
         self._expected = [self._finished(trial) or self._new(trial) for trial in proposer.recall(before)]
 
     def run(self) -> int:
-        """Run to the end or until a stop request; returns the exit code."""
+        """Run to the end or until a stop request; return the exit code."""
         count = self._proposer.count
         self._say(f"sweep   {self._folder.path}, {count} {'trials' if count > 1 else 'trial'}")
         for note in self._notes:
@@ -128,10 +128,10 @@ class Runner:
         self._console.say(redact_text(text))
 
     def _known(self, trial: Trial) -> Outcome | None:
-        """The outcome of a trial that finished before."""
+        """Return the outcome of a trial that finished earlier."""
         outcome = self._finished(trial)
         if outcome:
-            self._say(f"  finished before, {_in_short(outcome)}")
+            self._say(f"  already finished, {_in_short(outcome)}")
         return outcome
 
     def _run(self, trial: Trial, request: StopRequest) -> Outcome:
@@ -165,21 +165,21 @@ class Runner:
         return TrialProcess(overrides, environment, printed.path)
 
     def _as_first(self, trial: Trial) -> Sequence[str]:
-        """Compile no layers of compile=auto on a GPU where the first trial compiled none: trials are compared."""
+        """Disable compilation on a GPU if compile=auto compiled no layers of the first trial, for comparable trials."""
         if not self._ended or any(key_of(text).partition(".")[0] == "compile" for text in trial.overrides):
             return ()
         choices = read_manifest(Path(self._ended[0].folder) / "manifest.json").get("choices", {})
         return ("compile=none",) if (choices.get("device"), choices.get("compile")) == ("cuda", "none") else ()
 
     def _follow(self, process: TrialProcess, printed: TrialLog, request: StopRequest) -> int:
-        """Wait for the end of a trial. A stop request is passed on; a trial that stops by itself stops the sweep."""
+        """Wait for the end of a trial. A stop request is passed on; a trial that stops without one stops the sweep."""
         is_asked = False
         try:
             while (code := process.wait(_POLL_SECONDS)) is None:
                 self._console.progress(len(self._ended), printed.latest())
                 if request.exit_code is not None and not is_asked:
                     is_asked = True
-                    self._say("  stopping: the trial saves its state; Ctrl-C once more kills it")
+                    self._say("  Stopping: saving the trial. Ctrl-C again to kill it.")
                     process.ask(request.exit_code)
         except KeyboardInterrupt:
             return process.kill()
@@ -191,7 +191,7 @@ class Runner:
         return code
 
     def _wait_for_lock(self, place: Path, request: StopRequest) -> None:
-        """Wait for a trial of a killed sweep, which saves before it ends."""
+        """Wait for a trial of a killed sweep to save and end."""
         is_reported = False
         while (user := lock_owner(place)) and request.exit_code is None:
             if not is_reported:
@@ -210,9 +210,9 @@ class Runner:
         elif outcome.status == DRY_RUN:
             self._say(_indented(printed.text().rstrip(), by=2))
         else:
-            where = f"all that it said is in {printed.path}"
+            where = f"full output in {printed.path}"
             self._say(f"  failed with exit code {outcome.exit_code} after {took}; {where}")
-            self._say(_indented(outcome.error or "it left no result", by=4))
+            self._say(_indented(outcome.error or "no result was written", by=4))
 
     def _close(self, request: StopRequest) -> int:
         winner = None if self._ladder else best(self._all())
@@ -230,20 +230,20 @@ class Runner:
             self._say(write_page(page, lambda: sweep_page(folder.path, folder.read(), page)))
         is_whole = self._proposer.next(self._ended) is None and STOPPED not in self._statuses()
         if request.exit_code is not None and not is_whole:
-            self._say("stopped; the same command goes on from here")
+            self._say("Stopped. Run the same command to continue.")
             return request.exit_code
         failed = self._statuses().count(FAILED)
         if failed:
-            self._say(f"{failed} of {len(self._ended)} trials failed; the same command tries them again")
+            self._say(f"{failed} of {len(self._ended)} trials failed; run the same command to retry them")
         return SOME_FAILED if failed or {*self._statuses()} == {REFUSED} else 0
 
     def _statuses(self) -> list[str]:
-        return [each.status for each in self._ended]
+        return [outcome.status for outcome in self._ended]
 
     def _all(self, running: Outcome | None = None) -> list[Outcome]:
-        """Outcomes of all known trials: ended, running, and expected."""
-        begun = [*self._ended, running] if running else self._ended
-        return [*begun, *self._expected[len(begun) :]]
+        """Return the outcomes of all trials so far: ended, running, and expected."""
+        started = [*self._ended, running] if running else self._ended
+        return [*started, *self._expected[len(started) :]]
 
     def _write(self, running: Outcome | None = None) -> None:
         trials = self._all(running)
@@ -302,7 +302,7 @@ _MAX_FOLDER_CHARACTERS = 48
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """A sweep whose trials, or the corners of whose search space, are valid."""
+    """A sweep with valid trials, or a valid search space (checked at its corners)."""
 
     proposer: Proposer
     runs: Sequence[RunConfig]
@@ -312,7 +312,7 @@ class SweepPlan:
 
 
 def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> int:
-    """Run a sweep; returns the exit code. `check_parts` is the check of a run before it starts."""
+    """Run a sweep; return the exit code. `check_parts` is the check of a run before it starts."""
     plan = plan_sweep(arguments, check_parts)
     with SweepFolder.claim(plan.place, plan.identity) as folder:
         command = ["python", "-m", "app.train", *arguments]
@@ -323,48 +323,48 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
     """Plan the sweep of a command line."""
     preset, space, settings = _read(split_arguments(arguments, sweep=True)[0])
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
-    given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
+    folders = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
     if preset.config.planned:
         plan = f"python -m app.check memory sweep={preset.name}"
-        raise ConfigError(f"sweep={preset.name}: its rungs are planned, not trained. Type {plan} hardware=h100")
+        raise ConfigError(f"sweep={preset.name} only estimates memory and is not trained. Run {plan} hardware=h100")
     if preset.config.proposer == LADDER:
         ladder = Ladder(preset, of_trials)
-        runs, notes = _checked_rungs(ladder, given, check_parts), size_note(preset)
+        runs, notes = _checked_rungs(ladder, folders, check_parts), size_note(preset)
         proposer: Proposer = ladder
     else:
-        dimensions, notes = dimensions_of(preset, space, of_trials, given)
+        dimensions, notes = dimensions_of(preset, space, of_trials, folders)
         proposer = proposer_of(dimensions, preset.config)
-        runs = _checked_runs(proposer.points, given, check_parts)
+        runs = _checked_runs(proposer.points, folders, check_parts)
         notes += _left_out(dimensions, proposer)
-    place = _one_folder(runs, given[-1]) if given else default_path(settings, preset)
+    place = _one_folder(runs, folders[-1]) if folders else default_path(settings, preset)
     return SweepPlan(proposer, runs, place, identity_of(of_trials, preset), [*settings_notes(arguments), *notes])
 
 
 def read_ladder(overrides: Sequence[str]) -> Ladder:
-    """The ladder of `sweep=NAME`, its rungs not checked yet."""
+    """Return the ladder of `sweep=NAME`, with unchecked rungs."""
     preset, _, settings = _read(overrides)
     if preset.config.proposer != LADDER:
         raise ConfigError(
-            f"sweep={preset.name} has no rungs, and app.check memory plans one run or the rungs of a ladder. "
-            f"Leave it out; dry_run=true plans each trial: python -m app.train -m sweep={preset.name} dry_run=true"
+            f"sweep={preset.name} is not a ladder, and app.check memory estimates one run or the rungs of a ladder. "
+            f"To estimate each trial: python -m app.train -m sweep={preset.name} dry_run=true"
         )
     return Ladder(preset, settings)
 
 
 def _left_out(dimensions: Sequence[Dimension], proposer: Proposer) -> Iterator[str]:
-    """Notes on the keys that not every trial has."""
+    """Yield notes on keys that are not in every trial."""
     for key in dict.fromkeys(each.key for each in dimensions):
         if any(key not in map(key_of, trial.overrides) for trial in proposer.points):
-            yield f"{'note':8}{key} is left out of the trials that do not read it, and equal trials run once"
+            yield f"{'note':8}{key} is ignored in trials that do not use it; equal trials run once"
 
 
 def proposer_of(dimensions: Sequence[Dimension], config: SweepConfig) -> Proposer:
-    """A search or a grid."""
+    """Return a search or a grid."""
     if config.proposer == "tpe":
         return Search(dimensions, config)
     settings = [each for each in dimensions if isinstance(each, Setting)]
     refuse(
-        f"sweep.space.{each.key}: a range has no list of values. Give values, [a, b], or choose sweep=optuna."
+        f"sweep.space.{each.key}: a grid needs a list of values, not a range. Set [a, b], or choose sweep=optuna."
         for each in dimensions
         if isinstance(each, Range)
     )
@@ -375,12 +375,12 @@ def proposer_of(dimensions: Sequence[Dimension], config: SweepConfig) -> Propose
 
 
 def identity_of(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
-    """Hash of a sweep, which does not depend on the number of trials of a search."""
+    """Return the hash of a sweep, independent of the number of trials of a search."""
     same: list[Any] = [
         [text.lstrip("+") for text in setting.texts] for setting in settings if setting.key not in _NOT_IN_IDENTITY
     ]
     config = preset.config
-    if config.proposer == LADDER:  # without what its source claims
+    if config.proposer == LADDER:  # without the claims of its source
         rungs = [[name, rung.overrides] for name, rung in config.rungs.items()]
         same += [config.base, config.small, config.size, rungs]
     elif preset.name:
@@ -389,14 +389,14 @@ def identity_of(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
 
 
 def default_path(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
-    """A name that the same command finds again."""
+    """Return the default folder, the same for the same command."""
     swept = (setting.key.rpartition(".")[2] for setting in settings if setting.is_swept)
     words = "-".join(filter(None, ("sweep", preset.name, *swept)))[:_MAX_FOLDER_CHARACTERS].rstrip("-")
     return f"runs/{words}-{identity_of(settings, preset)[:8]}"
 
 
 def _read(overrides: Sequence[str]) -> tuple[Preset, list[Dimension], list[Setting]]:
-    """Read all overrides; one ConfigError has the problems of each of them."""
+    """Read all overrides; report all problems in one ConfigError."""
     problems: list[str] = []
     preset, space = NO_PRESET, list[Dimension]()
     try:
@@ -423,10 +423,10 @@ def _read(overrides: Sequence[str]) -> tuple[Preset, list[Dimension], list[Setti
 def _checked_runs(
     trials: Sequence[Trial], extra: Sequence[str], check_parts: Callable[[RunConfig], None]
 ) -> list[RunConfig]:
-    """The run of each trial with `extra` overrides; one ConfigError has every problem once."""
+    """Return the run of each trial with `extra` overrides; report each problem once in one ConfigError."""
     wrong = wrong_overrides([*extra, *(text for trial in trials for text in trial.overrides)])
     runs: list[RunConfig] = []
-    found: dict[str, list[Trial]] = {}
+    trials_of: dict[str, list[Trial]] = {}
     for trial in trials:
         if wrong.keys() & {*trial.overrides, *extra}:
             continue
@@ -434,9 +434,9 @@ def _checked_runs(
         if isinstance(run, RunConfig):
             runs.append(run)
         for problem in _problems(run, check_parts):
-            found.setdefault(problem, []).append(trial)
+            trials_of.setdefault(problem, []).append(trial)
     problems = [problem for several in wrong.values() for problem in several]
-    problems += [_with_trials(problem, by, len(trials)) for problem, by in found.items()]
+    problems += [_with_trials(problem, by, len(trials)) for problem, by in trials_of.items()]
     refuse(dict.fromkeys(problems))
     return runs
 
@@ -444,15 +444,15 @@ def _checked_runs(
 def _checked_rungs(
     ladder: Ladder, extra: Sequence[str], check_parts: Callable[[RunConfig], None]
 ) -> Sequence[RunConfig]:
-    """The runs of the rungs that can be run here; the others are refused by name when their turn comes."""
+    """Return the runs of the valid rungs; the others are refused by name when their turn comes."""
     runs: dict[int, RunConfig] = {}
     problems: dict[int, Sequence[str]] = {}
     for trial in ladder.points:
         if trial.refused is None:
             try:
                 (runs[trial.number],) = _checked_runs([trial], extra, check_parts)
-            except ConfigError as found:
-                problems[trial.number] = found.problems
+            except ConfigError as fault:
+                problems[trial.number] = fault.problems
     ladder.check(runs, problems)
     return list(runs.values())
 
@@ -468,7 +468,7 @@ def _problems(run: RunConfig | ConfigError, check_parts: Callable[[RunConfig], N
 
 
 def _with_trials(problem: str, by: Sequence[Trial], trials: int) -> str:
-    """A problem with the trials that have it, unless all have; points of a search space have no number."""
+    """Return a problem with its trials, unless all have it; points of a search space have no number."""
     if len(by) == trials:
         return problem
     if not by[0].number:
@@ -477,12 +477,12 @@ def _with_trials(problem: str, by: Sequence[Trial], trials: int) -> str:
     return f"{problem} (trial {by[0].number}{others}: {describe(by[0].swept)})"
 
 
-def _one_folder(runs: Sequence[RunConfig], given: str) -> str:
-    """The folder of `output_dir`, which must not depend on swept settings."""
+def _one_folder(runs: Sequence[RunConfig], override: str) -> str:
+    """Return the folder of `output_dir`, which must not depend on swept settings."""
     places = sorted({run.output_dir for run in runs})
     if len(places) > 1:
         raise ConfigError(
-            f"{given}: this is another folder for each trial ({', '.join(places[:3])}). "
-            "Give one for the whole sweep; each trial gets a folder in it."
+            f"{override}: the folder differs between trials ({', '.join(places[:3])}). "
+            "Set one folder for the whole sweep; each trial gets a subfolder."
         )
     return places[0]

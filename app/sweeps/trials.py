@@ -38,8 +38,8 @@ _UNSAFE_CHARACTERS = re.compile(r"[^\w.=,+-]+", re.ASCII)
 class Trial:
     """A trial: all `overrides`, the `swept` ones among them, and the `name` of its folder.
 
-    `proposed` is the point of the search space that a search chose. Number 0 is a point that is checked, not run.
-    `refused` is why a rung of a ladder is not run.
+    `proposed` is the point of the search space. Number 0 is a point that is only checked.
+    `refused` is the reason why a rung of a ladder is not run.
     """
 
     number: int
@@ -72,34 +72,34 @@ class Outcome:
 
     @property
     def cost(self) -> float | None:
-        """The objective as a number of which less is better."""
+        """The objective as a number to minimize."""
         return None if self.objective is None else cost_of(self.objective, self.objective_is)
 
 
 def describe(swept: Sequence[str]) -> str:
-    """The swept overrides of a trial as text."""
+    """Return the swept overrides of a trial as text."""
     return " ".join(text.lstrip("+") for text in swept)
 
 
 def name_of(number: int, digits: int, swept: Sequence[str]) -> str:
-    """Name of a trial's folder, valid on any file system: a unique number with a readable rest, which may be cut."""
+    """Return the folder name of a trial, valid on any file system: a unique number and a readable, truncated rest."""
     text = _UNSAFE_CHARACTERS.sub("_", _BRACKETS.sub("", describe(swept).replace(" ", ",")))
     return f"{number:0{digits}}-{text}"[:_MAX_NAME_CHARACTERS].rstrip("-._,")
 
 
 def key_of(text: str) -> str:
-    """Key of an override, without its prefix."""
+    """Return the key of an override, without its prefix."""
     return text.partition("=")[0].lstrip("+~")
 
 
 def values_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """Typed values of overrides by key."""
+    """Return the typed values of overrides by key."""
     return {key_of(text): value_of(text) for text in overrides}
 
 
 @cache
 def value_of(text: str) -> Any:
-    """The typed value of an override as Hydra reads it; unreadable values, NaN and infinity are text."""
+    """Return the typed value of an override; unreadable values, NaN and infinity are text."""
     try:
         value = parse_override(text).value()
     except HydraException:
@@ -119,8 +119,8 @@ class SweepFolder(ClaimedFolder):
             before = folder.read()
             if before and before["identity"] != identity:
                 raise ConfigError(
-                    f"output_dir={given}: the folder has another sweep; choose another output_dir, or continue "
-                    f"that one: {shlex.join(before['command'])}"
+                    f"output_dir={given}: the folder has another sweep; choose another output_dir, or resume "
+                    f"that sweep: {shlex.join(before['command'])}"
                 )
         except AppError:
             folder.release()
@@ -129,16 +129,16 @@ class SweepFolder(ClaimedFolder):
 
     @property
     def content(self) -> Path:
-        """sweep.json, which has the command and the outcomes of the trials."""
+        """sweep.json, with the command and the outcomes of the trials."""
         return self.path / _CONTENT
 
     def read(self) -> dict[str, Any]:
-        """Content of sweep.json; empty before the first start."""
+        """Return the content of sweep.json; empty before the first start."""
         if not self.content.exists():
             return {}
         try:
             values: dict[str, Any] = read_json(self.content)
-            why = "" if {"identity", "command", "trials"} <= {*values} else "it lacks the command or the trials"
+            why = "" if {"identity", "command", "trials"} <= {*values} else "command or trials are missing"
         except (ValueError, TypeError) as fault:
             why = str(fault)
         if why:
@@ -146,26 +146,26 @@ class SweepFolder(ClaimedFolder):
         return values
 
     def write(self, facts: dict[str, Any], trials: Sequence[Outcome]) -> None:
-        """Replace sweep.json, which other programs may be reading."""
+        """Replace sweep.json atomically, for programs that read it."""
         write_json(self.content, redact({**facts, "trials": [asdict(each) for each in trials]}))
 
 
 def _refuse_foreign(given: str, names: Sequence[str]) -> None:
-    """Refuse a folder that is neither empty nor of a sweep."""
+    """Raise if the folder is neither empty nor of a sweep."""
     if names and _CONTENT not in names:
         raise ConfigError(
-            f"output_dir={given}: the folder is not empty and not that of a sweep (it has {listed(names, 4)}); "
+            f"output_dir={given}: the folder is not empty and not a sweep (found {listed(names, 4)}); "
             "choose a new or empty folder"
         )
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes by objective, the best first and those without one (failed, NaN) last."""
+    """Return outcomes sorted by objective, the best first and those without one (failed, NaN) last."""
     return sorted(outcomes, key=lambda each: (each.cost is None, each.cost or 0.0, each.number))
 
 
 def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """The best finished trial for sweep.json; `line` is what to type after `python -m app.train`."""
+    """Return the best finished trial for sweep.json; `line` has the arguments for `python -m app.train`."""
     first = next(iter(ranked(outcomes)), None)
     if first is None or first.objective is None or first.status != FINISHED:
         return None
@@ -179,7 +179,7 @@ def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
 
 
 def leaderboard(outcomes: Sequence[Outcome]) -> str:
-    """Table with a row for each trial and a column for each swept setting."""
+    """Return a table with a row for each trial and a column for each swept setting."""
     keys = list(dict.fromkeys(key_of(text) for each in outcomes for text in each.swept))
     names = ("rank", "trial", "objective", "steps", "tokens/s", "samples/s", "time")
     rows: list[Sequence[str]] = [(*names, *keys, "status")]
@@ -210,7 +210,7 @@ _STEP_PREFIX = "step "
 
 
 class TrialProcess:
-    """`python -m app.train` that prints to a file, because a pipe would break when the sweep is killed."""
+    """A process `python -m app.train` that prints to a file: a pipe would break when the sweep is killed."""
 
     def __init__(self, overrides: Sequence[str], environment: Mapping[str, str], printed: Path) -> None:
         with report_write_errors(printed):
@@ -222,19 +222,19 @@ class TrialProcess:
                 stdout=file,
                 stderr=STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the sweep alone, which passes it on once
+                start_new_session=True,  # Ctrl-C reaches only the sweep, which passes it on once
                 preexec_fn=_terminate_with_parent(),  # noqa: PLW1509 (a sweep has no threads)
             )
 
     def wait(self, seconds: float) -> int | None:
-        """Exit code, negative for a signal; None if it still runs after `seconds`."""
+        """Return the exit code, negative for a signal; None if the process still runs after `seconds`."""
         try:
             return self._process.wait(seconds)
         except TimeoutExpired:
             return None
 
     def ask(self, exit_code: int) -> None:
-        """Ask it to save and exit with that code, by SIGINT as a terminal does or SIGTERM as a scheduler does."""
+        """Request it to save and exit with that code, by SIGINT like a terminal or SIGTERM like a scheduler."""
         if exit_code == CTRL_C:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGINT)
@@ -242,14 +242,14 @@ class TrialProcess:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> int:
-        """Kill it with all its children."""
+        """Kill the process and all its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 
 
 class TrialLog:
-    """Output file of a trial, from its current end on."""
+    """Output file of a trial, read from its current end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -260,7 +260,7 @@ class TrialLog:
         return self._since(self._begin).decode("utf-8", "replace")
 
     def latest(self) -> str:
-        """The newest line of a step, or the newest line before the first step."""
+        """Return the newest line of a step, or the newest line before the first step."""
         whole, newline, _ = self._since(self._seen).rpartition(b"\n")
         self._seen += len(whole) + len(newline)
         lines = whole.decode("utf-8", "replace").splitlines()
@@ -278,7 +278,7 @@ class TrialLog:
 
 
 def reason(exit_code: int, text: str) -> str:
-    """Why a trial failed, in at most a few lines."""
+    """Return the reason why a trial failed, in a few lines."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"killed by {name}" + (": out of memory?" if name == "SIGKILL" else "")
@@ -286,16 +286,16 @@ def reason(exit_code: int, text: str) -> str:
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     if errors:
         return "\n".join(lines[errors[-1] :][:_MAX_REASON_LINES])
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def _terminate_with_parent() -> Callable[[], None]:
-    """Function for the forked child that requests SIGTERM when this process ends, in whatever way."""
+    """Return a function for the forked child that requests SIGTERM when this process ends or is killed."""
     libc, sweep = ctypes.CDLL(None), os.getpid()
 
     def ask_the_kernel() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != sweep:  # it ended before the request
+        if os.getppid() != sweep:  # the parent ended before the request
             os._exit(1)
 
     return ask_the_kernel

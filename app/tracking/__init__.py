@@ -1,1 +1,1 @@
-"""Records of a run for people and for other programs. Nothing here imports torch."""
+"""Output files, console and trackers of a run. Nothing here imports torch."""

@@ -26,7 +26,7 @@ class Difference:
 
 
 def compare_programs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Differences of two manifests that may change results: versions, commit, hardware."""
+    """Return differences between two manifests that may change results: versions, commit, hardware."""
     return [
         *_different({"python": then.get("python")}, {"python": now.get("python")}),
         *_different(then.get("packages", {}), now.get("packages", {})),
@@ -36,16 +36,16 @@ def compare_programs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Di
 
 
 def compare_content(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Different hashes of rows, tokenizer and base; hashes that the older manifest lacks are left out."""
+    """Return different hashes of rows, tokenizer and base; hashes missing in the older manifest are omitted."""
     names = {"train": "training data", "eval": "eval data", "tokenizer": "tokenizer", "base": "weights of the base"}
-    known = {key: value for key, value in then.get("hashes", {}).items() if key in names}
-    short = [{names[key]: _short(side.get(key)) for key in known} for side in (known, now.get("hashes", {}))]
+    hashes = {key: value for key, value in then.get("hashes", {}).items() if key in names}
+    short = [{names[key]: _short(side.get(key)) for key in hashes} for side in (hashes, now.get("hashes", {}))]
     return _different(*short)
 
 
 @dataclass(frozen=True, slots=True)
 class MetricDifference:
-    """A metric that differs. `relative` is to the larger value, and infinite where one is missing."""
+    """A metric that differs. `relative` is to the larger value, and infinite if one is missing."""
 
     step: int
     name: str
@@ -57,7 +57,7 @@ class MetricDifference:
         is_visible = self.relative > _MIN_VISIBLE_DIFFERENCE  # else all digits are shown
         values = (self.then, self.now)
         then, now = (format_number(each) if each is not None and is_visible else str(each) for each in values)
-        return f"{self.name} of step {self.step}, {then} then and {now} now (relative {self.relative:.1e})"
+        return f"{self.name} at step {self.step}: {then} then, {now} now (relative difference {self.relative:.1e})"
 
     def as_dict(self) -> dict[str, Any]:
         """Fields for JSON, which has no infinity."""
@@ -75,23 +75,23 @@ class LineComparison:
 
     def summary(self) -> str:
         if not self.lines:
-            return "no line of both is of the same step"
+            return "no steps in common"
         compared = f"{self.lines:,} lines up to step {self.last_step:,}"
         if self.first is None or self.largest is None:
-            return f"{compared}, to the last bit"
-        return f"{compared}\nfirst: {self.first}\nmost:  {self.largest}"
+            return f"{compared}, bit-identical"
+        return f"{compared}\nfirst:   {self.first}\nlargest: {self.largest}"
 
 
 def compare_lines(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> LineComparison:
-    """Compare the lines of two metrics.jsonl of equal step and kind."""
+    """Compare the lines of two metrics.jsonl with equal step and kind."""
     before, after = _by_step(then), _by_step(now)
     shared = sorted(before.keys() & after.keys())
-    apart = [found for place in shared for found in _apart(place[0], before[place], after[place])]
+    differences = [diff for place in shared for diff in _apart(place[0], before[place], after[place])]
     return LineComparison(
         lines=len(shared),
         last_step=shared[-1][0] if shared else None,
-        first=apart[0] if apart else None,
-        largest=max(apart, key=lambda each: each.relative, default=None),
+        first=differences[0] if differences else None,
+        largest=max(differences, key=lambda each: each.relative, default=None),
     )
 
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MIN_REDRAW_SECONDS = 0.1
-_BAR_NUMBERS = ("loss", "tokens_per_second")  # with the time left they fit beside the bar in 80 columns
+_BAR_NUMBERS = ("loss", "tokens_per_second")  # with the time left they fit next to the bar in 80 columns
 _FILE_WIDTH = 240  # columns of a table in a file or pipe
 
 
 class Console:
     """A bar at the bottom of a terminal and messages above it; one line per logged step in a pipe or file.
 
-    No thread redraws the bar: it changes with each step. With `enabled=False` (ranks other than 0) nothing is shown.
+    The bar is redrawn at each step, without a thread. With `enabled=False` (ranks other than 0) nothing is shown.
     """
 
     def __init__(self, stream: TextIO | None = None, *, enabled: bool = True) -> None:
@@ -36,7 +36,7 @@ class Console:
         self._drawn = 0.0
 
     def begin(self, total: int, done: int) -> None:
-        """Show progress over `total` steps, of which earlier starts made `done`."""
+        """Show progress over `total` steps, of which `done` are from earlier starts."""
         self._total = total
         if self._progress:
             self._progress.add_task("", total=total, completed=done, numbers="")
@@ -60,7 +60,7 @@ class Console:
             self.say(step_line(values, self._total, seconds_left))
 
     def progress(self, completed: int, text: str) -> None:
-        """Move the bar of a terminal."""
+        """Update the progress bar of a terminal."""
         now = time.monotonic()
         if self._progress:
             for task in self._progress.task_ids:
@@ -88,7 +88,7 @@ class SafeStream:
         return self._stream.encoding or "utf-8"
 
     def write(self, text: str) -> int:
-        """Write; characters that the encoding lacks become question marks."""
+        """Write; characters missing in the encoding become question marks."""
         if not self._broken:
             try:
                 self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
@@ -104,14 +104,14 @@ class SafeStream:
                 self._fall_silent()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal; False for a closed stream."""
+        """Return whether it is a terminal; False for a closed stream."""
         try:
             return self._stream.isatty()
         except ValueError:
             return False
 
     def is_terminal(self) -> bool:
-        """Whether it is a terminal that can move the cursor, by TERM."""
+        """Return whether it is a terminal that can move the cursor, by TERM."""
         return self.isatty() and os.environ.get("TERM", "") not in {"", "dumb", "unknown"}
 
     def fileno(self) -> int:
@@ -136,17 +136,17 @@ class _LogToConsole(logging.Handler):
 
 
 def open_console(stream: TextIO | None = None) -> Console:
-    """A console, by default on standard output, that also prints the log records of `app.*`."""
+    """Return a console, by default on standard output, that also prints the log records of `app.*`."""
     console = Console(stream)
     logger = logging.getLogger("app")
     logger.handlers[:] = [_LogToConsole(console)]
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # Hydra would write them to a file of its own
+    logger.propagate = False  # Hydra would write them to another file
     return console
 
 
 def rich_terminal(stream: SafeStream) -> "Terminal":
-    """A rich console on the stream; it honors NO_COLOR and the width of a terminal."""
+    """Return a rich console on the stream; it honors NO_COLOR and the width of a terminal."""
     from rich.console import Console as Terminal
 
     width = None if stream.is_terminal() else _FILE_WIDTH
@@ -154,7 +154,7 @@ def rich_terminal(stream: SafeStream) -> "Terminal":
 
 
 def print_table(stream: SafeStream, table: "Table") -> None:
-    """Print a table; in a pipe or file as wide as it needs, with no blanks at the ends of its lines."""
+    """Print a table; in a pipe or file at full width, without trailing spaces."""
     terminal = rich_terminal(stream)
     if stream.is_terminal():
         terminal.print(table)

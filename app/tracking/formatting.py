@@ -1,4 +1,4 @@
-"""Numbers, steps and samples as the text that people read: console, log, pages, model card."""
+"""Format numbers, steps and samples as text for console, log, pages and model card."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A held-out prompt, the expected answer and the answer of the model."""
+    """An eval prompt, the expected answer and the answer of the model."""
 
     prompt: str
     expected: str
@@ -20,25 +20,25 @@ class Sample:
 
     @property
     def answer_text(self) -> str:
-        """The answer, with its likelihood where that is known."""
+        """The answer, with its likelihood if available."""
         return self.answer if self.likelihood is None else f"{self.answer} ({self.likelihood:.0%})"
 
 
 def align(rows: Sequence[tuple[str, str]], width: int = 0, gap: int = 2) -> str:
-    """Names and values in two columns, the first at least `width`; further lines of a value are indented below it."""
+    """Align names and values in two columns, the first at least `width`; further lines of a value are indented."""
     width = max(width, *(len(name) + gap for name, _ in rows if name), 0)
     return "\n".join(f"{name:<{width}}{value}".replace("\n", "\n" + " " * width) for name, value in rows)
 
 
 def align_columns(rows: Sequence[Sequence[str]], gap: int = 3) -> str:
-    """A table of cells, each column as wide as its longest cell."""
+    """Return a table of cells, each column as wide as its longest cell."""
     widths = [max(map(len, column)) + gap for column in zip(*rows, strict=True)]
     lines = ["".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def truncate(text: str, width: int, *, at_end: bool = True) -> str:
-    """One line of at most `width` characters, cut at its end or at its beginning."""
+    """Return one line of at most `width` characters, truncated at its end or at its start."""
     line = " ".join(text.split())
     if len(line) <= width:
         return line
@@ -46,26 +46,26 @@ def truncate(text: str, width: int, *, at_end: bool = True) -> str:
 
 
 def step_parts(values: Mapping[str, Any], seconds_left: float | None) -> list[str]:
-    """The numbers of a step with their names; missing numbers are left out."""
+    """Return the numbers of a step with their names; missing numbers are omitted."""
     parts = [text(values[key]) for key, text in _STEP_PARTS.items() if values.get(key) is not None]
     return parts if seconds_left is None else [*parts, f"{format_duration(seconds_left)} left"]
 
 
 def step_line(values: Mapping[str, Any], total: int | None, seconds_left: float | None) -> str:
-    """The log line of a training step."""
+    """Return the log line of a training step."""
     position = f"step {values['step']}" + (f"/{total}" if total else "")
     return " | ".join([position, *step_parts(values, seconds_left)])
 
 
 def evaluation_line(values: Mapping[str, Any]) -> str:
-    """The log line of an evaluation."""
+    """Return the log line of an evaluation."""
     shown = {key: value for key, value in values.items() if key not in {"step", "epoch"}}
     numbers = [f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()]
     return " | ".join([f"evaluation at step {values['step']}", *numbers])
 
 
 def samples_text(step: int, samples: Sequence[Sample]) -> str:
-    """All samples below each other."""
+    """Return all samples as text."""
     blocks = [
         align([("prompt", each.prompt), ("expected", each.expected), ("answer", each.answer_text)]) for each in samples
     ]
@@ -73,7 +73,7 @@ def samples_text(step: int, samples: Sequence[Sample]) -> str:
 
 
 def format_count(number: float) -> str:
-    """12345 as 12.3k; a rate below 100 keeps three digits."""
+    """Format 12345 as 12.3k; a number below 100 keeps three digits."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
             return f"{number / size:.1f}{unit}"
@@ -81,19 +81,19 @@ def format_count(number: float) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """GB or MB, in powers of ten."""
+    """Format as GB or MB, in powers of ten."""
     return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
 
 
 def format_duration(seconds: float) -> str:
-    """3725 as 1:02:05."""
+    """Format 3725 as 1:02:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
 def format_number(value: float) -> str:
-    """Five significant digits: 3.6259, 0.00040, 1.2e-07, 79,146."""
+    """Format with five significant digits: 3.6259, 0.00040, 1.2e-07, 79,146."""
     size = abs(value)
     if value == 0:
         return "0"
@@ -107,27 +107,27 @@ def format_number(value: float) -> str:
 
 
 def finite_number(value: Any) -> float | None:
-    """A value read from a file, if it is a finite number."""
+    """Return a value read from a file as float, or None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def format_or(value: Any, formatter: Callable[[float], str | None], absent: str | None = None) -> str | None:
-    """A value read from a file, by `formatter`; `absent` where it is no number."""
-    known = finite_number(value)
-    return absent if known is None else formatter(known)
+    """Format a value read from a file by `formatter`; return `absent` if it is not a finite number."""
+    number = finite_number(value)
+    return absent if number is None else formatter(number)
 
 
 def format_integer(value: Any) -> str | None:
-    """A count read from a file."""
+    """Format a count read from a file."""
     return format_or(value, "{:,.0f}".format)
 
 
 _STEP_PARTS: dict[str, Callable[[float], str]] = {
     "loss": "loss {:.4f}".format,
     "lr": "lr {:.2e}".format,
-    "grad_norm": "gradient {:.2f}".format,
+    "grad_norm": "grad_norm {:.2f}".format,
     "tokens_per_second": lambda number: f"{format_count(number)} tokens/s",
     "samples_per_second": lambda number: f"{format_count(number)} samples/s",
 }

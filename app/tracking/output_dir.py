@@ -39,11 +39,11 @@ _locks: set[int] = set()  # lock descriptors of this process
 
 
 class _LockedError(Exception):
-    """Another process has the lock; the text names it if it is known."""
+    """Another process has the lock; the text names it if possible."""
 
 
 class ClaimedFolder:
-    """A locked folder for this process alone. The lock ends with the process, however that ends."""
+    """A folder locked by this process. The lock ends with the process, even after a kill."""
 
     def __init__(self, path: Path, descriptor: int | None = None, created: tuple[Path, ...] = ()) -> None:
         self.path = path
@@ -51,23 +51,23 @@ class ClaimedFolder:
         self._created = created
 
     @classmethod
-    def _claim(cls, given: str, path: Path, refuse: Callable[[Sequence[str]], None]) -> Self:
-        """Create the folder if needed and lock it. If `refuse` raises for its names, everything stays as it was."""
+    def _claim(cls, output_dir: str, path: Path, refuse: Callable[[Sequence[str]], None]) -> Self:
+        """Create the folder if needed and lock it. If `refuse` raises for its names, nothing is changed."""
         if os.path.lexists(path) and not path.is_dir():
-            raise EnvironmentProblem(f"output_dir={given}: this is no folder; choose a new or empty folder")
+            raise EnvironmentProblem(f"output_dir={output_dir}: not a folder; choose a new or empty folder")
         created = tuple(folder for folder in (path, *path.parents) if not folder.exists())
         claimed = cls(path, None, created)
         try:
             with report_write_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
-                _refuse_links(path, given)
+                _refuse_links(path, output_dir)
                 claimed._descriptor = _take_lock(path / _LOCK)
             names = sorted(entry.name for entry in path.iterdir())
             # without locks, files of app.check and leftovers of a kill
             refuse([name for name in names if name not in {_LOCK, *_CHECK_FILES} and not is_partial(name)])
         except _LockedError as locked:
             raise EnvironmentProblem(
-                f"output_dir={given}: {locked} is using it; wait until that ends, or choose another output_dir"
+                f"output_dir={output_dir}: in use by {locked}; wait for it to end, or choose another output_dir"
             ) from None
         except BaseException:  # a signal too
             claimed.release()
@@ -108,21 +108,21 @@ class RunFolder(ClaimedFolder):
         self.manifest = path / "manifest.json"  # versions, commit, seed, choices, counts, hashes
         self.metrics = path / "metrics.jsonl"  # one object per logged step or evaluation
         self.samples = path / "samples.jsonl"  # one object per answered prompt
-        self.preview = path / "preview.json"  # a few training rows as text, with what is trained of them
-        self.report = path / "report.html"  # the page for people
-        self.result = path / "result.json"  # how it ended; absent while it runs
-        self.profile = path / "profile.json"  # the time of one step by kind of operation, where that was asked for
+        self.preview = path / "preview.json"  # a few training rows as text, with their loss mask
+        self.report = path / "report.html"  # the HTML page
+        self.result = path / "result.json"  # status and metrics; absent during the run
+        self.profile = path / "profile.json"  # time of a profiled step by kind of operation
         self.trace = path / "trace.json"  # of that step, for Perfetto
         self.log = path / "log.txt"  # all messages as plain text
         self.checkpoints = path / "checkpoints"  # one folder per saved step
         self.final = path / "final"  # the adapter or the model, as other tools load it
         self.base = path / "base"  # a random base, which an adapter needs
-        self.reference = path / "reference"  # what a loss over pairs compares with
-        self.start = path / "start"  # what an adapter began with, where the base gave it up
+        self.reference = path / "reference"  # reference model of preference tuning
+        self.start = path / "start"  # initial weights of an adapter that was split off the base
 
     @classmethod
     def joined(cls, output_dir: str) -> "RunFolder":
-        """The folder, claimed by another process of the run."""
+        """Return the folder, claimed by another process of the run."""
         return cls(Path(output_dir).expanduser().absolute())
 
     @classmethod
@@ -133,7 +133,7 @@ class RunFolder(ClaimedFolder):
 
 
 def lock_owner(folder: Path) -> str | None:
-    """Name the process that has locked a folder, without writing to it."""
+    """Return the name of the process that has locked a folder, without writing to it."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR)
     except OSError:
@@ -147,36 +147,36 @@ def lock_owner(folder: Path) -> str | None:
     return None
 
 
-def _refuse_links(path: Path, given: str) -> None:
-    """Refuse a folder in which a file or folder would be written elsewhere."""
+def _refuse_links(path: Path, output_dir: str) -> None:
+    """Raise if the folder has symbolic links, through which files would be written elsewhere."""
     links = [entry.name for entry in path.iterdir() if entry.is_symlink()]
     if links:
         raise EnvironmentProblem(
-            f"output_dir={given}: {listed(links, 4)} in it is a link; put what it names in its place, "
+            f"output_dir={output_dir}: {listed(links, 4)} is a symbolic link; replace it by its target, "
             "or choose another output_dir"
         )
 
 
 def _refuse_foreign(path: Path, output_dir: str, resume: str | None, names: Sequence[str]) -> None:
-    """Refuse a folder that is not empty, unless it has the run to resume or `dry_run=true` wrote it."""
+    """Raise if the folder is not empty, unless it has the run to resume or only a dry run."""
     is_dry = "checkpoints" not in names and read_object(path / "result.json").get("status") == "dry_run"
     if not names or is_dry:
         return
     shown = listed(names, 4)
     if not _RUN_FILES.intersection(names):
         raise ConfigError(
-            f"output_dir={output_dir}: the folder is not empty and not that of a run (it has {shown}); "
+            f"output_dir={output_dir}: the folder is not empty and not a run (found {shown}); "
             "choose a new or empty folder"
         )
     if resume is None:
         raise ConfigError(
-            f"output_dir={output_dir}: the folder already has a run (it has {shown}); "
-            "type resume=auto to continue that run, or choose another output_dir"
+            f"output_dir={output_dir}: the folder already has a run (found {shown}); "
+            "set resume=auto to resume it, or choose another output_dir"
         )
     if resume != "auto" and not Path(resume).expanduser().resolve().is_relative_to(path.resolve()):
         raise ConfigError(
-            f"resume={resume}: output_dir={output_dir} already has another run (it has {shown}), and the two "
-            "would be mixed; choose another output_dir, or type resume=auto to continue the run that is there"
+            f"resume={resume}: output_dir={output_dir} already has another run (found {shown}); "
+            "choose another output_dir, or set resume=auto to resume the run in it"
         )
 
 
@@ -216,7 +216,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 
 def _close_in_child() -> None:
-    # a lock belongs to all copies of the descriptor: a worker that outlives a killed run would keep it
+    # all copies of the descriptor share the lock: a worker that outlives a killed run would keep it
     for descriptor in _locks:
         os.close(descriptor)
     _locks.clear()
@@ -229,25 +229,25 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class StepLog:
-    """A file of JSON objects that each have a `step`."""
+    """A file of JSON objects with a `step`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Append a line, with the keys in the given order."""
+        """Append a line; keys keep their order."""
         assert "step" in values
         finite = {key: finite_or_none(value) for key, value in values.items()}
         append_text(self.path, json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
 
     def fsync(self) -> None:
-        """Force what was appended onto the disk, so that a power cut loses nothing."""
+        """Flush appended lines to disk, safe against a power cut."""
         if self.path.exists():
             with report_write_errors(self.path):
                 fsync(self.path)
 
     def truncate_after(self, step: int) -> list[dict[str, Any]]:
-        """Remove lines after `step` and torn lines; returns the others."""
+        """Remove lines after `step` and incomplete lines; return the others."""
         if not self.path.exists():
             return []
         with self.path.open(encoding="utf-8", errors="replace") as file:
@@ -259,7 +259,7 @@ class StepLog:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a file that may still be written to."""
+    """Yield the complete lines of a file that may still be written to."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if values := _parse(line):
@@ -267,7 +267,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def finite_or_none(value: Any) -> Any:
-    """The value, or None for NaN and infinity, which JSON lacks."""
+    """Return the value, or None for NaN and infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -52,7 +52,7 @@ class Manifest:
         try:
             before = read_manifest(path)
         except CheckpointError as fault:
-            before, self.problem = {}, f"{fault} It is written anew, without its earlier starts"
+            before, self.problem = {}, f"{fault} Writing a new one without the earlier starts"
         here = program_here()
         start = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -66,7 +66,7 @@ class Manifest:
         self._content = {"created": created, **here, "starts": [*before.get("starts", []), start]}
 
     def add(self, facts: Mapping[str, Any]) -> None:
-        """Add facts and write the file; a mapping is merged into that of the same name."""
+        """Add facts and write the file; a mapping is merged into the existing one of the same name."""
         for name, value in facts.items():
             old = self._content.get(name)
             self._content[name] = value
@@ -76,20 +76,20 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the installed packages."""
-    from importlib.metadata import PackageNotFoundError, version  # 15 ms that a misspelt key should not cost
+    """Return the versions of the installed packages."""
+    from importlib.metadata import PackageNotFoundError, version  # takes 15 ms, too long for a config error
 
-    found = {}
+    installed = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def git_state(package: Path) -> dict[str, Any] | None:
-    """Commit of the checkout with `package`, and whether files differ; None for an installed package."""
+    """Return the commit of the checkout with `package`, and whether files differ; None for an installed package."""
     if not (package.parent / ".git").exists():
         return None
     commit = _git(package.parent, "rev-parse", "HEAD")
@@ -116,7 +116,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def program_here() -> dict[str, Any]:
-    """The program, packages and machine of this process."""
+    """Return the version of the program, its packages and the machine."""
     return {
         "program": {"version": app.__version__, "git": git_state(Path(app.__file__).parent)},
         "python": platform.python_version(),
@@ -154,9 +154,9 @@ _RESULT_METRICS = (*LOGGED, "tokens_per_second", "samples_per_second", "peak_mem
 
 
 class Recorder:
-    """Context that records a run; leaving it by an exception records the failure.
+    """Context that records a run; an exception is recorded as a failure.
 
-    Only the recorder of rank 0 is `enabled`; those of other ranks write messages to their own logs.
+    Only the recorder of rank 0 is `enabled`; other ranks write messages to their own logs.
     """
 
     def __init__(self, folder: RunFolder, console: Console | None = None, rank: int = 0) -> None:
@@ -182,9 +182,9 @@ class Recorder:
         console: Console | None = None,
         step: int | None = None,
     ) -> "Recorder":
-        """Write the files of a start. `run` is the resolved configuration as plain data, `folder` was claimed.
+        """Write the files of a start. `run` is the resolved configuration as plain data, `folder` is claimed.
 
-        `step` is that of the checkpoint, after which all lines are removed, or -1 without one; None keeps all lines.
+        `step` is the step of the checkpoint, or -1 without one: later lines are removed. None keeps all lines.
         """
         safe_run = redact(run)
         recorder = cls(folder, console or open_console())
@@ -198,7 +198,7 @@ class Recorder:
         if recorder._tracker:
             recorder.message(f"tracker: {recorder._tracker.location}")
         elif problem:
-            recorder.message(f"{problem}; the run goes on without it")
+            recorder.message(f"{problem}; continuing without a tracker")
         if step is not None:
             for values in recorder._metrics.truncate_after(step):
                 recorder._update_result(values)
@@ -214,7 +214,7 @@ class Recorder:
         write_json(self.folder.preview, redact(rows))
 
     def begin(self, total: int, done: int = 0) -> None:
-        """Show progress over `total` steps, of which earlier starts made `done`."""
+        """Show progress over `total` steps, of which `done` are from earlier starts."""
         self._total = total
         self._console.begin(total, done)
 
@@ -239,30 +239,30 @@ class Recorder:
             self._ask_tracker(lambda tracker: tracker.log(values))
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Record answers of the model; those of the first and last step are shown at the end of the run."""
+        """Record answers of the model; answers of the first and last step are printed at the end of the run."""
         if not self.enabled or not samples:
             return
         safe = [redact({key: value for key, value in asdict(each).items() if value is not None}) for each in samples]
-        for known in safe:
-            self._samples.write({"step": step, **known})
-        text = samples_text(step, [Sample(**known) for known in safe])
+        for sample in safe:
+            self._samples.write({"step": step, **sample})
+        text = samples_text(step, [Sample(**sample) for sample in safe])
         self._write_log(text)
         if step not in {0, self._total}:
             self._console.say(text)
 
     def sync(self) -> None:
-        """Force metrics and samples onto the disk, before a checkpoint refers to them."""
+        """Flush metrics and samples to disk, before a checkpoint refers to them."""
         if self.enabled:
             if not self.folder.run_yaml.is_file():
                 raise EnvironmentProblem(
-                    f"output_dir: {self.folder.run_yaml} is gone, so no checkpoint of this run could be continued. "
-                    "Start again with another output_dir, and leave the folder as it is while a run writes there."
+                    f"output_dir: {self.folder.run_yaml} was deleted, so no checkpoint of this run can be resumed. "
+                    "Start again with another output_dir, and do not change the folder during a run."
                 )
             self._metrics.fsync()
             self._samples.fsync()
 
     def finish(self, status: str, **result: Any) -> None:
-        """Write result.json. Values that `result` lacks come from the metrics, else null."""
+        """Write result.json. Values missing in `result` come from the metrics, else null."""
         assert status in STATUSES, status
         assert result.keys() <= {*RESULT_KEYS, "error"}, result.keys()
         self._finished = True
@@ -289,11 +289,11 @@ class Recorder:
             return
         assert fault is not None, "the run ended without a result"
         stopped = isinstance(fault, KeyboardInterrupt | SystemExit | Unfinished)
-        if isinstance(fault, AppError):  # the user can solve it
+        if isinstance(fault, AppError):  # a user error
             logged = error = fault.report()
         else:
             logged, error = "".join(traceback.format_exception(fault)).rstrip(), f"{type(fault).__name__}: {fault}"
-        # What it failed of may keep these from being written too, and must stay what is raised.
+        # The same fault may also prevent these writes; the first exception must be the one raised.
         with suppress(AppError):
             if not isinstance(fault, KeyboardInterrupt | SystemExit):
                 self._write_log(logged)
@@ -305,7 +305,7 @@ class Recorder:
         self._update_result(values)
 
     def _update_result(self, values: Mapping[str, Any]) -> None:
-        """Update the result by a line of metrics.jsonl, but for the evaluation before the first step."""
+        """Update the result by a line of metrics.jsonl, except the evaluation before the first step."""
         if values["step"] == 0:
             return
         if "loss" in values:
@@ -318,7 +318,7 @@ class Recorder:
         append_text(self._log, f"{now}  {safe_text(text)}\n")
 
     def _open_tracker(self, config: TrackerConfig, run: Mapping[str, Any], step: int | None) -> str | None:
-        """Open the tracker. A new run is refused without it; a resumed one gets the problem as text."""
+        """Open the tracker. On failure raise for a new run; return the problem as text for a resumed one."""
         step = -1 if step is None else step
         try:
             self._tracker = open_tracker(config, self.folder.path, run, step)
@@ -333,24 +333,24 @@ class Recorder:
             return
         try:
             request(self._tracker)
-        except Exception as fault:  # noqa: BLE001  trackers raise anything, and must not end a run
+        except Exception as fault:  # noqa: BLE001  trackers raise any exception and must not end a run
             self._tracker = None
             why = " ".join(str(fault).split()) or type(fault).__name__
-            self.message(f"the tracker stopped working ({why}); the numbers of the run are in {self.folder.metrics}")
+            self.message(f"tracker failed ({why}); metrics are still written to {self.folder.metrics}")
 
 
 def read_result(output_dir: str | Path) -> dict[str, Any]:
-    """Content of result.json; empty while the run goes on, and for a folder without a run."""
+    """Return the content of result.json; empty during the run and for a folder without a run."""
     file = Path(output_dir).expanduser() / "result.json"
     return read_object(file) if is_own_file(file) else {}
 
 
 def samples_table(samples: Path) -> str | None:
-    """A table of the first and the last answers in samples.jsonl, or None if the file has not both."""
+    """Return a table of the first and the last answers in samples.jsonl, or None if the file lacks either."""
     by_step: dict[int, list[Sample]] = {}
     for line in read_lines(samples) if samples.exists() else ():
-        given = {key: line[key] for key in ("prompt", "expected", "answer", "likelihood") if key in line}
-        by_step.setdefault(line["step"], []).append(Sample(**given))
+        values = {key: line[key] for key in ("prompt", "expected", "answer", "likelihood") if key in line}
+        by_step.setdefault(line["step"], []).append(Sample(**values))
     last = max(by_step, default=0)
     if 0 not in by_step or last == 0:
         return None
@@ -358,6 +358,6 @@ def samples_table(samples: Path) -> str | None:
         (truncate(before.prompt, 40, at_end=False), before.expected, before.answer_text, after.answer_text)
         for before, after in zip(by_step[0], by_step[last], strict=False)
     ]
-    head = ("held out", "expected", "before", f"after step {last}")
+    head = ("prompt", "expected", "before", f"after step {last}")
     cut = [[truncate(text, width) for text, width in zip(row, (40, 20, 28, 28), strict=True)] for row in (head, *rows)]
     return align_columns(cut, gap=2)

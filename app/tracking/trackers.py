@@ -1,7 +1,7 @@
 """Trackers (wandb, TensorBoard, MLflow and others) through Accelerate's classes.
 
-They are sent the configuration without secrets, and the metrics: no code, no output, and as little about the machine
-as each tracker allows. A tracker's package is imported only if it was chosen.
+Trackers get the configuration without secrets, and the metrics: no code, no output, and as little about the machine
+as each tracker allows. The package of a tracker is imported only if it is selected.
 """
 
 import math
@@ -23,22 +23,22 @@ from app.files import report_write_errors, write_text
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Facts about a start of a run for its tracker."""
+    """Facts about the start of a run for its tracker."""
 
     project: str
     name: str
     folder: Path
-    run_id: str | None  # given by the tracker to an earlier start
+    run_id: str | None  # from an earlier start
     step: int  # of the checkpoint, -1 for a new run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerKind:
-    """A tracker class of Accelerate, by its name, and how this program uses it."""
+    """A tracker class of Accelerate and its use in this program."""
 
     name: str
     arguments: Callable[[RunStart], dict[str, Any]]
-    run_id: str | None = None  # attribute with the id by which the next start joins this run
+    run_id: str | None = None  # attribute with the id for the next start
     location: Callable[[Any], str] | None = None  # where the user finds the run
     config_of: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     finish: Callable[[Any, bool], None] = lambda tracker, _failed: tracker.finish()
@@ -54,28 +54,28 @@ class Tracker:
 
     @property
     def location(self) -> str:
-        """URL, command or name by which the user finds the run."""
+        """URL, command or name to find the run."""
         if self._kind.location:
             return self._kind.location(self._tracker)
         return f"{self._kind.name} run {self.run_id or self._tracker.init_kwargs['dir']}"
 
     @property
     def run_id(self) -> str | None:
-        """The tracker's own id of the run."""
+        """Run id of the tracker."""
         return str(attrgetter(self._kind.run_id)(self._tracker)) if self._kind.run_id else None
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Send the metrics of a step or an evaluation; `step` is among them."""
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-        known = {key: value for key, value in numbers.items() if key != "step" and not math.isnan(value)}
-        self._tracker.log(known, step=values["step"])
+        metrics = {key: value for key, value in numbers.items() if key != "step" and not math.isnan(value)}
+        self._tracker.log(metrics, step=values["step"])
 
     def close(self, *, failed: bool) -> None:
         self._kind.finish(self._tracker, failed)
 
 
 def check(config: TrackerConfig) -> list[str]:
-    """Problems with the chosen tracker: a missing package or login."""
+    """Return problems with the selected tracker: a missing package or login."""
     kind = TRACKERS[config.kind]
     if kind is None:
         return []
@@ -88,7 +88,7 @@ def check(config: TrackerConfig) -> list[str]:
 
 
 def open_tracker(config: TrackerConfig, folder: Path, run: Mapping[str, Any], step: int) -> Tracker | None:
-    """Open the chosen tracker. `run` is the configuration without secrets."""
+    """Open the selected tracker. `run` is the configuration without secrets."""
     kind = TRACKERS[config.kind]
     if kind is None:
         return None
@@ -99,18 +99,18 @@ def open_tracker(config: TrackerConfig, folder: Path, run: Mapping[str, Any], st
     start = RunStart(config.project, config.name or folder.name, folder, run_id, step)
     try:
         tracker = Tracker(kind, _started(kind, start, run))
-        given = tracker.run_id
-    except Exception as fault:  # each tracker has exceptions of its own
+        new_id = tracker.run_id
+    except Exception as fault:  # every tracker raises other exceptions
         if is_new:
             shutil.rmtree(home, ignore_errors=True)
-        remedy = "set WANDB_MODE=offline to record without a server, or " if config.kind == "wandb" else ""
+        remedy = "set WANDB_MODE=offline to log without a server, or " if config.kind == "wandb" else ""
         raise EnvironmentProblem(
             f"tracker={config.kind}: {' '.join(str(fault).split())}; {remedy}choose tracker=none"
         ) from fault
-    if given and given != run_id:
+    if new_id and new_id != run_id:
         with report_write_errors(home):
             home.mkdir(exist_ok=True)
-        write_text(id_file, given)
+        write_text(id_file, new_id)
     return tracker
 
 
@@ -140,29 +140,31 @@ def _wandb(start: RunStart) -> dict[str, Any]:
 
 
 def _wandb_location(tracker: Any) -> str:
-    """URL of the run, or the command that uploads it later."""
+    """Return the URL of the run, or the command to upload it later."""
     run = tracker.run
-    return f"wandb sync {Path(run.dir).parent}" if run.offline else str(run.url)
+    if run.offline:
+        return f"wandb is offline. Upload later: wandb sync {Path(run.dir).parent}"
+    return str(run.url)
 
 
 def _check_wandb() -> list[str]:
     import wandb
 
     ways = (
-        "type `wandb login` or set WANDB_API_KEY, "
-        "set WANDB_MODE=offline to record without an account, or choose tracker=none"
+        "run `wandb login` or set WANDB_API_KEY, "
+        "set WANDB_MODE=offline to log without an account, or choose tracker=none"
     )
     if wandb.setup(wandb.Settings(silent=True)).settings.mode in {"offline", "dryrun", "disabled"}:
         return []
     try:
-        found = wandb.login(prompt=False, verify=False)
+        logged_in = wandb.login(prompt=False, verify=False)
     except wandb.Error as fault:
         return [f"tracker=wandb: {' '.join(str(fault).split())}; {ways}"]
-    return [] if found else [f"tracker=wandb: no login was found; {ways}"]
+    return [] if logged_in else [f"tracker=wandb: not logged in; {ways}"]
 
 
 def _tensorboard(start: RunStart) -> dict[str, Any]:
-    """Arguments for TensorBoard, which drops the later steps that a resumed run makes again."""
+    """Return arguments for TensorBoard, which drops steps that a resumed run repeats."""
     return {"run_name": "tensorboard", "logging_dir": start.folder, "purge_step": start.step + 1}
 
 
@@ -172,12 +174,12 @@ def _mlflow(start: RunStart) -> dict[str, Any]:
 
 
 def _mlflow_location(_tracker: Any) -> str:
-    """The command that shows the run; MLflow's own file lies in the current folder."""
+    """Return the command that shows the run; the default MLflow database is in the current folder."""
     import mlflow
 
-    given = mlflow.get_tracking_uri()
-    file = given.removeprefix("sqlite:///")
-    place = given if file == given else f"sqlite:///{Path(file).absolute()}"
+    uri = mlflow.get_tracking_uri()
+    file = uri.removeprefix("sqlite:///")
+    place = uri if file == uri else f"sqlite:///{Path(file).absolute()}"
     return f"mlflow ui --backend-store-uri {place}"
 
 
@@ -201,7 +203,7 @@ def _comet(start: RunStart) -> dict[str, Any]:
 
 
 def _trackio(start: RunStart) -> dict[str, Any]:
-    """Arguments for trackio, which identifies runs by their names."""
+    """Return arguments for trackio, which identifies runs by name."""
     name = start.run_id or f"{start.name}-{secrets.token_hex(3)}"
     quiet: dict[str, Any] = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
     return {"run_name": start.project, "name": name, "resume": "allow", **quiet}
@@ -223,8 +225,8 @@ def _swanlab(start: RunStart) -> dict[str, Any]:
 
 
 def _aim(start: RunStart) -> dict[str, Any]:
-    known = {"run_name": start.name, "experiment": start.project, "run_hash": start.run_id}
-    return {**known, "force_resume": True, "system_tracking_interval": None, "capture_terminal_logs": False}
+    names = {"run_name": start.name, "experiment": start.project, "run_hash": start.run_id}
+    return {**names, "force_resume": True, "system_tracking_interval": None, "capture_terminal_logs": False}
 
 
 def _dvclive(start: RunStart) -> dict[str, Any]:

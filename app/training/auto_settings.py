@@ -1,10 +1,9 @@
 """Values of `auto` for precision, attention, compile, batching, recompute and parallelism, decided at the first start.
 
 compile=auto compiles on an NVIDIA GPU if every layer can be compiled and the run is long enough to repay the compile
-time. batching.packing=auto packs where that is proven for the kind of model, or it is not known; else rows are padded.
-batching.tokens=auto leaves a step what it would be without it: `model.suggest.tokens * batching.accumulation` tokens on
-each process. They are divided into 1, 2, 4, ... micro-batches of a bin each, the larger the faster.
-What fits is found by the memory planner that the command passes in.
+time. batching.packing=auto packs if that is proven for the model type, or the type is unknown; else rows are padded.
+batching.tokens=auto keeps the step size: `model.suggest.tokens * batching.accumulation` tokens on each process, split
+into 1, 2, 4, ... micro-batches of a bin each, the larger the faster. The memory planner determines what fits.
 """
 
 import math
@@ -37,7 +36,7 @@ _CPU_FLAGS_OF_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is aarch64'
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Names from the config groups of the same name, never `auto`."""
+    """Resolved names of the config groups of the same name, never `auto`."""
 
     precision: str
     attention: str
@@ -66,7 +65,7 @@ def choose(run: RunConfig, base: BaseModel, stored: Mapping[str, str]) -> Choice
 
 
 def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
-    """The settings that decide which model is built."""
+    """Return the settings to build the model."""
     return ModelSections(
         model=run.model,
         task=run.task,
@@ -93,17 +92,17 @@ def memory_budget(config: CompileConfig) -> float:
 
 
 def recomputed_layers(training: TrainingConfig) -> bool | int:
-    """All of them while `auto` has not been resolved."""
+    """Return the number of recomputed layers; all of them while `auto` has not been resolved."""
     return True if isinstance(training.recompute, str) else training.recompute
 
 
 def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
-    """Problems of a precision that this machine cannot compute in, with the alternatives."""
+    """Yield the problem of a precision that this machine does not support, with the alternatives."""
     has_gpu = torch.cuda.is_available()
     if precision.kind == "tf32" and not (has_gpu and torch.cuda.get_device_capability() >= _AMPERE):
         yield "precision=tf32 needs an NVIDIA GPU of the Ampere generation or newer. Choose precision=fp32 or bf16."
     elif precision.kind == "bf16" and has_gpu and not _gpu_has_bf16():
-        yield "precision=bf16 is not in the hardware of this GPU. Choose precision=fp16 or fp32."
+        yield "precision=bf16 is not supported by this GPU. Choose precision=fp16 or fp32."
 
 
 def choose_precision(precision: PrecisionConfig) -> str:
@@ -134,10 +133,10 @@ REPAYING_FLOPS = 3e16
 
 @dataclass(frozen=True, slots=True)
 class CompileFacts:
-    """What compile=auto decides by."""
+    """Facts for the decision of compile=auto."""
 
     device: str
-    obstacles: tuple[str, ...] = ()  # that compile=blocks is refused for
+    obstacles: tuple[str, ...] = ()  # reasons that rule out compile=blocks
     is_rocm: bool = False
     trains_experts: bool = False  # by adapters
     router_coefficient: float = 0.0
@@ -146,45 +145,45 @@ class CompileFacts:
 
 
 class CompileChoice(NamedTuple):
-    """`kind`: blocks or none. `reasons`: why not, on a GPU."""
+    """Choice of compile=auto. `kind`: blocks or none. `reasons`: against compilation, on a GPU."""
 
     kind: str
     reasons: tuple[str, ...] = ()
 
 
 def choose_compile(facts: CompileFacts) -> CompileChoice:
-    """Decide compile=auto. A continued run keeps its choice, unless this machine cannot compile."""
+    """Decide compile=auto. A resumed run keeps its choice, unless this machine cannot compile."""
     if facts.device != "cuda":
         return CompileChoice(NONE)
     if facts.stored == NONE:
-        return CompileChoice(NONE, ("as when the run began",))
+        return CompileChoice(NONE, ("as in the first start",))
     reasons = list(facts.obstacles)
     if facts.is_rocm:
         reasons.append("not tested on ROCm")
     if facts.trains_experts:
         reasons.append("adapter.experts=true")
     if facts.router_coefficient:
-        reasons.append(f"the routers' loss (coefficient {facts.router_coefficient:g}) reads inside layers")
+        reasons.append(f"the router loss (coefficient {facts.router_coefficient:g}) reads inside layers")
     if not reasons and not facts.flops:
         reasons.append("every layer has a recurrent mixer, whose rows have many shapes")
     elif not reasons and facts.stored is None and facts.flops < REPAYING_FLOPS:
         of_run, repaying = (each / 1e15 for each in (facts.flops, REPAYING_FLOPS))
-        reasons.append(f"too few steps to repay compiling ({of_run:.2g} PFLOP, at least {repaying:g})")
+        reasons.append(f"too few steps to repay compilation ({of_run:.2g} PFLOP, at least {repaying:g})")
     return CompileChoice(NONE, tuple(reasons)) if reasons else CompileChoice(BLOCKS)
 
 
 def settle_compile(
     run: RunConfig, stored: Mapping[str, str], host_group: HostGroup, facts: Callable[[str | None], CompileFacts]
 ) -> CompileChoice:
-    """Settle `compile` by the `stored` choices of a checkpoint, else by the facts, which take that choice.
+    """Decide `compile` by the `stored` choices of a checkpoint, else by the facts.
 
     Layers are compiled on all processes or on none.
     """
     if run.compile.kind != AUTO:
         return CompileChoice(run.compile.kind)
     choices = host_group.all_gather_object(choose_compile(facts(stored.get(COMPILE_CHOICE))))
-    found: CompileChoice = next((each for each in choices if each.kind == NONE), choices[0])
-    return found
+    common: CompileChoice = next((choice for choice in choices if choice.kind == NONE), choices[0])
+    return common
 
 
 def compile_facts(
@@ -195,9 +194,9 @@ def compile_facts(
     steps: int | None = None,
     stored: str | None = None,
 ) -> CompileFacts:
-    """Collect the facts, of which a run on another device than a GPU needs none. `lm` may be on meta.
+    """Collect the facts, which only a run on a GPU needs. `lm` may be on meta.
 
-    `obstacles` are those beside the settings and the model. Without `steps` the run counts as long enough.
+    `obstacles`: in addition to those of the settings and the model. Without `steps` the run counts as long enough.
     """
     if device != "cuda":
         return CompileFacts(device)
@@ -219,7 +218,7 @@ def compile_facts(
 
 
 def with_planned_compile(run: RunConfig, lm: Any, device: str) -> RunConfig:
-    """Settle compile=auto for a memory plan of a gpu or cpu."""
+    """Decide compile=auto for a memory estimate on gpu or cpu."""
     if run.compile.kind != AUTO:
         return run
     choice = choose_compile(compile_facts(run, lm, "cuda" if device == "gpu" else device))
@@ -266,7 +265,7 @@ class RunPlanner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AutoSettings:
-    """Settles `auto`. A continued run keeps the `stored` choices of its checkpoint, else the planner decides."""
+    """Resolves `auto`. A resumed run keeps the `stored` choices of its checkpoint, else the planner decides."""
 
     planner: RunPlanner | None
     choices: Choices
@@ -275,16 +274,16 @@ class AutoSettings:
     log: Callable[[str], None]
 
     def with_parallel(self, run: RunConfig) -> RunConfig:
-        """Settle `parallel` of several processes."""
+        """Resolve `parallel` of several processes."""
         if run.parallel.kind != AUTO or self.host_group.count == 1:
             return run
         kind = self.stored.get(PARALLEL_CHOICE, AUTO)
-        if kind == AUTO:  # also where one process began the run
+        if kind == AUTO:  # also if the run started with one process
             kind = self._decide(lambda planner: planner.parallel(run, self.choices), "ddp", "parallel=auto: ddp")
         return with_parallel(run, kind)
 
     def with_bins(self, run: RunConfig) -> RunConfig:
-        """Settle `batching.tokens`."""
+        """Resolve `batching.tokens`."""
         if not has_auto_bins(run):
             return run
         if BINS_CHOICE in self.stored:
@@ -298,7 +297,7 @@ class AutoSettings:
         return with_bins(run, tokens)
 
     def with_recompute(self, run: RunConfig, largest: Callable[[], Batch], layers: int) -> RunConfig:
-        """Settle `training.recompute` and `compile.memory_budget`; without a plan all layers are recomputed."""
+        """Resolve `training.recompute` and `compile.memory_budget`; without an estimate all layers are recomputed."""
         count: bool | int = layers
         budget = BUDGETS[0]
         auto_layers, auto_budget = run.training.recompute == AUTO, has_auto_budget(run.compile)
@@ -321,7 +320,7 @@ class AutoSettings:
         )
 
     def least_recomputed(self, run: RunConfig, largest: Callable[[], Batch], layers: int) -> int | None:
-        """Return how many layers must be recomputed for a run to fit; None without a plan."""
+        """Return how many layers must be recomputed for a run to fit; None without an estimate."""
 
         def ask(planner: RunPlanner) -> tuple[int | None, str]:
             asked = with_recompute(run, AUTO, memory_budget(run.compile))
@@ -331,15 +330,15 @@ class AutoSettings:
         return self._decide(ask, None, "")
 
     def _decide(self, ask: Callable[[RunPlanner], tuple[Answer, str]], fallback: Answer, otherwise: str) -> Answer:
-        """Ask on the first process, for all. `otherwise` says what the fallback means."""
+        """Ask the planner on rank 0, for all. `otherwise`: the message of the fallback."""
         answer, remark = fallback, ""
         if self.planner is not None and self.host_group.rank == 0:
             try:
                 answer, remark = ask(self.planner)
             except ConfigError as reason:
                 remark = f"{otherwise}. {reason}"
-            except Exception as fault:  # noqa: BLE001  a kind of model that cannot be traced can still be trained
-                remark = f"{otherwise}; no plan for this model ({type(fault).__name__})"
+            except Exception as fault:  # noqa: BLE001  a model that cannot be traced can still be trained
+                remark = f"{otherwise}; no estimate for this model ({type(fault).__name__})"
         if remark:
             self.log(remark)
         first: Answer = self.host_group.all_gather_object(answer)[0]
@@ -347,24 +346,27 @@ class AutoSettings:
 
 
 def with_packing(run: RunConfig, base: BaseModel, say: Callable[[str], None] = lambda _note: None) -> RunConfig:
-    """Settle `batching.packing` by what is proven for the kind of model, before rows are laid out."""
-    tier, given, attention = base.tier, run.batching.packing, run.attention.kind
-    kind = f"a model of kind {base.numbers.model_type}"
-    if tier.name in {PADDED, OWN} and given is True:
+    """Resolve `batching.packing` by the tested model types, before rows are packed or padded."""
+    tier, setting, attention = base.tier, run.batching.packing, run.attention.kind
+    kind = f"{base.numbers.model_type} models"
+    if tier.name in {PADDED, OWN} and setting is True:
         raise ConfigError(
-            f"batching.packing=true: {kind} is trained in padded rows ({tier.reason}). Set batching.packing=auto."
+            f"batching.packing=true is not supported for {kind} ({tier.reason}). Set batching.packing=auto."
         )
-    if tier.name == OWN and attention not in {AUTO, OWN} and given == AUTO:
-        raise ConfigError(f"attention={attention}: {kind} is trained with its own ({tier.reason}). Set attention=auto.")
-    if given != AUTO:
+    if tier.name == OWN and attention not in {AUTO, OWN} and setting == AUTO:
+        raise ConfigError(
+            f"attention={attention} is not supported for {kind}, which use their own ({tier.reason}). "
+            "Set attention=auto."
+        )
+    if setting != AUTO:
         return run
-    packing = tier.name not in {PADDED, OWN} and attention != OWN  # what is refused is refused with the model
+    packing = tier.name not in {PADDED, OWN} and attention != OWN  # unsupported models are refused elsewhere
     settled = replace(run, batching=replace(run.batching, packing=packing))
     if packing:
         return settled
-    why = f"documents of kind {base.numbers.model_type} cannot be kept apart in one row ({tier.reason})"
+    why = f"{kind} do not separate documents in a row ({tier.reason})"
     if tier.name == PACKED:
-        why = "attention=own keeps no documents apart in one row"
+        why = "attention=own does not separate documents in a row"
     note = f"padded rows, because {why}"
     refuse(f"{problem} ({note})" for problem in problems_of(settled))
     say(f"note    batching: {note}")
@@ -372,7 +374,7 @@ def with_packing(run: RunConfig, base: BaseModel, say: Callable[[str], None] = l
 
 
 def with_parallel(run: RunConfig, kind: str) -> RunConfig:
-    """The run with another kind of parallelism."""
+    """Return the run with another kind of parallelism."""
     return replace(run, parallel=replace(run.parallel, kind=kind))
 
 
@@ -384,22 +386,22 @@ def with_recompute(run: RunConfig, count: bool | int | str, budget: float) -> Ru
 
 
 def has_auto_budget(config: CompileConfig) -> bool:
-    """Whether the memory plan chooses the budget of compiled layers."""
+    """Return whether the memory planner chooses the budget of compiled layers."""
     return config.memory_budget == AUTO and config.partitions
 
 
 def has_auto_bins(run: RunConfig) -> bool:
-    """Whether the size of bins is still to be found."""
+    """Return whether the bin size is not yet resolved."""
     return run.batching.tokens == AUTO
 
 
 def step_tokens(run: RunConfig) -> int:
-    """Tokens of a step on one process."""
+    """Return the tokens of a step on one process."""
     return run.model.suggest.tokens * run.batching.accumulation
 
 
 def bin_sizes(run: RunConfig) -> list[int]:
-    """Sizes that divide a step and hold every row, the largest first."""
+    """Return the bin sizes that divide a step and fit every row, the largest first."""
     sizes, tokens = list[int](), step_tokens(run)
     while tokens >= run.dataset.max_length:
         sizes.append(tokens)
@@ -410,40 +412,41 @@ def bin_sizes(run: RunConfig) -> list[int]:
 
 
 def suggested_bin(run: RunConfig) -> int:
-    """The model's own size, or the nearest one that a step can be divided into."""
+    """Return the bin size of the model, or the nearest one that divides a step."""
     sizes = bin_sizes(run)
     return next((tokens for tokens in sizes if tokens <= run.model.suggest.tokens), sizes[-1])
 
 
 def with_bins(run: RunConfig, tokens: int) -> RunConfig:
-    """The same step in bins of so many tokens."""
+    """Return the run with the same step in bins of `tokens` tokens."""
     whole = step_tokens(run)
     if whole % tokens:
         raise ConfigError(
-            f"batching.tokens=auto: this run began with bins of {tokens} tokens, and a step of {whole} (model.suggest."
-            f"tokens={run.model.suggest.tokens} * batching.accumulation={run.batching.accumulation}) is no multiple of "
-            f"them. Give the batching.accumulation that it began with, or batching.tokens={tokens} and another one."
+            f"batching.tokens=auto: this run started with bins of {tokens} tokens, and a step of {whole} "
+            f"(model.suggest.tokens={run.model.suggest.tokens} * batching.accumulation={run.batching.accumulation}) "
+            "is not a multiple. "
+            f"Set the original batching.accumulation, or batching.tokens={tokens} and another batching.accumulation."
         )
     return replace(run, batching=replace(run.batching, tokens=tokens, accumulation=whole // tokens))
 
 
 def offload_notes(training: TrainingConfig, device: str) -> Iterator[str]:
-    """A remark where training.offload saves nothing."""
+    """Yield a note if training.offload has no effect."""
     if training.offload and device == "cpu":
-        yield "training.offload=true: on a CPU the memory of the host is the same memory, so it saves nothing"
+        yield "training.offload=true has no effect on a CPU"
 
 
 def size_notes(run: RunConfig, base: BaseModel) -> Iterator[str]:
-    """A remark where sizes of matrix products leave tensor cores of a GPU partly idle."""
+    """Yield a note on matrix sizes that leave tensor cores of a GPU partly idle."""
     of_vocabulary = [] if base.task.has_classes else ["vocab_size"]
     names = ["hidden_size", "intermediate_size", "moe_intermediate_size", *of_vocabulary]
     sizes = {name: getattr(base.numbers.get_text_config(), name, None) for name in names}
     if run.batching.packing:  # padded rows are a multiple of 8 wide
         sizes["batching.tokens"] = run.batching.tokens
     missed = [
-        f"{name}={size} is {size % by} above one of {by}"
+        f"{name}={size} is {size % by} above a multiple of {by}"
         for name, size in sizes.items()
         if isinstance(size, int) and size % (by := 8 if size % 8 else 64)
     ]
     if missed:
-        yield f"matrix products are fastest where sizes are multiples of 64, or at least of 8: {', '.join(missed)}"
+        yield f"matrix products are fastest if sizes are multiples of 64, or at least of 8: {', '.join(missed)}"

@@ -1,7 +1,7 @@
-"""Checkpoints: a run saved so that it resumes bit for bit, and the newest intact one.
+"""Checkpoints: save a run for a bit-identical resume, and find the newest intact one.
 
-A checkpoint of an unsharded model is two safetensors files, of a sharded one a folder of torch's DCP. Either is read by
-any number of processes, except 8-bit optimizer states, whose blocks cannot be resharded.
+A checkpoint of an unsharded model is two safetensors files, of a sharded one a DCP folder. Both can be read by any
+number of processes, except 8-bit optimizer states, whose blocks cannot be resharded.
 """
 
 import json
@@ -57,19 +57,19 @@ _PER_PROCESS_MARK = "@"
 
 
 def named_tensors(stepper: Stepper) -> dict[str, Tensor]:
-    """Tensors to save, as `weights/NAME` and `states/NAME/KEY`."""
+    """Return the tensors to save, as `weights/NAME` and `states/NAME/KEY`."""
     trained = stepper.model.trained()
-    found: dict[str, Tensor] = {f"weights/{name}": each.detach() for name, each in trained.items()}
+    named: dict[str, Tensor] = {f"weights/{name}": each.detach() for name, each in trained.items()}
     for name, states in _states(stepper).items():
         tensors = ((key, value) for key, value in states.items() if isinstance(value, Tensor))
         for key, value in tensors:
             suffix, tensor = _portable(value, trained[name])
-            found[f"states/{name}/{key}{suffix}"] = tensor
-    return found
+            named[f"states/{name}/{key}{suffix}"] = tensor
+    return named
 
 
 def _portable(value: Tensor, parameter: nn.Parameter) -> tuple[str, Tensor]:
-    """Name suffix and tensor: sharded like its parameter where the shapes agree, else of this rank only."""
+    """Return name suffix and tensor: sharded like its parameter if the shapes agree, else only of this rank."""
     if not is_sharded(parameter) or is_sharded(value) or value.ndim == 0:
         return "", value
     if value.shape == local(parameter).shape:
@@ -78,7 +78,7 @@ def _portable(value: Tensor, parameter: nn.Parameter) -> tuple[str, Tensor]:
 
 
 def plain_states(stepper: Stepper) -> dict[str, Any]:
-    """Optimizer states that are plain numbers, and the count of steps with stochastic rounding."""
+    """Return optimizer states that are plain numbers, and the count of steps with stochastic rounding."""
     numbers = {
         f"{name}/{key}": value
         for name, states in _states(stepper).items()
@@ -90,7 +90,7 @@ def plain_states(stepper: Stepper) -> dict[str, Any]:
 
 
 def load_sharded(folder: Path, plain: Mapping[str, Any], stepper: Stepper, host_group: HostGroup) -> None:
-    """Load where the checkpoint, this run or both are sharded."""
+    """Load if the checkpoint, this run or both are sharded."""
     if not stepper.optimizer.state:
         stepper.allocate_states()
     wanted = named_tensors(stepper)
@@ -120,45 +120,44 @@ def load_weights(folder: Path, trained: Mapping[str, nn.Parameter], host_group: 
         names = set(saved.keys())
         if names != trained.keys():
             odd = sorted(names ^ trained.keys())[:3]
-            raise CheckpointError(f"{folder} has other weights than this run trains (for instance {', '.join(odd)}).")
+            raise CheckpointError(f"{folder} has other weights than this run trains (e.g. {', '.join(odd)}).")
         for name, parameter in trained.items():
             _copy_rows(saved, name, parameter.detach())
 
 
 def _states(stepper: Stepper) -> dict[str, dict[str, Any]]:
-    """Optimizer states by the names of trained weights."""
-    found = named_states(stepper.optimizer)
-    return {without_optimizer(name): states for name, states in found.items()}
+    """Return the optimizer states by the names of trained weights."""
+    return {without_optimizer(name): states for name, states in named_states(stepper.optimizer).items()}
 
 
 def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], host_group: HostGroup) -> None:
-    """Refuse missing tensors on all ranks together: each checks its own shards."""
+    """Raise for missing tensors on all ranks together: each checks its own shards."""
     missing = sorted({name for each in host_group.all_gather_object(sorted(wanted.keys() - have)) for name in each})
     if not missing:
         return
     saved_by = {name.rpartition(".")[2] for name in have if _PER_PROCESS_MARK in name} or {"1"}
     if any(_PER_PROCESS_MARK in name for name in (*missing, *have)):
         raise CheckpointError(
-            f"resume: {folder} has optimizer states in blocks of 8 bits, which cannot be divided anew. Continue with "
-            f"as many processes as it was saved by ({', '.join(saved_by)}) and the same parallel=, or give another "
-            "output_dir and begin again with optimizer=adamw, whose states any number of processes continues."
+            f"resume: {folder} has 8-bit optimizer states, which cannot be resharded. Resume with the number of "
+            f"processes that saved it ({', '.join(saved_by)}) and the same parallel=, or start again in another "
+            "output_dir with optimizer=adamw, whose states can be resumed with any number of processes."
         )
-    raise CheckpointError(f"{folder} has other weights than this run trains (for instance {missing[0]}).")
+    raise CheckpointError(f"{folder} has other weights than this run trains (e.g. {missing[0]}).")
 
 
 def _load_rows(folder: Path, names: Mapping[str, str], wanted: Mapping[str, Tensor], host_group: HostGroup) -> None:
-    """Read this rank's rows from files of whole tensors."""
+    """Read the rows of this rank from files of full tensors."""
     with (
         safe_open(folder / WEIGHTS, framework="pt") as weights,
         safe_open(folder / OPTIMIZER, framework="pt") as states,
     ):
-        found = {f"weights/{name}": (weights, name) for name in weights.keys()}  # noqa: SIM118  no dictionary
+        places = {f"weights/{name}": (weights, name) for name in weights.keys()}  # noqa: SIM118  not a dictionary
         for path in states.keys():  # noqa: SIM118
             place, key = _split_path(path)
-            found[f"states/{names.get(place, place)}/{key}"] = (states, path)
-        _require_names(folder, wanted, set(found), host_group)
+            places[f"states/{names.get(place, place)}/{key}"] = (states, path)
+        _require_names(folder, wanted, set(places), host_group)
         for name, tensor in wanted.items():
-            _copy_rows(*found[name], tensor)
+            _copy_rows(*places[name], tensor)
 
 
 def _split_path(path: str) -> tuple[str, str]:
@@ -169,24 +168,24 @@ def _split_path(path: str) -> tuple[str, str]:
 
 @torch.no_grad()
 def _copy_rows(saved: Any, name: str, tensor: Tensor) -> None:
-    own = local(tensor)
+    shard = local(tensor)
     if tensor.ndim == 0:
-        own.copy_(saved.get_tensor(name))
-    elif own.numel():
+        shard.copy_(saved.get_tensor(name))
+    elif shard.numel():
         rows = saved.get_slice(name)
         if tuple(rows.get_shape()) != tuple(tensor.shape):
             raise CheckpointError(
-                f"resume: {name} of the checkpoint has shape {rows.get_shape()}, not that of this run."
+                f"resume: {name} has shape {rows.get_shape()} in the checkpoint, but not in this run."
             )
-        own.copy_(rows[own_rows(tensor)])
+        shard.copy_(rows[own_rows(tensor)])
 
 
 def _renamed(plain: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Rename the numbers of a flat state from parameter indices to parameter names."""
     split = [(*_split_path(path), value) for path, value in plain.items()]
-    found = {f"{names[place]}/{key}": value for place, key, value in split if place in names}
+    renamed = {f"{names[place]}/{key}": value for place, key, value in split if place in names}
     rounded = {key: value for _, key, value in split if key == STEPS_ROUNDED}
-    return found | rounded
+    return renamed | rounded
 
 
 # ---- checkpoint
@@ -199,14 +198,14 @@ _STATE_TYPES = {"identity": dict, "choices": dict, "progress": dict, "scaler": d
 
 @dataclass(slots=True)
 class Progress:
-    """Counts and results since the first step of the run, over all of its starts."""
+    """Counts and results since the first step of the run, over all starts."""
 
     step: int = number(0, at_least=0)  # optimizer steps done; also the cursor of the loader
     tokens: int = number(0, at_least=0)
     trained_tokens: int = number(0, at_least=0)
     skipped_steps: int = number(0, at_least=0)
     skipped_in_a_row: int = number(0, at_least=0)
-    best_loss: float | None = None  # of the objective, with the other sign where more is better
+    best_loss: float | None = None  # of the objective, negated if higher is better
     best_step: int = number(0, at_least=0)
     evals_without_gain: int = number(0, at_least=0)
     first_loss: float | None = None
@@ -215,11 +214,11 @@ class Progress:
     start_metrics: dict[str, Any] = field(default_factory=dict)  # of the evaluation before the first step
     metrics: dict[str, Any] = field(default_factory=dict)  # numbers of the last evaluation
     best_metrics: dict[str, Any] = field(default_factory=dict)
-    # how often micro-batches are halved since they did not fit into memory
+    # how often micro-batches are halved after OOM
     depth: int = number(0, at_least=0, at_most=MAX_DEPTH)
 
     def note_eval(self, metrics: Mapping[str, float], min_delta: float, objective: str = "eval_loss") -> bool:
-        """Take in an evaluation; true when it is the best so far. A value that is not finite is never the best."""
+        """Record an evaluation; return whether it is the best so far. A non-finite value is never the best."""
         self.metrics, cost = dict(metrics), METRICS[objective].cost(metrics[objective])
         self.last_eval_loss = metrics["eval_loss"]
         improved = math.isfinite(cost) and (self.best_loss is None or cost < self.best_loss - min_delta)
@@ -232,7 +231,7 @@ class Progress:
 
 
 def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> tuple[Path | None, list[str]]:
-    """Find the checkpoint to continue from, with a remark for each damaged one; `tidy` removes unfinished ones."""
+    """Find the checkpoint to resume, with a remark for each damaged one; `tidy` removes unfinished ones."""
     if resume is None:
         return None, []
     if tidy:
@@ -244,7 +243,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
         fault = damage_of(save)
         if fault is None:
             return save, remarks
-        remarks.append(f"{save} is damaged ({fault}); taking the one before")
+        remarks.append(f"{save} is damaged ({fault}); using the previous one")
     if remarks:
         raise CheckpointError(
             f"resume=auto: every checkpoint in {folder} is damaged. "
@@ -256,10 +255,10 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
     save = elsewhere[0]
     if not save.is_dir():
         raise CheckpointError(
-            f"resume=auto: {folder} has no checkpoint yet, and {save}, from which the run goes on, is not there. Bring "
-            "it back, or begin again with another output_dir."
+            f"resume=auto: {folder} has no checkpoint yet, and {save}, which it resumes from, does not exist. Restore "
+            "it, or start again with another output_dir."
         )
-    return _intact(save), [f"no checkpoint here yet: the run goes on from {save}, as the start before"]
+    return _intact(save), [f"no checkpoint here yet: resuming from {save}, as in the previous start"]
 
 
 def choices_of(save: Path | None) -> dict[str, str]:
@@ -274,7 +273,7 @@ def choices_of(save: Path | None) -> dict[str, str]:
 
 
 class Checkpoints:
-    """The checkpoints of one run. One is continued only where its `identity` does not differ from that of the run."""
+    """Checkpoints of one run, which can only be resumed with the same `identity`."""
 
     def __init__(
         self, folder: Path, config: CheckpointConfig, identity: Mapping[str, Any], choices: Mapping[str, str]
@@ -283,15 +282,15 @@ class Checkpoints:
         self._config = config
         self._identity = dict(identity)
         self._choices = dict(choices)
-        self._known: dict[Path, bool] = {}  # checkpoints that this start has written or read: whether they are intact
+        self._known: dict[Path, bool] = {}  # checkpoints written or read in this start: whether they are intact
 
     def keep_choices(self, choices: Mapping[str, str]) -> None:
         """Store other choices from now on."""
         self._choices = dict(choices)
 
     def save(self, progress: Progress, stepper: Stepper, host_group: HostGroup) -> list[str]:
-        """Write one, whole or not at all, and delete old ones; returns remarks on those that stay. The first process
-        writes; of a sharded model each process writes its shards.
+        """Write a checkpoint atomically and delete old ones; return remarks on those that cannot be deleted. Rank 0
+        writes; for a sharded model each process writes its shards.
         """
         on_device = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
         random = host_group.all_gather_object({"cpu": torch.get_rng_state(), **on_device})
@@ -329,10 +328,10 @@ class Checkpoints:
         return [remark for folder in old if (remark := delete_folder(folder))]
 
     def load(self, folder: Path, stepper: Stepper, host_group: HostGroup) -> Progress:
-        """Restore the state after the step of `folder`, saved by any number of processes."""
+        """Restore the state of checkpoint `folder`, saved by any number of processes."""
         state = _read_state(folder)
         self._require_same_run(folder, state)
-        # what this start cannot know, such as the hash of a start adapter that is gone, stays in later checkpoints
+        # facts unknown in this start, such as the hash of a deleted start adapter, stay in later checkpoints
         self._identity = {**state["identity"], **self._identity}
         self._known[folder] = True
         if stepper.model.sharding is None and not (folder / SHARDS).is_dir():
@@ -343,21 +342,21 @@ class Checkpoints:
         if stepper.scale is not None:
             stepper.scale.load_state_dict(state["scaler"])
         random, rank = load_file(folder / _RANDOM), host_group.rank
-        if f"{rank}.cpu" in random:  # a rank that the saved run did not have keeps its seed
+        if f"{rank}.cpu" in random:  # a new rank keeps its seed
             torch.set_rng_state(random[f"{rank}.cpu"])
         if f"{rank}.cuda" in random and torch.cuda.is_available():
             torch.cuda.set_rng_state(random[f"{rank}.cuda"])
         return parse_section(Progress, state["progress"])
 
     def note_resumed(self, save: Path) -> None:
-        """Count the checkpoint of `resume=PATH` as the last saved, for a start that ends before its first save."""
+        """Record the checkpoint of `resume=PATH` as the last saved, for a start that ends before its first save."""
         save, is_here = save.resolve(), save.resolve().parent == self.folder.resolve()
         self.folder.mkdir(exist_ok=True)
         # the next save has the same place and a later step
         write_json(self.folder / RESUMED, {save.name if is_here else str(save): next_save_number(self.folder)})
 
     def note_depth(self, depth: int) -> None:
-        """Tell the next start to split deeper: this one cannot repeat its micro-batch."""
+        """Store a deeper split for the next start: this one cannot repeat its micro-batch."""
         self.folder.mkdir(exist_ok=True)
         aside = temp_dir_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several processes may write at once
         aside.write_text(json.dumps(depth))
@@ -367,7 +366,7 @@ class Checkpoints:
         return read_depth(self.folder / DEPTH)
 
     def best(self, progress: Progress) -> Path | None:
-        """The checkpoint of the best evaluation, if it still exists and is intact."""
+        """Return the checkpoint of the best evaluation, if it still exists and is intact."""
         folder = self._place(progress.best_step)
         return folder if folder.is_dir() and damage_of(folder) is None else None
 
@@ -378,39 +377,39 @@ class Checkpoints:
         different = differences(state["identity"], self._identity)
         if different:
             raise CheckpointError(
-                f"resume: {folder} is of another run and cannot be continued ({'; '.join(different[:4])}). "
-                "Give the settings it was made with, or another output_dir without resume."
+                f"resume: {folder} belongs to a run with different settings ({'; '.join(different[:4])}). "
+                "Use its settings, or another output_dir without resume."
                 f"{_command_of(folder.parent.parent)}"
             )
 
     def _old(self) -> list[Path]:
-        """Checkpoints saved before the last `keep` ones that are intact."""
-        found, kept = checkpoints_in(self.folder), 0
-        while len(found) > self._config.keep - kept > 0:
-            save = found.pop()
+        """Return the checkpoints saved before the last `keep` intact ones."""
+        saves, intact = checkpoints_in(self.folder), 0
+        while len(saves) > self._config.keep - intact > 0:
+            save = saves.pop()
             if save not in self._known:
                 self._known[save] = damage_of(save) is None
-            kept += self._known[save]
-        return found if kept == self._config.keep else []
+            intact += self._known[save]
+        return saves if intact == self._config.keep else []
 
 
 def _intact(folder: Path) -> Path:
-    """Check `resume=PATH`, which names a checkpoint or a run folder."""
+    """Return the intact checkpoint of `resume=PATH`, a checkpoint or a run folder."""
     if not CHECKPOINT_NAME.match(folder.name):
-        found = checkpoints_in(folder / "checkpoints")
-        if not found:
-            raise CheckpointError(f"resume={folder}: no checkpoint there. Give RUN/checkpoints/step-000100.")
-        folder = found[-1]
+        saves = checkpoints_in(folder / "checkpoints")
+        if not saves:
+            raise CheckpointError(f"resume={folder}: no checkpoint found. Set resume=RUN/checkpoints/step-000100.")
+        folder = saves[-1]
     fault = damage_of(folder)
     if fault is not None:
         raise CheckpointError(
-            f"resume={folder}: the checkpoint is damaged ({fault}). Give the one before it, or resume=auto to find it."
+            f"resume={folder}: the checkpoint is damaged ({fault}). Use the previous one, or resume=auto to find it."
         )
     return folder
 
 
 def damage_of(save: Path) -> str | None:
-    """Describe what is wrong with a checkpoint; None if it is complete: checksums match and its files can be read."""
+    """Return the damage of a checkpoint; None if checksums match and its files can be read."""
     fault = verify_checksums(save, _READ)
     if fault is not None:
         return fault
@@ -419,7 +418,7 @@ def damage_of(save: Path) -> str | None:
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError, AppError):
         is_whole = False
     if not is_whole:
-        return f"{STATE} is not that of a checkpoint"
+        return f"{STATE} is invalid"
     for name in (_RANDOM,) if (save / SHARDS).is_dir() else (WEIGHTS, OPTIMIZER, _RANDOM):
         try:
             with safe_open(save / name, framework="pt"):
@@ -430,20 +429,20 @@ def damage_of(save: Path) -> str | None:
 
 
 def _is_of_a_run(state: Mapping[str, Any]) -> bool:
-    """Whether all values are of the types and in the ranges that a run writes."""
+    """Return whether all values have the types and ranges of a run."""
     if not all(isinstance(state[key], kind) for key, kind in _STATE_TYPES.items()):
         return False
     saved_names(state["optimizer"])  # can be read
     progress, steps = parse_section(Progress, state["progress"]), state["identity"].get("steps", "any")
-    found = (progress.start_metrics, progress.metrics, progress.best_metrics)
-    measured = [value for metrics in found for value in metrics.values()]
+    evaluations = (progress.start_metrics, progress.metrics, progress.best_metrics)
+    measured = [value for metrics in evaluations for value in metrics.values()]
     chosen = [state["choices"][key] for key in ("precision", "attention")]
     is_within = steps == "any" or progress.step <= steps
     return is_within and all(isinstance(n, int | float) for n in measured) and all(isinstance(c, str) for c in chosen)
 
 
 def progress_of(save: Path) -> Progress:
-    """Counts and results of a run at a checkpoint."""
+    """Return the counts and results of a run at a checkpoint."""
     return parse_section(Progress, _read_state(save)["progress"])
 
 
@@ -453,7 +452,7 @@ def _read_state(save: Path) -> dict[str, Any]:
 
 
 def _command_of(run: Path) -> str:
-    """How a run was started, to be copied; empty where its manifest does not have the words."""
+    """Return the resume command of a run, to copy; empty if its manifest has no command line."""
     try:
         words = read_manifest(run / "manifest.json")["starts"][-1]["command_line"]
         typed = words[words.index("app.train") + 1 :]

@@ -1,16 +1,16 @@
-"""The time left in a start: its steps, and the evaluations and saves that are still to come."""
+"""Remaining time of a start: steps, evaluations and saves."""
 
 import time
 from collections import deque
 
-MAX_WINDOW_SECONDS = 300.0  # after a change of speed the time left is wrong no longer than this
+MAX_WINDOW_SECONDS = 300.0  # limits the time of wrong estimates after a change of speed
 
 
 class Eta:
-    """Counts each evaluation and save as long as the last one of its kind.
+    """Estimate of the remaining time; each evaluation and save counts as long as the last one of its kind.
 
-    Speed is measured over the newer half of this start, and over the last minutes at most, so that a slow beginning
-    or a machine that was busy for a while falls out. `every`: steps between pauses of a kind; 0 is at the end only.
+    Speed is measured over the newer half of this start, at most the last minutes, to exclude a slow start or a
+    temporarily busy machine. `every`: steps between pauses of a kind; 0: only at the end.
     """
 
     def __init__(self, end: int, every: dict[str, int]) -> None:
@@ -26,7 +26,7 @@ class Eta:
         self._paused += seconds
 
     def seconds_left(self, step: int) -> float | None:
-        """The estimate after `step`, before what is due at it; None before the second call."""
+        """Return the estimate after `step`, before its evaluation and save; None before the second call."""
         now = time.perf_counter() - self._paused
         self._began = now if self._began is None else self._began
         self._marks.append((step, now))

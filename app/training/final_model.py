@@ -1,7 +1,7 @@
-"""Final model of a run: final/ and result.json at its end, or a stand-in with other weights in final/.
+"""Final model of a run: final/ and result.json, or a stand-in folder with other weights in final/.
 
-A stand-in is a folder of links to the files of the run, with a final/ of its own (a checkpoint's weights, or several
-adapters combined), for commands that take the folder of a run.
+A stand-in is a folder of links to the files of the run with another final/ (weights of a checkpoint, or combined
+adapters), for commands that take a run folder.
 """
 
 import os
@@ -51,7 +51,7 @@ from app.training.trainer import Trainer
 
 
 def write_final(plan: Plan, trainer: Trainer, predicted: Predicted | None) -> int:
-    """Write final/ and the result of a complete run; returns the exit code."""
+    """Write final/ and result.json of a complete run; return the exit code."""
     result = result_of(trainer, predicted)
     progress, recorder = trainer.progress, trainer.parts.recorder
     metrics = progress.metrics
@@ -59,7 +59,7 @@ def write_final(plan: Plan, trainer: Trainer, predicted: Predicted | None) -> in
         if _load_best(trainer):
             metrics = progress.best_metrics
         else:
-            result["objective"] = progress.metrics[plan.run.eval.objective]  # that of final/, as otherwise
+            result["objective"] = progress.metrics[plan.run.eval.objective]  # the objective of the weights in final/
     result["final_metrics"] = finite(metrics)
     model = trainer.parts.stepper.model
     tensors = None if model.sharding is None else whole_tensors(saved_tensors(model))
@@ -75,7 +75,7 @@ def write_final(plan: Plan, trainer: Trainer, predicted: Predicted | None) -> in
         if answers:
             recorder.message(answers)
     else:
-        deque(tensors or (), maxlen=0)  # takes part in the collectives of the first process
+        deque(tensors or (), maxlen=0)  # joins the collectives of rank 0
     closing = Facts(list(closing_facts(plan.run, recorder.folder, result, progress)))
     recorder.message(as_text(Section("", [closing])))
     recorder.finish("finished", final=str(recorder.folder.final), **result)
@@ -83,14 +83,14 @@ def write_final(plan: Plan, trainer: Trainer, predicted: Predicted | None) -> in
 
 
 def loading_of(sections: ModelSections, base: BaseModel, folder: Path, drawn: Path) -> Loading:
-    """How the model in `folder` is loaded; `drawn` holds a base of random weights."""
+    """Return how to load the model in `folder`; `drawn` has a base of random weights."""
     trained_by = sections.quantizer
     sections = replace(sections, quantization=quantization_after_training(sections.quantization))
     file = folder / ADAPTER
     adapter = read_json(file) if file.is_file() else None
     base_inside = adapter is not None and drawn.is_dir()
     return Loading(
-        # a text part that was trained whole is a model of its own
+        # a fully trained text part is a separate model
         auto_class=base.auto_class if sections.adapter.kind != "none" else task_of(sections.task).auto_class,
         adapter=adapter,
         dtype=str(DTYPES[sections.precision].base).removeprefix("torch."),
@@ -105,15 +105,15 @@ def loading_of(sections: ModelSections, base: BaseModel, folder: Path, drawn: Pa
 
 
 def record_stop(trainer: Trainer, predicted: Predicted | None) -> int:
-    """Record the result of a run that was asked to stop and has saved; returns the exit code."""
-    trainer.parts.recorder.message(f"stopped after step {trainer.progress.step}, which is saved.")
+    """Record the result of a stopped and saved run; return the exit code."""
+    trainer.parts.recorder.message(f"Stopped. Saved checkpoint at step {trainer.progress.step}.")
     trainer.parts.recorder.finish("stopped", **result_of(trainer, predicted))
     assert trainer.stopped_by is not None
     return trainer.stopped_by
 
 
 def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
-    """Numbers of result.json; a start that had nothing left to do has no speed of its own."""
+    """Return the numbers of result.json; without speed if no step was left."""
     progress, runtime, config = trainer.progress, trainer.parts.runtime, trainer.parts.config
     metric = METRICS[config.eval.objective]
     best = None if progress.best_loss is None else metric.cost(progress.best_loss)
@@ -136,7 +136,7 @@ def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
 
 
 def _experts(trainer: Trainer) -> dict[str, int]:
-    """How many experts have adapters, and how many of these no token reached."""
+    """Count the experts with adapters, and those of them that received no tokens."""
     parts = trainer.parts
     of_all = parts.runtime.host_group.all_gather_object(moved_experts(parts.stepper.model.network, local))
     moved = [any(each) for modules in zip(*of_all, strict=True) for each in zip(*modules, strict=True)]
@@ -144,17 +144,17 @@ def _experts(trainer: Trainer) -> dict[str, int]:
 
 
 def _load_best(trainer: Trainer) -> bool:
-    """Take the weights of the best evaluation, if its checkpoint is still there."""
+    """Load the weights of the best evaluation if its checkpoint still exists."""
     progress, parts = trainer.progress, trainer.parts
     checkpoint = parts.checkpoints.best(progress)
     if checkpoint is None:
         parts.recorder.message(
-            f"checkpoint.final=best: the checkpoint of step {progress.best_step}, the best evaluation, is missing or "
-            f"damaged. final/ has the weights of step {progress.step}, the last one"
+            f"checkpoint.final=best: the checkpoint of step {progress.best_step} (best evaluation) is missing or "
+            f"damaged. final/ has the weights of step {progress.step} (last step)"
         )
         return False
     load_weights(checkpoint, parts.stepper.model.trained(), parts.runtime.host_group)
-    parts.recorder.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")
+    parts.recorder.message(f"final/ has the weights of step {progress.best_step} (best evaluation)")
     return True
 
 
@@ -166,7 +166,7 @@ _OWN = {"final", "result.json", "run.yaml", "checkpoints"}
 
 @contextmanager
 def at_checkpoint(folder: Path, wanted: str | None, run: RunConfig) -> Iterator[Path]:
-    """The folder itself, or one with the weights of a kept checkpoint: `best` or the number of a step."""
+    """Yield the run folder, or a stand-in with the weights of a kept checkpoint: `best` or a step number."""
     if wanted is None:
         yield folder
         return
@@ -185,54 +185,54 @@ def at_checkpoint(folder: Path, wanted: str | None, run: RunConfig) -> Iterator[
 
 @contextmanager
 def combined(folder: Path, parts: Mapping[str, float], how: str, rank: int | None, run: RunConfig) -> Iterator[Path]:
-    """A folder whose adapter sums those of `parts`, each with a factor; the rest is that of the run in `folder`."""
-    members = [Member(given, adapter_folder(given), factor) for given, factor in parts.items()]
+    """Yield a stand-in for the run in `folder` whose adapter is the weighted sum of the adapters in `parts`."""
+    members = [Member(place, adapter_folder(place), factor) for place, factor in parts.items()]
     require_intact_final(folder)
-    own = base_hash_of(folder / "final")
+    base_hash = base_hash_of(folder / "final")
     for member in members:
-        require_intact(member.folder, "Leave it out, or restore it from a copy.", sealed=False)
-        known = base_hash_of(member.folder)
-        if None not in (own, known) and own != known:
+        require_intact(member.folder, "Remove it, or restore it from a backup.", sealed=False)
+        member_hash = base_hash_of(member.folder)
+        if None not in (base_hash, member_hash) and base_hash != member_hash:
             raise ConfigError(
-                f"adapters: {member.given} was trained on another base than run={folder}, by the hash of its weights. "
-                "Leave it out: only updates of one base can be summed."
+                f"adapters: {member.given} was trained on another base than run={folder} (different weight hash). "
+                "Remove it: only adapters of the same base can be combined."
             )
     with TemporaryDirectory(prefix="combined-") as place:
         with checksummed_folder(Path(place) / "final") as final:
             for file in (folder / "final").iterdir():
                 if file.name not in (ADAPTER_WEIGHTS, CHECKSUMS, CARD):
                     copyfile(file, final / file.name)
-            found, apart = combine(members, how, rank, final)
-        run = replace(run, adapter=replace(run.adapter, r=found, alpha=float(found)))
-        facts = {"adapters": dict(parts), "combine": how, "rank": found, "difference_of_updates": apart}
+            new_rank, difference = combine(members, how, rank, final)
+        run = replace(run, adapter=replace(run.adapter, r=new_rank, alpha=float(new_rank)))
+        facts = {"adapters": dict(parts), "combine": how, "rank": new_rank, "difference_of_updates": difference}
         unknown = dict.fromkeys(("final_metrics", "train_loss_first", "train_loss_last"))
         yield _linked(folder, Path(place), run, {**unknown, "combined": facts})
 
 
 def kept_checkpoint(folder: Path, wanted: str) -> Path:
-    """The checkpoint of a step, or of the best evaluation; refused where it is not kept, or damaged."""
-    kept = checkpoints_in(folder / "checkpoints")
-    steps = sorted(int(each.name.removeprefix("step-")) for each in kept)
-    given = f"checkpoint={wanted}"
-    if not kept:
-        raise CheckpointError(f"{given}: run={folder} has no checkpoint. Leave it out for final/.")
-    step = progress_of(kept[-1]).best_step if wanted == "best" else int(wanted)
+    """Return the checkpoint of a step or of the best evaluation; raise if it was not kept or is damaged."""
+    checkpoints = checkpoints_in(folder / "checkpoints")
+    steps = sorted(int(checkpoint.name.removeprefix("step-")) for checkpoint in checkpoints)
+    setting = f"checkpoint={wanted}"
+    if not checkpoints:
+        raise CheckpointError(f"{setting}: run={folder} has no checkpoints. Omit checkpoint= to use final/.")
+    step = progress_of(checkpoints[-1]).best_step if wanted == "best" else int(wanted)
     if step not in steps:
-        what = f"the best evaluation was at step {step}, and its" if wanted == "best" else "that"
+        what = f"the checkpoint of the best evaluation (step {step})" if wanted == "best" else "this checkpoint"
         raise CheckpointError(
-            f"{given}: {what} checkpoint is not kept. run={folder} has those of steps {', '.join(map(str, steps))}."
+            f"{setting}: {what} was not kept. run={folder} has checkpoints of steps {', '.join(map(str, steps))}."
         )
     save = folder / "checkpoints" / f"step-{step:06d}"
     fault = damage_of(save)
     if fault is not None:
         raise CheckpointError(
-            f"{given}: {save} is damaged ({fault}). Give another one of {', '.join(map(str, steps))}."
+            f"{setting}: {save} is damaged ({fault}). Choose another of steps {', '.join(map(str, steps))}."
         )
     return save
 
 
 def _save_checkpoint(folder: Path, save: Path, run: RunConfig, target: Path) -> None:
-    """Build the model as the run did, load the weights of the checkpoint, whole or sharded, and save it as final/."""
+    """Build the model of the run, load the weights of the checkpoint (sharded or not), and save it as final/."""
     final, model = folder / "final", weights_of(folder, run.model, tuned=False)
     sections = replace(
         sections_of(run, Choices(choices_of(save)["precision"], "sdpa")),
@@ -259,7 +259,7 @@ def _save_checkpoint(folder: Path, save: Path, run: RunConfig, target: Path) -> 
 
 
 def _linked(folder: Path, place: Path, run: RunConfig, result: Mapping[str, Any]) -> Path:
-    """Link the other files of the run, and write what is known of the other weights."""
+    """Link the other files of the run, and write run.yaml and result.json of the other weights."""
     for file in folder.iterdir():
         if file.name not in _OWN:
             (place / file.name).symlink_to(file.resolve())

@@ -1,4 +1,4 @@
-"""Which settings decide the numbers of a run: a checkpoint is continued only where these are what they were."""
+"""Settings that determine the results of a run: a checkpoint is only resumed with the same values."""
 
 import hashlib
 import json
@@ -12,9 +12,9 @@ from app.config.schema import AdapterConfig, ModelConfig, RunConfig
 from app.config.validate import leaf_keys
 from app.files import sha256
 
-COMPARED = "compared"  # the value itself, as it came out
-SETTLED = "settled"  # what the value came to: `Plan.identity`
-FREE = "free"  # may differ: where, how fast and in how much memory the same numbers are made
+COMPARED = "compared"  # the resolved value itself
+SETTLED = "settled"  # the result of the value: `Plan.identity`
+FREE = "free"  # may differ: location, speed and memory of the same computation
 
 # of every key of a run, or of its section
 ROLES = {
@@ -27,7 +27,7 @@ ROLES = {
     "model.path": SETTLED,  # by the hash of the weights
     "model.revision": SETTLED,  # the same
     "model.weights": COMPARED,
-    "model.tokenizer": SETTLED,  # by the tokens, as all that they are made of
+    "model.tokenizer": SETTLED,  # by the tokens, like all keys that determine them
     "model.add_tokens": SETTLED,
     "model.vocab_size": COMPARED,
     "model.chat_template": SETTLED,
@@ -35,7 +35,7 @@ ROLES = {
     "model.norm": COMPARED,
     "model.trust_remote_code": FREE,
     "model.licence_page": FREE,
-    "model.architecture": SETTLED,  # by a hash, where the weights are random
+    "model.architecture": SETTLED,  # by a hash, if the weights are random
     "model.suggest": FREE,
     "dataset": SETTLED,  # by the tokens
     "task": COMPARED,
@@ -74,29 +74,29 @@ _BASE = "the base (as a hash)"
 
 
 def role_of(key: str) -> str | None:
-    """The role of a key of the schema: its own, else that of its section."""
+    """Return the role of a schema key, else of its section."""
     section = key.rpartition(".")[0]
     return ROLES.get(key) or (role_of(section) if section else None)
 
 
 def compared_settings(run: RunConfig, precision: str) -> dict[str, Any]:
-    """Settings that are compared as they are, by the key to type. `precision` is what it came out to."""
+    """Return the settings compared by value, by key. `precision` is the resolved one."""
     run = replace(run, precision=replace(run.precision, kind=precision))
     values = {key: attrgetter(key)(run) for key in leaf_keys(RunConfig) if role_of(key) == COMPARED}
     if run.optimizer.in_backward:
-        del values["training.clip"]  # which steps in the backward pass cannot have, and a run may change to them
+        del values["training.clip"]  # not available with updates in the backward pass, to which a run may change
     return {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def base_hash(model: ModelConfig, fingerprint: str | None) -> dict[str, str]:
-    """The hash of the base's weights, or of what they are drawn for; nothing where they are not at hand."""
-    drawn = json.dumps(model.architecture, sort_keys=True).encode()
-    known = hashlib.sha256(drawn).hexdigest() if model.weights == "random" else fingerprint
-    return {} if known is None else {_BASE: known[:12]}
+    """Return the hash of the base weights, or of the architecture of random ones; empty if unavailable."""
+    architecture = json.dumps(model.architecture, sort_keys=True).encode()
+    digest = hashlib.sha256(architecture).hexdigest() if model.weights == "random" else fingerprint
+    return {} if digest is None else {_BASE: digest[:12]}
 
 
 def start_hash(adapter: AdapterConfig) -> dict[str, str]:
-    """The hash of the adapter that a run goes on from, while its folder is there."""
+    """Return the hash of the start adapter if its folder still exists."""
     folder = start_folder(adapter)
     weights = None if folder is None else folder / ADAPTER_WEIGHTS
     return {} if weights is None or not weights.is_file() else {"adapter.start (as a hash)": sha256(weights)[:12]}
@@ -106,7 +106,7 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return the differences between a checkpoint and a run, in the keys that both have (a hash needs its files)."""
     keys = saved.keys() & own.keys()
     if _BASE in keys:
-        keys -= {"model.path"}  # the same weights at another place
+        keys -= {"model.path"}  # the same weights in another place
     return [
         f"{key}: the checkpoint has {saved[key]}, this run has {own[key]}"
         for key in sorted(keys)

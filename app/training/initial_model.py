@@ -1,9 +1,9 @@
-"""Model before step 1, kept with the run: the first weights of its adapter, and its log-probabilities of answers.
+"""Model before step 1, kept with the run: initial adapter weights, and log-probabilities of answers.
 
-Adapter weights that the base gave up (PiSSA, OLoRA, CorDA) are kept: at the end of the run the adapter is saved as the
-difference from them, which is an adapter of the ordinary base.
+Adapter weights that were split off the base (PiSSA, OLoRA, CorDA) are kept: at the end of the run the adapter is saved
+as the difference from them, which is an adapter of the ordinary base.
 
-The reference of a preference loss is scored once, and never again from trained weights. Rows are found by content.
+The reference of a preference loss is scored once, before training. Rows are identified by content.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, na
         return []
     run = replace(run, adapter=with_names(run.adapter, names.of_folder))  # the names in the adapter file
     refuse(check_start(replace(run, resume=None)))
-    file, remedy = folder / ADAPTER_WEIGHTS, "Restore the adapter from a copy."
+    file, remedy = folder / ADAPTER_WEIGHTS, "Restore the adapter from a backup."
     require_intact(folder, remedy, sealed=False)
     config = read_adapter_config(folder, of_peft=True)
     remarks = _require_same_base(run, folder, fingerprint, str(config.get("base_model_name_or_path")))
@@ -67,16 +67,16 @@ def load_start(run: RunConfig, model: TrainingModel, fingerprint: str | None, na
 
 
 def base_hash_of(folder: Path) -> str | None:
-    """The hash of the base of an adapter, by the manifest of its run or export, else of a base that either keeps."""
+    """Return the base hash of an adapter, from the manifest of its run or export, else from the base stored there."""
     run = read_manifest(folder.parent / "manifest.json").get("hashes", {}).get("base")
-    told: str | None = run or read_manifest(folder / "export.json").get("base_hash")
-    kept = [files for place in (folder.parent, folder) if (files := weight_files(place / "base"))]
-    return weights_fingerprint(kept[0]) if told is None and kept else told
+    recorded: str | None = run or read_manifest(folder / "export.json").get("base_hash")
+    bases = [files for place in (folder.parent, folder) if (files := weight_files(place / "base"))]
+    return weights_fingerprint(bases[0]) if recorded is None and bases else recorded
 
 
 def _require_same_base(run: RunConfig, folder: Path, fingerprint: str | None, named: str) -> list[str]:
-    """Refuse another base than the adapter was trained on, where its hash is known; else say so."""
-    given, known, file = f"adapter.start={run.adapter.start}", base_hash_of(folder), folder.parent / "run.yaml"
+    """Raise if the base is not that of the adapter; return a remark if its hash is unknown."""
+    setting, known, file = f"adapter.start={run.adapter.start}", base_hash_of(folder), folder.parent / "run.yaml"
     first = read_run(file) if file.is_file() else None
     if first is not None and first.model.weights == run.model.weights == "random":
         is_same = (first.seed, first.model.architecture) == (run.seed, run.model.architecture)
@@ -84,76 +84,76 @@ def _require_same_base(run: RunConfig, folder: Path, fingerprint: str | None, na
         is_same = known in (None, fingerprint)
     if not is_same:
         raise ConfigError(
-            f"{given}: it was trained on another base, by the hash of its weights or by what they were drawn from. "
-            "Give the base of that adapter as model.path."
+            f"{setting} was trained on another base (different weight hash, or different seed or architecture of "
+            "random weights). Set model.path to the base of that adapter."
         )
     is_known = known is not None or first is not None
-    unknown = f"{given}: no hash of its base is beside it, so only shapes were compared (it names {named})"
+    unknown = f"{setting}: the hash of its base is unknown, so only shapes were compared (its base: {named})"
     return [] if is_known else [unknown]
 
 
 @torch.no_grad()
 def _load(folder: Path, run: RunConfig, targets: list[str], model: TrainingModel, names: Names) -> None:
-    """Load the tensors that PEFT saves; refused where it adapts other layers, or layers of other shapes."""
+    """Load the tensors saved by PEFT; raise if it adapts other layers, or layers of other shapes."""
     named = {names.of_adapter(name): each.detach() for name, (_, each) in adapter_tensors(model).items()}
-    given = f"adapter.start={run.adapter.start}"
+    setting = f"adapter.start={run.adapter.start}"
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as saved:
         odd = sorted(named.keys() ^ set(saved.keys()))
         if odd and sorted(run.adapter.targets) == sorted(targets):
             raise ConfigError(
-                f"{given}: its file and this run differ in {odd[0]} among others. Type adapter.train_whole and "
-                "adapter.experts as it was trained with."
+                f"{setting}: its tensors differ from those of this run, e.g. {odd[0]}. Set adapter.train_whole and "
+                "adapter.experts as in its training."
             )
         if odd:
             layers = ",".join(sorted({name.rpartition(".")[2] for name in targets}))
             raise ConfigError(
-                f"{given}: it is of {layers.replace(',', ', ')}, and adapter.targets=[{','.join(run.adapter.targets)}] "
-                f"means others here. Type adapter.targets=[{layers}], or leave it out."
+                f"{setting} adapts {layers.replace(',', ', ')}, but adapter.targets=[{','.join(run.adapter.targets)}] "
+                f"selects other layers. Set adapter.targets=[{layers}], or remove adapter.targets."
             )
         for name, tensor in named.items():
-            rows, own = saved.get_slice(name), local(tensor)
+            rows, shard = saved.get_slice(name), local(tensor)
             if tuple(rows.get_shape()) != tuple(tensor.shape):
                 raise ConfigError(
-                    f"{given}: {name} has the shape {rows.get_shape()}, and this model takes {list(tensor.shape)}. "
-                    "Give the base of that adapter as model.path."
+                    f"{setting}: {name} has shape {rows.get_shape()}, but this model needs {list(tensor.shape)}. "
+                    "Set model.path to the base of that adapter."
                 )
-            if own.numel():
+            if shard.numel():
                 values = rows[own_rows(tensor)]
                 require_finite(name, values)
-                own.copy_(values)
+                shard.copy_(values)
 
 
 def drawn_start(plan: Plan, model: TrainingModel) -> dict[str, Tensor]:
-    """Copies of the halves as they were drawn, by their names in files; call it before a checkpoint is loaded."""
+    """Return copies of the initial adapter matrices, by their names in files; call it before loading a checkpoint."""
     if not changes_base(plan.run.adapter):
         return {}
     named = {name: each.detach() for name, each in saved_tensors(model).items() if ".lora_" in name}
-    found = named.items() if model.sharding is None else whole_tensors(named)
-    return {name.replace(".default.", "."): each.to("cpu", copy=True) for name, each in found if world().is_first}
+    tensors = named.items() if model.sharding is None else whole_tensors(named)
+    return {name.replace(".default.", "."): each.to("cpu", copy=True) for name, each in tensors if world().is_first}
 
 
 def keep_start(drawn: dict[str, Tensor], plan: Plan, folder: Path) -> None:
-    """Write the start of a run that is new, or goes on in another folder; that of a continued one must be what was
-    drawn again, or its base is another.
+    """Write the initial adapter weights of a new run, or of one resumed in another folder. In a resumed run they must
+    equal those computed again, else the base differs.
     """
     if not drawn:
         return
-    kept = plan.start.kept_with_run(folder)
-    known = read_start(kept) if plan.start.checkpoint else drawn
-    if known.keys() != drawn.keys() or not all(torch.equal(known[name], each) for name, each in drawn.items()):
+    place = plan.start.kept_with_run(folder)
+    saved = read_start(place) if plan.start.checkpoint else drawn
+    if saved.keys() != drawn.keys() or not all(torch.equal(saved[name], each) for name, each in drawn.items()):
         raise CheckpointError(
             f"adapter.init={plan.run.adapter.init}: the initial adapter weights computed here differ from "
-            f"{kept}. Resume on the machine and with the packages of the first start, or start again in another "
+            f"{place}. Resume on the machine and with the packages of the first start, or start again in another "
             "output_dir."
         )
     if not (plan.start.checkpoint and folder.is_dir()):
         with checksummed_folder(folder) as target:
             save_file(drawn, target / ADAPTER_WEIGHTS)
-    drawn.clear()  # it would stay in memory through the run
+    drawn.clear()  # frees the memory for the run
 
 
 def read_start(folder: Path) -> dict[str, Tensor]:
-    """The start that a run keeps; refused where it is damaged or lost."""
+    """Return the initial adapter weights of a run; raise if they are damaged or missing."""
     remedy = "It has the initial adapter weights of this run. Restore the folder, or start a new run."
     require_intact(folder, remedy, (ADAPTER_WEIGHTS,))
     return adapter_weights(folder)
@@ -163,43 +163,43 @@ def read_start(folder: Path) -> dict[str, Tensor]:
 
 
 _FILE = "answers.safetensors"
-_CODE_VERSION = 1  # of what decides the numbers
+_CODE_VERSION = 1  # of the code that determines the scores
 
 Reference = Mapping[int, tuple[float, ...]]  # by the hash of a row: log-probabilities of its answers
 
 
 def with_reference(plan: Plan, model: TrainingModel, folder: Path, fingerprint: str | None) -> Plan:
-    """The run with the reference that its loss reads, if it reads one; that of a continued run is in `folder`."""
+    """Return the plan with the reference of its loss, if any; a resumed run reads it from `folder`."""
     if not plan.run.preference.has_reference:
         return plan
-    kept = plan.start.kept_with_run(folder)
-    reference = read_reference(kept) if plan.start.checkpoint else _made(plan, model, fingerprint)
+    place = plan.start.kept_with_run(folder)
+    reference = read_reference(place) if plan.start.checkpoint else _made(plan, model, fingerprint)
     splits = (rows for rows in (plan.rows.data.train, plan.rows.data.eval) if rows is not None)
     return plan.with_objective(comparing(plan.rows.objective, reference, *splits))
 
 
 def keep_reference(plan: Plan, folder: Path) -> None:
-    """Write the reference of a run that is new, or goes on in another folder, if it has one."""
+    """Write the reference of a new run, or of one resumed in another folder, if it has one."""
     objective = plan.rows.objective
     if isinstance(objective, Compared) and objective.reference and not (plan.start.checkpoint and folder.is_dir()):
         _write(folder, objective.reference)
 
 
 def comparing(objective: Objective, reference: Reference, *rows: TokenRows) -> Objective:
-    """The objective with a reference; `rows` that it does not have are refused."""
+    """Return the objective with a reference; raise if it lacks any of `rows`."""
     assert isinstance(objective, Compared)
     scored = (part for each in rows for part in compared_rows(objective, each))
     unknown = sum(each not in reference for part in scored for each in part.content_hashes.tolist())
     if unknown:
         raise CheckpointError(
-            f"dataset.eval_path: of these rows the run has no reference for {unknown:,}, and it was made before the "
-            "model was trained. Give the rows that it held out."
+            f"dataset.eval_path: the run has no reference for {unknown:,} of these rows, and it cannot be computed "
+            "after training. Use the eval set of the run."
         )
     return replace(objective, reference=reference)
 
 
 def read_reference(folder: Path) -> Reference:
-    """The reference that a run keeps; refused where it is damaged or lost, since it cannot be made again."""
+    """Return the reference of a run; raise if it is damaged or missing, since it cannot be computed again."""
     remedy = (
         "The reference of this run cannot be computed again, because the model has been trained since. Restore the "
         "folder, or start a new run."
@@ -224,30 +224,30 @@ def _write(folder: Path, reference: Reference) -> None:
 
 
 def _made(plan: Plan, model: TrainingModel, fingerprint: str | None) -> Reference:
-    """Score the answers of both splits, or take the scores of another run of the same rows and base."""
-    kept = Path(plan.run.cache_dir).expanduser() / "references" / _key(plan, fingerprint)
-    known = read_reference(kept) if world().is_first and not verify_checksums(kept, (_FILE,)) else {}
-    found: dict[int, tuple[float, ...]] = plan.runtime.host_group.all_gather_object(known)[0]
-    if not found:
+    """Score the answers of both splits, or use the scores of another run with the same rows and base."""
+    place = Path(plan.run.cache_dir).expanduser() / "references" / _key(plan, fingerprint)
+    cached = read_reference(place) if world().is_first and not verify_checksums(place, (_FILE,)) else {}
+    reference: dict[int, tuple[float, ...]] = plan.runtime.host_group.all_gather_object(cached)[0]
+    if not reference:
         assert isinstance(plan.rows.objective, Compared)
         for rows in (plan.rows.data.train, plan.rows.data.eval):
             for part in () if rows is None else compared_rows(plan.rows.objective, rows):
-                found |= _scored(plan, model, part)
-        _share(kept, found)
-    return found
+                reference |= _scored(plan, model, part)
+        _share(place, reference)
+    return reference
 
 
-def _share(kept: Path, reference: Reference) -> None:
-    """Keep the scores for other runs, several of which may be here at once: the first to rename its folder stays."""
+def _share(place: Path, reference: Reference) -> None:
+    """Cache the scores for other runs, which may run at the same time: the first to rename its folder wins."""
     if not world().is_first:
         return
-    own = kept.with_name(uuid.uuid4().hex)
-    _write(own, reference)
-    if verify_checksums(kept, (_FILE,)):
-        shutil.rmtree(kept, ignore_errors=True)
+    temporary = place.with_name(uuid.uuid4().hex)
+    _write(temporary, reference)
+    if verify_checksums(place, (_FILE,)):
+        shutil.rmtree(place, ignore_errors=True)
     with suppress(OSError):
-        own.rename(kept)
-    shutil.rmtree(own, ignore_errors=True)
+        temporary.rename(place)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _scored(plan: Plan, model: TrainingModel, rows: TokenRows) -> dict[int, tuple[float, ...]]:
@@ -259,10 +259,10 @@ def _scored(plan: Plan, model: TrainingModel, rows: TokenRows) -> dict[int, tupl
 
 
 def _key(plan: Plan, fingerprint: str | None) -> str:
-    """A hash of what decides the numbers: rows, base, how it is stored and computed."""
+    """Return a hash of everything that determines the scores: rows, base, quantization, precision."""
     run, data, choices = plan.run, plan.rows.data, plan.choices
-    # what may not begin as the base: numbers that a method draws, or that are computed of the base
-    own = (
+    # adapters that may change the model before step 1: random weights, or weights computed from the base
+    initial = (
         {}
         if run.adapter.kind != "peft" and run.adapter.init == "default"
         else {**asdict(run.adapter), "seed": run.seed}
@@ -270,7 +270,7 @@ def _key(plan: Plan, fingerprint: str | None) -> str:
     parts: dict[str, Any] = {
         "rows": [rows.fingerprint for rows in (data.train, data.eval) if rows is not None],
         "base": fingerprint or [run.model.path, run.model.architecture, run.seed],
-        "start": start_hash(run.adapter) | own,
+        "start": start_hash(run.adapter) | initial,
         "quantization": asdict(run.quantization),
         "vocabulary": run.model.vocab_size,
         "computed": [choices.precision, choices.attention, run.model.norm, torch.__version__],

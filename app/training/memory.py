@@ -1,4 +1,4 @@
-"""Peak memory of a run, predicted and measured; memory in use on GPU and host, and GPU clocks."""
+"""Estimated and measured peak memory of a run; memory in use on GPU and host, and GPU clocks."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from app.tracking.formatting import format_bytes
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper, StepResult
 
-MAX_CONTEXT_BYTES = 1 << 30  # of this process, where only the sum over processes is known
+MAX_CONTEXT_BYTES = 1 << 30  # of this process, if only the sum over processes is available
 NEGLIGIBLE_SHARE = 0.01  # of the memory
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -27,30 +27,30 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Bytes used by other processes; `processes` is empty in containers, which do not see pids of others."""
+    """Bytes used by other processes; `processes` is empty in containers, where their pids are hidden."""
 
     total: int
     bytes: int
-    processes: tuple[tuple[int, int | None], ...] = ()  # pid, and bytes where the driver reports them
+    processes: tuple[tuple[int, int | None], ...] = ()  # pid, and bytes if the driver reports them
 
     @property
     def words(self) -> str:
-        each = ", ".join(
+        pids = ", ".join(
             f"pid {pid}" + ("" if size is None else f": {size / 1e9:.1f} GB") for pid, size in self.processes
         )
-        by = f" ({each})" if each else ""
-        return f"{self.bytes / 1e9:.1f} GB of {self.total / 1e9:.1f} GB are taken by other processes{by}"
+        by = f" ({pids})" if pids else ""
+        return f"other processes use {self.bytes / 1e9:.1f} of {self.total / 1e9:.1f} GB of GPU memory{by}"
 
 
 def notes() -> list[str]:
-    """A note where other processes use more than a negligible share of the GPU."""
+    """Return a note if other processes use more than a negligible share of GPU memory."""
     taken = taken_by_others()
     return [] if taken is None or taken.bytes < NEGLIGIBLE_SHARE * taken.total else [taken.words]
 
 
 @cache
 def taken_by_others() -> Taken | None:
-    """Memory in use on the GPU of this process at the first call; None without a GPU, or where it cannot be read."""
+    """Return the GPU memory in use by other processes at the first call; None without a GPU or if unreadable."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -60,41 +60,41 @@ def taken_by_others() -> Taken | None:
 
 
 def device_used_bytes() -> int | None:
-    """Memory in use on the GPU of this process; None without a GPU, or where other processes use it too."""
+    """Return the memory in use on the GPU of this process; None without a GPU, or if other processes use it too."""
     if not torch.cuda.is_available():
         return None
     device = world().local_rank
-    with suppress(Exception):  # nvidia-ml-py is missing, or raises errors of its own
+    with suppress(Exception):  # nvidia-ml-py is missing, or raises its own errors
         used = int(torch.cuda.device_memory_used(device))
         return None if _asked(_uuid(), _has_others) else used
-    free, total = torch.cuda.mem_get_info(device)  # makes the context of this process, where it has none
+    free, total = torch.cuda.mem_get_info(device)  # creates the CUDA context of this process if there is none
     return total - free
 
 
 def _has_others(driver: Any, gpu: Any) -> bool:
-    """Whether the driver knows other processes. In a container this one may have another pid there."""
-    pids = {each.pid for each in driver.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    """Return whether the driver lists other processes. In a container it may list this one by another pid."""
+    pids = {process.pid for process in driver.nvmlDeviceGetComputeRunningProcesses(gpu)}
     is_renamed = os.getpid() not in pids and torch.cuda.memory_reserved(world().local_rank) > 0
     return len(pids - {os.getpid()}) > int(is_renamed)
 
 
 def clocks() -> dict[str, float] | None:
-    """Clocks in MHz and the power limit in watts, as far as the driver tells them; None where it cannot be asked."""
+    """Return clocks in MHz and the power limit in watts, if the driver reports them; None without a driver."""
     return _asked(_uuid(), _clocks) if torch.cuda.is_available() else None
 
 
 def _clocks(driver: Any, gpu: Any) -> dict[str, float]:
-    questions: dict[str, Callable[[], float]] = {
+    queries: dict[str, Callable[[], float]] = {
         "sm_mhz": lambda: driver.nvmlDeviceGetClockInfo(gpu, driver.NVML_CLOCK_SM),
         "max_sm_mhz": lambda: driver.nvmlDeviceGetMaxClockInfo(gpu, driver.NVML_CLOCK_SM),
         "memory_mhz": lambda: driver.nvmlDeviceGetClockInfo(gpu, driver.NVML_CLOCK_MEM),
         "power_limit_watts": lambda: driver.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
     }
-    found = {}
-    for name, question in questions.items():
-        with suppress(driver.NVMLError):  # not every GPU knows each
-            found[name] = question()
-    return found
+    values = {}
+    for name, query in queries.items():
+        with suppress(driver.NVMLError):  # not supported by every GPU
+            values[name] = query()
+    return values
 
 
 def _uuid() -> str:
@@ -102,25 +102,26 @@ def _uuid() -> str:
 
 
 def taken_by_cuda(device: int) -> Taken:
-    """A lower bound, where only the sum over all processes is known."""
+    """Return a lower bound from the sum over all processes."""
     free, total = torch.cuda.mem_get_info(device)
     return Taken(total, max(0, total - free - MAX_CONTEXT_BYTES))
 
 
 def taken_by_driver(uuid: str) -> Taken | None:
-    """A sum without the context that CUDA would make on the GPU, and the processes."""
+    """Return the memory of other processes, by process, without the CUDA context of this one."""
 
     def taken(driver: Any, gpu: Any) -> Taken:
         memory = driver.nvmlDeviceGetMemoryInfo(gpu)
-        processes = {each.pid: each.usedGpuMemory for each in driver.nvmlDeviceGetComputeRunningProcesses(gpu)}
-        own = processes.pop(os.getpid(), None) or 0
-        return Taken(memory.total, max(0, memory.used - own), tuple(sorted(processes.items())))
+        running = driver.nvmlDeviceGetComputeRunningProcesses(gpu)
+        processes = {process.pid: process.usedGpuMemory for process in running}
+        used_here = processes.pop(os.getpid(), None) or 0
+        return Taken(memory.total, max(0, memory.used - used_here), tuple(sorted(processes.items())))
 
     return _asked(uuid, taken)
 
 
-def _asked(uuid: str, question: Callable[[Any, Any], Answer]) -> Answer | None:
-    """The answer of NVML about a GPU; None where nvidia-ml-py is missing or the driver does not know it."""
+def _asked(uuid: str, query: Callable[[Any, Any], Answer]) -> Answer | None:
+    """Return the result of an NVML query on a GPU; None if nvidia-ml-py is missing or the driver has no answer."""
     try:
         import pynvml
     except ImportError:
@@ -128,7 +129,7 @@ def _asked(uuid: str, question: Callable[[Any, Any], Answer]) -> Answer | None:
     try:
         pynvml.nvmlInit()
         try:
-            return question(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+            return query(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
@@ -136,7 +137,7 @@ def _asked(uuid: str, question: Callable[[Any, Any], Answer]) -> Answer | None:
 
 
 def free_host_bytes() -> int:
-    """Memory of the host that is left: by the kernel, and by the limits of a container or job."""
+    """Return the free CPU memory, within the limits of a container or job."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     kilobytes = {name: int(size) for name, size, *_ in lines}
     free = 1024 * (kilobytes["MemAvailable:"] + kilobytes["SwapFree:"])
@@ -144,15 +145,15 @@ def free_host_bytes() -> int:
 
 
 def host_bytes() -> int:
-    """Memory of the host, or what a container or job may have of it."""
+    """Return the CPU memory of the machine, or the limit of a container or job."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([whole, *(limit for limit, _ in _limits())])
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Each limit of this process (cgroup v2) and what is used of it, without files that the kernel caches."""
-    own = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
-    folder = CGROUPS / own if (CGROUPS / own).is_dir() else CGROUPS  # in a container its own path is not seen
+    """Yield each memory limit of this process (cgroup v2) and its usage without the page cache."""
+    group = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
+    folder = CGROUPS / group if (CGROUPS / group).is_dir() else CGROUPS  # the path is hidden in a container
     while folder != CGROUPS.parent:
         limit = folder / "memory.max"
         if limit.is_file() and limit.read_text().strip().isdigit():
@@ -170,7 +171,7 @@ COUNTED_STEP = 2  # of this start: the first step allocates the optimizer states
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Predicted peak of one process: on a CPU of a step, on a GPU of the run."""
+    """Estimated peak of one process: on a CPU of a step, on a GPU of the run."""
 
     bytes: int
     where: str
@@ -179,21 +180,21 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A prediction, or the reason why there is none."""
+    """A memory estimate, or the reason why there is none."""
 
     predicted: Predicted | None
     text: str
 
     @classmethod
     def made(cls, predict: Callable[..., Predicted], *arguments: Any) -> "Forecast":
-        """Predict; a model that cannot be planned can still be trained."""
+        """Estimate the peak; a model without an estimate can still be trained."""
         try:
             predicted = predict(*arguments)
         except ConfigError as reason:
             return cls(None, str(reason))
-        except Exception as fault:  # noqa: BLE001  whatever a kind does in a trace, the run does not depend on it
-            return cls(None, f"no plan for this model ({type(fault).__name__}: {first_line(fault)[:200]})")
-        return cls(predicted, f"{format_bytes(predicted.bytes)} planned for tensors, the most in: {predicted.where}")
+        except Exception as fault:  # noqa: BLE001  a run does not depend on its estimate
+            return cls(None, f"no estimate for this model ({type(fault).__name__}: {first_line(fault)[:200]})")
+        return cls(predicted, f"estimated peak {format_bytes(predicted.bytes)} (tensors), during {predicted.where}")
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows for the first table of a run."""
@@ -204,7 +205,7 @@ class Forecast:
 
 
 class Measured:
-    """Measures the steps of a start. Without a GPU one step runs under a storage counter, which changes no number."""
+    """Measures the peak memory of steps. On a CPU one step runs under a storage counter; results do not change."""
 
     def __init__(self, runtime: Runtime, steps: int) -> None:
         self._runtime = runtime
@@ -213,7 +214,7 @@ class Measured:
         self._peak: int | None = None
 
     def run(self, stepper: Stepper, batches: Sequence[Batch], lr: float) -> StepResult:
-        """Run a step, counted where it is the one to count."""
+        """Run a step, under the storage counter if it is the step to count."""
         self._steps += 1
         # compiled layers allocate storages without operations that the counter sees
         is_compiled = stepper.model.compiled_layers is not None
@@ -233,5 +234,5 @@ class Measured:
 
     @property
     def bytes(self) -> int | None:
-        """The peak so far; None before it is known."""
+        """The peak so far; None before it is measured."""
         return self._peak if self._runtime.device.type == "cpu" else self._runtime.peak_memory_bytes()

@@ -1,4 +1,4 @@
-"""Plan of a run: its start, its machine, and every `auto` resolved before any weight is loaded."""
+"""Plan of a run: start, machine, and every `auto` resolved before weights are loaded."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ class Start:
     remarks: tuple[str, ...] = ()  # on damaged checkpoints
 
     def kept_with_run(self, folder: Path) -> Path:
-        """Return the folder; that of the checkpoint's run, if the run continues elsewhere and has no copy yet."""
+        """Return the folder, or that of the run of the checkpoint if the run resumes elsewhere without a copy yet."""
         return folder if folder.is_dir() or not self.checkpoint else self.checkpoint.parents[1] / folder.name
 
 
@@ -84,7 +84,7 @@ class Machine:
 def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
     """Choose precision and attention for this machine, and connect all processes."""
     run = rows.run
-    rows.base.on_meta()  # refuse a model that cannot be trained before examining the machine
+    rows.base.on_meta()  # raise for an unsupported model before examining the machine
     # memory of the GPU is read before this process allocates anything on it
     for remark in (*(f"memory  {note}" for note in memory.notes()), *start.remarks):
         say(remark)
@@ -99,7 +99,7 @@ def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
 # ---- plan
 
 
-_PER_PROCESS_KEYS = {"output_dir", "cache_dir", "launch"}  # compared by themselves, or free to differ
+_PER_PROCESS_KEYS = {"output_dir", "cache_dir", "launch"}  # compared separately, or free to differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Plan:
     choices: Choices
     loader: Loader
     counts: ModelCounts
-    layers_are_auto: bool  # whether the number of recomputed layers was planned
+    layers_are_auto: bool  # whether the planner chose the number of recomputed layers
     uncompiled_because: tuple[str, ...] = ()  # reasons of compile=auto on a GPU
 
     @property
@@ -129,31 +129,31 @@ class Plan:
         return plan_steps(self.run.training, self.loader.steps_per_epoch)
 
     def layout(self, rows: int) -> Layout:
-        """Bins, or `rows` padded rows."""
+        """Return the layout: bins, or `rows` padded rows."""
         return layout_of(self.run, rows, self.rows.objective, self.rows.pad_id)
 
     def eval_batches(self, rows: TokenRows | None) -> Callable[[], Iterator[Batch]] | None:
-        """Each call iterates over this process's share of the rows; None without rows."""
+        """Return a function that iterates over the rows of this process; None without rows."""
         if rows is None:
             return None
         layout = self.layout(self.run.eval.rows)
         return partial(eval_batches, rows, layout, self.runtime.processes, self.runtime.rank)
 
     def with_objective(self, objective: Objective) -> "Plan":
-        """The same plan with another objective, in its loader too."""
+        """Return the plan with another objective, also in its loader."""
         rows = replace(self.rows, objective=objective)
         return replace(self, rows=rows, loader=loader_of(rows, self.run, self.runtime.processes, self.runtime.rank))
 
     def learning_rate(self, step: int) -> float:
-        """Steps count from 0."""
+        """Return the learning rate of a step, counted from 0."""
         return learning_rate(self.run.schedule, self.run.optimizer.lr, step, total=self.steps.steps)
 
     def largest_micro_batch(self) -> tuple[Batch, int]:
-        """The micro-batch that needs most memory, and how many a step has."""
+        """Return the micro-batch that needs most memory, and the number of micro-batches per step."""
         return self.loader.largest(), self.run.batching.accumulation
 
     def stored_choices(self) -> dict[str, str]:
-        """What `auto` came to, for the checkpoints: a continued run keeps it."""
+        """Return the resolved values of `auto`, for the checkpoints: a resumed run keeps them."""
         batching = self.run.batching
         bins = {BINS_CHOICE: str(batching.tokens)} if batching.packing else {}
         run = self.run
@@ -165,9 +165,9 @@ class Plan:
         return {**asdict(self.choices), **bins, **planned}
 
     def identity(self, trained_parameters: int, fingerprint: str | None) -> dict[str, Any]:
-        """What decides the numbers of the next step, by the key to type; a checkpoint with other values is refused.
+        """Return the facts that determine the next step, by key; a checkpoint with other values is refused.
 
-        `fingerprint`: that of the base's weights.
+        `fingerprint`: hash of the base weights.
         """
         run, loader = self.run, self.loader
         return {
@@ -220,7 +220,7 @@ def _compile_choice(run: RunConfig, base: BaseModel, machine: Machine, start: St
 
 
 def shared_facts(plan: Plan, output_dir: Path) -> dict[str, Any]:
-    """Return the facts that must be equal on all processes, by the key to type."""
+    """Return the facts that must be equal on all processes, by key."""
     settings = {key: v for key, v in asdict(plan.run).items() if key not in _PER_PROCESS_KEYS}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return {
@@ -246,7 +246,7 @@ def without_compiled_layers(plan: Plan, fault: str, planner: RunPlanner | None, 
         run = with_recompute(run, layers if least is None else max(least, count), memory_budget(run.compile))
     elif least is not None and least > count:
         raise EnvironmentProblem(
-            f"compiled layers disabled: {fault}. Uncompiled ones need more memory: training.recompute={count} does not "
+            f"compiled layers disabled: {fault}. This needs more memory, and training.recompute={count} does not "
             f"fit. Set training.recompute={least}, or auto."
         )
     return replace(plan, run=run, choices=choices)

@@ -1,4 +1,4 @@
-"""A training run from its configuration to its finished folder: the assembly, read from top to bottom."""
+"""A training run from its configuration to its finished folder."""
 
 import gc
 from collections.abc import Iterator
@@ -38,10 +38,7 @@ from app.training.trainer import Trainer
 def train_in(
     folder: RunFolder, run: RunConfig, console: Console, resume_hint: str, planner: RunPlanner | None = None
 ) -> int:
-    """Train, or report a dry run, and return the exit code. `resume_hint` is printed after a stop.
-
-    This is the only function that knows the whole order.
-    """
+    """Train, or report a dry run, and return the exit code. `resume_hint` is printed after a stop."""
     rows = read_rows(run, open_base(run.model, run.task), console.say)  # tokens; formats, labels, packing, vocabulary
     start = find_start(folder.checkpoints, run.resume)
     machine = join(rows, start, console.say)  # processes, device, precision, attention
@@ -58,7 +55,7 @@ def train_in(
         code = _record_end(setup, trainer, is_complete=is_complete)
         machine.runtime.leave()
     if resume_hint and not is_complete:
-        recorder.message(resume_hint)  # the last line, ready to be copied
+        recorder.message(resume_hint)  # last, ready to be copied
     return code
 
 
@@ -87,21 +84,21 @@ def _record_end(setup: RunSetup, trainer: Trainer, *, is_complete: bool) -> int:
 
 
 def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
-    """Refuse a run on the CPU whose planned peak the machine does not have: the system would kill it without a word."""
+    """Raise if the estimated peak exceeds free CPU memory: the kernel would kill the run without a message."""
     predicted = forecast.predicted
     if predicted is None or runtime.device.type != "cpu":
         return
     needed, free = predicted.bytes * world().local_size, free_host_bytes()
     if needed > free:
         raise EnvironmentProblem(
-            f"out of memory: this run needs {format_bytes(needed)} at its peak ({predicted.where}), and this machine "
-            f"has {format_bytes(free)} left. Choose a smaller model=, dataset.max_length= or batching.tokens=, "
-            "training.recompute=true or recipe=qlora; app.check memory, with the same settings, says what is enough."
+            f"out of memory: estimated peak {format_bytes(needed)} ({predicted.where}), but this machine has "
+            f"{format_bytes(free)} free. Choose a smaller model=, dataset.max_length= or batching.tokens=, or set "
+            "training.recompute=true or recipe=qlora. app.check memory, with the same settings, shows what fits."
         )
 
 
 def _rehearsed(setup: RunSetup, recorder: Recorder) -> Trainer:
-    """Return the trainer, after a rehearsal if one is due; with `auto` it may recompute more layers."""
+    """Return the trainer, after a rehearsal if due, which may add gradient checkpointing with `auto`."""
     plan, progress, stepper = setup.plan, setup.progress, setup.stepper
     parts = trainer_parts(plan, stepper, setup.checkpoints, recorder)
     if is_due(plan.run.training, plan.runtime.device) and progress.step < plan.steps.steps:
@@ -112,7 +109,7 @@ def _rehearsed(setup: RunSetup, recorder: Recorder) -> Trainer:
         progress.depth = rehearsed.depth
         recorder.message(rehearsal_message(rehearsed))
         recorder.add_facts(rehearsal=asdict(rehearsed))
-    gc.freeze()  # no later collection walks through what is loaded by now
+    gc.freeze()  # later collections skip the objects loaded so far
     return Trainer(parts, progress)
 
 
@@ -128,7 +125,7 @@ def _report_dry_run(folder: RunFolder, plan: Plan, console: Console, forecast: F
 
 @contextmanager
 def _opened(folder: RunFolder, plan: Plan, console: Console, setup: RunSetup | None = None) -> Iterator[Recorder]:
-    """The first process records for all and writes the report at the end; each other one has a log of its own."""
+    """Open the recorder: rank 0 records and writes the report at the end, other ranks write their own logs."""
     here, run = world(), plan.run
     if not here.is_first:
         with Recorder(folder, rank=here.rank) as recorder:
@@ -138,7 +135,7 @@ def _opened(folder: RunFolder, plan: Plan, console: Console, setup: RunSetup | N
     if setup is not None:
         step = setup.progress.step if resumed else -1
         if resumed and run.resume != "auto":
-            setup.checkpoints.note_resumed(resumed)  # before later lines are cut
+            setup.checkpoints.note_resumed(resumed)  # before later lines are removed
     recorder = Recorder.open(folder, run.tracker, asdict(run), manifest_facts(plan), console, step)
     try:
         with recorder:
@@ -146,5 +143,5 @@ def _opened(folder: RunFolder, plan: Plan, console: Console, setup: RunSetup | N
             recorder.preview(preview(data.train, plan.rows.objective, plan.rows.tokenizer, data.report.shares.values()))
             yield recorder
     finally:
-        with suppress(AppError):  # the outcome of the run has been reported by now
+        with suppress(AppError):  # the outcome of the run is already reported
             recorder.message(write_page(folder.report, lambda: run_page(folder.path)))

@@ -17,90 +17,90 @@ from app.model.training_model import TrainingModel, evaluating
 from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
 from app.tasks.interface import NUM_BASIC, Counts, Sums
 
-ALSO = "also_"  # begins the names of metrics of `eval.also`
+ALSO = "also_"  # prefix of metrics of `eval.also`
 _NORMAL_95 = 1.96  # standard errors
 
 
 def logged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Values for a line of metrics, without shares and means of nothing: of rows without answers, or pairs of ties."""
+    """Return values for a line of metrics.jsonl, without shares and means of no rows."""
     values = {key: metrics[key] for key in (*LOGGED, *(f"{ALSO}{key}" for key in LOGGED)) if key in metrics}
     return {key: value for key, value in values.items() if key.endswith("eval_loss") or not math.isnan(value)}
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics without those that are no number, for files."""
+    """Return only finite metrics, for files."""
     return {key: value for key, value in metrics.items() if math.isfinite(value)}
 
 
 def score(
     model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, counts: Counts, depth: int = 0
 ) -> dict[str, float]:
-    """Metrics of the batches of all processes.
+    """Return the metrics of the batches of all processes.
 
-    `depth`: how often batches are halved where all processes must make the same number of passes.
+    `depth`: how often batches are halved if all processes must make the same number of passes.
     """
-    _, found = _of_rows(model, batches, runtime, counts, depth)
+    _, row_sums = _of_rows(model, batches, runtime, counts, depth)
     if counts.of_all is not None:
-        found = _shared(found, runtime.host_group, counts.of_all)
+        row_sums = _shared(row_sums, runtime.host_group, counts.of_all)
     used = [(a, b) for top, below in counts.ratios.values() for a, b in ((top, top), (top, below), (below, below))]
-    mine = [*found.sum(axis=0), *(found[:, a] @ found[:, b] for a, b in used), len(found)]
+    mine = [*row_sums.sum(axis=0), *(row_sums[:, a] @ row_sums[:, b] for a, b in used), len(row_sums)]
     totals = np.array(runtime.host_group.totals([float(each) for each in mine]))
-    sums, products, rows = np.split(totals, [found.shape[1], -1])
+    sums, products, rows = np.split(totals, [row_sums.shape[1], -1])
     metrics = {key: float(value) for key, value in counts.metrics(sums).items()}
     return metrics | _margins(metrics, counts, sums, products.reshape(-1, 3), float(rows[0]))
 
 
 def _shared(mine: Sums, host_group: HostGroup, of_all: Callable[[Sums], Sums]) -> Sums:
-    """This process's rows with columns that need the rows of all processes."""
-    every = host_group.all_gather_object(mine)
-    together, first = of_all(np.concatenate(every)), sum(map(len, every[: host_group.rank]))
+    """Return the rows of this process with columns that need the rows of all processes."""
+    by_rank = host_group.all_gather_object(mine)
+    together, first = of_all(np.concatenate(by_rank)), sum(map(len, by_rank[: host_group.rank]))
     return together[first : first + len(mine)]
 
 
 def _margins(
     metrics: Mapping[str, float], counts: Counts, sums: Sums, products: Sums, documents: float
 ) -> dict[str, float]:
-    """Half of each ratio's 95 % interval, by the spread of documents; `products`: sums of its columns multiplied.
+    """Return half of the 95% interval of each ratio, by the spread of documents; `products`: sums of column products.
 
     If all are right or all wrong, the rule of three: margin 3 / n.
     """
-    found = {}
+    margins = {}
     for (key, (_, below)), (squares, mixed, squares_below) in zip(counts.ratios.items(), products, strict=True):
         value = metrics[key]
         if documents > 1 and math.isfinite(value):
             spread = squares - 2 * value * mixed + value**2 * squares_below
             margin = _NORMAL_95 * math.sqrt(max(spread, 0.0) * documents / (documents - 1)) / sums[below]
             alike = METRICS[key].is_share and value in {0.0, 1.0}
-            found[f"{key}_margin"] = min(1.0, 3 / documents) if alike else float(margin)
-    return found
+            margins[f"{key}_margin"] = min(1.0, 3 / documents) if alike else float(margin)
+    return margins
 
 
 def score_documents(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, each: int) -> Sums:
-    """Log-probabilities of the `each` documents of each of `rows` rows, in their order, on every process."""
-    samples, found = list[int](), [torch.zeros(0, each, dtype=torch.float64, device=runtime.device)]
+    """Return the log-probabilities of `each` documents per row for `rows` rows, in order, on every process."""
+    samples, values = list[int](), [torch.zeros(0, each, dtype=torch.float64, device=runtime.device)]
     with evaluating(model):
         for part, (losses, _) in _scored(model, batches, runtime, depth=0):
             samples += part.samples
-            found.append(log_probabilities(losses, part.to(runtime.device)).view(-1, each))
-    total, mine = np.zeros((rows, each)), (samples, torch.cat(found).cpu().numpy())
+            values.append(log_probabilities(losses, part.to(runtime.device)).view(-1, each))
+    total, mine = np.zeros((rows, each)), (samples, torch.cat(values).cpu().numpy())
     for numbers, sums in runtime.host_group.all_gather_object(mine):
         total[numbers] = sums
     return total
 
 
 def score_rows(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, counts: Counts) -> Sums:
-    """The sums of each of `rows` rows, in their order, gathered on every process."""
+    """Return the sums of each of `rows` rows, in order, gathered on every process."""
     total = np.zeros((rows, NUM_BASIC + counts.num_own))
     mine = _of_rows(model, batches, runtime, counts, depth=0)
-    for samples, found in runtime.host_group.all_gather_object(mine):
-        total[samples] = found
+    for samples, sums in runtime.host_group.all_gather_object(mine):
+        total[samples] = sums
     return total if counts.of_all is None else counts.of_all(total)
 
 
 def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, depth: int) -> Iterable[Batch]:
-    """Give all batches of a step, or of an evaluation, the mean that their loss asks for, by a pass before the others.
+    """Set the mean required by the loss in all batches of a step or an evaluation, by an extra pass.
 
-    It is over all processes, and dropout is off: it does not depend on how rows are split.
+    The mean is over all processes, without dropout: it does not depend on the split of rows.
     """
     of_step = model.loss.of_step
     if of_step is None:
@@ -108,7 +108,7 @@ def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runt
     batches = [*batches]
     scored = [each for batch in batches for each in batch.mean_of or (batch,)]
     parts = scored if model.sharding is not None else [each for batch in scored for each in split_batch(batch, depth)]
-    total = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # of the terms, and how many they are
+    total = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # sum and number of terms
     with evaluating(model):
         for part, (losses, _) in _scored(model, parts, runtime, depth):
             if part.num_labels:
@@ -140,26 +140,26 @@ def _scored(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, de
 def _in_lockstep(
     scores: Callable[[Batch], tuple[Tensor, Tensor]], batches: Iterable[Batch], host_group: HostGroup, depth: int
 ) -> _Scored:
-    """Make the same number of passes on all ranks: one with fewer batches repeats one, without counting it."""
+    """Make the same number of passes on all ranks: one with fewer batches repeats one uncounted."""
     parts = [part for batch in batches for part in split_batch(batch, depth)]
-    mine = replace(parts[0], step_mean=None) if parts else None  # on the host alone
+    mine = replace(parts[0], step_mean=None) if parts else None  # in CPU memory only
     spare = next(each for each in host_group.all_gather_object(mine) if each is not None)
     for part in host_group.lockstep(parts):
-        found = try_or_none(scores, part or spare)
-        if found is None:
-            require_halves(part or spare)  # raises where the next start could not split it either
+        result = try_or_none(scores, part or spare)
+        if result is None:
+            require_halves(part or spare)  # raises if the next start could not split it either
             raise RetryOnRestart("a batch of an evaluation", depth + 1)
         if part is not None:
-            yield part, found
+            yield part, result
 
 
 def _of_rows(
     model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, counts: Counts, depth: int
 ) -> tuple[NDArray[np.int64], Sums]:
-    """The number of each data row, and its sums, which stay on the device until the last batch."""
+    """Return the number of each data row, and its sums, which stay on the device until the last batch."""
     samples, device = list[int](), runtime.device
-    own = [torch.zeros(0, counts.num_own, dtype=torch.bool, device=device)]  # which takes the type of those that follow
-    known, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
+    own = [torch.zeros(0, counts.num_own, dtype=torch.bool, device=device)]  # the dtype follows the next parts
+    host_sums, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     batches = with_step_mean(model, batches, runtime, depth)
     with evaluating(model):
         for part, (losses, chosen) in _scored(model, batches, runtime, depth):
@@ -172,19 +172,19 @@ def _of_rows(
                 on_device[0] = model.loss.of_rows(log_probabilities(losses, batch), batch)
                 on_host[2] = 1.0
             sums.append(on_device)
-            known.append(on_host)
+            host_sums.append(on_host)
             own.append(counts.own(batch, losses, chosen))
     loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()
-    labels, answered, weight = np.concatenate(known, axis=1)
+    labels, answered, weight = np.concatenate(host_sums, axis=1)
     basic = np.stack([loss, labels, hits, answered, exact, weight], axis=1)
     return np.array(samples, np.int64), np.hstack([basic, torch.cat(own).cpu().numpy()])
 
 
 def _row_sums(batch: Batch, losses: Tensor, correct: Tensor, *, answers: bool) -> tuple[Tensor, NDArray[np.float64]]:
-    """[3, rows] on the device: weighted loss, correct tokens, correct answers; on the host: what they are of.
+    """Return [3, rows] on the device: weighted loss, correct tokens, correct answers; on the CPU: their counts.
 
-    An answer is an uninterrupted stretch of trained tokens, its end token included. Greedy generation writes it exactly
-    if each of its tokens is the likeliest after those before it, so one forward pass decides exact match.
+    An answer is a contiguous span of trained tokens, including its end token. Greedy generation reproduces it exactly
+    if each token is the most likely after the previous ones, so one forward pass decides exact match.
     """
     device, size = losses.device, len(batch.documents_of_rows)
     flat = batch.label_rows[: batch.num_labels].numpy()

@@ -42,14 +42,14 @@ from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
 from app.training.trainer import Parts
 
-# relative differences of a reduced gradient: sums in another order, in fp32 and where arithmetic is rounded
+# allowed relative difference of a reduced gradient: another order of sums, in fp32 and in rounded arithmetic
 _EXACT_REDUCTION, _ROUNDED_REDUCTION = 1e-4, 2e-2
-_FEW_ROWS = 4  # of data: in checks that are repeated, and of a reduction, which any row shows
+_FEW_ROWS = 4  # data rows in repeated checks and in the check of a reduction
 
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """A run that is ready for its next step. `plan` differs from the first one if compiled layers were disabled."""
+    """A run ready for its next step. `plan` differs from the first one if compiled layers were disabled."""
 
     plan: Plan
     forecast: Forecast
@@ -57,7 +57,7 @@ class RunSetup:
     checks: list[Comparison]
     checkpoints: Checkpoints
     progress: Progress
-    fingerprint: str | None  # of the weights of the base
+    fingerprint: str | None  # of the base weights
     drawn: dict[str, Tensor]  # initial adapter weights that were split off the base (PiSSA, OLoRA, CorDA)
     context_bytes: int | None  # GPU memory in use after the context of this process was created
 
@@ -72,7 +72,7 @@ def set_up(
     fingerprint = _shared_fingerprint(planned)
     identity = planned.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, planned.stored_choices())
-    with split_depth_noted(checkpoints):  # where memory does not suffice, the next start takes smaller parts
+    with split_depth_noted(checkpoints):  # after OOM, the next start uses smaller parts
         depth = checkpoints.noted_depth()
         checks = check_on_loader(model, run.adapter, planned.loader, runtime.device, depth)
     replanned = _without_failed_layers(planned, model, planner, say)
@@ -109,7 +109,7 @@ def forecast_of(plan: Plan, planner: RunPlanner | None) -> Forecast:
 
 
 def _build(plan: Plan, place: str) -> TrainingModel:
-    """Build the model; rows of the run may initialize a new adapter."""
+    """Build the model; a new adapter may be initialized from rows of the run."""
     run, runtime = plan.run, plan.runtime
     if run.model.weights == "pretrained" and world().is_first:
         require_intact_base(local_place(run.model.path))
@@ -141,8 +141,8 @@ def _without_failed_layers(
 
 @contextmanager
 def split_depth_noted(checkpoints: Checkpoints) -> Iterator[None]:
-    """Record on disk that the next start must split deeper, for ranks that see only a broken connection."""
-    known = checkpoints.noted_depth()
+    """Record on disk that the next start must split deeper, for ranks that only see a broken connection."""
+    depth_before = checkpoints.noted_depth()
     try:
         yield
     except RetryOnRestart as fault:
@@ -150,7 +150,7 @@ def split_depth_noted(checkpoints: Checkpoints) -> Iterator[None]:
         raise
     except RuntimeError as fault:
         depth = checkpoints.noted_depth()
-        if depth <= known:
+        if depth <= depth_before:
             raise
         raise RetryOnRestart("a micro-batch of another process", depth) from fault
 
@@ -158,25 +158,25 @@ def split_depth_noted(checkpoints: Checkpoints) -> Iterator[None]:
 def check_on_loader(
     model: TrainingModel, adapter: AdapterConfig, loader: Loader, device: torch.device, depth: int = 0
 ) -> list[Comparison]:
-    """Check the model on the micro-batch of an epoch with the most rows; refuse the run where a check fails.
+    """Check the model on the micro-batch of an epoch with the most rows; raise if a check fails.
 
-    `depth`: how often micro-batches are halved, as an earlier start that ran out of memory has noted.
+    `depth`: how often micro-batches are halved, as noted by an earlier start that ran out of memory.
     """
     check = partial(_compare_for_training, model, adapter)
     return _within_memory(model, check, loader.with_most_rows().to(device), depth)
 
 
 def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
-    """Check the model on a batch of an evaluation."""
+    """Check the model on an eval batch."""
     return _within_memory(model, partial(_compare, model), batch)
 
 
 def _within_memory(
     model: TrainingModel, check: Callable[[Batch], list[Comparison]], batch: Batch, depth: int = 0
 ) -> list[Comparison]:
-    """Run checks; repeat them once where memory does not suffice: on few rows, with all layers recomputed.
+    """Run checks; repeat them once after OOM: on few rows, with all layers recomputed.
 
-    The next start repeats those of a sharded model: other processes are in the middle of them.
+    For a sharded model the next start repeats them: other processes are in the same pass.
     """
     comparisons, is_sharded = None, model.sharding is not None
     if not (is_sharded and depth):
@@ -185,7 +185,7 @@ def _within_memory(
             raise RetryOnRestart("a check of the model", depth + 1)
     if comparisons is None:
         few = few_rows(batch, _FEW_ROWS)
-        if model.compiled_layers is not None:  # a graph has the shape of the whole micro-batch
+        if model.compiled_layers is not None:  # a graph has the shape of the full micro-batch
             model.compiled_layers.give_up("the checks before the first step ran out of memory")
         with recomputing(model.network):
             comparisons = try_or_none(check, few)
@@ -198,7 +198,7 @@ def _compare_for_training(model: TrainingModel, adapter: AdapterConfig, batch: B
     if model.sharding is None:
         comparisons = _compare(model, batch)
         with _uncompiled(model):
-            check_adapter(model, adapter, batch)  # of a sharded model the first steps tell
+            check_adapter(model, adapter, batch)  # for a sharded model the first steps check it
         return comparisons
     with model.sharding.checking():
         comparisons = model.within(partial(_compare, model, batch))
@@ -206,7 +206,7 @@ def _compare_for_training(model: TrainingModel, adapter: AdapterConfig, batch: B
 
 
 def _compare(model: TrainingModel, batch: Batch) -> list[Comparison]:
-    """Compare with the model's own computation: experts, the head's logits, packed with separate documents."""
+    """Compare with the original model: experts, logits of the head, packed with separate documents."""
     gathered = nullcontext if model.sharding is None else model.sharding.gathered
     rounding = frozen_linear.compare_products(model.network, gathered)
     with frozen_linear.without_row_rounding(model.network), _uncompiled(model):
@@ -220,7 +220,7 @@ def _compare(model: TrainingModel, batch: Batch) -> list[Comparison]:
 
 
 def check_reduction(model: TrainingModel, sharding: Sharding, batch: Batch) -> Comparison:
-    """Refuse to train where the gradient that FSDP reduces is not the plain sum of those of all processes."""
+    """Raise if the gradient reduced by FSDP is not the sum over all processes."""
     few = few_rows(batch, _FEW_ROWS)
 
     def backward() -> None:
@@ -232,26 +232,27 @@ def check_reduction(model: TrainingModel, sharding: Sharding, batch: Batch) -> C
         name, reduced, expected = sharding.first_gradient(backward)
     is_rounded = model.compute is not None or reduced.dtype != torch.float32
     allowed = _ROUNDED_REDUCTION if is_rounded else _EXACT_REDUCTION
-    found = Comparison("gradient reduced by FSDP against the plain sum", max_difference([reduced], [expected]), allowed)
-    return found.or_refuse(
-        f"parallel: the gradient of {name} that FSDP reduces is not the sum of those of all processes (relative "
-        f"difference {found.difference:.1e}, allowed {allowed:.0e}), so the model would be trained wrongly. Set "
-        "parallel=ddp, or install another version of torch."
+    difference = max_difference([reduced], [expected])
+    comparison = Comparison("gradient reduced by FSDP against the plain sum", difference, allowed)
+    return comparison.or_refuse(
+        f"parallel: the gradient of {name} reduced by FSDP is not the sum over all processes (relative "
+        f"difference {comparison.difference:.1e}, limit {allowed:.0e}). Set parallel=ddp, or install another version "
+        "of torch."
     )
 
 
 def _uncompiled(model: TrainingModel) -> AbstractContextManager[None]:
-    """Context of checks, which use many shapes: each of them would be compiled."""
+    """Return a context without compilation for checks, whose many shapes would each be compiled."""
     return nullcontext() if model.compiled_layers is None else model.compiled_layers.paused()
 
 
 def stepper_of(model: TrainingModel, run: RunConfig, runtime: Runtime, precision: str) -> Stepper:
-    """The gradient reduction of a model, sharded or not, its optimizer and its step."""
+    """Return the stepper of a model, sharded or not, with gradient reduction and optimizer."""
     trained, whole = list(model.trained().values()), needs_whole_matrices(run.optimizer)
     reduction, shards = GradientReduction(trained), None
     if model.sharding is not None:
         reduction = sharded = ShardedGradients(trained, model.sharding, whole_matrices=whole)
-        shards = None if whole else {each: (own, first_number(each)) for each, own in sharded.local.items()}
+        shards = None if whole else {each: (shard, first_number(each)) for each, shard in sharded.local.items()}
     elif runtime.processes > 1:
         reduction = AllReduce(trained, overlap=run.parallel.overlap)
     optimizer = build_optimizer(run.optimizer, model, run.seed, shards, lr_factor(run.adapter))
@@ -259,8 +260,8 @@ def stepper_of(model: TrainingModel, run: RunConfig, runtime: Runtime, precision
 
 
 def restore_progress(plan: Plan, checkpoints: Checkpoints, stepper: Stepper, fingerprint: str | None) -> Progress:
-    """Load the checkpoint, of a new run the adapter that it goes on from, and take the deepest split that any start of
-    this run has needed. `fingerprint`: that of the base's weights.
+    """Load the checkpoint, or the start adapter of a new run, and use the deepest split of all starts of this run.
+    `fingerprint`: hash of the base weights.
     """
     host_group, checkpoint = plan.runtime.host_group, plan.start.checkpoint
     progress = checkpoints.load(checkpoint, stepper, host_group) if checkpoint else Progress()
@@ -272,14 +273,14 @@ def restore_progress(plan: Plan, checkpoints: Checkpoints, stepper: Stepper, fin
 
 
 def _shared_fingerprint(plan: Plan) -> str | None:
-    """The hash of the base's weights, which the first process reads for all."""
-    own = base_fingerprint(plan.run.model) if world().is_first else None
-    shared: str | None = plan.runtime.host_group.all_gather_object(own)[0]
+    """Return the hash of the base weights, read by rank 0 for all."""
+    fingerprint = base_fingerprint(plan.run.model) if world().is_first else None
+    shared: str | None = plan.runtime.host_group.all_gather_object(fingerprint)[0]
     return shared
 
 
 def record_base(plan: Plan, model: TrainingModel, recorder: Recorder, fingerprint: str | None) -> None:
-    """Note the hash of the base; a base of random weights, which no file has, is saved beside the run."""
+    """Record the hash of the base, and save a base of random weights with the run."""
     if not world().is_first:
         return
     run, sections, is_there = plan.run, plan.sections, recorder.folder.base.is_dir()
@@ -294,7 +295,7 @@ def record_base(plan: Plan, model: TrainingModel, recorder: Recorder, fingerprin
 
 
 def trainer_parts(plan: Plan, stepper: Stepper, checkpoints: Checkpoints, recorder: Recorder) -> Parts:
-    """All that the trainer works with."""
+    """Return the components of the trainer."""
     return Parts(
         config=plan.run,
         runtime=plan.runtime,

@@ -1,6 +1,6 @@
-"""Bytes of tensors: what stays from step to step, by part, and every storage as it is made and freed.
+"""Bytes of tensors: memory kept between steps, by part, and every storage when allocated and freed.
 
-Works on real tensors and on fake ones, so that a plan and a real step are counted by the same code.
+Works on real and on fake tensors, so that an estimate and a real step are counted by the same code.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,16 +19,16 @@ from app.model.training_model import TrainingModel
 from app.optim.optimizers import stepped_by, steps_in_backward
 
 _ALL_GATHERED = "fsdp::split_with_sizes_copy"
-GATHERED = "gathered_weights"  # the kind of storages that FSDP gathers weights into
+GATHERED = "gathered_weights"  # kind of the storages of weights gathered by FSDP
 _ASKS_DEVICE = torch.ops.prim.device.default
-_BLOCK_BYTES = 512  # what CUDA's allocator rounds up to; the same everywhere, so that counts can be compared
+_BLOCK_BYTES = 512  # rounding of the CUDA allocator; the same everywhere, so that counts can be compared
 
-Event = tuple[int, int]  # serial of a storage, and its bytes: above 0 when made, below 0 when freed
+Event = tuple[int, int]  # serial of a storage, and its bytes: above 0 when allocated, below 0 when freed
 
 
 def kept_bytes(model: TrainingModel, optimizer: Optimizer | None) -> dict[str, int]:
-    """Bytes on this process by part; gradients as at the end of a step, none where weights step in backward, or where
-    there is no optimizer yet.
+    """Return the bytes of this process by part; gradients as at the end of a step, none with in_backward or without an
+    optimizer.
     """
     kept = kept_tensors(model, optimizer)
     states = kept.pop("optimizer_states")
@@ -38,7 +38,7 @@ def kept_bytes(model: TrainingModel, optimizer: Optimizer | None) -> dict[str, i
 
 
 def kept_tensors(model: TrainingModel, optimizer: Optimizer | None) -> dict[str, list[Tensor]]:
-    """Tensors by part, without gradients."""
+    """Return the tensors by part, without gradients."""
     trained = {id(parameter) for parameter in model.trained().values()}
     weights = list(model.network.parameters())
     frozen = [weight for weight in weights if id(weight) not in trained]
@@ -64,23 +64,23 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def rounded(size: int) -> int:
-    """Bytes that CUDA's allocator takes for `size` bytes."""
+    """Return the bytes allocated by the CUDA allocator for `size` bytes."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts storages of CPU tensors while it is entered; changes nothing that is computed.
+    """Context that counts storages of CPU tensors; results do not change.
 
-    Storages made before are counted if they are given to `hold`; those given to `ignore` never are. Of DTensors the
-    local tensors are counted. FSDP resizes storages of gathered weights without an operation: to their size before
-    it copies into them, and to 0 when they are resharded.
+    Earlier storages are counted if passed to `hold`; those passed to `ignore` never are. For DTensors the local
+    tensors are counted. FSDP resizes storages of gathered weights without an operation: to their size before it
+    copies into them, and to 0 when they are resharded.
     """
 
     def __init__(self, *, as_on_gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
-        self.kinds: dict[int, str] = {}  # by serial, of storages given to `hold` and of gathered weights
-        self.phases: list[tuple[int, str]] = []  # by the index of the event that each begins with
+        self.kinds: dict[int, str] = {}  # by serial, of storages passed to `hold` and of gathered weights
+        self.phases: list[tuple[int, str]] = []  # by the index of their first event
         self.current = self.peak = 0
         self._as_on_gpu = as_on_gpu
         self._known: dict[int, tuple[int, int, Any]] = {}  # by the address of the C++ storage
@@ -88,7 +88,7 @@ class StorageCounter(TorchDispatchMode):
         self._serial = 0
 
     def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were made before."""
+        """Count tensors that were allocated before."""
         for tensor in tensors:
             serial = self._see(local(tensor))
             if serial is not None:
@@ -100,13 +100,13 @@ class StorageCounter(TorchDispatchMode):
             self._add(local(tensor).untyped_storage(), 0)
 
     def enter(self, phase: str) -> None:
-        """Begin a phase: later events belong to it."""
+        """Start a phase: later events belong to it."""
         self._forget_resharded()
         self.phases.append((len(self.events), phase))
 
     def serial_of(self, tensor: Tensor) -> int | None:
-        known = self._known.get(local(tensor).untyped_storage()._cdata)
-        return None if known is None else known[0]
+        entry = self._known.get(local(tensor).untyped_storage()._cdata)
+        return None if entry is None else entry[0]
 
     def kind_of(self, tensor: Tensor) -> str | None:
         serial = self.serial_of(tensor)
@@ -114,7 +114,7 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _ASKS_DEVICE:  # most of what autograd asks of a fake tensor, and nothing is made
+        if func is _ASKS_DEVICE:  # most queries of autograd on a fake tensor; nothing is allocated
             return args[0].device
         if has_dtensor(types):
             return NotImplemented  # its operations on local tensors come back here
@@ -136,9 +136,9 @@ class StorageCounter(TorchDispatchMode):
         if tensor.device.type != "cpu":
             return None
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
-        if known is not None:
-            return known[0]
+        entry = self._known.get(storage._cdata)
+        if entry is not None:
+            return entry[0]
         size = storage.nbytes()
         return self._add(storage, rounded(size)) if size else None
 
@@ -153,10 +153,10 @@ class StorageCounter(TorchDispatchMode):
 
     def _forget_resharded(self) -> None:
         for address, (serial, size) in list(self._gathered.items()):
-            known = self._known.get(address)
-            if known is None or known[0] != serial:  # freed
+            entry = self._known.get(address)
+            if entry is None or entry[0] != serial:  # freed
                 del self._gathered[address]
-            elif known[2]().nbytes() == 0:
+            elif entry[2]().nbytes() == 0:
                 del self._gathered[address], self._known[address]
                 self._count(serial, -size)
 

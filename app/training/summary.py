@@ -1,4 +1,4 @@
-"""Lines that a run prints and facts of its manifest, made from values that the other parts return."""
+"""Lines printed by a run, and facts for its manifest."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -35,11 +35,11 @@ from app.training.rows import Rows, read_rows
 from app.training.scores import ALSO, finite
 from app.training.train_step import Rehearsal
 
-_MIN_SHOWN_DIFFERENCE = 0.0005  # of measured and planned memory; smaller ones would be shown as 0.0 %
+_MIN_SHOWN_DIFFERENCE = 0.0005  # of measured and estimated memory; smaller ones would be shown as 0.0%
 
 
 def run_table(plan: Plan) -> list[tuple[str, str]]:
-    """The rows that a run prints before it starts; the manifest and the report have the details."""
+    """Return the rows printed before a run starts; the manifest and the report have the details."""
     run, steps, counts = plan.run, plan.steps, plan.counts
     epochs = f"{steps.epoch(steps.steps):.3g} epochs" if steps.steps != steps.steps_per_epoch else "1 epoch"
     quantizer = plan.sections.quantizer
@@ -49,11 +49,11 @@ def run_table(plan: Plan) -> list[tuple[str, str]]:
     share = loader.units_per_step / loader.num_units  # of an epoch
     samples, tokens = len(plan.rows.data.train) * share, plan.rows.data.report.train.tokens * share
     shared = f", shared by {processes} processes" if processes > 1 else ""
-    step_size = f"each of about {many(max(1, round(samples)), 'sample')}, {tokens:,.0f} tokens{shared}"
+    step_size = f"about {many(max(1, round(samples)), 'sample')} ({tokens:,.0f} tokens) per step{shared}"
     return [
         (
             "model",
-            f"{run.model.path}, {counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})",
+            f"{run.model.path}, {counts.total:,} parameters, {counts.trained:,} trainable ({counts.trained_share:.1%})",
         ),
         ("data", "\n".join(plan.rows.data.report.lines())),
         ("steps", f"{steps.steps:,} ({epochs}), {step_size}"),
@@ -65,8 +65,8 @@ def run_table(plan: Plan) -> list[tuple[str, str]]:
 def _notes(plan: Plan) -> Iterator[str]:
     run, device = plan.run, plan.runtime.device.type
     if run.task.labels:
-        drawn = f"drawn from seed={run.seed} where the model has none of its size"
-        yield f"the classifier, of {len(run.task.labels)} labels, is {drawn}; it is trained as a whole in any recipe"
+        head = f"classification head of {len(run.task.labels)} labels"
+        yield f"{head}: fully trained; initialized from seed={run.seed} if the model has none of this size"
     if run.preference.kind in LABEL_PREFERENCES:
         weights = {f"preference.{name}": getattr(run.preference, name) for name in ("desirable", "undesirable")}
         yield from balance_notes(weights, plan.rows.data.train.class_counts())
@@ -86,17 +86,17 @@ def _notes(plan: Plan) -> Iterator[str]:
     if device == "cuda":
         yield from size_notes(run, plan.rows.base)
     if (run.training.profile_step or 0) > plan.steps.steps:
-        yield f"training.profile_step={run.training.profile_step} is after the last step, so none is profiled"
+        yield f"training.profile_step={run.training.profile_step} is after the last step; no step is profiled"
 
 
 def _uncalled_layers(lm: Any) -> Iterator[str]:
     names = sorted(set(map(without_numbers, layers_read_past(lm))))
     if names:
-        yield f"adapter.targets=[{ALL_LINEAR}] leaves out {listed(names, 3)}, which training does not call"
+        yield f"adapter.targets=[{ALL_LINEAR}] skips {listed(names, 3)} (not called in training)"
 
 
 def manifest_facts(plan: Plan) -> dict[str, Any]:
-    """Choices, counts and hashes of a run."""
+    """Return the auto settings, counts and hashes of a run."""
     run, runtime, loader = plan.run, plan.runtime, plan.loader
     others, batching = memory.taken_by_others(), run.batching
     bin_tokens = batching.bin_tokens if batching.packing else None
@@ -137,7 +137,7 @@ def manifest_facts(plan: Plan) -> dict[str, Any]:
 
 
 def _fill(plan: Plan) -> float | None:
-    """The share of positions that are tokens: of the bins, or of padded rows in the order of a run's epoch."""
+    """Return the share of positions filled by tokens, in bins or in the padded rows of an epoch."""
     batching, loader = plan.run.batching, plan.loader
     if batching.packing:
         return plan.rows.data.report.train.tokens / (loader.num_units * batching.bin_tokens)
@@ -147,7 +147,7 @@ def _fill(plan: Plan) -> float | None:
 
 
 def provenance(run: RunConfig) -> dict[str, Any]:
-    """`hardware` and `hashes` as the manifest would have them if `run` started here now."""
+    """Return `hardware` and `hashes` of the manifest for `run` on this machine."""
     prepared = read_rows(run, open_base(run.model, run.task), lambda _note: None)
     if run.model.weights == "pretrained":
         fetch_folder(run.model, run.model.path, with_weights=True)
@@ -156,7 +156,7 @@ def provenance(run: RunConfig) -> dict[str, Any]:
 
 
 def _hardware() -> dict[str, str | None]:
-    """Hardware as far as it decides which kernels compute."""
+    """Return the hardware facts that determine which kernels run."""
     device = default_device()
     return {
         "device": device.type,
@@ -175,86 +175,89 @@ def _content_hashes(prepared: Rows) -> dict[str, str | None]:
 
 
 _SMALLER_IS_FASTER = (
-    "The gradient is the same, nothing is left out. A smaller batching.tokens (or batching.rows) with more "
+    "The gradient is the same and no data is dropped. A smaller batching.tokens (or batching.rows) with more "
     "batching.accumulation is faster"
 )
 
 
 def split_message(step: int, depth: int) -> str:
-    """Printed when a step ran out of memory and was made again in smaller parts."""
+    """Return the message for a step that ran out of memory and was repeated in smaller parts."""
     return (
-        f"step {step}: out of memory, so micro-batches are split by documents from here on, into up to {2**depth} "
+        f"step {step}: out of memory. From now on micro-batches are split by document into up to {2**depth} "
         f"parts. {_SMALLER_IS_FASTER}"
     )
 
 
 def resumed_split_note(depth: int) -> list[str]:
-    """A note for the first table where an earlier start ran out of memory."""
+    """Return a note for the first table if the run was out of memory before this resume."""
     if not depth:
         return []
-    parts = f"micro-batches are split by documents from the first step on, into up to {2**depth} parts"
-    return [f"{parts}: whole they did not fit in a start before"]
+    parts = f"micro-batches are split by document into up to {2**depth} parts"
+    return [f"{parts}: the run was out of memory before it was resumed"]
 
 
 def rehearsal_message(rehearsal: Rehearsal) -> str:
-    """Printed before the first step."""
+    """Return the result of the rehearsal, printed before the first step."""
     what = "a step and an evaluation" if rehearsal.evaluated else "a step"
     parts = f"up to {2**rehearsal.depth} parts"
     if rehearsal.deepened:
         fits = (
-            "fits only in parts: from the first step on micro-batches are split by documents, into "
+            "fits only in parts: micro-batches are split by document from the first step, into "
             f"{parts}. {_SMALLER_IS_FASTER}"
         )
     else:
         fits = f"fits in {parts}, as before" if rehearsal.depth else "fits"
     if more := rehearsal.recomputed_more:
-        fits = f"{fits}, with {more} more layer{'s' * (more != 1)} recomputed than planned"
+        fits = f"{fits}, with gradient checkpointing of {more} more layer{'s' * (more != 1)} than estimated"
     return (
         f"rehearsed {what} with the largest micro-batch, {rehearsal.tokens:,} tokens ({rehearsal.seconds:.1f} s, "
-        f"{format_bytes(rehearsal.peak_bytes)} at most): it {fits}"
+        f"peak {format_bytes(rehearsal.peak_bytes)}): {fits}"
     )
 
 
 def closing_facts(
     run: RunConfig, folder: RunFolder, result: Mapping[str, Any], progress: Progress
 ) -> Iterator[tuple[str, str]]:
-    """The last lines of a complete run: what it reached, and the command to try it."""
+    """Yield the last lines of a complete run: its results, and the command to try the model."""
     metrics, start = progress.metrics, progress.start_metrics
     what = "model" if run.adapter.kind == "none" else "adapter"
     reached = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     reached += "".join(_shares(finite(metrics), start)) + _general_loss(metrics, start)
     yield from _memory_facts(result)
     loss = f"loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{reached}"
-    yield "done", f"{many(progress.step, 'step')}, {loss}{'' if 'seconds' in result else '; nothing was left to do'}"
+    yield (
+        "done",
+        f"{many(progress.step, 'step')}, {loss}{'' if 'seconds' in result else '; the run was already complete'}",
+    )
     if "seconds" in result:
         samples = format_count(result["samples_per_second"])
         yield "speed", f"{result['tokens_per_second']:,.0f} tokens/s, {samples} samples/s, {result['seconds']:,.1f} s"
     experts = result.get("experts", {})
     if experts.get("untrained"):
-        yield "note", f"no token reached {experts['untrained']} of {experts['total']} experts: they are as they were"
+        yield "note", f"{experts['untrained']} of {experts['total']} experts received no tokens and are unchanged"
     if what == "adapter" and run.model.vocab_size is not None:
         yield (
             "note",
-            "other programs load the adapter on the base after "
-            f"base.resize_token_embeddings({run.model.vocab_size}), as final/README.md shows; or export kind=merged",
+            "to load the adapter in another program, first call "
+            f"base.resize_token_embeddings({run.model.vocab_size}) (see final/README.md), or export kind=merged",
         )
-    wanted = "chosen_log_probability"
-    if wanted in start and metrics.get(wanted, start[wanted]) < start[wanted]:  # this start may hold out no rows
-        fall = f"{start[wanted]:.3f} -> {metrics[wanted]:.3f} a token"
-        yield "note", f"wanted answers became less likely, {fall}: look at the answers; preference.sft=1 holds them up"
+    chosen = "chosen_log_probability"
+    if chosen in start and metrics.get(chosen, start[chosen]) < start[chosen]:  # there may be no eval set now
+        fall = f"log-probability {start[chosen]:.3f} -> {metrics[chosen]:.3f} per token"
+        yield "note", f"chosen answers became less likely: {fall}. Check the answers; preference.sft=1 counteracts this"
     yield what, str(folder.final)
     task = TASKS[run.task.kind]
     if task.writes_text or task.has_classes:
         command, then = "app.generate", ' prompt="..."'
-    else:  # what finds hidden tokens answers nothing
+    else:  # a masked language model does not generate text
         command, then = "app.evaluate", "" if has_held_out_rows(run.dataset) else " dataset.path=..."
     try_it = [python(), "-m", command, f"run={folder.path}"]
     try_it += ["model.trust_remote_code=true"] if run.model.trust_remote_code else []
-    yield "try it", f"{shlex.join(try_it)}{then}"
+    yield "Try it:", f"{shlex.join(try_it)}{then}"
 
 
 def _shares(metrics: Mapping[str, float], start: Mapping[str, float]) -> Iterator[str]:
-    """What part of the answers is right, and was before the first step."""
+    """Yield the share of correct answers, and its value before the first step."""
     for share in TOLD:
         if share.name in metrics:
             was = f" (was {share.text(start[share.name])})" if share.name in start else ""
@@ -262,7 +265,7 @@ def _shares(metrics: Mapping[str, float], start: Mapping[str, float]) -> Iterato
 
 
 def _general_loss(metrics: Mapping[str, float], start: Mapping[str, float]) -> str:
-    """The loss on the rows of `eval.also`, which rises where the model forgets."""
+    """Return the loss on the rows of `eval.also`, which rises if the model forgets."""
     key = f"{ALSO}eval_loss"
     if key not in metrics:
         return ""
@@ -270,16 +273,16 @@ def _general_loss(metrics: Mapping[str, float], start: Mapping[str, float]) -> s
 
 
 def _memory_facts(result: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
-    planned, measured, peak = (
+    estimated, measured, peak = (
         result[f"{name}_bytes"] for name in ("memory_predicted", "memory_measured", "peak_memory")
     )
-    if planned is None or measured is None or peak is None:
+    if estimated is None or measured is None or peak is None:
         return
-    difference = measured / planned - 1
+    difference = measured / estimated - 1
     off = "" if abs(difference) < _MIN_SHOWN_DIFFERENCE else f" ({difference:+.1%})"
-    tensors = f"{format_bytes(planned)} planned for tensors, {format_bytes(measured)} measured"
+    tensors = f"tensors: {format_bytes(estimated)} estimated, {format_bytes(measured)} measured"
     if default_device().type == "cpu":  # on a GPU, tensors are measured in all steps and are the peak
-        yield "memory", f"{tensors} in one step{off}; {format_bytes(peak)} for the whole process"
+        yield "memory", f"{tensors} in one step{off}; whole process: {format_bytes(peak)}"
     else:
         in_use = result.get("device_used_bytes")
         yield "memory", f"{tensors}{off}{'' if in_use is None else f'; {format_bytes(in_use)} in use on the GPU'}"

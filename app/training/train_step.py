@@ -1,11 +1,11 @@
-"""One optimizer step: the gradient of the weighted mean over all trained tokens, however they are split.
+"""One optimizer step: the gradient of the weighted mean over all trained tokens, independent of their split.
 
-With `optimizer.in_backward` all gradients together take the memory of one. In return they cannot be clipped to a common
-norm, accumulated over micro-batches or processes, or recomputed once the first weight has changed.
+With `optimizer.in_backward`, all gradients together take the memory of one. In return they cannot be clipped to a
+common norm, accumulated over micro-batches or processes, or recomputed once the first weight has changed.
 
-The rehearsal before the first step finds what does not fit, which else would show in step 3,000, in the first
-evaluation or after a resume. Only recomputed layers and the split depth of micro-batches may change: weights, optimizer
-states and random numbers stay as they are.
+The rehearsal before the first step finds OOM early, instead of in step 3,000, in the first evaluation or after a
+resume. Only recomputed layers and the split depth of micro-batches may change: weights, optimizer states and random
+numbers are unchanged.
 """
 
 import time
@@ -38,28 +38,28 @@ from app.training.storage_counter import kept_bytes
 
 
 def require_gradients_one_by_one(optimizer: OptimizerConfig, processes: int, precision: str) -> None:
-    """Refuse what needs all gradients before a step: a reduction over processes, the loss scale of fp16."""
+    """Raise for settings that need all gradients before a step: several processes, the loss scale of fp16."""
     if not optimizer.in_backward or (processes == 1 and precision != "fp16"):
         return
-    found, remedy = (
+    conflict, remedy = (
         ("fp16", "precision=fp32") if processes == 1 else (f"{processes} processes", "launch.num_processes=1")
     )
     raise ConfigError(
-        f"optimizer.in_backward=true steps each weight as soon as its gradient is there, and this run has {found}, "
-        f"where all gradients are needed first. Set optimizer.in_backward=false, or {remedy}."
+        f"optimizer.in_backward=true is not supported with {conflict}: it updates each weight before all gradients "
+        f"are computed. Set optimizer.in_backward=false, or {remedy}."
     )
 
 
 class InBackward(GradientReduction):
-    """Steps each weight of a single process when its gradient is complete, and frees the gradient."""
+    """Update of each weight of a single process when its gradient is complete, which is then freed."""
 
-    skipping = "not made for weights whose gradient is not finite, others had been stepped by then"
+    skipping = "partly skipped: non-finite gradient, other weights were already updated"
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: OneByOne) -> None:
         super().__init__(parameters)
         self._optimizer = optimizer
         self._skips_on_device = skips_on_device(optimizer)
-        self._norms: dict[nn.Parameter, Tensor] = {}  # of the gradients that this step has used, on the device
+        self._norms: dict[nn.Parameter, Tensor] = {}  # of the gradients used in this step, on the device
         self._last = False
         self._is_rehearsal = False
         for parameter in parameters:
@@ -70,13 +70,13 @@ class InBackward(GradientReduction):
         return [[parameter] for parameter in self.stepped]
 
     def begin(self) -> None:
-        """Drop all gradients; passes in which weights have changed already cannot be repeated."""
+        """Drop all gradients; raise if weights have already changed, because the passes cannot be repeated."""
         self._last = False
         super().begin()
         if self._norms:
             raise out_of_memory_error(
-                "the rest of a backward pass in which weights have changed already, so that it cannot be made again in "
-                "smaller parts as with optimizer.in_backward=false,",
+                "the rest of a backward pass that has already updated weights and so cannot be repeated in smaller "
+                "parts, as with optimizer.in_backward=false,",
                 {},
             )
 
@@ -85,7 +85,7 @@ class InBackward(GradientReduction):
         return loss
 
     def finish(self) -> None:
-        """Use gradients of earlier parts that the last part did not add to."""
+        """Use gradients of earlier parts without a contribution of the last part."""
         for parameter in self.stepped:
             if parameter.grad is not None:
                 self._step_one(parameter)
@@ -111,7 +111,7 @@ class InBackward(GradientReduction):
 
     @torch.no_grad()
     def _step_one(self, parameter: nn.Parameter) -> None:
-        """Step one parameter, unless its gradient is not finite; others may have been stepped before."""
+        """Step one parameter, unless its gradient is not finite; others may already be stepped."""
         if self._is_rehearsal:
             parameter.grad = None
             return
@@ -131,19 +131,19 @@ class InBackward(GradientReduction):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tensors stay on the device until a line of metrics is written."""
+    """Result of a step; tensors stay on the device until a line of metrics is written."""
 
     loss_sum: Tensor  # of this process
     grad_norm: Tensor
-    skipped: Tensor  # true where the gradient was not finite, so that the weights did not change
+    skipped: Tensor  # true if the gradient was not finite, so the weights did not change
     labels: int  # over all processes
     tokens: int
-    samples: int  # data rows as laid out: a pair is one, each piece of a split text is one
-    weight: float  # sum of the label weights: the number of labels where all weigh 1
+    samples: int  # data rows: a pair counts once, each piece of a split text once
+    weight: float  # sum of the label weights: the number of labels if all weights are 1
     router_sum: Tensor | None = None  # as `loss_sum`, of a mixture's routers
 
     def mean(self, loss_sum: float) -> float:
-        """The weighted mean, from the loss sum over all processes."""
+        """Return the weighted mean, from the loss sum over all processes."""
         return loss_sum / (self.weight or 1.0)
 
 
@@ -171,19 +171,19 @@ class Stepper:
         if steps_in_backward(optimizer):
             self._reduction = InBackward(self._parameters, optimizer)
         self.skipping = self._reduction.skipping
-        self.split_depth = 0  # how often micro-batches are halved since one ran out of memory
-        # recomputes further layers, if any, and says how many: tried once, before micro-batches are halved
+        self.split_depth = 0  # how often micro-batches are halved after OOM
+        # recomputes more layers and returns their number: tried once, before micro-batches are halved
         self.recompute_rest: Callable[[], int] | None = None
         self.recomputed_more = 0
-        # called at the beginning of each forward pass, backward pass and update
+        # called at the start of each forward pass, backward pass and update
         self.on_phase: Callable[[str], None] | None = None
 
     def run(self, batches: Sequence[Batch], lr: float, *, updates: bool = True) -> StepResult:
-        """Run one step over all micro-batches of all processes; without `updates` up to the gradient."""
+        """Run one step over all micro-batches of all processes; without `updates`, only the gradient."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get(LR_FACTOR, 1.0)
 
-        # Counts over all processes: the loss is divided by the weight of all labels. All use the deepest split of any.
+        # Counts over all processes: the loss is divided by the weight of all labels. All use the deepest split.
         mine = (
             sum(b.num_labels for b in batches),
             sum(b.num_tokens for b in batches),
@@ -196,7 +196,7 @@ class Stepper:
         self.split_depth = int(max(depths))
         batches = [*with_step_mean(self.model, batches, self._runtime, self.split_depth)]
 
-        # Forward and backward of all parts, repeated from the first one with deeper splits after out-of-memory.
+        # Forward and backward of all parts, repeated from the first one with deeper splits after OOM.
         self._reduction.begin()
         while (sums := try_or_none(self._backward, batches, weight)) is None:
             self._deepen(batches)
@@ -206,33 +206,33 @@ class Stepper:
         self._reduction.finish()
         loss_sum, router_sum = sums
 
-        # Clip and update. With optimizer.in_backward weights are updated already, and this only returns the norm.
+        # Clip and update. With optimizer.in_backward the weights are already updated, and this only returns the norm.
         if updates:
             self._begin("update")
             updated = try_or_none(self._reduction.apply, self._update)
             if updated is None:
-                raise out_of_memory_error("the step of the optimizer", self._kept())
+                raise out_of_memory_error("the optimizer step", self._kept())
             norm, skipped = updated
         else:
             norm, skipped = torch.zeros(2).unbind()
         return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), int(samples), weight, router_sum)
 
     def try_out(self, batches: Sequence[Batch]) -> None:
-        """Run forward and backward as a step does, to find out whether they fit; only the split depth may change."""
+        """Run forward and backward like a step, to test whether they fit; only the split depth may change."""
         with self._reduction.rehearsing():
             self.run(batches, 0.0, updates=False)
         self.split_depth = int(self._runtime.host_group.max(self.split_depth))
         self.forget_gradients()
 
     def allocate_states(self) -> None:
-        """Allocate the optimizer states as the first step does; no weight changes."""
+        """Allocate the optimizer states like the first step; no weight changes."""
         self._reduction.begin()
         for together in self._reduction.together:
             for parameter in together:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             if try_or_none(allocate_states, self.optimizer) is None:
-                raise out_of_memory_error("the step of the optimizer", self._kept())
+                raise out_of_memory_error("the optimizer step", self._kept())
             self.forget_gradients()
 
     def forget_gradients(self) -> None:
@@ -243,13 +243,13 @@ class Stepper:
     def _backward(self, batches: Sequence[Batch], weight: float) -> tuple[Tensor, Tensor | None]:
         """Run forward and backward of all parts, and return the loss sum and the router loss sum.
 
-        This is a separate function because `try_or_none` must drop its frames, and the tensors in them, before a retry.
+        A separate function: `try_or_none` must drop its frames, and the tensors in them, before a retry.
         """
         parts = [part for batch in batches for part in split_batch(batch, self.split_depth)]
         total = torch.zeros((), device=self._runtime.device)
         routers = None if self.model.router_loss is None else torch.zeros_like(total)
         factor = 1.0 / (weight or 1.0) if self.scale is None else self.scale.value / (weight or 1.0)
-        # A sharded model is gathered by all processes together: one with fewer parts repeats its last, unweighted.
+        # All processes gather a sharded model together: one with fewer parts repeats its last, with weight 0.
         passes = len(parts)
         if not self._reduction.can_repeat and self.split_depth:
             passes = int(self._runtime.host_group.max(passes))
@@ -271,14 +271,14 @@ class Stepper:
         return total, routers
 
     def _deepen(self, batches: Sequence[Batch]) -> None:
-        """Recompute more layers, then split one level deeper, which with DDP the other ranks do in the next step."""
+        """Recompute more layers, then split one level deeper; with DDP the other ranks follow in the next step."""
         if self.recompute_rest is not None and self._reduction.can_repeat:
             self.recomputed_more, self.recompute_rest = self.recompute_rest(), None
             if self.recomputed_more:
                 return
         if not any(halve(part) for batch in batches for part in split_batch(batch, self.split_depth)):
             longest = max(max(batch.lengths, default=0) for batch in batches)
-            raise out_of_memory_error(f"a document of {longest} tokens by itself", self._kept())
+            raise out_of_memory_error(f"a single document of {longest} tokens", self._kept())
         self.split_depth += 1
 
     def _begin(self, phase: str) -> None:
@@ -289,7 +289,7 @@ class Stepper:
         return kept_bytes(self.model, self.optimizer)
 
     def _update(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Clip and step; skip the step where the gradient is not finite."""
+        """Clip and step; skip the step if the gradient is not finite."""
         norm = self._reduction.total(squares(gradients, self._runtime.device)).sqrt()
         scale = None if self.scale is None else self.scale.value.to(norm.device)  # offloaded shards are on the host
         if scale is not None:
@@ -312,28 +312,28 @@ class Stepper:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Measurements, as the manifest has them."""
+    """Measurements of a rehearsal, for the manifest."""
 
     tokens: int  # of the micro-batch
     depth: int  # how often micro-batches are halved from now on
-    deepened: bool  # whether that is more than before
-    recomputed_more: int  # layers that training.recompute=auto had not planned
+    deepened: bool  # whether it is deeper than before
+    recomputed_more: int  # layers beyond the choice of training.recompute=auto
     evaluated: bool
-    peak_bytes: int  # so far, as the device or the system counts it
+    peak_bytes: int  # so far, measured by the device or the system
     seconds: float
 
 
 def is_due(training: TrainingConfig, device: torch.device) -> bool:
-    """On a CPU only when asked for: it raises no out-of-memory error, and the first step would come later."""
+    """Return whether to rehearse; on a CPU, which raises no OOM error, only with training.rehearse=true."""
     return device.type != "cpu" if training.rehearse == "auto" else bool(training.rehearse)
 
 
 def rehearse(
     stepper: Stepper, runtime: Runtime, largest: Batch, micro_batches: int, try_evaluation: Callable[[], bool]
 ) -> Rehearsal:
-    """Rehearse on all processes together. `try_evaluation`: score a batch; false where none is held out."""
-    begun, depth = time.perf_counter(), stepper.split_depth
-    batches = [largest] * min(micro_batches, 2)  # the second adds to gradients of the first
+    """Rehearse on all processes together. `try_evaluation`: score a batch; False without an eval set."""
+    started, depth = time.perf_counter(), stepper.split_depth
+    batches = [largest] * min(micro_batches, 2)  # the second adds to the gradients of the first
     is_fresh = not stepper.optimizer.state
     with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
         if is_fresh:
@@ -341,7 +341,7 @@ def rehearse(
         stepper.try_out(batches)
         evaluated = try_evaluation()
         stepper.recompute_rest = None
-        if is_fresh:  # those that a checkpoint has brought stay
+        if is_fresh:  # loaded states of a checkpoint stay
             drop_states(stepper.optimizer)
     return Rehearsal(
         tokens=largest.ids.numel(),
@@ -350,5 +350,5 @@ def rehearse(
         recomputed_more=stepper.recomputed_more,
         evaluated=evaluated,
         peak_bytes=int(runtime.host_group.max(runtime.peak_memory_bytes())),
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
     )

@@ -1,4 +1,4 @@
-"""Training loop: steps, and evaluations, metrics, checkpoints and stops between them; the profile of one step."""
+"""Training loop: steps, evaluations, metrics, checkpoints and stops; profile of one step."""
 
 import os
 import time
@@ -33,8 +33,8 @@ from app.training.scores import ALSO, finite, logged, score
 from app.training.summary import split_message
 from app.training.train_step import Stepper, StepResult
 
-# Parts of the names of operations; the first kind that has one of them counts. Inductor's names say pointwise (poi),
-# reduction (red, per) or template of a product (tem).
+# Substrings of operation names; the first matching kind counts. Inductor's names mark pointwise operations (poi),
+# reductions (red, per) and templates of a product (tem).
 KINDS = {
     "own kernels": "app_kernels::",
     "collectives": "c10d:: nccl gloo fsdp::",
@@ -45,34 +45,34 @@ KINDS = {
     "copies": "copy ::cat stack clone fill_ zero_ index gather scatter embedding slice_",
 }
 OTHER = "other"
-BETWEEN = "between operations"  # Python on a CPU; a GPU that waits
+BETWEEN = "between operations"  # Python on a CPU; idle time of a GPU
 _SHOWN_NAMES = 3  # of a kind
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operation by its name."""
+    """Return the kind of an operation by its name."""
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts.split())), OTHER)
 
 
 def profiled(
     number: int, step: Callable[[], StepResult], runtime: Runtime, recorder: Recorder
 ) -> tuple[StepResult, float]:
-    """Run a step under the profiler, and record what its time goes to; the seconds of all that are returned too.
+    """Run a step under the profiler and record its time by kind of operation; also return the total seconds.
 
-    The kinds add up to the time of the step.
+    The kinds sum to the duration of the step.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr as it begins and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it writes to stderr
     wait: Callable[[], object] = torch.cuda.synchronize if runtime.device.type == "cuda" else lambda: None
-    wait()  # the steps before are no part of this one
+    wait()  # for earlier steps
     started = time.perf_counter()
     with runtime.accelerator.profile() as profiler:
-        begun = time.perf_counter()
+        step_started = time.perf_counter()
         result = step()
         wait()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - step_started
     operations = operations_of(profiler, on_gpu=runtime.device.type == "cuda")
     kinds = {kind: sum(each["seconds"] for each in operations if each["kind"] == kind) for kind in (*KINDS, OTHER)}
-    busy = sum(kinds.values())  # more than the step where threads or streams run side by side
+    busy = sum(kinds.values())  # more than the step if threads or streams run in parallel
     kinds[BETWEEN] = max(0.0, seconds - busy)
     facts = {"seconds": busy + kinds[BETWEEN], "kinds": kinds, "operations": operations}
     write_json(recorder.folder.profile, {"step": number, "device": runtime.device.type, **facts})
@@ -86,24 +86,25 @@ def profiled(
 
 
 def operations_of(profiler: Any, *, on_gpu: bool) -> list[dict[str, Any]]:
-    """What operations took without those that they called, on a GPU its kernels; the slowest first."""
-    found, of_device = list[tuple[str, int, float]](), 0.0
+    """Return the self time of operations, on a GPU that of their kernels, slowest first."""
+    operations, of_device = list[tuple[str, int, float]](), 0.0
     for each in profiler.key_averages():
         if each.device_type.name == "CPU":
-            found.append((each.key, each.count, each.self_device_time_total if on_gpu else each.self_cpu_time_total))
+            seconds = each.self_device_time_total if on_gpu else each.self_cpu_time_total
+            operations.append((each.key, each.count, seconds))
         elif not each.is_user_annotation:
             of_device += each.self_device_time_total
     if on_gpu:
-        found.append(("launched by no operation", 1, of_device - sum(took for *_, took in found)))
+        operations.append(("launched by no operation", 1, of_device - sum(took for *_, took in operations)))
     return [
         {"name": name, "kind": kind_of(name), "calls": calls, "seconds": took / 1e6}
-        for name, calls, took in sorted(found, key=lambda each: -each[2])
+        for name, calls, took in sorted(operations, key=lambda each: -each[2])
         if took > 0
     ]
 
 
 def _table(title: str, facts: Mapping[str, Any]) -> str:
-    rows = [(title, "seconds", "share", "most of it")]
+    rows = [(title, "seconds", "share", "top operations")]
     for kind, seconds in sorted(facts["kinds"].items(), key=lambda each: -each[1]):
         names = [each["name"].removeprefix("aten::") for each in facts["operations"] if each["kind"] == kind]
         if seconds:
@@ -116,7 +117,7 @@ def _table(title: str, facts: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the trainer works with."""
+    """Components of the trainer."""
 
     config: RunConfig
     runtime: Runtime
@@ -128,15 +129,15 @@ class Parts:
     checkpoints: Checkpoints
     recorder: Recorder
     show_samples: Callable[[int], None]
-    also_batches: Callable[[], Iterable[Batch]] | None = None  # of general rows, scored beside
+    also_batches: Callable[[], Iterable[Batch]] | None = None  # of `eval.also`
 
     def score(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Score held-out batches by all processes together."""
+        """Score eval batches on all processes together."""
         self.stepper.forget_gradients()
         return score(self.stepper.model, batches, self.runtime, counts_of(self.config), self.stepper.split_depth)
 
     def try_evaluation(self) -> bool:
-        """Score the first batch, which has the longest rows; false where none is held out."""
+        """Score the first batch, which has the longest rows; return False without an eval set."""
         if self.eval_batches is None:
             return False
         self.score(islice(self.eval_batches(), 1))
@@ -145,7 +146,7 @@ class Parts:
 
 @dataclass(slots=True)
 class _Window:
-    """Counts since the last line of metrics."""
+    """Counts since the last line of metrics.jsonl."""
 
     started: float = field(default_factory=time.perf_counter)
     tokens: int = 0
@@ -153,14 +154,14 @@ class _Window:
 
 
 class Prefetch:
-    """Makes the micro-batches of the next step while the device is busy, in pinned memory.
+    """Prepares the micro-batches of the next step in pinned memory while the device is busy.
 
-    From pageable memory the host would wait for all queued work at the first copy of each step. A stream of its own
-    would not pay: a micro-batch is some hundred kilobytes of ids, a hundred-thousandth of the step.
+    From pageable memory the host would wait for all queued work at the first copy of each step. A separate stream
+    would not help: a micro-batch is some hundred kilobytes of ids, a hundred-thousandth of the step.
     """
 
     def __init__(self, make: Callable[[int], list[Batch]], device: torch.device) -> None:
-        self._make = make  # a pure function of the step: an unused result may be dropped
+        self._make = make  # a pure function of the step, so an unused result can be dropped
         self._pins = device.type == "cuda"
         self.ready: tuple[int, list[Batch]] | None = None
 
@@ -174,11 +175,11 @@ class Prefetch:
     def _made(self, step: int) -> list[Batch]:
         batches = self._make(step)
         pinned = try_or_none(lambda: [batch.pinned() for batch in batches]) if self._pins else None
-        return batches if pinned is None else pinned  # the host may have no memory left to pin
+        return batches if pinned is None else pinned  # pinning may fail if host memory is short
 
 
 class Trainer:
-    """Runs from `progress` to the end of the plan, or until asked to stop."""
+    """Runs from `progress` to the end of the plan or a stop request."""
 
     def __init__(self, parts: Parts, progress: Progress) -> None:
         self.parts = parts
@@ -190,7 +191,7 @@ class Trainer:
         end = stop if stop is not None and progress.step < stop < plan.steps else plan.steps
         evaluations = {} if parts.eval_batches is None else {"evaluation": plan.every(run.eval.every)}
         self._eta = Eta(end, {**evaluations, "save": plan.every(run.checkpoint.every)})
-        self._tokens, self._samples, self._seconds = 0, 0, 0.0  # of the lines of metrics of this start
+        self._tokens, self._samples, self._seconds = 0, 0, 0.0  # in metrics.jsonl, since this start
         self.stopped_by: int | None = None  # the requested exit code
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
         self._updates = progress.step - progress.skipped_steps  # counted while gradients are checked
@@ -198,15 +199,15 @@ class Trainer:
 
     @property
     def speed(self) -> dict[str, float]:
-        """The speed of this start, without evaluations, answers and saves; empty where it had nothing left to do."""
+        """The speed of this start, without evaluations, answers and saves; empty if no step was left."""
         return _speed(self._tokens, self._samples, self._seconds) if self._seconds else {}
 
     def fit(self, request: StopRequest) -> bool:
-        """Train; true at the end of the run, false after a stop request, with a checkpoint saved."""
+        """Train; return True at the end of the run, False after a stop request and a saved checkpoint."""
         config, progress = self._config, self.progress
         if progress.step == 0:
             self._evaluate_at_start()
-        self._window.started = time.perf_counter()  # answers before the first step are no training
+        self._window.started = time.perf_counter()  # excludes answers before the first step
         while not self._has_ended():
             result = self.take_step()
             if progress.step == config.training.stop_after:
@@ -225,7 +226,7 @@ class Trainer:
         return True
 
     def _is_asked_to_stop(self, request: StopRequest) -> bool:
-        """Whether any process was: signals arrive at different times, and all must stop after the same step."""
+        """Return whether any process was: signals arrive at different times, and all must stop after the same step."""
         code = int(self.parts.runtime.host_group.max(request.exit_code or 0))
         self.stopped_by = code or None
         return code > 0
@@ -259,13 +260,13 @@ class Trainer:
         self.progress.depth = depth
 
     def _check_gradients(self) -> None:
-        """Stop in the first steps where an adapter gets no gradient."""
+        """Stop in the first steps if an adapter gets no gradient."""
         trained = self.parts.stepper.model.trained().items()
         gradients = {name: None if each.grad is None else local(each.grad) for name, each in trained}
-        found = layers_without_gradient(self._config.adapter, gradients, self._updates)
-        of_all = [set(each) for each in self.parts.runtime.host_group.all_gather_object(found)]
-        silent = [name for name in found if all(name in each for each in of_all)]  # rows for them may be on other ranks
-        require_gradient(silent)
+        layers = layers_without_gradient(self._config.adapter, gradients, self._updates)
+        of_all = [set(names) for names in self.parts.runtime.host_group.all_gather_object(layers)]
+        # their rows may be on other ranks
+        require_gradient([name for name in layers if all(name in names for names in of_all)])
 
     def _due(self, interval: int | str) -> bool:
         every = self.parts.plan.every(interval)
@@ -275,11 +276,11 @@ class Trainer:
         return self.progress.step >= self.parts.plan.steps
 
     def _has_ended(self) -> bool:
-        """Whether all steps are done, or patience has ended the run, in this start or one before."""
+        """Return whether all steps are done or early stopping (eval.patience) has ended the run."""
         return self._at_end() or 0 < self._config.eval.patience <= self.progress.evals_without_gain
 
     def _evaluate_at_start(self) -> None:
-        """Score held-out rows and answer prompts before the first step; this is never the best evaluation."""
+        """Score the eval set and answer prompts before the first step; this is never the best evaluation."""
         wanted, every = self._config.eval.at_start, self._config.eval.every
         if self.parts.eval_batches is not None and (every != 0 if wanted == "auto" else wanted):
             self.progress.start_metrics = finite(self._evaluated(self.parts.eval_batches))
@@ -294,7 +295,7 @@ class Trainer:
         return self.progress.note_eval(metrics, self._config.eval.min_delta, self._config.eval.objective)
 
     def _evaluated(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
-        """Metrics of the held-out rows, recorded; the time does not count as training."""
+        """Record and return the eval metrics; the time does not count as training."""
         parts, step = self.parts, self.progress.step
         started = time.perf_counter()
         metrics = parts.score(batches())
@@ -308,7 +309,7 @@ class Trainer:
         return metrics
 
     def _report(self, result: StepResult) -> None:
-        """Write a line of metrics, for which the host waits for the device."""
+        """Write a line of metrics.jsonl, for which the host waits for the device."""
         runtime, progress = self.parts.runtime, self.progress
         self._count_skipped()
         sums = [float(each) for each in (result.loss_sum, result.router_sum) if each is not None]
@@ -340,7 +341,7 @@ class Trainer:
         self._window = _Window()
 
     def _count_skipped(self) -> None:
-        """Name the rows of steps that were skipped; stop after too many in a row."""
+        """Report the rows of skipped steps; stop after too many consecutive ones."""
         flags = [bool(flag) for flag in self.skipped]
         self.skipped.clear()
         for step, skipped in enumerate(flags, self.progress.step - len(flags)):
@@ -348,13 +349,13 @@ class Trainer:
             if skipped:
                 self.progress.skipped_steps += 1
                 rows = listed(self.parts.loader.source_locations(step), 8)
-                self.parts.recorder.message(f"step {step + 1} {self.parts.stepper.skipping}. Its rows: {rows}")
+                self.parts.recorder.message(f"step {step + 1} {self.parts.stepper.skipping}. Rows: {rows}")
         scale = self.parts.stepper.scale
         scale_can_fall = scale is not None and float(scale.value) > 1.0
         if self.progress.skipped_in_a_row >= self._config.training.max_bad_steps and not scale_can_fall:
             raise TrainingError(
-                f"{self.progress.skipped_in_a_row} gradients in a row were not finite, up to step "
-                f"{self.progress.step}. Lower optimizer.lr, or try precision=fp32; checkpoints before it are kept."
+                f"Stopped: {self.progress.skipped_in_a_row} consecutive steps with NaN/Inf gradients (last: step "
+                f"{self.progress.step}). Try a lower optimizer.lr or precision=fp32; earlier checkpoints are kept."
             )
 
     def _save(self) -> None:
@@ -362,7 +363,7 @@ class Trainer:
         self._count_skipped()
         self.parts.recorder.sync()
         host_group = self.parts.runtime.host_group
-        self._note_split(int(host_group.max(self.parts.stepper.split_depth)))  # that of the next step
+        self._note_split(int(host_group.max(self.parts.stepper.split_depth)))  # for the next step
         for remark in self.parts.checkpoints.save(self.progress, self.parts.stepper, host_group):
             self.parts.recorder.message(remark)
         seconds = time.perf_counter() - started

@@ -61,10 +61,10 @@ def remarks_of(start: Path, *words: str, command: Sequence[str] = COMMAND) -> li
         (("adapter.start=nowhere",), "adapter.start=nowhere: no adapter_config.json with adapter_model.safe"),
         (
             ("adapter.targets=[q_proj]",),
-            "and adapter.targets=[q_proj] means others here. Type adapter.targets=[down_pr",
+            "but adapter.targets=[q_proj] selects other layers. Set adapter.targets=[down_pr",
         ),
         (("recipe=full", "optimizer.lr=1e-3"), "recipe=full trains no adapter"),
-        (("seed=7",), "it was trained on another base"),
+        (("seed=7",), "was trained on another base"),
     ],
 )
 def test_start_of_another_kind_is_refused(words: tuple[str, ...], message: str, finished: FinishedRuns) -> None:
@@ -75,7 +75,7 @@ def test_start_of_another_kind_is_refused(words: tuple[str, ...], message: str, 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without_one, "differ in base_model.model"),
+        (without_one, "differ from those of this run, e.g. base_model.model"),
         (with_nan, "has NaN, or numbers too large"),
         (torn, "safetensors cannot be loaded ("),
     ],
@@ -93,7 +93,7 @@ def test_start_on_another_base_is_refused(finished: FinishedRuns, tmp_path: Path
     base, manifest = f"model.path={first / 'base'}", first / "manifest.json"
     assert remarks_of(first, base, command=ON_ITS_BASE) == []
     manifest.write_text(manifest.read_text().replace('"base": null', '"base": "0123"'))
-    with pytest.raises(ConfigError, match="it was trained on another base"):
+    with pytest.raises(ConfigError, match="was trained on another base"):
         remarks_of(first, base, command=ON_ITS_BASE)
 
 

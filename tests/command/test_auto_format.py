@@ -47,7 +47,7 @@ def test_detected_format_is_written_to_run_yaml(zygote: Zygote, folder: Path) ->
     assert (kept.format, kept.columns.conversations) == ("sharegpt", "talk")
 
     scored = zygote.run(folder, "run=run", "precision=fp32", module="app.evaluate", code=0)
-    assert "these are the rows that the run held out" in " ".join(scored.stdout.split())
+    assert "this is the eval set of the run" in " ".join(scored.stdout.split())
     other = ("dataset=auto", "dataset.path=rows.jsonl", "dataset.max_length=64", "output_dir=other")
     scored = zygote.run(folder, "run=run", *other, "precision=fp32", module="app.evaluate", code=0)
     assert RECOGNIZED in " ".join(scored.stdout.split())

@@ -200,8 +200,8 @@ def test_check_memory_of_a_ladder_goes_on_where_the_planner_fails(zygote: Zygote
 
 
 LADDERS_REFUSED = [
-    ("memory sweep=lr", "sweep=lr has no rungs, and app.check memory plans one run or the rungs of a ladder."),
-    ("memory sweep=packing batching.packing=true", "batching.packing is what the rungs of sweep=packing differ in."),
+    ("memory sweep=lr", "sweep=lr is not a ladder, and app.check memory estimates one run or the rungs of a ladder."),
+    ("memory sweep=packing batching.packing=true", "batching.packing differs between the rungs of sweep=packing."),
     ("memory sweep=packing hardware=rtx3", "hardware=rtx3"),
     ("data sweep=packing", "sweep= is an option of app.check memory, for ladders."),
 ]

@@ -61,7 +61,7 @@ def test_evaluate_scores_a_checkpoint_as_the_run_did(finished: FinishedRuns, zyg
     assert (scores["run"], scores["checkpoint"], scores["rows_are"]) == ("run", "6", "held_out")
     last = [line for line in metrics(run) if "eval_loss" in line][-1]
     assert scores["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
-    zygote.refused(tmp_path, "run=run", "checkpoint=4", module="app.evaluate", message="has those of steps 3, 6.")
+    zygote.refused(tmp_path, "run=run", "checkpoint=4", module="app.evaluate", message="has checkpoints of steps 3, 6.")
     zygote.refused(tmp_path, "run=run", "checkpoint=x", module="app.evaluate", message="checkpoint=x: expected best or")
     asked = ("run=run", "prompt=Name the opposite of new.", "max_new_tokens=4", "checkpoint=3")
     assert zygote.run(tmp_path, *asked, module="app.generate", code=0).stdout
@@ -74,7 +74,7 @@ def test_best_checkpoint_is_that_of_the_best_evaluation(finished: FinishedRuns, 
     if (run / "checkpoints" / f"step-{best:06d}").is_dir():
         assert kept_checkpoint(run, "best").name == f"step-{best:06d}"
     else:
-        with pytest.raises(CheckpointError, match=f"the best evaluation was at step {best}"):
+        with pytest.raises(CheckpointError, match=rf"the best evaluation \(step {best}\) was not kept"):
             kept_checkpoint(run, "best")
     weights = run / "checkpoints" / "step-000003" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

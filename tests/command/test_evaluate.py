@@ -77,7 +77,7 @@ def test_evaluate_equals_last_evaluation_of_the_run(zygote: Zygote, finished: Fi
     assert list(scores)[: 4 * len(KEYS)] == [
         f"{side}{key}" for side in ("", "tuned_", "base_", "difference_") for key in KEYS
     ]
-    assert "these are the rows that the run held out" in printed
+    assert "this is the eval set of the run" in printed
     assert f"tuned   loss {scores['eval_loss']:.4f}\n" in printed
     heading, loss, *_ = printed.splitlines()[-7:]
     assert heading.split() == ["base", "tuned", "difference"]

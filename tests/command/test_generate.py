@@ -75,17 +75,17 @@ def test_conversation_commands_change_the_history() -> None:
     assert contents(asked[2]) == ["system: Be brief.", "user: three"]
     assert contents(asked[3]) == ["system: Be brief.", "user: four"]
     assert len(asked) == 4
-    assert "/nwe is no command." in shown
+    assert "unknown command /nwe." in shown
 
 
 def test_conversation_forgets_a_stopped_answer() -> None:
     asked, shown, conversation = talk("one", "stop", "two")
     assert contents(asked[2]) == ["user: one", "assistant: answer 1", "user: two"]
-    assert "half an\n(stopped; this turn is forgotten)\n" in shown
+    assert "half an\n(stopped; this turn was removed)\n" in shown
     assert len(conversation.messages) == 4
 
 
 def test_conversation_goes_on_after_a_long_prompt() -> None:
     asked, shown, _ = talk("one", "too long", "two")
     assert contents(asked[2]) == ["user: one", "assistant: answer 1", "user: two"]
-    assert "prompt has 900 tokens\n(this turn is forgotten; /new begins anew)\n" in shown
+    assert "prompt has 900 tokens\n(this turn was removed; /new starts a new conversation)\n" in shown

@@ -52,7 +52,7 @@ def test_new_tokens_are_trained_saved_and_exported(place: Path, quick_zygote: Zy
 
     quick_zygote.finish(place, "run=run", "prompt=3 and 3?", "max_new_tokens=3", module="app.generate")
     scored = quick_zygote.finish(place, "run=run", module="app.evaluate")
-    assert "these are the rows that the run held out" in scored.stdout
+    assert "this is the eval set of the run" in scored.stdout
     quick_zygote.finish(place, "run=run", "kind=merged", "to=merged", module="app.export")
     assert json.loads((place / "merged" / "export.json").read_text())["passed"]
     assert AutoTokenizer.from_pretrained(str(place / "merged")).convert_tokens_to_ids(list(TEXTS)) == ids

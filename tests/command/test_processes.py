@@ -104,5 +104,5 @@ def test_processes_with_other_settings_are_refused(zygote: Zygote, tmp_path: Pat
     ended = [run.wait() for run in runs]
     assert [end.code for end in ended] == [2, 2]
     said = "".join(end.stderr for end in ended)
-    assert said.count("the processes of this run do not see the same (the settings (as a hash):") == 1
+    assert said.count("the processes of this run differ (the settings (as a hash):") == 1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -55,7 +55,7 @@ def check_same_bits(zygote: Zygote, folder: Path) -> None:
     assert content_of(folder / "run") == before
     assert numbers(folder / "run-reproduced") == numbers(folder / "run")
     assert "origin  same versions, commit, hardware, rows, tokenizer and base" in ended.stdout
-    assert re.search(r"result  agrees, \d+ lines up to step \d, to the last bit", ended.stdout)
+    assert re.search(r"result  agrees, \d+ lines up to step \d, bit-identical", ended.stdout)
     lines = metrics(folder / "run")
     assert found == {
         "run": "run",
@@ -83,7 +83,7 @@ def test_reproduce_names_the_first_difference(zygote: Zygote, folder: Path) -> N
     assert (ended.code, ended.stderr) == (3, "")
     assert "torch: 2.9.0 then, " in ended.stdout
     assert ended.stdout.index("torch: 2.9.0") < ended.stdout.index("step 1/"), "told before it starts"
-    assert "result  differs, 4 lines up to step 2\n        first: loss of step 2, " in ended.stdout
+    assert "result  differs, 4 lines up to step 2\n        first:   loss at step 2: " in ended.stdout
     assert found["last_step"] == 2
     assert found["first_difference"]["relative"] == pytest.approx(1e-3, rel=1e-2)
     assert found["largest_difference"] == found["first_difference"]

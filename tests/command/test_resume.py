@@ -134,7 +134,7 @@ def check_end(number: int, victim: int, running: Sequence[Running], parts: Path,
     assert result(parts)["status"] == "stopped"
     assert (parts / "checkpoints" / f"step-{result(parts)['steps']:06d}").is_dir()
     *_, saved, report, resume, typed = stopped.stdout.splitlines()
-    assert saved.endswith("which is saved.")
+    assert saved.startswith("Stopped. Saved checkpoint at step ")
     assert [report, resume] == [f"report  {parts / 'report.html'}", "To resume:"]
     python, *words = shlex.split(typed)
     assert words == ["-m", "app.train", *command]
@@ -156,7 +156,7 @@ def state_of(save: Path) -> dict[str, Any]:
 def test_resumed_finished_run_keeps_its_result(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     run = finished.copy(tmp_path / "run")
     ended = zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={run}", "resume=auto")
-    assert (ended.code, "; nothing was left to do\n" in ended.stdout) == (0, True)
+    assert (ended.code, "; the run was already complete\n" in ended.stdout) == (0, True)
     steps = [line for line in metrics(run) if "loss" in line]
     assert result(run)["tokens_per_second"] == steps[-1]["tokens_per_second"]
     of_a_start = {*CLOCKS, "memory_measured_bytes", "final"}

@@ -16,7 +16,7 @@ def told(run: Path, words: str = "out of memory") -> list[str]:
 def test_where_nothing_helps_the_message_says_what_takes_memory(zygote: Zygote, tmp_path: Path) -> None:
     given = LIMITS | {"WHERE": "backward", "RANKS": "0", "TOKENS": "3"}
     ended = zygote.run(tmp_path, *SMALL, "output_dir=run", module=SCARCE, **given, code=2)
-    assert "error: out of memory: a document of" in ended.stderr
+    assert "error: out of memory: a single document of" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert result(tmp_path / "run")["status"] == "failed"
 

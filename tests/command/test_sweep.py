@@ -64,6 +64,6 @@ def test_sweep_with_a_failing_trial_finishes_the_others(zygote: Zygote, tmp_path
     before = [(trial / "result.json").read_bytes() for trial in trials if trial != trials[1]]
     again = run(zygote, tmp_path, *command)
     assert again.code == 3
-    assert again.stdout.count("finished before, objective") == 2
+    assert again.stdout.count("already finished, objective") == 2
     assert [(trial / "result.json").read_bytes() for trial in trials if trial != trials[1]] == before
     assert content(folder)["best"] == best

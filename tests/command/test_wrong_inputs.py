@@ -45,10 +45,10 @@ EARLY = [
     ("dataset=auto dataset.path=no/such.jsonl", "dataset.path=no/such.jsonl: no such file or folder"),
     ("model.path=./no/such", "model.path=./no/such: there is no such folder. Give a folder with config.json"),
     ("model.chat_template=chatmll", "model.chat_template=chatmll is neither a file nor one of "),
-    ("tracker=wandb", "tracker=wandb: no login was found"),
-    ("parallel.offload=true", "parallel.offload=true: the shards of several processes are kept in memory of the host"),
-    ("output_dir=file", "output_dir=file: this is no folder"),
-    ("output_dir=full", "output_dir=full: the folder is not empty and not that of a run"),
+    ("tracker=wandb", "tracker=wandb: not logged in"),
+    ("parallel.offload=true", "parallel.offload=true keeps the shards of several processes in CPU RAM"),
+    ("output_dir=file", "output_dir=file: not a folder"),
+    ("output_dir=full", "output_dir=full: the folder is not empty and not a run"),
     ("resume=no/such", "resume=no/such: no such folder."),
 ]
 
@@ -180,10 +180,10 @@ def saves_of(run: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("resume=null",), "type resume=auto to continue that run"),
+        (("resume=null",), "set resume=auto to resume it"),
         (("resume=run/checkpoints/step-000006",), "the checkpoint is damaged (weights.safetensors"),
         (("resume=auto",), "resume=auto: every checkpoint in "),
-        (("resume=run/final",), "resume=run/final: no checkpoint there."),
+        (("resume=run/final",), "resume=run/final: no checkpoint found."),
     ],
 )
 def test_untrusted_run_folder_stays_unchanged(

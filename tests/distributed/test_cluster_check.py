@@ -34,8 +34,8 @@ def member(rank: int, **changes: Any) -> dict[str, Any]:
                 "torch=2.13.0: process 3 (gpu1) has 2.12.1. Install",
             ],
         ),
-        ({"device": {"id": "uuid-2"}}, ["device=uuid-2: processes 2, 3 (gpu1) share this GPU. Start as many"]),
-        ({"device": {"id": None}}, ["device=cpu: no GPU is there for process 3 (gpu1), as for others."]),
+        ({"device": {"id": "uuid-2"}}, ["device=uuid-2: processes 2, 3 (gpu1) share this GPU. Start one process"]),
+        ({"device": {"id": None}}, ["device=cpu: process 3 (gpu1) found no GPU, but others did."]),
     ],
 )  # fmt: skip
 def test_cluster_check_one_process_differs_run_is_stopped(changes: dict[str, Any], stops: list[str]) -> None:
@@ -49,8 +49,8 @@ def test_cluster_check_one_process_differs_run_is_stopped(changes: dict[str, Any
 def test_cluster_notes_name_slow_process_and_wrong_clock() -> None:
     found = [member(0), member(1, matmul_flops=40.0), member(2, clock_offset_seconds=-3.25)]
     told = list(notes_of(found))
-    assert told[0].startswith("process 1 (gpu0) computes at 40% of the speed of the fastest H100")
-    assert told[1:] == ["the clock of process 2 (gpu1) is -3.2 s off that of process 0"]
+    assert told[0].startswith("process 1 (gpu0) has 40% of the speed of the fastest H100")
+    assert told[1:] == ["the clock of process 2 (gpu1) differs from process 0 by -3.2 s"]
     assert list(notes_of([member(0), member(1, device={"name": "L4"}, matmul_flops=9.0)])) == []
 
 
@@ -67,6 +67,6 @@ def test_cluster_check_unreachable_store_is_reported_with_remedy(rank: int, monk
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cluster_check, "CONNECT_TIMEOUT", timedelta(milliseconds=100))
-    told = rf"rendezvous=127\.0\.0\.1:{port}: process {rank} of 2 on .* did not reach the others \(.*GLOO_SOCKET"
+    told = rf"rendezvous=127\.0\.0\.1:{port}: process {rank} of 2 on .* could not reach the others \(.*GLOO_SOCKET"
     with pytest.raises(Unreachable, match=told):
         check_cluster(World(rank, 2), {})

@@ -108,7 +108,7 @@ def test_first_reduced_gradient_is_checked(processes: ProcessesByCount, method: 
     several = processes(PROCESSES)
     assert max(several.run(difference_or_refusal, method, False)) <= 1e-6
     refusals = several.run(difference_or_refusal, method, True)
-    assert all("is not the sum of those of all processes" in refusal for refusal in refusals)
+    assert all("is not the sum over all processes" in refusal for refusal in refusals)
 
 
 def checked_where_few_rows_fit(runtime: Runtime, depth: int, tokens: int) -> tuple[int, str] | list[str]:

@@ -56,8 +56,8 @@ def test_report_failure_without_launcher_is_printed(
 def test_failure_message_of_a_killed_process_has_its_last_lines() -> None:
     assert KILLED.exit_code == 137
     told = failure_message(Failure(1, -signal.SIGSEGV, at=1.0), 2, printed="one\ntwo\n")
-    assert told == "process 1 of 2 was killed by SIGSEGV. Its last words:\none\ntwo"
-    assert failure_message(Failure(1, 7, at=1.0), 2, printed="") == "process 1 of 2 ended with code 7."
+    assert told == "process 1 of 2 was killed by SIGSEGV. Last output:\none\ntwo"
+    assert failure_message(Failure(1, 7, at=1.0), 2, printed="") == "process 1 of 2 exited with code 7."
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -19,9 +19,9 @@ from tests.harness.runs import Zygote
     ("gpus", "processes", "kind", "note"),
     [
         (0, 1, "ddp", ""),
-        (0, 3, "ddp", "3 processes share 2 cores, and so does all else on this machine"),
-        (0, 1, "fsdp", "parallel=fsdp divides nothing among one process"),
-        (2, 1, "ddp", "2 GPUs are visible and 1 of them used"),
+        (0, 3, "ddp", "3 processes share 2 cores; more processes than cores are not"),
+        (0, 1, "fsdp", "parallel=fsdp has no effect with one process"),
+        (2, 1, "ddp", "1 of 2 visible GPUs used"),
         (4, 4, "fsdp", ""),
     ],
 )

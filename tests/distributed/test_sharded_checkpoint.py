@@ -53,7 +53,7 @@ def test_pickled_metadata_is_not_read(tmp_path: Path) -> None:
     (folder / sharded_checkpoint.METADATA).unlink()
     (folder / ".metadata").write_bytes(pickle.dumps(Harmful(folder / "made")))
     for read in (sharded_checkpoint.names_in, loaded):
-        with pytest.raises(CheckpointError, match="no metadata that this program reads"):
+        with pytest.raises(CheckpointError, match="no valid metadata"):
             read(folder)
     assert not (folder / "made").exists()
 
@@ -84,7 +84,7 @@ def test_damaged_metadata_of_a_sharded_checkpoint_is_told(change: Any, tmp_path:
     folder = saved(tmp_path / "shards")
     file = folder / sharded_checkpoint.METADATA
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
-    with pytest.raises(CheckpointError, match="no metadata that this program reads"):
+    with pytest.raises(CheckpointError, match="no valid metadata"):
         loaded(folder)
 
 
@@ -106,7 +106,7 @@ def test_metadata_of_shards_with_a_gap_or_overlap_is_refused(
 ) -> None:
     shards = [[chunks[i], chunks[i + 1], "__0_0.distcp", 0, 8] for i in range(0, len(chunks), 2)]
     (tmp_path / sharded_checkpoint.METADATA).write_text(json.dumps({"a": {"size": [2, 3], "shards": shards}}))
-    expected = contextlib.nullcontext() if is_whole else pytest.raises(CheckpointError, match="exactly once")
+    expected = contextlib.nullcontext() if is_whole else pytest.raises(CheckpointError, match="gaps or overlaps")
     with expected:
         assert sharded_checkpoint.names_in(tmp_path) == {"a"}
 

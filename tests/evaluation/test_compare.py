@@ -86,7 +86,7 @@ def test_rows_without_answers_have_no_exact_match() -> None:
 def test_one_row_has_no_interval_and_infinite_values_are_json() -> None:
     alone = ModelComparison.of({"tuned": sums_of(1, 2.0, 0.4, 0.5)}, sides(1), COUNTS)
     assert {value for key, value in alone.as_dict().items() if key.endswith("_interval")} == {None}
-    assert "one row alone says nothing of others: no intervals" in alone.table()
+    assert "only one row: no confidence intervals" in alone.table()
     assert "[" not in alone.table()
     for bad in (math.nan, math.inf, 1e6):
         ruined = sums_of(9, 2.0, 0.4, 0.5)
@@ -104,10 +104,10 @@ def test_table_has_base_tuned_and_difference() -> None:
     assert [line.split("   ")[0] for line in lines[1:5]] == ["loss", "perplexity", "token accuracy", "exact match"]
     assert lines[1].split()[-3].startswith("-")
     assert lines[4].split()[-3].startswith("+")
-    assert lines[5] == "[95% intervals: 2,000 draws of 400 rows, the same ones for both]"
+    assert lines[5] == "[95% intervals: 2,000 resamples of 400 rows, paired]"
     (alone, *_, how) = ModelComparison.of({"base": base}, sides(400), COUNTS).table().splitlines()
     assert alone.split() == ["base"]
-    assert how == "[95% intervals: 2,000 draws of 400 rows]"
+    assert how == "[95% intervals: 2,000 resamples of 400 rows]"
 
 
 def hashes(count: int, seed: int = 0) -> NDArray[np.uint64]:

@@ -63,7 +63,7 @@ def test_file_name_of_other_rows_and_settings_differs(data: Data, runtime: Runti
 def test_table_has_rows_and_machine(data: Data, runtime: Runtime) -> None:
     names, values = zip(*evaluation_of(data, runtime, {}, "eval.rows=3", "batching.packing=false").table(), strict=True)
     assert names == ("data", "with")
-    assert values[0] == "scored: some\nthese are not the same rows as the run held out"
+    assert values[0] == "scored: some\nthese rows are not the eval set of the run"
     assert values[1] == f"3 rows at a time, fp32, sdpa attention, {runtime.device.type}"
     all_rows = evaluation_of(data, runtime, {}, "dataset.eval_path=null").table()[0][1]
-    assert "these are all rows of asset:sample/train.jsonl: nothing is held out of them" in all_rows
+    assert "these are all rows of asset:sample/train.jsonl (no eval split)" in all_rows

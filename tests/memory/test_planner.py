@@ -462,7 +462,7 @@ def test_failed_prediction_is_one_line() -> None:
     batch: Batch = batch_of(PACKED)
     forecast = Forecast.made(fails, small_run(), PREDICTED_CHOICES, batch, 1, "cpu")
     assert forecast.predicted is None
-    assert forecast.rows() == [("memory", "no plan for this model (ValueError: no such shape)")]
+    assert forecast.rows() == [("memory", "no estimate for this model (ValueError: no such shape)")]
     assert forecast.facts() == {}
 
 

@@ -36,7 +36,7 @@ def test_comparison_page_content(tmp_path: Path) -> None:
     (charts,) = all_of(Charts, section(page, "Training curves"))
     assert charts.legend == [("a", 0), ("b", 1)]
     assert cells(page, "Settings that differ") == {"optimizer.lr": ["0.001", "0.01"], "schedule.kind": ["cosine", "-"]}
-    assert "2 lines up to step 2\nfirst: loss of step 2, 3 then and 2 now" in texts(page)
+    assert "2 lines up to step 2\nfirst:   loss at step 2: 3 then, 2 now" in texts(page)
     origin = cells(page, "Differences in metrics, program and data")
     assert origin["torch"] == ["2.13.0", "2.14.0"]
     assert origin["training data"] == ["aa" * 6, "dd" * 6]
@@ -61,7 +61,7 @@ def test_comparison_page_equal_runs(tmp_path: Path) -> None:
     runs = [made_run(tmp_path / name / "run", lines_of([4.0, 3.0])) for name in ("a", "b")]
     page = comparison_page(runs)
     assert "all settings are equal" in texts(page)
-    assert "2 lines up to step 2, to the last bit" in texts(page)
+    assert "2 lines up to step 2, bit-identical" in texts(page)
     assert "Same versions, commit, hardware, data, tokenizer and base model." in texts(page)
     assert page.title == "2 runs: a/run, b/run"
 
@@ -72,5 +72,5 @@ def test_comparison_page_incomplete_runs(tmp_path: Path) -> None:
     (broken / "manifest.json").unlink()
     for pair in ([broken, broken], [whole, broken]):
         page = comparison_page(pair)
-        assert "no line of both is of the same step" in texts(page)
+        assert "no steps in common" in texts(page)
         assert "unfinished" in cells(page, "Results")["status"]

@@ -80,14 +80,14 @@ def test_ladder_bert_trains_with_the_claimed_batch_and_rate() -> None:
 
 
 REFUSED = [
-    ("batching.rows=2", "batching.rows is what the rungs of sweep=single_gpu differ in. Leave it out, or copy"),
-    ("precision=bf16", "precision is what the rungs of sweep=single_gpu differ in."),
-    ("seed=1,2", "seed has several values, and the trials of sweep=single_gpu are its rungs. Give one."),
-    ("sweep.trials=3", "sweep.trials: sweep=single_gpu has rungs, which its file names. Leave it out;"),
+    ("batching.rows=2", "batching.rows differs between the rungs of sweep=single_gpu. Remove it, or edit a copy of"),
+    ("precision=bf16", "precision differs between the rungs of sweep=single_gpu."),
+    ("seed=1,2", "seed has several values, but the trials of sweep=single_gpu are its rungs. Set one value."),
+    ("sweep.trials=3", "sweep.trials: the rungs of sweep=single_gpu are set in its file. Remove it;"),
     ("sweep.size=tiny", "sweep.size=tiny: expected one of full, small."),
     ("optimizer.lrr=1", "Unknown setting optimizer.lrr."),
     ("sweep=mlm adapter.r=8", "adapter.r=8: recipe=full trains no adapter."),
-    ("sweep=lr sweep.size=small", "sweep.size is of rungs, and sweep=lr has none. Leave it out."),
+    ("sweep=lr sweep.size=small", "sweep.size is only for ladders, and sweep=lr has no rungs. Remove it."),
 ]
 
 
@@ -300,7 +300,7 @@ def test_search_more_trials_allowed_fewer_refused() -> None:
     more = search(trials=9)
     more.recall(told(few))
     assert ended(more) == whole
-    with pytest.raises(ConfigError, match=r"sweep\.trials=5: this sweep has begun 9 trials already"):
+    with pytest.raises(ConfigError, match=r"sweep\.trials=5: this sweep has already started 9 trials"):
         search(trials=5).recall(told(whole))
 
 

@@ -68,9 +68,9 @@ def test_runner_failed_trials_unranked(tmp_path: Path, capfd: pytest.CaptureFixt
     shown = capfd.readouterr()
     assert shown.err == ""
     assert "trial 2/5  seed=10\n  failed with exit code 1 after " in shown.out
-    assert f"all that it said is in {tmp_path}/2-seed=10.txt\n    error: not today\n" in shown.out
+    assert f"full output in {tmp_path}/2-seed=10.txt\n    error: not today\n" in shown.out
     assert "  finished, no objective, 3 steps, " in shown.out
-    assert "2 of 5 trials failed; the same command tries them again" in shown.out
+    assert "2 of 5 trials failed; run the same command to retry them" in shown.out
 
 
 def test_runner_restart_repeats_failed_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_runner_restart_repeats_failed_only(tmp_path: Path, capfd: pytest.Captur
     assert again[1]["seconds"] > first[1]["seconds"]
     starts = [(tmp_path / f"{name}.txt").read_text().count("resume=auto") for name in ("1-seed=1", "2-seed=10")]
     assert starts == [1, 2]
-    assert capfd.readouterr().out.count("finished before, objective") == 2
+    assert capfd.readouterr().out.count("already finished, objective") == 2
 
 
 @pytest.mark.parametrize(("seed", "code"), [(20, 130), (21, 75), (22, 130), (75, 75), (130, 130)])
@@ -97,8 +97,8 @@ def test_runner_stop_request(tmp_path: Path, capfd: pytest.CaptureFixture[str], 
     assert column(tmp_path, "exit_code") == [0, -9 if seed == 22 else code, None]
     assert not (tmp_path / "3-seed=2").exists()
     shown = capfd.readouterr().out
-    assert "stopped; the same command goes on from here" in shown
-    assert ("Ctrl-C once more kills it" in shown) == (seed < 75)
+    assert "Stopped. Run the same command to continue." in shown
+    assert ("Ctrl-C again to kill it" in shown) == (seed < 75)
 
 
 def test_runner_search_continues_after_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +114,7 @@ def test_runner_search_continues_after_failure(tmp_path: Path, capfd: pytest.Cap
     assert content(tmp_path)["best"]["line"] == "seed=1"
     shown = capfd.readouterr().out
     assert "5 trials\n        seed 3 10 1 4 2\ntrial 1/5  seed=" in shown
-    assert "1 of 5 trials failed; the same command tries them again" in shown
+    assert "1 of 5 trials failed; run the same command to retry them" in shown
     assert search(tmp_path) == 3
     assert column(tmp_path, "values") == [trial["values"] for trial in trials]
 
@@ -169,7 +169,7 @@ def test_runner_refused_rungs_are_named_and_the_others_run(tmp_path: Path, capfd
         ("second", "finished"),
     ]
     shown = capfd.readouterr().out
-    assert shown.count("finished before") == 2
+    assert shown.count("already finished") == 2
     assert "  refused: no such package\n" in shown
     assert "\nelsewhere: not on this machine\n" in shown
     written = (tmp_path / "ladder.md").read_text()
@@ -203,7 +203,7 @@ def test_trial_log_latest_step_of_this_start(tmp_path: Path) -> None:
         (2, "output  x\nerror: seed is wrong. Do this.\n", "error: seed is wrong. Do this."),
         (2, "a\nerror: 2 problems\n  1. one\n  2. two\n", "error: 2 problems\n  1. one\n  2. two"),
         (1, "a\nTraceback (most recent call last):\n  File\nKeyError: 'x'\n\n", "KeyError: 'x'"),
-        (1, "", "it said nothing"),
+        (1, "", "no output"),
         (-9, "step 3\n", "killed by SIGKILL: out of memory?"),
         (-11, "step 3\n", "killed by SIGSEGV"),
     ],

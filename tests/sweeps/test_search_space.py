@@ -69,15 +69,15 @@ def test_setting_prefix_kept() -> None:
 
 
 REFUSED = [
-    ("optimizer.lr=interval(0,1)", "an interval has no list of values."),
-    ("seed=shuffle(range(1,4))", "shuffle gives another order each time"),
-    ("seed=1,2,1", "seed=1,2,1: 1 is there twice."),
-    ("optimizer.lr=1e-3,0.001", "0.001 is there twice."),
-    ("seed=glob(*)", "glob chooses among the files of a group; none of [] matches."),
+    ("optimizer.lr=interval(0,1)", "a grid needs a list of values, not an interval."),
+    ("seed=shuffle(range(1,4))", "shuffle changes the order each time"),
+    ("seed=1,2,1", "seed=1,2,1: duplicate value 1."),
+    ("optimizer.lr=1e-3,0.001", "duplicate value 0.001."),
+    ("seed=glob(*)", "glob selects files of a group, and none of [] matches."),
     ("adapter=glob(z*)", "none of ['lora', 'none', 'peft'] matches."),
     ("resume=runs/a", "resume=runs/a: a sweep resumes each trial from its own checkpoint"),
     ("+resume=auto,null", "a sweep resumes each trial from its own checkpoint"),
-    ("output_dir=a,b", "output_dir=a,b: one folder holds the whole sweep"),
+    ("output_dir=a,b", "output_dir=a,b: a sweep has one folder"),
     ("seed=range(1,1000000000)", "seed: more than 1,000 trials in one sweep."),
 ]
 
@@ -92,8 +92,8 @@ def test_setting_unsweepable_refused(text: str, message: str) -> None:
 def test_settings_too_many_or_given_twice_refused() -> None:
     _, problems = settings_of(["seed=range(40)", "record.every=range(1,41)", "recipe=lora", "recipe=lora,full"])
     assert problems == [
-        "recipe is swept and given 2 times. Give it once.",
-        "seed, record.every, recipe: more than 1,000 trials in one sweep. Give fewer values.",
+        "recipe is swept and set 2 times. Set it once.",
+        "seed, record.every, recipe: more than 1,000 trials in one sweep. Use fewer values.",
     ]
     assert settings_of(["seed=1", "seed=2", "recipe=lora,full"])[1] == []
 
@@ -220,19 +220,15 @@ WRONG = [
     ("optimizer.lr", {"low": 0, "high": 1, "log": True}, "low must be above 0 for log."),
     ("optimizer.lr", {"low": 0.1, "high": "inf"}, "low and high must be numbers"),
     ("optimizer.lr", {"low": 0.1, "high": "10x"}, "low and high must be numbers, or both multiples"),
-    ("optimizer.lr", {"low": 1, "high": 2, "step": 0}, "step must be a number above 0, and does not go with log."),
-    ("optimizer.lr", {"low": 1, "high": 2, "step": "x"}, "step must be a number above 0, and does not go with log."),
-    (
-        "optimizer.lr",
-        {"low": 1, "high": 2, "step": 0.5, "log": True},
-        "step must be a number above 0, and does not go with log.",
-    ),
+    ("optimizer.lr", {"low": 1, "high": 2, "step": 0}, "step must be a number above 0, without log."),
+    ("optimizer.lr", {"low": 1, "high": 2, "step": "x"}, "step must be a number above 0, without log."),
+    ("optimizer.lr", {"low": 1, "high": 2, "step": 0.5, "log": True}, "step must be a number above 0, without log."),
     ("optimizer.lr", {"low": 1, "high": 2, "log": "no"}, "log must be true or false."),
     ("adapter.r", {"low": 1, "high": 2.5}, "expected whole numbers."),
     ("optimizer.lr", {"low": 1}, "expected low: and high:,"),
-    ("optimizer.lr", {"low": 1, "high": 2, "lg": True}, "expected low: and high:, with log: true or step: if wanted."),
-    ("model.path", {"low": 1, "high": 2}, "model.path takes no numbers. Give a list of values."),
-    ("recipe", {"low": 1, "high": 2}, "recipe takes no numbers."),
+    ("optimizer.lr", {"low": 1, "high": 2, "lg": True}, "expected low: and high:, optionally log: true or step:."),
+    ("model.path", {"low": 1, "high": 2}, "model.path is not a number. Set a list of values."),
+    ("recipe", {"low": 1, "high": 2}, "recipe is not a number."),
     ("optimizr.lr", {"low": 1, "high": 2}, "Unknown setting optimizr.lr. Did you mean optimizer.lr?"),
     ("optimizr.lr", ["1x", "2x"], "Unknown setting optimizr.lr. Did you mean optimizer.lr?"),
     ("adapter.r", [], "expected values, [a, b], or a range"),

@@ -76,7 +76,7 @@ def test_sweep_check_parts_sees_every_trial() -> None:
     assert seen == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
-LEFT_OUT = "note    {} is left out of the trials that do not read it, and equal trials run once"
+LEFT_OUT = "note    {} is ignored in trials that do not use it; equal trials run once"
 AS_READ = [
     (
         "recipe=full,lora adapter.r=8,16",
@@ -110,7 +110,7 @@ def test_sweep_key_that_no_trial_reads_refused() -> None:
 
 def test_sweep_folder_by_swept_key_refused() -> None:
     (problem,) = refusal_of("output_dir=runs/${seed}", "seed=1,2")
-    assert problem.startswith("output_dir=runs/${seed}: this is another folder for each trial (runs/1, runs/2).")
+    assert problem.startswith("output_dir=runs/${seed}: the folder differs between trials (runs/1, runs/2).")
 
 
 def test_sweep_refused_before_torch_import(tmp_path: Path, app_env: dict[str, str]) -> None:

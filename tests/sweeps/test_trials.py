@@ -67,11 +67,11 @@ def test_sweep_folder_redacts_secrets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "kind", "message"),
     [
-        ("mine.txt", "", ConfigError, "not empty and not that of a sweep (it has mine.txt)"),
-        ("run.yaml", "", ConfigError, "not that of a sweep (it has run.yaml)"),
+        ("mine.txt", "", ConfigError, "not empty and not a sweep (found mine.txt)"),
+        ("run.yaml", "", ConfigError, "not a sweep (found run.yaml)"),
         ("sweep.json", "{", CheckpointError, "sweep.json cannot be read"),
-        ("sweep.json", '{"trials": []}', CheckpointError, "sweep.json cannot be read (it lacks the command or the"),
-        ("../folder", None, EnvironmentProblem, "this is no folder"),
+        ("sweep.json", '{"trials": []}', CheckpointError, "sweep.json cannot be read (command or trials are missing"),
+        ("../folder", None, EnvironmentProblem, "not a folder"),
     ],
 )
 def test_sweep_folder_foreign_refused(
@@ -100,7 +100,7 @@ def test_sweep_folder_second_process_refused(tmp_path: Path) -> None:
         written(folder)
         ended = run(code, str(tmp_path))
         assert ended[0] == 0, ended[2]
-        assert "is using it; wait until that ends" in ended[1]
+        assert "; wait for it to end" in ended[1]
     assert run(code, str(tmp_path))[1] == ""
     assert json.loads((tmp_path / "sweep.json").read_text())["identity"] == "one"
 

@@ -61,7 +61,7 @@ def test_compare_lines_ignores_clocks_and_missing_lines() -> None:
     now = [line(1, 7.0, tokens_per_second=9.0), {"step": 2, "eval_loss": 5.0}, line(3, None), line(4, 1.0)]
     found = compare_lines(then, now)
     assert (found.lines, found.last_step, found.first, found.largest) == (3, 3, None, None)
-    assert found.summary() == "3 lines up to step 3, to the last bit"
+    assert found.summary() == "3 lines up to step 3, bit-identical"
 
 
 def test_compare_lines_first_and_largest() -> None:
@@ -73,7 +73,7 @@ def test_compare_lines_first_and_largest() -> None:
     assert found.first.relative == pytest.approx(1e-3, rel=1e-2)
     assert (found.largest.name, found.largest.then, found.largest.now) == ("eval_loss", 5.0, 4.0)
     assert found.largest.relative == pytest.approx(0.2)
-    assert "first: grad_norm of step 2, 2.0 then and 2.002 now (relative 1.0e-03)" in found.summary()
+    assert "first:   grad_norm at step 2: 2.0 then, 2.002 now (relative difference 1.0e-03)" in found.summary()
 
 
 def test_compare_lines_missing_number_is_infinite() -> None:

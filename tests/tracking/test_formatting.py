@@ -18,7 +18,7 @@ from app.tracking.formatting import (
 )
 from tests.tracking.test_jsonl_metrics import STEP
 
-OF_STEP = "step 5/100 | loss 1.0986 | lr 2.00e-04 | gradient 0.30 | 1.2k tokens/s | 0:01:02 left"
+OF_STEP = "step 5/100 | loss 1.0986 | lr 2.00e-04 | grad_norm 0.30 | 1.2k tokens/s | 0:01:02 left"
 NAN = {"step": 5, "loss": float("nan"), "tokens_per_second": None}
 EVALUATION = {"step": 10, "epoch": 0.5, "eval_loss": 1.23456, "eval_tokens": 300}
 SAMPLES = [Sample("2+2?", "4", "5\nor so"), Sample("a", "b", "c")]

@@ -87,4 +87,4 @@ def test_manifest_malformed_is_written_anew(tmp_path: Path, text: str) -> None:
     assert (manifest["seed"], len(manifest["starts"])) == (7, 1)
     log = (tmp_path / "log.txt").read_text()
     assert "manifest.json cannot be read" in log
-    assert "It is written anew, without its earlier starts" in log
+    assert "Writing a new one without the earlier starts" in log

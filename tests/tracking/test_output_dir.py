@@ -88,7 +88,7 @@ def test_claim_file_refused(place: str, tmp_path: Path) -> None:
 
 def test_claim_dangling_link_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(EnvironmentProblem, match="link: this is no folder"):
+    with pytest.raises(EnvironmentProblem, match="link: not a folder"):
         RunFolder.claim(str(tmp_path / "link"), None)
     assert [each.name for each in tmp_path.iterdir()] == ["link"]
 
@@ -104,7 +104,7 @@ def test_claim_folder_with_links_refused(name: str, tmp_path: Path) -> None:
     if name == "checkpoints":
         (run / name).rename(tmp_path / "elsewhere")
     (run / name).symlink_to(target)
-    with pytest.raises(EnvironmentProblem, match=f"{name} in it is a link"):
+    with pytest.raises(EnvironmentProblem, match=f"{name} is a symbolic link"):
         RunFolder.claim(str(tmp_path / "linked"), "auto")
     assert target.read_text() == "mine"
 
@@ -123,10 +123,10 @@ def test_lock_second_process_refused_until_kill(tmp_path: Path) -> None:
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "claimed\n"
-        with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} on .* is using it"):
+        with pytest.raises(EnvironmentProblem, match=f"in use by process {holder.pid} on "):
             RunFolder.claim(str(tmp_path), "auto")
         a_run(tmp_path)
-        with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} on .* is using it"):
+        with pytest.raises(EnvironmentProblem, match=f"in use by process {holder.pid} on "):
             RunFolder.claim(str(tmp_path), None)
         assert run(CLAIM, str(tmp_path))[0] == 1
     finally:

@@ -88,7 +88,7 @@ def test_recorder_sync_without_its_folder_is_refused(folder: RunFolder) -> None:
     """What is saved then could not be continued, nor found."""
     record = opened(folder)
     folder.run_yaml.unlink()
-    with pytest.raises(EnvironmentProblem, match=r"run\.yaml is gone"):
+    with pytest.raises(EnvironmentProblem, match=r"run\.yaml was deleted"):
         record.sync()
 
 
@@ -197,7 +197,7 @@ def test_recorder_broken_tracker_reported_once(
         for step in steps:
             record.step({**STEP, "step": step})
         record.finish("finished")
-    assert screen.getvalue().count("the tracker stopped working (no connection)") == 1
+    assert screen.getvalue().count("tracker failed (no connection)") == 1
     assert [line["step"] for line in (read_lines(folder.metrics) if steps else ())] == list(steps)
     assert result_of(folder)["status"] == "finished"
 
@@ -235,7 +235,7 @@ def test_samples_table_first_and_last_answers(tmp_path: Path) -> None:
         (9, "x" * 50 + " and why?", "so", "so"),
     )
     assert samples_table(file) == (
-        f"{'held out':<40}  expected  before{' ' * 22}  after step 9\n"
+        f"{'prompt':<40}  expected  before{' ' * 22}  after step 9\n"
         f"{'2+2?':<40}  4         the moon{' ' * 20}  4\n"
         f"…{'x' * 30} and why?  so        {'y' * 27}…  so"
     )

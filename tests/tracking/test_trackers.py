@@ -73,7 +73,7 @@ def test_check_wandb_without_login_reported(tmp_path: Path, no_login: dict[str, 
     assert (returncode, err) == (0, "")
     nothing, offline, key, short_key = out.splitlines()
     assert offline == key == "[]"
-    for said in ("tracker=wandb: no login was found", "`wandb login`", "WANDB_API_KEY", "tracker=none"):
+    for said in ("tracker=wandb: not logged in", "`wandb login`", "WANDB_API_KEY", "tracker=none"):
         assert said in nothing
     assert "WANDB_API_KEY invalid" in short_key
     assert "WANDB_MODE=offline" in short_key

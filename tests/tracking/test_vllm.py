@@ -17,11 +17,11 @@ from app.tracking.vllm import in_vllm
             {"r": 8, "trainable_token_indices": {"embed_tokens": [3, 4]}},
             "--enable-lora --max-lora-trainable-tokens 2 (",
         ),
-        ({"r": 600}, "refuses rank 600, above 512\ngive it kind=merged"),
-        ({"use_dora": True, "modules_to_save": ["lm_head"]}, "refuses DoRA\nrefuses modules that were trained as a"),
+        ({"r": 600}, "refuses rank 600, above 512\nuse kind=merged"),
+        ({"use_dora": True, "modules_to_save": ["lm_head"]}, "refuses DoRA\nrefuses fully trained modules, lm_head"),
         ({"bias": "all"}, "refuses trained biases"),
-        ({"alpha_pattern": {"q_proj": 4}}, "ignores alphas by layer\ngive it kind=merged"),
-        ({"target_parameters": ["experts.down_proj"]}, "ignores stacks of experts, experts.down_proj"),
+        ({"alpha_pattern": {"q_proj": 4}}, "ignores alphas by layer\nuse kind=merged"),
+        ({"target_parameters": ["experts.down_proj"]}, "ignores stacked experts, experts.down_proj"),
     ],
 )
 def test_adapter_meets_the_rules_of_vllm(given: dict[str, Any], said: str) -> None:
@@ -29,4 +29,4 @@ def test_adapter_meets_the_rules_of_vllm(given: dict[str, Any], said: str) -> No
 
 
 def test_other_method_is_refused() -> None:
-    assert in_vllm({"peft_type": "IA3"}).startswith("refuses adapters of the kind IA3\n")
+    assert in_vllm({"peft_type": "IA3"}).startswith("refuses PEFT type IA3\n")

@@ -112,11 +112,11 @@ def test_auto_settings_of_a_model_that_cannot_be_planned_fall_back() -> None:
     messages: list[str] = []
     auto = AutoSettings(planner(bin_tokens=fails), CHOICES, {}, ALONE, messages.append)
     assert auto.with_bins(asked()).batching.tokens == 256
-    assert messages == ["batching.tokens=auto: 256 tokens; no plan for this model (NotImplementedError)"]
+    assert messages == ["batching.tokens=auto: 256 tokens; no estimate for this model (NotImplementedError)"]
 
 
 def test_with_bins_that_do_not_divide_the_step_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"began with bins of 1024 tokens, and a step of 512"):
+    with pytest.raises(ConfigError, match=r"started with bins of 1024 tokens, and a step of 512"):
         with_bins(asked("batching.accumulation=2"), 1024)
 
 
@@ -145,14 +145,17 @@ def test_auto_parallel_planned_stored_or_typed() -> None:
     [
         (("model=llama",), None),
         (("model=tiny",), None),
-        (("model=bert", "dataset=text", "dataset.path=x.txt"), "at least of 8: vocab_size=30522 is 2 above one of 8"),
+        (
+            ("model=bert", "dataset=text", "dataset.path=x.txt"),
+            "at least of 8: vocab_size=30522 is 2 above a multiple of 8",
+        ),
         (("model=bert", "task=classification", "dataset=labelled_text", "dataset.path=x.csv"), None),
-        (("model=gpt2_xl",), "vocab_size=50257 is 1 above one of 8"),
-        (("model=tiny", "batching.tokens=1000"), "batching.tokens=1000 is 40 above one of 64"),
+        (("model=gpt2_xl",), "vocab_size=50257 is 1 above a multiple of 8"),
+        (("model=tiny", "batching.tokens=1000"), "batching.tokens=1000 is 40 above a multiple of 64"),
         (("model=tiny", "batching.tokens=1000", "batching.packing=false"), None),
         (
             ("model=tiny", "model.architecture.hidden_size=204", "batching.tokens=260"),
-            "hidden_size=204 is 4 above one of 8, batching.tokens=260 is 4 above one of 8",
+            "hidden_size=204 is 4 above a multiple of 8, batching.tokens=260 is 4 above a multiple of 8",
         ),
     ],
 )
@@ -313,7 +316,7 @@ def test_packing_auto_pads_other_kinds_aloud(kind: str, attention: str) -> None:
     run, said = settled(run_of(kind))
     assert run.batching.packing is False
     assert len(said) == 1
-    assert said[0].startswith(f"note    batching: padded rows, because documents of kind {kind} cannot be kept apart")
+    assert said[0].startswith(f"note    batching: padded rows, because {kind} models do not separate documents")
     assert choose(run, base_of(run), {}).attention == attention
 
 
@@ -328,10 +331,14 @@ def test_packing_auto_goes_with_the_attention_that_is_typed() -> None:
         (
             "nemotron",
             ("batching.packing=true",),
-            r"^batching.packing=true: a model of kind nemotron .* batching\.packing=auto\.$",
+            r"^batching.packing=true is not supported for nemotron models .* batching\.packing=auto\.$",
         ),
-        ("bloom", ("attention=sdpa",), r"^attention=sdpa: a model of kind bloom .* Set attention=auto\.$"),
-        ("nemotron", ("batching.tokens=auto",), r"padded rows have no bins.* kind nemotron cannot be kept apart"),
+        ("bloom", ("attention=sdpa",), r"^attention=sdpa is not supported for bloom models, .* Set attention=auto\.$"),
+        (
+            "nemotron",
+            ("batching.tokens=auto",),
+            r"padded rows have no bins.* nemotron models do not separate documents",
+        ),
     ],
 )
 def test_packing_of_padded_kinds_is_refused_with_the_key(kind: str, overrides: tuple[str, ...], message: str) -> None:

@@ -181,8 +181,8 @@ def with_valid_hashes(save: Path, name: str, content: bytes | None) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "cause"),
     [
-        ("state.json", b"{}", "state.json is not that of a checkpoint"),
-        ("state.json", b"[1]", "state.json is not that of a checkpoint"),
+        ("state.json", b"{}", "state.json is invalid"),
+        ("state.json", b"[1]", "state.json is invalid"),
         ("weights.safetensors", pickle.dumps({"weight": 1}), "weights.safetensors has no tensors"),
         ("optimizer.safetensors", b"", "optimizer.safetensors has no tensors"),
         ("random.safetensors", None, "random.safetensors has no tensors"),
@@ -227,14 +227,14 @@ def test_state_out_of_range_is_passed_over(both: list[Path], folder: Path, secti
     with_valid_hashes(newer, "state.json", json.dumps(state).encode())
     found, (remark,) = find_checkpoint(folder, "auto")
     assert found == older
-    assert "state.json is not that of a checkpoint" in remark
+    assert "state.json is invalid" in remark
 
 
 def test_checkpoint_of_other_shapes_is_refused(stepper: Stepper, folder: Path) -> None:
     save = saved(checkpoints(folder), Progress(step=1), stepper)
     wrong = {name: torch.zeros(2, 2) for name in load_file(save / "weights.safetensors")}
     with_valid_hashes(save, "weights.safetensors", serialize(wrong))
-    with pytest.raises(CheckpointError, match=r"has shape \[2, 2\], not that of this run"):
+    with pytest.raises(CheckpointError, match=r"has shape \[2, 2\] in the checkpoint, but not in this run"):
         checkpoints(folder).load(save, stepper, ALONE)
 
 
@@ -311,7 +311,7 @@ def test_full_disk_of_a_sharded_save_is_recognized(folder: Path, monkeypatch: py
 def test_resume_accepts_a_run_folder(stepper: Stepper, tmp_path: Path) -> None:
     save = saved(checkpoints(tmp_path / "checkpoints"), Progress(step=3), stepper)
     assert find_checkpoint(tmp_path / "elsewhere", str(tmp_path)) == (save, [])
-    with pytest.raises(CheckpointError, match="no checkpoint there"):
+    with pytest.raises(CheckpointError, match="no checkpoint found"):
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints"))
 
 
@@ -388,7 +388,9 @@ def test_run_that_goes_on_elsewhere_begins_there_until_it_has_saved(stepper: Ste
     saver.note_resumed(place)
     assert find_checkpoint(other, "auto")[0] == place
     place.rename(folder / "moved")
-    with pytest.raises(CheckpointError, match=f"{other} has no checkpoint yet, and {place}, from which"):
+    with pytest.raises(
+        CheckpointError, match=f"{other} has no checkpoint yet, and {place}, which it resumes from, does not exist"
+    ):
         find_checkpoint(other, "auto")
     newest = saved(saver, Progress(step=3), stepper)
     assert find_checkpoint(other, "auto") == (newest, [])

@@ -73,7 +73,7 @@ def test_driver_names_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver())
     found = memory.taken_by_driver(UUID)
     assert found == Taken(80_000_000_000, 22_400_000_000, ((77, None), (1234, 22_000_000_000)))
-    assert found.words == "22.4 GB of 80.0 GB are taken by other processes (pid 77, pid 1234: 22.0 GB)"
+    assert found.words == "other processes use 22.4 of 80.0 GB of GPU memory (pid 77, pid 1234: 22.0 GB)"
     assert memory.taken_by_driver("another") is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert memory.taken_by_driver(UUID) is None
@@ -170,7 +170,7 @@ def test_run_larger_than_the_machine_is_refused_before_loading(tmp_path: Path, m
     monkeypatch.setattr("app.training.run.free_host_bytes", lambda: 1_000_000)
     monkeypatch.setattr("app.training.setup.build_training_model", lambda *_: pytest.fail("weights were loaded"))
     run = replace(small_run("checkpoint.every=0"), output_dir=str(tmp_path / "run"))
-    message = r"needs 2(\.0)? MB at its peak \(backward\), and this machine has 1(\.0)? MB left"
+    message = r"estimated peak 2(\.0)? MB \(backward\), but this machine has 1(\.0)? MB free"
     with RunFolder.claim(run.output_dir, None) as folder, pytest.raises(EnvironmentProblem, match=message):
         train_in(folder, run, Console(enabled=False), "", planner(predict=Predicted(2_000_000, "backward", {})))
     assert not (tmp_path / "run").exists()

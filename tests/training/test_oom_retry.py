@@ -132,7 +132,7 @@ def test_sharded_evaluation_out_of_memory_asks_for_a_restart(data: Data, runtime
     with scarce("forward", tokens=batches[0].ids.numel() - 1), pytest.raises(RetryOnRestart) as fault:
         score(model, batches, runtime, counts_of(small_run()), depth=0)
     assert fault.value.depth == 1
-    with scarce("forward", tokens=3), pytest.raises(EnvironmentProblem, match=r"a document of .* by itself"):
+    with scarce("forward", tokens=3), pytest.raises(EnvironmentProblem, match=r"a single document of .* tokens"):
         score(model, batches, runtime, counts_of(small_run()), depth=12)
 
 
@@ -165,7 +165,7 @@ def test_single_document_out_of_memory_is_an_error(batches: list[Batch], runtime
         stepper.run(batches, lr=0.0)
     assert 2 <= memory.times <= 10, "bounded"
     message = str(refusal.value)
-    assert re.match(r"out of memory: a document of \d+ tokens by itself does not fit", message)
+    assert re.match(r"out of memory: a single document of \d+ tokens does not fit", message)
     for words in ("frozen weights 0.00 GB", "training.recompute=true", "dataset.max_length", "recipe=qlora"):
         assert words in message
 
@@ -179,7 +179,7 @@ def test_optimizer_out_of_memory_is_an_error(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(stepper.optimizer, "step", step)
-    with pytest.raises(EnvironmentProblem, match="out of memory: the step of the optimizer does not fit"):
+    with pytest.raises(EnvironmentProblem, match="out of memory: the optimizer step does not fit"):
         stepper.run(batches, lr=0.0)
 
 
@@ -215,7 +215,10 @@ def test_other_errors_that_mean_out_of_memory(words: str) -> None:
         raise RuntimeError(words)
 
     assert try_or_none(work) is None
-    with pytest.raises(EnvironmentProblem, match="out of memory: what this run needs"), explain_out_of_memory():
+    with (
+        pytest.raises(EnvironmentProblem, match="out of memory: memory needed outside of training steps"),
+        explain_out_of_memory(),
+    ):
         work()
 
 

@@ -280,7 +280,7 @@ def test_in_backward_never_repeats_after_an_update(runtime: Runtime, loader_of: 
     stepper = stepper_of(small_run(*FULL, AS_THEY_COME), runtime)
     with (
         scarce("backward", tokens=4) as memory,
-        pytest.raises(EnvironmentProblem, match="weights have changed already, so that it cannot be made again"),
+        pytest.raises(EnvironmentProblem, match="already updated weights and so cannot be repeated"),
     ):
         stepper.run(loader.batches(0), 1e-3)
     assert memory.times == 1
@@ -296,16 +296,16 @@ def test_in_backward_update_out_of_memory_ends_the_run(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(optimizer.inner, "step", out)
-    with pytest.raises(EnvironmentProblem, match="weights have changed already"):
+    with pytest.raises(EnvironmentProblem, match="already updated weights"):
         stepper.run(loader_of(8, 1).batches(0), 1e-3)
 
 
 def test_in_backward_refuses_processes_and_fp16_early() -> None:
     section = small_run(*FULL, AS_THEY_COME).optimizer
     require_gradients_one_by_one(section, 1, "bf16")
-    with pytest.raises(ConfigError, match=r"this run has 2 processes, .* or launch\.num_processes=1"):
+    with pytest.raises(ConfigError, match=r"not supported with 2 processes: .* or launch\.num_processes=1"):
         require_gradients_one_by_one(section, 2, "bf16")
-    with pytest.raises(ConfigError, match=r"this run has fp16, .* or precision=fp32"):
+    with pytest.raises(ConfigError, match=r"not supported with fp16: .* or precision=fp32"):
         require_gradients_one_by_one(section, 1, "fp16")
     require_gradients_one_by_one(small_run().optimizer, 2, "fp16")
 
@@ -396,7 +396,7 @@ def test_rehearsal_out_of_memory_splits_before_step_one(where: str, make_loop: M
         assert memory.times == before, "no step runs out of memory any more"
     told = rehearsal_message(found)
     assert "rehearsed a step and an evaluation" in told
-    assert "fits only in parts: from the first step on micro-batches are split by documents" in told
+    assert "fits only in parts: micro-batches are split by document from the first step" in told
 
 
 def test_rehearsal_recomputes_more_layers_before_it_splits(
@@ -421,7 +421,7 @@ def test_rehearsal_recomputes_more_layers_before_it_splits(
     stepper.recompute_rest = recompute_more
     found = rehearsed(loop)
     assert (found.depth, found.deepened, found.recomputed_more) == (0, False, 1)
-    assert rehearsal_message(found).endswith("it fits, with 1 more layer recomputed than planned")
+    assert rehearsal_message(found).endswith("fits, with gradient checkpointing of 1 more layer than estimated")
     assert loop.fit(StopRequest())
     assert stepper.split_depth == 0
 
@@ -433,7 +433,7 @@ def test_rehearsal_finds_evaluation_that_does_not_fit(make_loop: MakeLoop, monke
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(TrainingModel, "scores", scores)
-    with pytest.raises(EnvironmentProblem, match=r"a document of \d+ tokens by itself, in an evaluation"):
+    with pytest.raises(EnvironmentProblem, match=r"a single document of \d+ tokens in an evaluation"):
         rehearsed(loop)
     assert loop.progress.step == 0
 
@@ -445,7 +445,7 @@ def test_rehearsal_finds_states_that_do_not_fit(make_loop: MakeLoop, monkeypatch
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(loop.parts.stepper.optimizer, "step", step)
-    with pytest.raises(EnvironmentProblem, match="the step of the optimizer does not fit"):
+    with pytest.raises(EnvironmentProblem, match="the optimizer step does not fit"):
         rehearsed(loop)
 
 

@@ -116,7 +116,7 @@ def test_classifier_learns_labels(zygote: Zygote, place: Path, made: Callable[[s
     run = made("decoder")
     shown = (place / "decoder.txt").read_text()
     assert "2 labels: bad " in shown
-    assert "the classifier, of 2 labels, is drawn from seed=0" in shown
+    assert "classification head of 2 labels: fully trained; initialized from seed=0" in shown
     result = json.loads((run / "result.json").read_text())
     start = result["start_metrics"]
     assert (
@@ -267,7 +267,7 @@ def test_tags_are_learnt_scored_and_answered(zygote: Zygote, tags_place: Path, r
     assert [line.split() for line in lines] == [["Anna", "B-PER"], ["saw", "O"], ["New", "B-LOC"], ["Town", "I-LOC"]]
     write(tags_place / "ask.jsonl", [{"tokens": ["Tom", "Bell", "left"]}, {"tokens": ["and"] * 60}])
     ended = zygote.run(tags_place, f"run={run}", "prompts=ask.jsonl", module="app.generate", code=0)
-    assert ended.stderr == "cut off, as longer than dataset.max_length=48 of the run: 1 of 2\n"
+    assert ended.stderr == "truncated to dataset.max_length=48 of the run: 1 of 2\n"
     first, long = map(json.loads, ended.stdout.splitlines())
     assert first == {"tokens": ["Tom", "Bell", "left"], "tags": ["B-PER", "I-PER", "O"]}
     assert long["tags"][0] == "O"

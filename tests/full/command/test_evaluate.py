@@ -53,7 +53,7 @@ def by_two_processes(zygote: Zygote, folder: Path, run: Path) -> dict[str, Any]:
         folder, 2, f"run={run}", "output_dir=scores", "batching.tokens=64", module="app.evaluate"
     )
     assert (first.code, first.stderr, second.code, second.stderr) == (0, "", 0, "")
-    assert "[95% intervals: 2,000 draws of 12 rows]" in first.stdout
+    assert "[95% intervals: 2,000 resamples of 12 rows]" in first.stdout
     assert second.stdout == ""
     scores: dict[str, Any] = json.loads((folder / "scores" / "evaluate.json").read_text())
     return scores
@@ -64,7 +64,7 @@ def test_evaluate_scores_another_dataset_whole(zygote: Zygote, finished: Finishe
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("dataset=prompt_completion", "dataset.path=new.jsonl", "dataset.max_length=64")
     scores, ended = score(zygote, tmp_path, finished("lora"), *given, "weights=base", "precision=bf16")
-    assert "these are all rows of new.jsonl: nothing is held out of them" in ended.stdout
+    assert "these are all rows of new.jsonl (no eval split)" in ended.stdout
     assert (scores["rows"], scores["rows_are"], scores["dataset"]) == (20, "other", "new.jsonl")
     assert (scores["weights"], scores["precision"]) == ("base", "bf16")
     assert (scores["answers"], scores["exact_match"]) == (20, 0.0)
@@ -74,10 +74,10 @@ def test_evaluate_scores_another_dataset_whole(zygote: Zygote, finished: Finishe
     assert (scores["answers"], scores["exact_match"], scores["exact_match_interval"]) == (0, None, None)
     assert "exact match" not in ended.stdout
     _, ended = score(zygote, tmp_path, finished("lora"), "dataset=sample", "dataset.max_length=64", "eval.rows=9")
-    assert "these are not the same rows as the run held out" in ended.stdout
+    assert "these rows are not the eval set of the run" in ended.stdout
     own = ("dataset.eval_path=asset:sample/train.jsonl", "dataset.eval_max_rows=90")
     scores, ended = score(zygote, tmp_path, finished("lora"), *own)
-    assert "these are the very rows that the run was trained on" in ended.stdout
+    assert "the run was trained on these rows" in ended.stdout
     assert scores["rows_are"] == "trained_on"
 
 
@@ -96,7 +96,7 @@ def test_evaluate_accepts_only_the_tuned_base(zygote: Zygote, tmp_path: Path) ->
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    said = "model.path=moved: the weights there are not the base of run="
+    said = "model.path=moved: these weights are not the base of run="
     zygote.refused(tmp_path, f"run={tmp_path / 'run'}", "model.path=moved", module="app.evaluate", message=said)
     assert not (tmp_path / "run" / "evaluate.json").exists()
 
@@ -183,6 +183,6 @@ def test_harness_scores_run_and_base(finished: FinishedRuns, run_app: RunApp, tm
     assert "choose" in done.stdout
 
     unknown = run_app("run=run", "harness=hellaswg", module="app.evaluate", timeout=300, code=2)
-    assert "harness=hellaswg: there is no such task and no such file. Did you mean hellaswag?" in unknown.stderr
+    assert "harness=hellaswg: unknown task, and no such file. Did you mean hellaswag?" in unknown.stderr
     offline = run_app("run=run", "harness=arc_easy", module="app.evaluate", timeout=300, code=2)
-    assert "harness=arc_easy: the rows of a task cannot be read" in offline.stderr
+    assert "harness=arc_easy: could not read the rows of a task" in offline.stderr

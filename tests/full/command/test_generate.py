@@ -19,6 +19,6 @@ def test_conversation_over_a_pipe(finished: FinishedRuns, tmp_path: Path, app_en
     )
     assert (done.returncode, done.stderr) == (0, "")
     first, *answers = done.stdout.splitlines()
-    assert first.startswith("/new begins anew")
+    assert first.startswith("/new starts a new conversation")
     assert len(answers) == 2
     assert answers[0] == answers[1]

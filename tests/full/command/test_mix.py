@@ -33,7 +33,7 @@ def test_mix_trains_and_scores_held_out_rows(zygote: Zygote, tmp_path: Path) -> 
     assert said.count(f"train code: weight 2.5, {code['drawn']} samples an epoch") == 1
     assert said.count("train code: 1 duplicate sample: kept") == 1
     scored = zygote.run(tmp_path, "run=run", module="app.evaluate", code=0)
-    assert "these are the rows that the run held out" in scored.stdout
+    assert "this is the eval set of the run" in scored.stdout
     other = zygote.run(
         tmp_path, "run=run", "dataset.path=code.jsonl", "output_dir=other", module="app.evaluate", code=0
     )

@@ -45,7 +45,7 @@ def test_adapter_of_a_resized_quantized_base_is_verified(place: Path, quick_zygo
     as_planned(place / "whole")
     exported = quick_zygote.finish(place, "run=whole", "kind=adapter", "to=adapter", module="app.export")
     assert "passed: a fresh process differs by" in exported.stdout
-    assert "refuses a vocabulary of other than its base's rows, 1600" in exported.stdout
+    assert "refuses a resized vocabulary (1600 rows)" in exported.stdout
 
 
 def test_resized_base_is_trained_whole(place: Path, zygote: Zygote) -> None:
@@ -91,6 +91,6 @@ def test_vocabulary_without_unused_rows_is_resized(place: Path, zygote: Zygote) 
     words = ("recipe=lora", "adapter.train_tokens=new", "training.max_steps=2", "output_dir=run")
     ended = zygote.finish(place, *SHIPPED, *words)
     assert "note    model.vocab_size=1600: the base has 1536 rows; new rows start as their mean" in ended.stdout
-    assert "on the base after base.resize_token_embeddings(1600), as final/README.md shows" in ended.stdout
+    assert "first call base.resize_token_embeddings(1600) (see final/README.md)" in ended.stdout
     assert yaml.safe_load((place / "run" / "run.yaml").read_text())["model"]["vocab_size"] == 1600
     assert "base.resize_token_embeddings(1600)  # rows" in (place / "run" / "final" / "README.md").read_text()

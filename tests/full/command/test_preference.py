@@ -72,7 +72,7 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     assert {*map(len, compared.targets)} != {0}, "of each pair the wanted answer"
     assert compared.loss(compared.logits) == pytest.approx(-last["chosen_log_probability"], rel=0.5)
     other_rows = ("run=whole", "dataset.eval_path=asset:sample/pairs.jsonl.gz")
-    message = "of these rows the run has no reference for"
+    message = "the run has no reference for"
     zygote.refused(tmp_path, *other_rows, module="app.evaluate", message=message)
 
 

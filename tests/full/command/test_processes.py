@@ -102,7 +102,7 @@ def test_launcher_forwards_signals_and_reports_a_death_once(
     os.kill(second.worker(1), signal.SIGKILL)
     code, said = second.ended()
     assert code == GONE
-    assert said == "process 1 of 2 was killed by SIGKILL. Out of memory is the usual cause.\n"
+    assert said == "process 1 of 2 was killed by SIGKILL (usually out of memory).\n"
 
     third = Launched(tmp_path, app_env, *launched_with)
     assert third.ended() == (0, "")

@@ -31,7 +31,7 @@ def test_stopped_and_failed_runs_have_reports(zygote: Zygote, tmp_path: Path) ->
     zygote.run(tmp_path, *SMALL, "model.weights=random", *ruin, "recipe=full", "output_dir=failed", code=2)
     page = (tmp_path / "failed" / "report.html").read_text()
     assert '<span class="badge bad">failed</span>' in page
-    assert "not finite" in page.partition('<div class="note bad">')[2].partition("</div>")[0]
+    assert "NaN/Inf" in page.partition('<div class="note bad">')[2].partition("</div>")[0]
 
 
 def test_sweep_has_a_report(zygote: Zygote, tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_reproduce_within_the_tolerance_agrees(zygote: Zygote, folder: Path) -> 
     change_a_loss(folder / "run")
     near, found = again(zygote, folder, "steps=2", "tolerance=0.01")
     assert near.code == 0, near.stderr
-    assert "\nstopped after step 2, which is saved.\n" in near.stdout
-    assert "To resume" not in near.stdout, "nothing to go on with"
+    assert "\nStopped. Saved checkpoint at step 2.\n" in near.stdout
+    assert "To resume" not in near.stdout, "nothing to resume"
     assert "\nresult  agrees" in near.stdout
     assert (found["agrees"], found["same_bits"]) == (True, False)
 

@@ -324,7 +324,7 @@ def test_rehearsal_of_two_processes_changes_no_byte(zygote: Zygote, tmp_path: Pa
     names = ("weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
     saves = [files(run / "checkpoints" / "step-000004") for run in (plain, tried)]
     assert all(saves[0][name] == saves[1][name] for name in names)
-    assert [line.partition("): ")[2] for line in told(tried, "rehearsed")] == ["it fits", "it fits"]
+    assert [line.partition("): ")[2] for line in told(tried, "rehearsed")] == ["fits", "fits"]
     assert told(plain, "rehearsed") == []
     assert json.loads((tried / "manifest.json").read_text())["rehearsal"]["depth"] == 0
 
@@ -335,9 +335,9 @@ def test_one_of_two_processes_learns_before_the_first_step_that_memory_is_short(
     given = {"WHERE": "backward", "RANKS": "1", "TOKENS": "150", "CALLS": "0"}
     zygote.finish_together(tmp_path, 2, *command, module=SCARCE, **given)
     (line,) = told(run, "rehearsed")
-    assert "it fits only in parts: from the first step on" in line
+    assert "fits only in parts: micro-batches are split by document from the first step" in line
     log = (run / "log.txt").read_text()
-    assert "out of memory, so micro-batches" not in log, "no step has to learn it"
+    assert "out of memory. From now on micro-batches" not in log, "no step has to learn it"
     state = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
     assert state["progress"]["depth"] > 0
 
@@ -346,7 +346,7 @@ def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Pa
     given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "32"}
     words = (*FEW, *PADDED, "training.rehearse=true", "output_dir=run")
     ended = zygote.run(tmp_path, *words, module=SCARCE, **given, code=2)
-    assert "error: out of memory: a document of" in ended.stderr
+    assert "error: out of memory: a single document of" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert "step 1/" not in ended.stdout
     assert result(tmp_path / "run")["status"] == "failed"

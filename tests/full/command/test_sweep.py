@@ -31,7 +31,7 @@ def test_sweep_ctrl_c_saves_and_resumes(zygote: Zygote, tmp_path: Path) -> None:
     running.until(lambda: has_reached(first, 3))
     ended = running.stop(signal.SIGINT)
     assert (ended.code, ended.stderr) == (130, "")
-    assert "the same command goes on from here" in ended.stdout
+    assert "Stopped. Run the same command to continue." in ended.stdout
     assert result(first)["status"] == "stopped"
     assert column(folder, "status") == ["stopped", "pending"]
     (save,) = (first / "checkpoints").iterdir()
@@ -87,7 +87,7 @@ def test_killed_search_resumes_its_proposals(zygote: Zygote, tmp_path: Path) -> 
     zygote.run(tmp_path, *shlex.split(best["line"]), "output_dir=pasted", "dry_run=true", code=0)
 
     more = run(zygote, tmp_path, *(word.replace("trials=3", "trials=4") for word in command))
-    assert (more.code, more.stdout.count("finished before, objective")) == (0, 3)
+    assert (more.code, more.stdout.count("already finished, objective")) == (0, 3)
     assert content(folder)["trials"][:3] == trials
     assert column(folder, "status") == ["finished"] * 4
 
@@ -122,7 +122,7 @@ def test_killed_sweep_ends_its_trial(zygote: Zygote, tmp_path: Path, app_env: di
     (save,) = (trial / "checkpoints").iterdir()
     at = int(save.name.removeprefix("step-"))
     assert at == metrics(trial)[-1]["step"]
-    assert (folder / "1.txt").read_text().count(f"stopped after step {at}, which is saved.") == 1
+    assert (folder / "1.txt").read_text().count(f"Stopped. Saved checkpoint at step {at}.") == 1
 
 
 def test_sweep_waits_for_a_running_trial(zygote: Zygote, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_sweep_waits_for_a_running_trial(zygote: Zygote, tmp_path: Path) -> None
     assert (ended.code, ended.stderr) == (0, "")
     assert f"  waiting: process {alone.pid} on " in ended.stdout
     assert column(tmp_path / "sweep", "status") == ["finished"]
-    assert "finished before" in ended.stdout
+    assert "already finished" in ended.stdout
 
 
 def test_ladder_of_two_rungs(zygote: Zygote, tmp_path: Path) -> None:

@@ -24,14 +24,15 @@ def test_default_run_learns_within_a_minute(run_app: RunApp, tmp_path: Path) -> 
     assert sum(line["tokens"] for line in lines[-2:] if "loss" in line) == 100_502
     *table, told = ended.stdout.splitlines()[-11:-5]
     assert told.startswith("memory  ")
-    assert "planned for tensors" in told
+    assert "tensors: " in told
+    assert "estimated" in told
     assert "measured" in told
-    assert table[0].split() == ["held", "out", "expected", "before", "after", "step", "397"]
+    assert table[0].split() == ["prompt", "expected", "before", "after", "step", "397"]
     last = ended.stdout.splitlines()[-3:]
     assert str(run / "final") in last[0]
     assert last[2] == f"report  {run}/report.html"
     assert f">python -m app.train output_dir={run}</pre>" in (run / "report.html").read_text()
-    assert last[1].startswith("try it  ")
+    assert last[1].startswith("Try it:  ")
     assert last[1].endswith(f'python -m app.generate run={run} prompt="..."')
     answer = run_app(f"run={run}", "prompt=Give the opposite of cold.", "max_new_tokens=8", module="app.generate")
     assert (answer.returncode, answer.stderr) == (0, "")

@@ -96,7 +96,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on(
     os.kill(first.worker(victim), signal.SIGKILL)
     code, said = first.ended()
     assert code == GONE
-    assert said == f"process {victim} of 2 was killed by SIGKILL. Out of memory is the usual cause.\n"
+    assert said == f"process {victim} of 2 was killed by SIGKILL (usually out of memory).\n"
     assert Launched(tmp_path, env, *again).ended(within=300) == (0, "")
     assert result(killed)["status"] == "finished"
     same_losses(whole, killed, LOSS["fp32"])

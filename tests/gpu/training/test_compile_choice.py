@@ -15,7 +15,7 @@ def test_short_run_is_not_compiled_and_says_so(tmp_path: Path) -> None:
     resolved = plan_of(small_run(*RUN), tmp_path)
     assert resolved.choices.compile == "none"
     (reason,) = resolved.uncompiled_because
-    assert reason.startswith("too few steps to repay compiling")
+    assert reason.startswith("too few steps to repay compilation")
     assert any(reason in text for name, text in run_table(resolved) if name == "note")
 
 
