@@ -1,7 +1,7 @@
-"""Command app.board: the runs of a folder in a browser: watch, start, stop, resume, compare and ask.
+"""Command finetune board: the runs of a folder in a browser: watch, start, stop, resume, compare and ask.
 
-python -m app.board runs/                 prints an address on this machine; open it
-python -m app.board runs/ port=8808       the same port each time
+finetune board runs/                 prints an address on this machine; open it
+finetune board runs/ port=8808       the same port each time
 
 Needs the packages starlette, uvicorn and python-multipart (extra `board`).
 """
@@ -21,7 +21,7 @@ _PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart":
 
 @dataclass(kw_only=True, slots=True)
 class BoardConfig:
-    """Options of app.board: the folder in which the folders of runs and sweeps are; `port=0` is a free one."""
+    """Options of finetune board: the folder in which the folders of runs and sweeps are; `port=0` is a free one."""
 
     folder: str
     port: int = number(0, at_least=0, at_most=65535)
@@ -32,7 +32,7 @@ def _problems(config: BoardConfig, _changes: Changes) -> Iterator[str]:
         yield f"folder={config.folder}: there is no such folder. Give the one in which the folders of runs are."
 
 
-BOARD = Command(schema=BoardConfig, rules=_problems, bare="folder", example="python -m app.board runs/")
+BOARD = Command(schema=BoardConfig, rules=_problems, bare="folder", example="finetune board runs/")
 
 
 def _command(arguments: Sequence[str]) -> int:

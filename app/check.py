@@ -1,14 +1,14 @@
-"""Check data, memory or cluster before training. Accepts the settings of app.train.
+"""Check data, memory or cluster before training. Accepts the settings of finetune train.
 
-python -m app.check data dataset=messages dataset.path=chat.jsonl
-python -m app.check memory recipe=qlora model=llama hardware=rtx4090     estimated memory; exact=true traces every layer
-python -m app.check data dataset=text dataset.path=books/ output_dir=runs/look   also write check.json and check.html
-python -m app.check memory model=llama answers.rows=4 answers.length=2048        also estimate generation
-python -m app.check memory sweep=single_gpu hardware=rtx3090                     estimate each rung of a ladder
-python -m app.check                                                              data and memory
-python -m app.check cluster launch.num_processes=2 output_dir=runs/look          test communication between processes
-python -m app.check quantization model=llama            quantization error of its weights in int8, fp8, NF4, FP4 ...
-python -m app.check models                              supported model types; model.path=DIR: whether DIR is supported
+finetune check data dataset=messages dataset.path=chat.jsonl
+finetune check memory recipe=qlora model=llama hardware=rtx4090   estimated memory; exact=true traces every layer
+finetune check data dataset=text dataset.path=books/ output_dir=runs/look   also write check.json and check.html
+finetune check memory model=llama answers.rows=4 answers.length=2048        also estimate generation
+finetune check memory sweep=single_gpu hardware=rtx3090           estimate each rung of a ladder
+finetune check                                                    data and memory
+finetune check cluster launch.num_processes=2 output_dir=runs/look   test communication between processes
+finetune check quantization model=llama    quantization error of its weights in int8, fp8, NF4, FP4 ...
+finetune check models                      supported model types; model.path=DIR: whether DIR is supported
 """
 
 import os
@@ -96,7 +96,7 @@ def _ladder(arguments: Sequence[str]) -> int:
     from app.sweeps.trials import value_of
 
     if arguments[0] != "memory":
-        raise ConfigError("sweep= is an option of app.check memory, for ladders. Add memory in front.")
+        raise ConfigError("sweep= is an option of finetune check memory, for ladders. Add memory in front.")
     options = [text for text in arguments if key_of(text).partition(".")[0] in ("hardware", "exact")]
     ladder = read_ladder([text for text in arguments[1:] if text not in options])
     folders = [Path(str(value_of(text))).expanduser() for text in arguments if key_of(text) == "output_dir"]
@@ -211,8 +211,8 @@ def _in_processes(config: CheckConfig, arguments: Sequence[str]) -> int:
         return launch(count, ["-m", "app.check", *arguments])
     if not world().is_joined:
         raise ConfigError(
-            f"launch.num_processes={config.run.launch.num_processes}: app.check cluster needs several processes. Set "
-            "launch.num_processes=2 or more, or start it with torchrun or srun."
+            f"launch.num_processes={config.run.launch.num_processes}: finetune check cluster needs several "
+            "processes. Set launch.num_processes=2 or more, or start it with torchrun or srun."
         )
     return check(config, open_console() if world().is_first else Console(enabled=False))
 
@@ -271,7 +271,7 @@ def _command(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Exit with 0 if training would start, 2 on reported problems or invalid settings, 3 if the planner failed on a
     rung of a ladder."""
-    usage = f"{__doc__}\nFor the settings see: python -m app.train --help\n"
+    usage = f"{__doc__}\nFor the settings see: finetune train --help\n"
     run_command(_command, lambda: usage, fail_as_one_of_several)
 
 

@@ -1,7 +1,7 @@
 """Convert an Axolotl, LLaMA-Factory, torchtune, Unsloth or TRL config (YAML).
 
-python -m app.convert config.yml                  print what happens to each setting, and the converted file
-python -m app.convert config.yml to=mine.yaml     write the file; python -m app.train from=mine.yaml runs it
+finetune convert config.yml                  print what happens to each setting, and the converted file
+finetune convert config.yml to=mine.yaml     write the file; finetune train from=mine.yaml runs it
 
 A config with an unsupported objective, such as a reward model, is an error.
 """
@@ -25,13 +25,13 @@ from app.tracking.console import Console, open_console
 
 @dataclass(kw_only=True, slots=True)
 class ConvertConfig:
-    """Options of app.convert: config of another program, and output file."""
+    """Options of finetune convert: config of another program, and output file."""
 
     file: str
     to: str | None = None
 
 
-CONVERT = Command(schema=ConvertConfig, bare="file", example="python -m app.convert config.yml to=mine.yaml")
+CONVERT = Command(schema=ConvertConfig, bare="file", example="finetune convert config.yml to=mine.yaml")
 
 
 def convert(file: Path, to: Path | None, console: Console) -> int:
@@ -57,7 +57,7 @@ def convert(file: Path, to: Path | None, console: Console) -> int:
         console.say(f"\n{text}")
     else:
         write_text(to, text)
-        console.say(f"file    {to}\nTry it  python -m app.check from={to}")
+        console.say(f"file    {to}\nTry it  finetune check from={to}")
     return 0
 
 
@@ -86,7 +86,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of app.train."""
+    """Exit codes as of finetune train."""
     run_command(_command, lambda: __doc__ or "")
 
 

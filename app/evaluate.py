@@ -1,10 +1,10 @@
 """Score a fine-tuned model, or its base, on the eval set or other rows.
 
-python -m app.evaluate run=runs/mine                      the eval set of the run
-python -m app.evaluate run=runs/mine dataset=messages dataset.path=new.jsonl
-python -m app.evaluate run=runs/mine weights=both         the fine-tuned model and its base, compared
-python -m app.evaluate run=runs/mine checkpoint=best      the best checkpoint, or a step number
-python -m app.evaluate run=runs/mine harness=arc_easy     tasks of lm-evaluation-harness, if installed
+finetune evaluate run=runs/mine                      the eval set of the run
+finetune evaluate run=runs/mine dataset=messages dataset.path=new.jsonl
+finetune evaluate run=runs/mine weights=both         the fine-tuned model and its base, compared
+finetune evaluate run=runs/mine checkpoint=best      the best checkpoint, or a step number
+finetune evaluate run=runs/mine harness=arc_easy     tasks of lm-evaluation-harness, if installed
 """
 
 import os
@@ -123,7 +123,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of app.train."""
+    """Exit codes as of finetune train."""
     with reporting_crashes():
         run_command(_command, lambda: command_help(__doc__, EVALUATE), fail_as_one_of_several)
 

@@ -1,12 +1,12 @@
 """A finished run as files that other programs load, with the proof that they hold the same model.
 
-python -m app.export run=runs/mine kind=adapter to=exports/mine      the adapter, its tokenizer and a card
-python -m app.export run=runs/mine kind=merged to=exports/mine       base and adapter as one model, in bf16
-python -m app.export run=runs/a kind=merged to=exports/ab adapters="[runs/a:0.7,runs/b:0.3]"      several as one
-python -m app.export run=runs/mine kind=quantized quant=nf4 to=exports/mine      the same in 4 bits
-python -m app.export run=runs/mine kind=gguf quant=q8_0 to=exports/mine      for llama.cpp and Ollama
-python -m app.export run=runs/mine kind=gguf quant=q4_k_m llama_cpp=DIR to=exports/mine      by llama.cpp's programs
-python -m app.export run=runs/mine kind=adapter to=exports/mine push=me/mine      and a repository of the hub
+finetune export run=runs/mine kind=adapter to=exports/mine      the adapter, its tokenizer and a card
+finetune export run=runs/mine kind=merged to=exports/mine       base and adapter as one model, in bf16
+finetune export run=runs/a kind=merged to=exports/ab adapters="[runs/a:0.7,runs/b:0.3]"      several as one
+finetune export run=runs/mine kind=quantized quant=nf4 to=exports/mine      the same in 4 bits
+finetune export run=runs/mine kind=gguf quant=q8_0 to=exports/mine      for llama.cpp and Ollama
+finetune export run=runs/mine kind=gguf quant=q4_k_m llama_cpp=DIR to=exports/mine      by llama.cpp's programs
+finetune export run=runs/mine kind=adapter to=exports/mine push=me/mine      and a repository of the hub
 """
 
 from collections.abc import Sequence
@@ -123,7 +123,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of app.train; 3 if the verification failed."""
+    """Exit codes as of finetune train; 3 if the verification failed."""
     run_command(_command, lambda: command_help(__doc__, EXPORT))
 
 

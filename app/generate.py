@@ -1,14 +1,14 @@
 """Generate text with a fine-tuned model, or any other.
 
-python -m app.generate run=runs/mine prompt="What is the plural of goose?"
-python -m app.generate run=runs/mine                                  chat
-python -m app.generate run=runs/mine prompts=questions.jsonl output=answers.jsonl
-python -m app.generate run=runs/mine prompts=-                        JSON rows, each answered at once, for programs
-python -m app.generate run=runs/mine prompt="..." adapter=false       the base model, for comparison
-python -m app.generate run=runs/mine prompt="..." checkpoint=100      a kept checkpoint, or checkpoint=best
-python -m app.generate run=runs/labels prompt="..."                   task=classification: the label and its probability
-python -m app.generate run=runs/names prompt="..."                    task=tokens: each word with its tag
-python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7     a folder, hub id, or model name of app.train
+finetune generate run=runs/mine prompt="What is the plural of goose?"
+finetune generate run=runs/mine                                  chat
+finetune generate run=runs/mine prompts=questions.jsonl output=answers.jsonl
+finetune generate run=runs/mine prompts=-                        JSON rows, each answered at once, for programs
+finetune generate run=runs/mine prompt="..." adapter=false       the base model, for comparison
+finetune generate run=runs/mine prompt="..." checkpoint=100      a kept checkpoint, or checkpoint=best
+finetune generate run=runs/labels prompt="..."                   task=classification: the label and its probability
+finetune generate run=runs/names prompt="..."                    task=tokens: each word with its tag
+finetune generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7     a folder, hub id, or model name of finetune train
 """
 
 import json
@@ -317,7 +317,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of app.train."""
+    """Exit codes as of finetune train."""
     run_command(_command, lambda: command_help(__doc__, GENERATE))
 
 

@@ -3,15 +3,29 @@
 import os
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-# In the environment, so that child processes print the same commands.
+# Set in the environment, so that child processes print the same commands.
 STARTED_AS = "APP_STARTED_AS"
 TYPED = "APP_TYPED"
-_MODULE = re.compile(r"\S*\bpython[\d.]*'? -m app\.(?=\w)")
+COMMANDS = {
+    "train": "fine-tune a model, or run a sweep",
+    "check": "check data, memory, cluster or quantization before training",
+    "generate": "generate text with a fine-tuned model",
+    "evaluate": "evaluate a run, optionally compared with its base model",
+    "export": "export an adapter, a merged or quantized model, or GGUF",
+    "convert": "convert an Axolotl, LLaMA-Factory, torchtune, Unsloth or TRL config",
+    "report": "create an HTML report of a run, a sweep or a comparison",
+    "board": "start, stop, watch and compare runs in a browser, and chat with them",
+    "reproduce": "repeat a run and compare the results",
+}
+_COMMAND = re.compile(rf"(?<![\w./-])finetune (?=(?:{'|'.join(COMMANDS)})\b)")
 _WORD = r"""(?:'[^'\n]*'|"[^"\n]*"|[^\s'"])+"""
-_CHECK = re.compile(rf"(python -m app\.check data)((?: (?=['\"]?[\w.]+=){_WORD})+)")
-# Printed commands contain source, format and columns; the other settings are not accepted by `app.check data`.
+_CHECK = re.compile(rf"(finetune check data)((?: (?=['\"]?[\w.]+=){_WORD})+)")
+# Printed commands contain source, format and columns; the other settings are not accepted by `finetune check data`.
 _NOT_REPEATED = re.compile(
     r"dataset(=|\.(path|split|hub_config|revision|format|columns|leave_out|mix)\b)"
     r"|(output_dir|resume|dry_run|hardware|exact|answers)\b"
@@ -24,13 +38,32 @@ def remember_settings(arguments: Sequence[str]) -> None:
     os.environ[TYPED] = shlex.join(word for word in settings if not _NOT_REPEATED.match(word.lstrip("+")))
 
 
+def command_text(name: str, *arguments: str) -> str:
+    """Return a command of this program as text, to copy into a shell."""
+    return shlex.join(["finetune", name, *arguments])
+
+
+def resume_command(settings: Sequence[str], output_dir: str) -> str:
+    """Return the command that resumes the run that was started with these settings."""
+    others = [word for word in settings if _key(word) not in ("output_dir", "resume")]
+    return command_text("train", *others, f"output_dir={output_dir}", "resume=auto")
+
+
 def as_started(text: str) -> str:
-    """Rewrite the commands in a text as the user types them: `finetune train` for `python -m app.train`, and the typed
-    settings added to data checks.
+    """Spell the commands in a text (`finetune train ...`) as this program was started, and add the typed settings to
+    data checks.
     """
-    text = _CHECK.sub(_with_settings, text)
-    name = os.environ.get(STARTED_AS)
-    return _MODULE.sub(f"{name} ", text) if name else text
+    text, name = _CHECK.sub(_with_settings, text), os.environ.get(STARTED_AS)
+    return text if name == "finetune" else _COMMAND.sub(lambda _: f"{name} " if name else f"{_python()} -m app.", text)
+
+
+def _python() -> str:
+    """Return the command of this interpreter, which may differ from the shell's `python`."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    interpreter = Path(sys.executable)
+    is_below = interpreter.is_relative_to(Path.cwd())
+    return shlex.quote(str(interpreter.relative_to(Path.cwd()) if is_below else interpreter))
 
 
 def _with_settings(command: re.Match[str]) -> str:

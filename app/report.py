@@ -1,8 +1,8 @@
 """Create a self-contained HTML report of a run, a sweep or several runs.
 
-python -m app.report run=runs/mine                    runs/mine/report.html, which each run also writes when it ends
-python -m app.report sweep=runs/sweep-lr-d45e4692     leaderboard, and effect of each setting
-python -m app.report runs=runs/a,runs/b to=a-b.html   comparison of curves and settings
+finetune report run=runs/mine                    runs/mine/report.html, which each run also writes when it ends
+finetune report sweep=runs/sweep-lr-d45e4692     leaderboard, and effect of each setting
+finetune report runs=runs/a,runs/b to=a-b.html   comparison of curves and settings
 """
 
 import os

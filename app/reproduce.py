@@ -1,7 +1,7 @@
 """Repeat a run from its run.yaml and manifest.json, and compare the metrics line by line.
 
-python -m app.reproduce run=runs/mine                 all its steps, bit for bit
-python -m app.reproduce run=runs/mine steps=20 tolerance=1e-3
+finetune reproduce run=runs/mine                 all its steps, bit for bit
+finetune reproduce run=runs/mine steps=20 tolerance=1e-3
 """
 
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes of app.train, and 3 if results differ."""
+    """Exit codes of finetune train, and 3 if results differ."""
     run_command(_command, lambda: command_help(__doc__, REPRODUCE))
 
 

@@ -1,11 +1,11 @@
 """Fine-tune a model.
 
-python -m app.train                                   the included small model and data, on any machine
-python -m app.train recipe=lora model=llama dataset=messages dataset.path=chat.jsonl
-python -m app.train output_dir=runs/mine resume=auto  resume after a stop
-python -m app.train from=runs/mine optimizer.lr=1e-4  the settings of a run, modified
-python -m app.train from=mine.yaml optimizer.lr=1e-4  the settings of a file; the command line overrides it
-python -m app.train -m recipe=lora,full seed=1,2,3    a sweep: one run per combination
+finetune train                                   the included small model and data, on any machine
+finetune train recipe=lora model=llama dataset=messages dataset.path=chat.jsonl
+finetune train output_dir=runs/mine resume=auto  resume after a stop
+finetune train from=runs/mine optimizer.lr=1e-4  the settings of a run, modified
+finetune train from=mine.yaml optimizer.lr=1e-4  the settings of a file; the command line overrides it
+finetune train -m recipe=lora,full seed=1,2,3    a sweep: one run per combination
 """
 
 import os
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from app.config.command_line import help_text, print_help_or_version
-from app.config.commands import print_settings_notes, require_platform, resume_command
+from app.config.commands import print_settings_notes, require_platform
 from app.config.conf_files import to_yaml
 from app.config.load import compose_run
 from app.config.overrides import is_sweep, split_arguments
@@ -31,7 +31,7 @@ from app.distributed.launch import (
     world,
 )
 from app.errors import AppError, refuse
-from app.program import remember_settings
+from app.program import remember_settings, resume_command
 from app.signals import CTRL_C, Stopped, ending_on_signals
 from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
@@ -88,7 +88,7 @@ def _check_parts(run: RunConfig) -> None:
 def _resume_hint(run: RunConfig, arguments: list[str]) -> str:
     if world().is_joined:  # the command of another launcher is unknown
         return "To resume, start the same command with resume=auto."
-    return resume_command(arguments, run.output_dir)
+    return f"To resume:\n{resume_command(arguments, run.output_dir)}"
 
 
 def _exit_with(problem: AppError) -> NoReturn:

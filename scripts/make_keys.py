@@ -35,7 +35,7 @@ _HEAD = """\
 # Every key
 
 Made by `python -m scripts.make_keys` from [the schema](../app/config/schema.py). `KEY=VALUE` sets a key,
-`GROUP=CHOICE` sets a section ([configuration](config.md)). The default is that of `python -m app.train` without
+`GROUP=CHOICE` sets a section ([configuration](config.md)). The default is that of `finetune train` without
 arguments; `${...}` refers to another key. A key with names in brackets is read by these choices of its group alone.
 A key marked "command line only" is not taken from a file of settings or a run folder ([SECURITY.md](../SECURITY.md)).
 """

@@ -2,7 +2,7 @@
 
 python -m scripts.make_techniques NAME=FOLDER ...     first keeps the table of ladder NAME in docs/benchmarks/ladders/
 
-FOLDER is the output_dir of `app.train -m sweep=NAME`, or of `app.check memory sweep=NAME hardware=...`.
+FOLDER is the output_dir of `finetune train -m sweep=NAME`, or of `finetune check memory sweep=NAME hardware=...`.
 """
 
 import shlex
@@ -82,7 +82,7 @@ def _claim(row: Row) -> str:
 def _cells(row: Row) -> dict[str, str]:
     """Cells by head; a method has what its source says of speed and memory in place of a claim."""
     is_method = "method" in row
-    settings = typed(row).removeprefix("python -m app.train").strip()
+    settings = typed(row).removeprefix("finetune train").strip()
     return {
         "technique": row["method" if is_method else "technique"],
         **({f"{key}, *single GPU* says": row[key] for key in ("speed", "memory")} if is_method else {}),

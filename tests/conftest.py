@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from app.program import STARTED_AS
 from tests.global_state import restored
 from tests.harness import marks
 from tests.harness.forked_python import program
@@ -21,7 +22,7 @@ from tests.harness.runs import FinishedRuns, Zygote
 
 REPO = Path(__file__).parent.parent
 GPU_TESTS = REPO / "tests" / "gpu"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_MODE": "offline"}
+FIXED = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_MODE": "offline", STARTED_AS: "finetune"}
 # Of the developer's environment, what would change a run, or is a secret that no test needs.
 DROPPED = (
     "ACCELERATE_",
@@ -46,7 +47,7 @@ hypothesis.settings.load_profile("full" if TIER == "full" else "quick")
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"  # Triton is imported by others too, and reads it as it is
-os.environ.update(OFFLINE)  # here, because libraries read it once, when a test module imports them
+os.environ.update(FIXED)  # here, because libraries read it once, when a test module imports them
 
 
 @dataclass
@@ -80,7 +81,7 @@ def _clean_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def _environment_of_processes() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED) and k not in RANKS}
-    return kept | OFFLINE | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return kept | FIXED | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ The path of a key such as `optimizer.lr`:
 1. Its default is in `conf/`: a choice of a group, a recipe, or `conf/config.yaml`.
 2. `app/config/overrides.py` checks the command-line arguments before Hydra parses them; a hub ID or file typed as
    `model=` or `dataset=` becomes its path. Settings of `from=FILE.yaml` count as typed.
-   Options of commands other than app.train are parsed by a `Command` (`app/config/command_line.py`), which passes
+   Options of commands other than finetune train are parsed by a `Command` (`app/config/command_line.py`), which passes
    run settings to the same checks.
 3. Hydra's Compose API composes once (`app/config/load.py`), without a schema, because it would stop at the first
    invalid key. With `from=RUN` the run.yaml of a run replaces `conf/`.

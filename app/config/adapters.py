@@ -82,7 +82,7 @@ REFUSED = {
     "TRAINABLE_TOKENS": "is adapter.train_tokens. Set adapter=lora adapter.train_tokens=[IDS]",
     "UNILORA": _TOO_LATE.format("VBLORA"),
     "WAVEFT": _TOO_LATE.format("FOURIERFT"),
-    "XLORA": "mixes trained adapters. Use app.export adapters=[...] to sum adapters",
+    "XLORA": "mixes trained adapters. Use finetune export adapters=[...] to sum adapters",
 }
 
 

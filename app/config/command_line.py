@@ -177,22 +177,22 @@ _LISTED_GROUPS = ("recipe", "model", "dataset", "task", "sweep")  # with a line 
 _FRAME = """\
 Fine-tune a language model.
 
-  python -m app.train                                          the included model and dataset
-  python -m app.train recipe=qlora model=llama dataset=messages dataset.path=chat.jsonl
-  python -m app.train model.path=DIR dataset=text dataset.path=books/ optimizer.lr=1e-4
-  python -m app.train output_dir=runs/mine resume=auto         resume a run
-  python -m app.train from=runs/mine optimizer.lr=1e-4         start from the settings of a run
-  python -m app.train from=mine.yaml optimizer.lr=1e-4         start from a file; typed settings win
-  python -m app.train -m recipe=lora,full optimizer.lr=1e-3,3e-4     a sweep
-  python -m app.train model=llama dry_run=true                 print the plan without loading weights
-  python -m app.train recipe=qlora --cfg job                   print all keys and values
+  finetune train                                     the included model and dataset
+  finetune train recipe=qlora model=llama dataset=messages dataset.path=chat.jsonl
+  finetune train model.path=DIR dataset=text dataset.path=books/ optimizer.lr=1e-4
+  finetune train output_dir=runs/mine resume=auto    resume a run
+  finetune train from=runs/mine optimizer.lr=1e-4    start from the settings of a run
+  finetune train from=mine.yaml optimizer.lr=1e-4    start from a file; typed settings win
+  finetune train -m recipe=lora,full optimizer.lr=1e-3,3e-4   a sweep
+  finetune train model=llama dry_run=true            print the plan without loading weights
+  finetune train recipe=qlora --cfg job              print all keys and values
 
 group=choice selects one of these presets (*: default), key=value sets one key:
 
 {groups}
 
-Before training: python -m app.check data, python -m app.check memory (same arguments)
-After training: python -m app.generate, app.evaluate, app.report, app.reproduce, app.export run=DIR; app.board DIR
+Before training: finetune check data, finetune check memory (same arguments)
+After training: finetune generate, evaluate, export, report or reproduce with run=DIR; finetune board DIR
 Docs: docs/config.md (settings), docs/data.md (datasets)
 """
 
@@ -209,7 +209,7 @@ def print_help_or_version(arguments: Sequence[str], help_text: Callable[[], str]
 
 
 def help_text() -> str:
-    """Return the help of app.train."""
+    """Return the help of finetune train."""
     chosen = default_choices()
     lines = []
     for group, names in choices_by_group().items():
@@ -222,7 +222,7 @@ def help_text() -> str:
                 purpose = comment[2:].partition("python -m")[0].rstrip(" :.")  # without the example command
                 lines.append(f"    {word:<22}{textwrap.shorten(purpose, _WIDTH - 26, placeholder=' ...')}")
         elif names:
-            words = " ".join(starred.values()) + (" (of app.check memory)" if group == "hardware" else "")
+            words = " ".join(starred.values()) + (" (of finetune check memory)" if group == "hardware" else "")
             lines.append(textwrap.fill(words, _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))
     return _FRAME.format(groups="\n".join(lines))
 
@@ -234,7 +234,7 @@ def command_help(usage: str, command: Command[Any]) -> str:
     options = {key: of_schema[name] for key, name in option.items() if name in of_schema}
     width = max(map(len, options)) + 4
     lines = [f"  {name + '=':<{width}}{_takes(option_field)}" for name, option_field in options.items()]
-    also = f"As in app.train, by default those of the run: {', '.join(command.allowed)}"
+    also = f"As in finetune train, by default those of the run: {', '.join(command.allowed)}"
     settings = ["", *textwrap.wrap(also, _WIDTH, break_on_hyphens=False)] if command.allowed else []
     return "\n".join([usage, *lines, *settings, ""])
 

@@ -1,8 +1,6 @@
-"""Command startup and exit codes; options of app.generate, app.report and app.check."""
+"""Command startup and exit codes; options of finetune generate, finetune report and finetune check."""
 
 import platform
-import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,27 +121,12 @@ def run_command(
         sys.exit(130)
 
 
-def python() -> str:
-    """Return the command of this interpreter, which may differ from the shell's `python`."""
-    if shutil.which("python") == sys.executable:
-        return "python"
-    interpreter = Path(sys.executable)
-    return str(interpreter.relative_to(Path.cwd()) if interpreter.is_relative_to(Path.cwd()) else interpreter)
-
-
 def print_settings_notes(arguments: Sequence[str]) -> None:
     """Print the replaced settings of `from=FILE` to standard error, because `--cfg job` prints YAML."""
     sys.stderr.writelines(f"{safe_text(note)}\n" for note in settings_notes(arguments))
 
 
-def resume_command(arguments: Sequence[str], output_dir: str) -> str:
-    """Return the command that resumes the run that `arguments` started, with the same settings."""
-    settings = [text for text in arguments if key_of(text) not in {"output_dir", "resume"}]
-    command = [python(), "-m", "app.train", *settings, f"output_dir={output_dir}", "resume=auto"]
-    return f"To resume:\n{shlex.join(command)}"
-
-
-# ---- app.generate
+# ---- finetune generate
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,7 +138,7 @@ class ThreadsConfig:
 
 @dataclass(kw_only=True, slots=True)
 class GenerateConfig:
-    """Options of app.generate. `temperature=0` is greedy; without `prompt` and `prompts` it starts a chat."""
+    """Options of finetune generate. `temperature=0` is greedy; without `prompt` and `prompts` it starts a chat."""
 
     run: str | None = None
     checkpoint: str | None = None  # best, or a step number
@@ -166,7 +149,7 @@ class GenerateConfig:
     output: str | None = None
     system: str | None = None
     adapter: bool = True
-    trust_remote_code: bool = False  # set with model.trust_remote_code, as in app.train
+    trust_remote_code: bool = False  # set with model.trust_remote_code, as in finetune train
     chat: bool | None = None  # null: as in training; for a model, true if it has a chat template
     max_new_tokens: int = number(256, at_least=1)
     temperature: float = number(0.0, at_least=0)
@@ -239,12 +222,12 @@ def class_problems(config: GenerateConfig, folder: str, pair: bool, task: str = 
         yield f"run={folder} was trained on {'text pairs' if pair else 'single texts'}: {words}."
 
 
-# ---- app.report
+# ---- finetune report
 
 
 @dataclass(kw_only=True, slots=True)
 class ReportConfig:
-    """Options of app.report: one of `run`, `sweep` and `runs`; `to` is the output file."""
+    """Options of finetune report: one of `run`, `sweep` and `runs`; `to` is the output file."""
 
     run: str | None = None
     sweep: str | None = None
@@ -292,7 +275,7 @@ def _report_problems(config: ReportConfig, _changes: Changes) -> Iterator[str]:
 REPORT = Command(schema=ReportConfig, rules=_report_problems)
 
 
-# ---- app.check
+# ---- finetune check
 
 CHECKS = ("data", "memory", "cluster", "quantization", "models")
 _DEFAULT_CHECKS = ("data", "memory")
@@ -313,7 +296,7 @@ class AnswersConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckOptions:
-    """Options of app.check. Without `hardware`, check this machine; `exact` traces every layer."""
+    """Options of finetune check. Without `hardware`, check this machine; `exact` traces every layer."""
 
     hardware: HardwareConfig | None = None
     exact: bool = False
@@ -335,15 +318,15 @@ CHECK = Command(schema=CheckOptions, allowed=("",))
 
 
 def check_config(arguments: Sequence[str]) -> CheckConfig:
-    """Read the command line of app.check; raise one ConfigError with all problems."""
+    """Read the command line of finetune check; raise one ConfigError with all problems."""
     checks, rest = _split_check_names(arguments)
     overrides, switches = split_arguments(rest)
     if switches:
-        raise ConfigError(f"{' '.join(switches)} is an option of app.train. Leave it out.")
+        raise ConfigError(f"{' '.join(switches)} is an option of finetune train. Leave it out.")
     typed = CHECK.read(overrides)
     if typed.options and "memory" not in checks:
         options_only = [text for text in overrides if text not in typed.words]
-        raise ConfigError(f"{' '.join(options_only)} is an option of app.check memory. Leave it out.")
+        raise ConfigError(f"{' '.join(options_only)} is an option of finetune check memory. Leave it out.")
     is_of_rows = checks[0] not in _OF_MODELS or "dataset" in map(_section_of, typed.words)
     rows = [] if is_of_rows else ["dataset=auto", "dataset.path=rows", "dataset.max_length=64"]
     run = compose_run([*rows, *typed.words])

@@ -1,4 +1,4 @@
-"""Configuration of a finished run, with the changes that app.evaluate, app.reproduce and app.export allow."""
+"""Configuration of a finished run, with the changes that evaluate, reproduce and export allow."""
 
 import math
 import shlex
@@ -29,7 +29,7 @@ def finished_folder(given: str | None, checkpoint: str | None = None) -> Path:
     if checkpoint is None and not (folder / "final").is_dir():
         raise CheckpointError(
             f"run={given}: no final/ found, so the run did not finish. "
-            f"Finish it with python -m app.train ... {shlex.quote(f'output_dir={given}')} resume=auto"
+            f"Finish it with finetune train ... {shlex.quote(f'output_dir={given}')} resume=auto"
         )
     return folder
 
@@ -133,7 +133,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-# ---- app.evaluate
+# ---- finetune evaluate
 
 _WEIGHTS = "because the weights are those of the run; choose weights=tuned, base or both"
 _EVALUATE_ALLOWED = (
@@ -152,7 +152,7 @@ _LIMITS: Mapping[str, Any] = {"max_rows": None, "eval_max_rows": None}
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig(FinishedRunConfig):
-    """Options of app.evaluate. evaluate.json is written to `output_dir`, by default the run folder."""
+    """Options of finetune evaluate. evaluate.json is written to `output_dir`, by default the run folder."""
 
     weights: str = choice("tuned", "base", "both", default="tuned")
     kept_checkpoint: str | None = None  # best, or a step number; set with checkpoint=N
@@ -162,7 +162,7 @@ class EvaluateConfig(FinishedRunConfig):
 
 
 def evaluate_config(arguments: Sequence[str]) -> EvaluateConfig:
-    """Read the command line of app.evaluate."""
+    """Read the command line of finetune evaluate."""
     typed = EVALUATE.read(arguments)
     folder = finished_folder(typed.options.get("run"), typed.options.get("kept_checkpoint"))
     run = with_recorded_precision(folder)
@@ -222,7 +222,7 @@ def unread_model_path(config: FinishedRunConfig, changes: Changes, *, needs_base
     elif config.adapter.kind == "none" and not needs_base:
         yield (
             f"model.path={config.model.path} has no effect: this run fine-tuned the whole model, which is in final/. "
-            "To score its base, use app.evaluate with weights=base or weights=both."
+            "To score its base, use finetune evaluate with weights=base or weights=both."
         )
 
 
@@ -256,7 +256,7 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
     return rows
 
 
-# ---- app.reproduce
+# ---- finetune reproduce
 
 _REPRODUCE_ALLOWED = (
     *("output_dir", "attention", "precision", "launch.threads", "launch.num_processes"),
@@ -268,7 +268,7 @@ _REPRODUCE_WHY_NOT = {"": "because a run is reproduced with its own settings; on
 
 @dataclass(kw_only=True, slots=True)
 class ReproduceConfig(FinishedRunConfig):
-    """Options of app.reproduce. `tolerance` is relative; 0 requires bitwise equality."""
+    """Options of finetune reproduce. `tolerance` is relative; 0 requires bitwise equality."""
 
     steps: int | None = number(None, at_least=1)
     tolerance: float = number(0.0, at_least=0)
@@ -279,7 +279,7 @@ REPRODUCE = Command(schema=ReproduceConfig, allowed=_REPRODUCE_ALLOWED, why_not=
 
 
 def reproduce_config(arguments: Sequence[str]) -> ReproduceConfig:
-    """Read the command line of app.reproduce."""
+    """Read the command line of finetune reproduce."""
     typed = REPRODUCE.read(arguments)
     folder = run_folder(typed.options.get("run"))
     choices = read_manifest(folder / "manifest.json").get("choices", {})
@@ -340,7 +340,7 @@ _QUANTS = [quant for each in EXPORT_KINDS.values() for quant in (*each.quants, *
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig(FinishedRunConfig):
-    """Options of app.export. `dtype` and `shard_gb` (maximum file size) do not apply to `kind=adapter`."""
+    """Options of finetune export. `dtype` and `shard_gb` (maximum file size) do not apply to `kind=adapter`."""
 
     to: str
     kept_checkpoint: str | None = None  # best, or a step number; set with checkpoint=N
@@ -378,7 +378,7 @@ class ExportConfig(FinishedRunConfig):
 
 
 def export_config(arguments: Sequence[str]) -> ExportConfig:
-    """Read the command line of app.export."""
+    """Read the command line of finetune export."""
     typed = EXPORT.read(arguments)
     folder = finished_folder(typed.options.get("run"), typed.options.get("kept_checkpoint"))
     run = with_recorded_precision(folder)

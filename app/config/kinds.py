@@ -141,7 +141,7 @@ class Problem:
     """Interpretation of the outputs of a classification head."""
 
     problem_type: str  # of config.json
-    values: str  # what `app.generate` writes of each output, for its files
+    values: str  # what `finetune generate` writes of each output, for its files
     answer: Callable[[Mapping[str, float]], Any]  # from the value of each output
     least_labels: int  # that a model must have
     named: bool = True  # whether outputs are classes by their names, which may have weights

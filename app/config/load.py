@@ -202,7 +202,7 @@ def load_choice(group: str, choice: str) -> dict[str, Any]:
 
 
 def named_model(name: str) -> ModelConfig:
-    """Return the model of a bare `model=`: a preset of conf/model as in app.train, else a folder or hub ID."""
+    """Return the model of a bare `model=`: a preset of conf/model as in finetune train, else a folder or hub ID."""
     if name not in conf_files.choices_by_group()["model"]:
         return ModelConfig(path=name, weights="pretrained")
     section = load_choice("model", name)

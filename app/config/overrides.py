@@ -365,10 +365,10 @@ def _other_command(section: str, text: str) -> str | None:
     """Return the problem of a section that belongs to another command, with that command."""
     word = shlex.quote(text)
     if section == "sweep":
-        return f"{text}: several runs make a sweep; add -m: python -m app.train -m {word} ..."
+        return f"{text}: several runs make a sweep; add -m: finetune train -m {word} ..."
     if section == "hardware":
         key = key_of(text)
-        return f"{text}: {key}= is an option of app.check: python -m app.check memory {word} ..."
+        return f"{text}: {key}= is an option of finetune check memory: finetune check memory {word} ..."
     return None
 
 
@@ -378,7 +378,7 @@ def _sweep_problem(key: str, value: str) -> str:
         meant = f" For a list write {key}=[{value}]."
     elif key not in choices_by_group() and takes_text(kind):
         meant = f" For text with a comma write '{key}=\"{value}\"'."
-    return f"{key}={value}: several values make a sweep; add -m: python -m app.train -m {key}=...{meant}"
+    return f"{key}={value}: several values make a sweep; add -m: finetune train -m {key}=...{meant}"
 
 
 def wrong_choice(group: str, choice: Any) -> Iterator[str]:

@@ -396,7 +396,7 @@ class LaunchConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """All keys of `python -m app.train`."""
+    """All keys of `finetune train`."""
 
     output_dir: str = MISSING  # output folder of the run
     seed: int = number(at_least=0, at_most=2**32 - 1)  # seed of row order, adapter initialization and dropout

@@ -37,7 +37,7 @@ def command(
     task += ["task=tokens"] if fmt in TAGGED_FORMATS else []
     task += ROW_FORMATS[fmt].learnt_by[:1] if fmt in ROW_FORMATS else ()
     words = [*task, f"dataset={fmt}", *_settings(key, {**source, **_renamed(columns)}), *last]
-    return " ".join(["python -m app.check data", *words])
+    return " ".join(["finetune check data", *words])
 
 
 def check_of_made(file: DataFile, fmt: str = "messages") -> str:

@@ -140,7 +140,7 @@ class DataReport:
     shares: dict[str, SourceShare] = field(default_factory=dict)  # the same names
 
     def lines(self) -> list[str]:
-        """Return the lines that a run and app.check data print: one per split, and one per finding."""
+        """Return the lines that a run and finetune check data print: one per split, and one per finding."""
         lines = list(_mix_lines(self)) if self.sources else list(split_lines("train", self.train))
         lines += [f"train: {line}" for line in _join_lines(self.train)]
         if self.eval is not None:

@@ -150,8 +150,8 @@ def _problems(name: str, user: _User, files: list[str], *, unasked: bool) -> Ite
         yield (f"push={name}: {user.name}, whose token this is, may not write to {place}. Give push={user.name}/NAME.")
     if files and REPORT not in files:
         yield (
-            f"push={name}: this repository was not made by app.export (it has {', '.join(sorted(files)[:3])}). Give "
-            "another name: an export takes the place of all files."
+            f"push={name}: this repository was not made by finetune export (it has {', '.join(sorted(files)[:3])}). "
+            "Give another name: an export takes the place of all files."
         )
     if unasked:
         yield f"push={name}: this repository is public, so the export would be. Give private=false, or another name."

@@ -117,7 +117,7 @@ def load_any(model: ModelConfig, task: Task, say: Callable[[str], None]) -> tupl
     if _is_adapter(folder) and all(file.name == ADAPTER_WEIGHTS for file in folder.glob("*.safetensors")):
         raise CheckpointError(
             f"model={model.path}: this is an adapter without its base. Give run=DIR of the run that made it, or "
-            "export it: python -m app.export run=DIR kind=merged to=DIR2."
+            "export it: finetune export run=DIR kind=merged to=DIR2."
         )
     require_weights(folder, model.path)
     require_intact_base(folder)

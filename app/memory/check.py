@@ -1,4 +1,4 @@
-"""Facts of `app.check memory` for check.json."""
+"""Facts of `finetune check memory` for check.json."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -138,7 +138,7 @@ def _choice_notes(planned: Planned) -> Iterator[str]:
 
 
 def plan_answers(planned: Planned, answers: AnswersConfig, machine: Hardware) -> dict[str, Any]:
-    """Return the memory of `app.generate` with the model of the run; `anatomy` sums to the peak.
+    """Return the memory of `finetune generate` with the model of the run; `anatomy` sums to the peak.
 
     All tokens are processed at once, with the attention and cache of transformers: decoding one by one needs less
     besides the cache. Beams are rows, and several prompts need a mask, because their lengths differ.

@@ -227,7 +227,7 @@ def fastest_bins(sizes: Sequence[int], at: Callable[[int], Planned], *, first: b
 
 
 class LocalPlanner:
-    """The `RunPlanner` of app.train: plans runs on this machine."""
+    """The `RunPlanner` of finetune train: plans runs on this machine."""
 
     def predict(self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, device: str) -> Predicted:
         """Predict the peak of a run before its weights are loaded: on a GPU of the run, on a CPU of one step."""

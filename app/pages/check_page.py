@@ -1,4 +1,4 @@
-"""Findings of app.check as sections of a page, which a terminal shows too."""
+"""Findings of finetune check as sections of a page, which a terminal shows too."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath

@@ -232,7 +232,7 @@ def _best(content: Mapping[str, Any], folder: Path, objective: str) -> list[Code
     if best is None:
         return []
     where = f"{objective} {format_number(best['objective'])}, in {_folder(folder, best)}"
-    return [Code(f"python -m app.train {best['line']}", intro=f"Trial {best['number']} with {where}:")]
+    return [Code(f"finetune train {best['line']}", intro=f"Trial {best['number']} with {where}:")]
 
 
 def _chart(key: str, trials: Sequence[Trial], objective: str) -> DotChart | None:

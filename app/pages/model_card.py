@@ -188,7 +188,7 @@ def _command(manifest: Mapping[str, Any]) -> str:
     """The words of the first start, as they would be typed elsewhere."""
     starts: list[dict[str, Any]] = manifest.get("starts", [])
     words = [_without_folders(word) for start in starts[:1] for word in start["command_line"][1:] if "=" in word]
-    return " ".join(["python -m app.train", *map(shlex.quote, words)])
+    return " ".join(["finetune train", *map(shlex.quote, words)])
 
 
 def _data(manifest: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

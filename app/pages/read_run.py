@@ -36,7 +36,7 @@ class SavedRun:
     lines: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     preview: Mapping[str, Any]
-    scores: list[dict[str, Any]]  # of app.evaluate, the run's own first
+    scores: list[dict[str, Any]]  # of finetune evaluate, the run's own first
     message_times: list[datetime]  # of log.txt
     remarks: list[str]
 

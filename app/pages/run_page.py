@@ -1,6 +1,5 @@
 """Page of a run: answers, curves, scores, data, memory, checks and provenance; curves and answers of several runs."""
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from app.pages.page import (
     TrainingSamples,
 )
 from app.pages.read_run import RUNNING, UNFINISHED, SavedRun, read_run, section_of
+from app.program import command_text, resume_command
 from app.tracking.formatting import (
     Sample,
     format_bytes,
@@ -199,9 +199,7 @@ def _notes(run: SavedRun) -> Iterator[tuple[str, str]]:
     if run.status == UNFINISHED:
         yield "warn", "No result: the process or its machine was killed."
     if run.status in ("stopped", UNFINISHED):
-        words = _typed(run) or ["python", "-m", _MODULE, f"output_dir={run.folder}"]
-        command = [word for word in words if not word.startswith("resume=")]
-        yield "warn", f"Resume with: {shlex.join([*command, 'resume=auto'])}"
+        yield "warn", f"Resume with: {resume_command(_typed(run) or [], str(run.folder))}"
     for remark in run.remarks:
         yield "warn", remark
 
@@ -234,7 +232,7 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
 
 
 def _scores(scores: Mapping[str, Any]) -> Iterator[Block]:
-    """Scores of a file of app.evaluate, of one model or of base and tuned model."""
+    """Scores of a file of finetune evaluate, of one model or of base and tuned model."""
     sides = [side for side in ("base_", "tuned_") if f"{side}eval_loss" in scores] or [""]
     rows = [
         (metric.label, *(format_or(scores.get(f"{side}{key}"), metric.text) for side in sides))
@@ -358,20 +356,19 @@ def _checks(run: SavedRun) -> Section:
     return Section("Checks passed" if are_passed else "Checks failed", [fold] if rows else [])
 
 
-def _typed(run: SavedRun) -> list[str]:
-    """The command as it was typed, without the path of the interpreter; empty if it is not known."""
+def _typed(run: SavedRun) -> list[str] | None:
+    """The typed settings, if known."""
     line = run.starts[0]["command_line"] if run.starts else []
-    typed = ["python", "-m", *line[line.index(_MODULE) :]] if _MODULE in line else []
+    settings = line[line.index(_MODULE) + 1 :] if _MODULE in line else None
     several = section_of(run.manifest, "choices").get("processes", 1) > 1
-    return [] if several and len(typed) == 3 else typed  # our launcher hands the settings over in a file
+    return None if several and not settings else settings  # our launcher passes the settings in a file
 
 
 def _commands(run: SavedRun) -> Iterator[Code]:
     """Commands that reproduce the run, and the one that was typed."""
-    again = shlex.join(["python", "-m", "app.reproduce", f"run={run.folder}"])
-    yield Code(again, intro="Reproduce and compare:")
-    if typed := _typed(run):
-        yield Code(shlex.join(typed), intro=f"Original command (in {run.starts[0]['folder']}):")
+    yield Code(command_text("reproduce", f"run={run.folder}"), intro="Reproduce and compare:")
+    if (settings := _typed(run)) is not None:
+        yield Code(command_text("train", *settings), intro=f"Original command (in {run.starts[0]['folder']}):")
 
 
 def _environment(run: SavedRun) -> Iterator[Block]:

@@ -139,8 +139,7 @@ def size_note(preset: Preset) -> list[str]:
     if has_gpu or preset.config.size == _SMALL or not preset.config.small:
         return []
     return [
-        f"{'note':8}full sizes without a GPU; small sizes: "
-        f"python -m app.train -m sweep={preset.name} {GROUP}.size=small"
+        f"{'note':8}full sizes without a GPU; small sizes: finetune train -m sweep={preset.name} {GROUP}.size=small"
     ]
 
 

@@ -411,7 +411,7 @@ class SweepConfig:
     """A file of conf/sweep. `trials` and `seed` are for a search: the values of a grid determine its trials.
 
     A ladder has no space, but overrides in `base`, `rungs` and, for `size=small`, `small`: later ones win. A `planned`
-    ladder is only for app.check memory.
+    ladder is only for finetune check memory.
     """
 
     proposer: str = choice("grid", "tpe", "rungs")

@@ -1,4 +1,4 @@
-"""Command `app.train -m`: plan a sweep, check all trials, run them one by one, and resume after a stop."""
+"""Command `finetune train -m`: plan a sweep, check all trials, run them one by one, and resume after a stop."""
 
 import hashlib
 import itertools
@@ -315,7 +315,7 @@ def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) ->
     """Run a sweep; return the exit code. `check_parts` is the check of a run before it starts."""
     plan = plan_sweep(arguments, check_parts)
     with SweepFolder.claim(plan.place, plan.identity) as folder:
-        command = ["python", "-m", "app.train", *arguments]
+        command = ["finetune", "train", *arguments]
         return Runner(folder, plan.identity, plan.proposer, command, plan.notes).run()
 
 
@@ -325,7 +325,7 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     folders = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
     if preset.config.planned:
-        plan = f"python -m app.check memory sweep={preset.name}"
+        plan = f"finetune check memory sweep={preset.name}"
         raise ConfigError(f"sweep={preset.name} only estimates memory and is not trained. Run {plan} hardware=h100")
     if preset.config.proposer == LADDER:
         ladder = Ladder(preset, of_trials)
@@ -345,8 +345,8 @@ def read_ladder(overrides: Sequence[str]) -> Ladder:
     preset, _, settings = _read(overrides)
     if preset.config.proposer != LADDER:
         raise ConfigError(
-            f"sweep={preset.name} is not a ladder, and app.check memory estimates one run or the rungs of a ladder. "
-            f"To estimate each trial: python -m app.train -m sweep={preset.name} dry_run=true"
+            f"sweep={preset.name} is not a ladder; finetune check memory estimates one run or the rungs of a "
+            f"ladder. To estimate each trial: finetune train -m sweep={preset.name} dry_run=true"
         )
     return Ladder(preset, settings)
 

@@ -165,7 +165,7 @@ def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """Return the best finished trial for sweep.json; `line` has the arguments for `python -m app.train`."""
+    """Return the best finished trial for sweep.json; `line` has the arguments for `finetune train`."""
     first = next(iter(ranked(outcomes)), None)
     if first is None or first.objective is None or first.status != FINISHED:
         return None
@@ -210,7 +210,7 @@ _STEP_PREFIX = "step "
 
 
 class TrialProcess:
-    """A process `python -m app.train` that prints to a file: a pipe would break when the sweep is killed."""
+    """A process `finetune train` that prints to a file: a pipe would break when the sweep is killed."""
 
     def __init__(self, overrides: Sequence[str], environment: Mapping[str, str], printed: Path) -> None:
         with report_write_errors(printed):

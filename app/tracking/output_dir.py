@@ -32,7 +32,7 @@ _RUN_FILES = {
     "reference",
     "start",
 }
-_CHECK_FILES = {"check.json", "check.html"}  # of app.check, in the folder of a later run
+_CHECK_FILES = {"check.json", "check.html"}  # of finetune check, in the folder of a later run
 # on file systems without locks a folder is used unlocked rather than refused
 _NO_LOCK_SUPPORT = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _locks: set[int] = set()  # lock descriptors of this process
@@ -63,7 +63,7 @@ class ClaimedFolder:
                 _refuse_links(path, output_dir)
                 claimed._descriptor = _take_lock(path / _LOCK)
             names = sorted(entry.name for entry in path.iterdir())
-            # without locks, files of app.check and leftovers of a kill
+            # without locks, files of finetune check and leftovers of a kill
             refuse([name for name in names if name not in {_LOCK, *_CHECK_FILES} and not is_partial(name)])
         except _LockedError as locked:
             raise EnvironmentProblem(

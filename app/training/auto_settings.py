@@ -243,7 +243,7 @@ Answer = TypeVar("Answer")
 
 
 class RunPlanner(Protocol):
-    """Interface of the memory planner, which app.train passes in because `memory` imports `training`.
+    """Interface of the memory planner, which finetune train passes in because `memory` imports `training`.
 
     Values for `auto` come with a remark. `largest` is the largest micro-batch, of `micro_batches` in a step.
     """

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.base.weight_files import without_optimizer
-from app.config.commands import resume_command
 from app.config.finished_run import read_manifest
 from app.config.kinds import METRICS
 from app.config.schema import CheckpointConfig
@@ -49,6 +48,7 @@ from app.files import (
 )
 from app.optim.optimizer_state import flatten, load_state, named_states, saved_names
 from app.optim.optimizers import STEPS_ROUNDED
+from app.program import resume_command
 from app.training.identity import differences
 from app.training.train_step import Stepper
 
@@ -458,7 +458,7 @@ def _command_of(run: Path) -> str:
         typed = words[words.index("app.train") + 1 :]
     except (AppError, LookupError, TypeError, ValueError, AttributeError):
         return ""
-    return f" {resume_command(typed, str(run))}" if typed else ""
+    return f" To resume:\n{resume_command(typed, str(run))}" if typed else ""
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:

@@ -1,4 +1,4 @@
-"""`app.check data`: all training data of a run, and advice on settings, without reading weights."""
+"""`finetune check data`: all training data of a run, and advice on settings, without reading weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

@@ -93,7 +93,7 @@ def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
         raise EnvironmentProblem(
             f"out of memory: estimated peak {format_bytes(needed)} ({predicted.where}), but this machine has "
             f"{format_bytes(free)} free. Choose a smaller model=, dataset.max_length= or batching.tokens=, or set "
-            "training.recompute=true or recipe=qlora. app.check memory, with the same settings, shows what fits."
+            "training.recompute=true or recipe=qlora. finetune check memory, with the same settings, shows what fits."
         )
 
 

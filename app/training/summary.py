@@ -1,6 +1,5 @@
 """Lines printed by a run, and facts for its manifest."""
 
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +10,6 @@ from app.adapters.adapters import ALL_LINEAR
 from app.base.base_model import open_base
 from app.base.source import base_fingerprint, fetch_folder
 from app.base.tokenizer import tokenizer_hash
-from app.config.commands import python
 from app.config.dataset import formats_of, has_held_out_rows
 from app.config.kinds import TOLD, balance_notes, without_numbers
 from app.config.rules import BLOCKS
@@ -23,6 +21,7 @@ from app.distributed.process_group import default_device, machine_notes
 from app.layers.experts import stacks_of
 from app.layers.recurrent import layers_read_past
 from app.optim import requirements
+from app.program import command_text
 from app.safe_text import listed, many
 from app.tasks.preference import LABEL_PREFERENCES
 from app.tracking.formatting import format_bytes, format_count
@@ -248,12 +247,11 @@ def closing_facts(
     yield what, str(folder.final)
     task = TASKS[run.task.kind]
     if task.writes_text or task.has_classes:
-        command, then = "app.generate", ' prompt="..."'
+        name, then = "generate", ' prompt="..."'
     else:  # a masked language model does not generate text
-        command, then = "app.evaluate", "" if has_held_out_rows(run.dataset) else " dataset.path=..."
-    try_it = [python(), "-m", command, f"run={folder.path}"]
-    try_it += ["model.trust_remote_code=true"] if run.model.trust_remote_code else []
-    yield "Try it:", f"{shlex.join(try_it)}{then}"
+        name, then = "evaluate", "" if has_held_out_rows(run.dataset) else " dataset.path=..."
+    trust = ["model.trust_remote_code=true"] if run.model.trust_remote_code else []
+    yield "Try it:", f"{command_text(name, f'run={folder.path}', *trust)}{then}"
 
 
 def _shares(metrics: Mapping[str, float], start: Mapping[str, float]) -> Iterator[str]:

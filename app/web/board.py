@@ -292,7 +292,7 @@ def guarded(app: ASGIApp, port: int, token: str) -> ASGIApp:
             entry.set_cookie(cookie, token, httponly=True, samesite="strict")
             return entry
         if not is_token(request.cookies.get(cookie)):
-            return PlainTextResponse("Open the address printed by app.board; it contains the token.\n", 403)
+            return PlainTextResponse("Open the address printed by finetune board; it contains the token.\n", 403)
         return None
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from app.config.commands import CHECKS, check_config, python
+from app.config.commands import CHECKS, check_config
 from app.config.load import compose_run
 from app.config.overrides import key_of, split_arguments, untrusted_problems, values_in
 from app.config.validate import STARTS_PROCESSES
@@ -19,7 +18,7 @@ from app.errors import AppError, ConfigError, refuse
 from app.files import is_own_file, report_write_errors
 from app.pages.read_run import RUNNING, UNFINISHED, is_run, read_sweep, status_in
 from app.pages.run_page import status_badge
-from app.program import as_started
+from app.program import as_started, command_text
 from app.tracking.formatting import format_count, format_integer, format_number, format_or
 from app.tracking.output_dir import RunFolder, lock_owner, read_lines
 from app.tracking.recorder import read_result
@@ -36,8 +35,8 @@ def command(name: str, *words: str) -> list[str]:
 
 
 def shown(words: Sequence[str]) -> str:
-    """The command as it is typed."""
-    return as_started(shlex.join([python(), *words[1:]]))
+    """Return a command as it is typed."""
+    return as_started(command_text(words[2].removeprefix("app."), *words[3:]))
 
 
 @lru_cache(maxsize=1000)

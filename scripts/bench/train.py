@@ -74,7 +74,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         nargs="*",
         default=[],
         metavar="KEY=VALUE",
-        help="settings of app.train for all contenders",
+        help="settings of finetune train for all contenders",
     )
     add("--limit", type=float, default=3600, help="seconds for one measurement")
     add("--deadline", type=float, default=1e9, help="seconds for all of them")

@@ -11,7 +11,7 @@
 # RESTARTS         how often processes that failed are started again (3)
 # MORE_RENDEZVOUS  for torchrun's --rdzv-conf: join_timeout=600, how long machines wait for each other
 #
-# Arguments go to python -m app.train, after resume=auto. On SIGTERM, SIGUSR1 or Ctrl-C the run saves, and ends on all
+# Arguments go to finetune train, after resume=auto. On SIGTERM, SIGUSR1 or Ctrl-C the run saves, and ends on all
 # machines. The exit code is the run's (75: saved), else torchrun's.
 set -euo pipefail
 

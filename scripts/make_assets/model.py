@@ -1,4 +1,4 @@
-"""python -m scripts.make_assets.model [--seed N] [--to FOLDER]: pretrains the small model with app.train.
+"""python -m scripts.make_assets.model [--seed N] [--to FOLDER]: pretrains the small model with finetune train.
 
 About six minutes of one core. The result is that of this seed on this kind of machine; another one rounds otherwise,
 and scripts/make_assets/gate.py tells whether what came out is as good.

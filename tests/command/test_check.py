@@ -74,11 +74,11 @@ def test_check_advised_commands_repeat_typed_settings_and_pass(zygote: Zygote, t
     settings = ("model=tiny", "dataset.max_length=500", "batching.tokens=512", "cache_dir=the cache")
     code, _, wrong = look(zygote, tmp_path, "data", *settings, "dataset=a.jsonl", "output_dir=look")
     assert code == 2
-    commands = re.findall(r"type: python -m app\.check (.*)", wrong)
+    commands = re.findall(r"type: finetune check (.*)", wrong)
     assert len(commands) == 2
     assert commands[0] in facts_in(tmp_path / "look")["stops"][0]
     trained = zygote.run(tmp_path, *settings, "dataset=a.jsonl", "output_dir=run", code=2)
-    assert re.findall(r"type: python -m app\.check (.*)", trained.stderr) == commands
+    assert re.findall(r"type: finetune check (.*)", trained.stderr) == commands
     for command in commands:
         words = shlex.split(command)
         assert {*settings} < {*words}
@@ -126,7 +126,7 @@ def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -
 
 WRONG = {
     "data dataset=auto dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",
-    "cluster": "error: launch.num_processes=1: app.check cluster needs several processes. Set launch.num_processes=2",
+    "cluster": "error: launch.num_processes=1: finetune check cluster needs several processes. Set",
     "dataset=messages data": "error: Unrecognized argument 'data'.",
 }
 
@@ -200,10 +200,10 @@ def test_check_memory_of_a_ladder_goes_on_where_the_planner_fails(zygote: Zygote
 
 
 LADDERS_REFUSED = [
-    ("memory sweep=lr", "sweep=lr is not a ladder, and app.check memory estimates one run or the rungs of a ladder."),
+    ("memory sweep=lr", "sweep=lr is not a ladder; finetune check memory estimates one run or the rungs of a ladder."),
     ("memory sweep=packing batching.packing=true", "batching.packing differs between the rungs of sweep=packing."),
     ("memory sweep=packing hardware=rtx3", "hardware=rtx3"),
-    ("data sweep=packing", "sweep= is an option of app.check memory, for ladders."),
+    ("data sweep=packing", "sweep= is an option of finetune check memory, for ladders."),
 ]
 
 

@@ -22,9 +22,9 @@ def printed(name: str, switch: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     ("name", "lines"),
     [
         ("train", ["  recipe"]),
-        ("check", ["For the settings see: python -m app.train --help"]),
+        ("check", ["For the settings see: finetune train --help"]),
         ("generate", ["  model=", "  launch.threads=", "  max_new_tokens=            a whole number (default 256)\n"]),
-        ("evaluate", ["  weights=         tuned, base, both (default tuned)", "As in app.train, "]),
+        ("evaluate", ["  weights=         tuned, base, both (default tuned)", "As in finetune train, "]),
         ("export", ["  kind=         adapter, merged, quantized, gguf\n", "  to=           text\n"]),
         ("report", ["  runs=", "  to="]),
         ("convert", ["Convert an Axolotl"]),
@@ -36,7 +36,7 @@ def test_command_help_and_version_printed(
     name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(name, "--help", monkeypatch, capsys)
-    for each in [f"python -m app.{name} ", *lines]:
+    for each in [f"finetune {name} ", *lines]:
         assert each in text
     assert max(map(len, text.splitlines())) <= 120
     assert printed(name, "--version", monkeypatch, capsys) == f"app-finetune {app.__version__}\n"

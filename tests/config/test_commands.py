@@ -1,4 +1,4 @@
-"""Command lines of app.generate, app.report and app.check; supported platforms."""
+"""Command lines of finetune generate, finetune report and finetune check; supported platforms."""
 
 import re
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_platform_other_refused(system: str, machine: str, words: str) -> None:
         require_platform(system, machine)
 
 
-# ---- app.generate
+# ---- finetune generate
 
 
 def test_generate_prompt_needs_no_quotes() -> None:
@@ -108,15 +108,12 @@ def test_generate_model_names_as_in_train(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_option_without_key_missing_shows_example() -> None:
-    for command, example in (
-        (CONVERT, "python -m app.convert config.yml to=mine.yaml"),
-        (BOARD, "python -m app.board"),
-    ):
+    for command, example in ((CONVERT, "finetune convert config.yml to=mine.yaml"), (BOARD, "finetune board")):
         with pytest.raises(ConfigError, match=re.escape(f"{command.bare}= is required, e.g. {example}")):
             command.parse([])
 
 
-# ---- app.report
+# ---- finetune report
 
 
 @pytest.mark.parametrize(
@@ -155,7 +152,7 @@ def test_report_folder_names_with_commas(tmp_path: Path, monkeypatch: pytest.Mon
     assert given == [("runs=1-lr=1,r=2", Path("1-lr=1,r=2")), ("runs=plain", Path("plain"))]
 
 
-# ---- app.check
+# ---- finetune check
 
 
 def refusal(*words: str) -> str:
@@ -217,12 +214,12 @@ def test_check_fp8_without_support_refused() -> None:
         (("memory", "exactt=true", "sed=1", "hardware=h10"), "Did you mean seed? hardware=h10:"),
         (("memory", "answers.row=4"), "Unknown setting answers.row. Did you mean answers.rows?"),
         (("memory", "answers.rows=0"), "answers.rows=0 must be at least 1."),
-        (("data", "answers.rows=2"), "answers.rows=2 is an option of app.check memory."),
+        (("data", "answers.rows=2"), "answers.rows=2 is an option of finetune check memory."),
         (("memory", "answers.rows=2", "task=masked", "dataset=text", "dataset.path=x.txt"),
          "answers: task=masked does not generate text. Leave it out, or set task=causal."),
-        (("data", "hardware=h100"), "hardware=h100 is an option of app.check memory."),
+        (("data", "hardware=h100"), "hardware=h100 is an option of finetune check memory."),
         (("memori",), "Unknown check 'memori'. Did you mean memory? Choose one of data, memory, clu"),
-        (("data", "--cfg", "job"), "--cfg job is an option of app.train. Leave it out."),
+        (("data", "--cfg", "job"), "--cfg job is an option of finetune train. Leave it out."),
     ],
 )  # fmt: skip
 def test_check_invalid_arguments_refused(words: tuple[str, ...], told: str) -> None:
@@ -241,5 +238,5 @@ def test_check_models_needs_no_rows_that_fit() -> None:
 
 
 def test_train_hardware_key_refused() -> None:
-    with pytest.raises(ConfigError, match=r"python -m app\.check memory hardware=h100"):
+    with pytest.raises(ConfigError, match=r"finetune check memory hardware=h100"):
         compose_run(["hardware=h100"])

@@ -50,7 +50,7 @@ def test_auto_labels_only_for_classification(tmp_path: Path) -> None:
     assert problem.endswith(
         "\n    dataset.format=labelled_text needs text and its label in text (1 of 1 rows have it)"
         " and label (0 of 1 rows have it)"
-        "\n    If stars is the label of text, type: python -m app.check data task=classification"
+        "\n    If stars is the label of text, type: finetune check data task=classification"
         f" dataset=labelled_text dataset.path={bare} dataset.columns.label=stars"
     )
 
@@ -97,7 +97,7 @@ def test_auto_inspects_first_rows_only(tmp_path: Path) -> None:
 def test_auto_ambiguous_rows_refused(tmp_path: Path) -> None:
     first, *ways = refusal(tmp_path, [{**ROWS["instruction"], "text": "a b"}])
     assert first == "dataset.format=auto: 2 formats fit these rows. Choose one:"
-    begin, given = "python -m app.check data", f"dataset.path={tmp_path}/a.jsonl"
+    begin, given = "finetune check data", f"dataset.path={tmp_path}/a.jsonl"
     assert ways == [
         f"{begin} dataset=instruction {given}   (found text in instruction, output in 1 of 1 rows)",
         f"{begin} dataset=text {given}   (found text in text in 1 of 1 rows)",

@@ -79,7 +79,7 @@ class Verdict:
 
 
 def check(words: list[str]) -> Verdict:
-    """Check data in process, as `python -m app.check data` does with these words."""
+    """Check data in process, as `finetune check data` does with these words."""
     run = _composed(words)
     run.cache_dir = "cache"
     try:

@@ -1,4 +1,4 @@
-"""What app.check cluster concludes from the facts of the processes."""
+"""What finetune check cluster concludes from the facts of the processes."""
 
 import socket
 from datetime import timedelta

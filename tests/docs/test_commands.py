@@ -32,9 +32,9 @@ Some `code`, and a list:
 <!-- needs network: model=llama, git clone -->
 
     git clone here && cd it
-    python -m app.train recipe=full   # a remark
+    finetune train recipe=full   # a remark
 
-    python -m app.train \\
+    finetune train \\
       model=llama seed=1
     # only a remark
 
@@ -58,10 +58,10 @@ printed, not typed
 ```
 
 ```
-$ python -m app.train seed=x
+$ finetune train seed=x
 error: seed
   two lines
-$ python -m app.train -m seed=1,2
+$ finetune train -m seed=1,2
 some lines
 $ echo $?
 3
@@ -72,22 +72,22 @@ $ echo $?
 def test_commands_are_found_with_their_place_needs_and_what_is_printed() -> None:
     assert commands_in(TEXT, "x.md") == [
         Command("x.md:11", "git clone here && cd it", "network"),
-        Command("x.md:12", "python -m app.train recipe=full   # a remark"),
-        Command("x.md:14", "python -m app.train   model=llama seed=1", "network"),
+        Command("x.md:12", "finetune train recipe=full   # a remark"),
+        Command("x.md:14", "finetune train   model=llama seed=1", "network"),
         Command("x.md:26", "torchrun -m app.train", "gpu"),
-        Command("x.md:38", "python -m app.train seed=x", None, 2, "error: seed\n  two lines"),
-        Command("x.md:41", "python -m app.train -m seed=1,2", None, 3, "some lines"),
+        Command("x.md:38", "finetune train seed=x", None, 2, "error: seed\n  two lines"),
+        Command("x.md:41", "finetune train -m seed=1,2", None, 3, "some lines"),
     ]
 
 
-TRAINS = re.compile(r"(.*/)?scripts/train|scripts/cluster/\w+\.sh|app\.train|app-finetune")
+TRAINS = re.compile(r"(.*/)?scripts/train|scripts/cluster/\w+\.sh|app\.train|finetune train|app-finetune")
 OTHERS: dict[str, Callable[[Sequence[str]], Any]] = {
-    "app.check": check_config,
-    "app.generate": GENERATE.parse,
-    "app.report": REPORT.parse,
-    "app.evaluate": evaluate_config,
-    "app.export": export_config,
-    "app.reproduce": reproduce_config,
+    "finetune check": check_config,
+    "finetune generate": GENERATE.parse,
+    "finetune report": REPORT.parse,
+    "finetune evaluate": evaluate_config,
+    "finetune export": export_config,
+    "finetune reproduce": reproduce_config,
 }
 RUNS = ("first", "mine", "other", "labels")  # that documents speak of
 
@@ -125,7 +125,7 @@ def wrong_words(command: Command) -> str:
     except AppError as problem:
         report = problem.report()
         return "" if command.printed.strip() == report.strip() else report
-    if command.printed.startswith("error: ") and "app.check memory" not in command.text:
+    if command.printed.startswith("error: ") and "finetune check memory" not in command.text:
         return "nothing is wrong with it, and the document shows an error"
     if command.needs == "network" and runs and not any(needs_network(run) for run in runs):
         return "it is marked, but its model and its data are here"
@@ -139,11 +139,12 @@ def needs_network(run: RunConfig) -> bool:
 
 def runs_of(text: str) -> list[RunConfig]:
     """The runs that a command would start, each as it would be checked."""
+    text = re.sub(r"\bfinetune (\w+)", r"'finetune \1'", text)  # one word, as app.train is
     words = [word for word in shlex.split(text, comments=True) if word != "..."]
     for at, word in enumerate(words):
         if word in OTHERS:
             config = OTHERS[word](words[at + 1 :])
-            return [config.run] if word == "app.check" else []
+            return [config.run] if word == "finetune check" else []
     starts = [n for n, word in enumerate(words) if TRAINS.fullmatch(word)]
     if not starts or words[:2] == ["docker", "build"]:
         return []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.main import COMMANDS
+from app.program import COMMANDS
 from tests.conftest import REPO
 from tests.docs.blocks import Command, commands_in
 from tests.docs.test_commands import folder, wrong_words  # noqa: F401  a fixture
@@ -26,8 +26,8 @@ def test_commands_of_the_skill_compose(folder: Path, monkeypatch: pytest.MonkeyP
     for name in ("pairs.jsonl", "questions.jsonl"):
         (folder / name).touch()
     typed = [each.text for each in commands_in(SKILL, "SKILL.md")]
-    typed += re.findall(r"`(python -m app\.[^`]*)`", SKILL.partition("## In this order")[2])
-    assert {word for text in typed for word in re.findall(r"app\.(\w+)", text)} >= COMMANDS.keys() - {
+    typed += re.findall(r"`(finetune \w[^`]*)`", SKILL.partition("## In this order")[2])
+    assert {word for text in typed for word in re.findall(r"finetune (\w+)", text)} >= COMMANDS.keys() - {
         "reproduce",
         "board",
     }

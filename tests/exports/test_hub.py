@@ -67,7 +67,7 @@ def test_pushed_repository_is_private_and_holds_the_export(
         ("me/mine", {"role": "read"}, "push=me/mine: the token may only read."),
         ("other/mine", {}, "may not write to other. Give push=me/NAME."),
         ("team/mine", {"orgs": {"team": "read"}}, "may not write to team."),
-        ("me/mine", {"files": {"model.bin": b""}}, "was not made by app.export (it has model.bin). Give another name"),
+        ("me/mine", {"files": {"model.bin": b""}}, "was not made by finetune export (it has model.bin)."),
         (
             "me/mine",
             {"files": {"export.json": b""}, "public": True},

@@ -1,6 +1,6 @@
 """A machine whose compiler makes wrong code: outputs of compiled layers are 10 % too large.
 
-python -m tests.harness.miscompiled WORDS...       app.train; RANKS: the processes with that compiler ("1")
+python -m tests.harness.miscompiled WORDS...       finetune train; RANKS: the processes with that compiler ("1")
 """
 
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run app.train."""
+    """Run finetune train."""
     from app import train
     from app.layers.compile import CompiledLayers
 

@@ -1,6 +1,6 @@
 """A machine with less memory than this one: a device where large micro-batches do not fit, a host of few bytes.
 
-    python -m tests.harness.scarcity WORDS...       app.train, with the limits of the environment
+    python -m tests.harness.scarcity WORDS...       finetune train, with the limits of the environment
 
 The device: TOKENS: how many a micro-batch may have; WHERE: forward, backward or recomputed; RANKS: which processes
 ("01"); CALLS: attention layers that still fit at the beginning, whatever their size. The host: MEMORY_BYTES.

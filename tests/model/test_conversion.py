@@ -43,7 +43,7 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def answering(folder: Path) -> Any:
-    """As app.generate reads any model."""
+    """As finetune generate reads any model."""
     return read_weights(model_config(path=str(folder)), CAUSAL, folder, dtype="auto")
 
 

@@ -390,7 +390,7 @@ def test_weights_with_nan_are_refused_by_tensor_and_file(quantization: str, tmp_
 
 
 def answering(config: Any) -> Any:
-    """As app.generate reads any model."""
+    """As finetune generate reads any model."""
     return read_weights(config, CAUSAL, Path(config.path), dtype="auto")
 
 

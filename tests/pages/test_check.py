@@ -1,4 +1,4 @@
-"""Findings of app.check as a page."""
+"""Findings of finetune check as a page."""
 
 from typing import Any
 

@@ -65,7 +65,7 @@ def test_model_card_of_adapter_has_what_others_need() -> None:
         "# LoRA adapter, tuned from org/name",
         "holds for what was made of it: <https://example.org/my_terms>",
         "vllm serve org/name --enable-lora --max-lora-rank 32 --lora-modules tuned=.",
-        "python -m app.train recipe=lora output_dir=mine dataset.path=chat.jsonl 'tracker.name=",
+        "finetune train recipe=lora output_dir=mine dataset.path=chat.jsonl 'tracker.name=",
         "| adapter.r | 24 |",
         "| quantization.kind | none |",
         "| source | chat.jsonl + org/set |  |",

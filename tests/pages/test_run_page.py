@@ -75,8 +75,8 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
         assert line == [(at, value) for at in (1, 2, 3)]
     assert cells(section(page, "Checks passed")) == [["passed", "logits of packed documents", "1.5e-6", "1e-5"]]
     assert commands(page) == [
-        f"python -m app.reproduce run={tmp_path / 'mine'}",
-        "python -m app.train optimizer.lr=1e-3 'dataset.path=a b.jsonl'",
+        f"finetune reproduce run={tmp_path / 'mine'}",
+        "finetune train optimizer.lr=1e-3 'dataset.path=a b.jsonl'",
     ]
     data = section(page, "Data")
     assert "156 steps per epoch, 1 bin per step, 99.1% full." in as_text(data)
@@ -187,7 +187,7 @@ def test_run_page_answers_judged(tmp_path: Path) -> None:
 def test_run_page_status(tmp_path: Path) -> None:
     for status, said in {
         "failed": "Failed. error: no memory",
-        "stopped": "python -m app.train optimizer.lr=1e-3 'dataset.path=a b.jsonl' resume=auto",
+        "stopped": "finetune train optimizer.lr=1e-3 'dataset.path=a b.jsonl' resume=auto",
         "dry_run": None,
     }.items():
         error = {"error": "error: no memory"} if status == "failed" else {}
@@ -276,4 +276,4 @@ def test_run_page_launched_run_hides_worker_command(tmp_path: Path) -> None:
     start = {**MANIFEST["starts"][0], "command_line": ["python", "-u", "-m", "app.train"]}
     several = {**MANIFEST, "starts": [start], "choices": {**MANIFEST["choices"], "processes": 2}}
     page = run_page(made_run(tmp_path / "mine", LINES, manifest=several))
-    assert commands(page) == [f"python -m app.reproduce run={tmp_path / 'mine'}"]
+    assert commands(page) == [f"finetune reproduce run={tmp_path / 'mine'}"]

@@ -50,7 +50,7 @@ def test_sweep_page_ranking(tmp_path: Path) -> None:
     (command,), (again,) = (all_of(Code, section(page, title)) for title in ("Best", "Rerun"))
     assert shlex.split(command.text)[:3] == ["python", "-m", "app.train"]
     assert shlex.split(command.text)[3:] == winner["overrides"]
-    assert again.text == "python -m app.train -m optimizer.lr=1e-3,1e-4"
+    assert again.text == "finetune train -m optimizer.lr=1e-3,1e-4"
     assert [each.text for each in all_of(Code, section(page, "Failed"))] == ["error: it blew up"]
     (_, failed), (_, left) = page.notes
     assert failed.startswith("1 of 5 trials failed")

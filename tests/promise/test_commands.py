@@ -1,4 +1,4 @@
-"""A check of app.check is its name, a function and a section; an option of a command is a field of its schema."""
+"""A check of finetune check is its name, a function and a section; an option of a command is a field of its schema."""
 
 import json
 from dataclasses import dataclass, replace

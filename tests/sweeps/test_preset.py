@@ -149,7 +149,7 @@ def test_preset_invalid_point_named() -> None:
 
 
 def test_preset_without_m_refused() -> None:
-    with pytest.raises(ConfigError, match=r"add -m: python -m app\.train -m sweep=lr"):
+    with pytest.raises(ConfigError, match=r"add -m: finetune train -m sweep=lr"):
         compose_run(["sweep=lr"])
 
 

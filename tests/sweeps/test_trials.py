@@ -52,7 +52,7 @@ def test_sweep_folder_read_by_same_sweep_only(tmp_path: Path) -> None:
         assert (trial["objective"], trial["status"], trial["overrides"]) == (1.5, "finished", ["a=1"])
     with pytest.raises(ConfigError, match="has another sweep") as refusal:
         SweepFolder.claim(str(path), "two")
-    assert "python -m app.train -m seed=1,2 'dataset.path=a b'" in str(refusal.value)
+    assert "finetune train -m seed=1,2 'dataset.path=a b'" in str(refusal.value)
     assert [entry.name for entry in path.iterdir()] == ["sweep.json"]
 
 

@@ -1,6 +1,6 @@
-"""`app.train` as one of several processes, of which process 1 has a fault.
+"""`finetune train` as one of several processes, of which process 1 has a fault.
 
-python -m tests.full.command.faulty_process FAULT [arguments of app.train]
+python -m tests.full.command.faulty_process FAULT [arguments of finetune train]
 """
 
 import os

@@ -1,6 +1,6 @@
-"""`app.train` that is killed, or gets an error of the disk, at the n-th time that it changes a file of its run.
+"""`finetune train` that is killed, or gets an error of the disk, at the n-th time that it changes a file of its run.
 
-    python -m tests.full.command.file_events EVENT [arguments of app.train]
+    python -m tests.full.command.file_events EVENT [arguments of finetune train]
 
 EVENT: `count FILE` writes how many there are to FILE; `kill N`; or the name of an errno and N.
 """

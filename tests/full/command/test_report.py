@@ -43,7 +43,7 @@ def test_sweep_has_a_report(zygote: Zygote, tmp_path: Path) -> None:
         f"./{n}-optimizer.lr%3D{rate}/report.html" for n, rate in ((1, 0.001), (2, 0.01))
     ]
     best = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["best"]
-    assert f'<pre class="command">python -m app.train {best["line"]}</pre>' in page
+    assert f'<pre class="command">finetune train {best["line"]}</pre>' in page
 
     trials = ",".join(str(each) for each in sorted((tmp_path / "sweep").glob("*-optimizer.lr=0.0?*/")))
     compared = zygote.run(tmp_path, f"runs={trials}", module="app.report")

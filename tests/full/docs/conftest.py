@@ -45,15 +45,18 @@ def forked(quick_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         '[[ ${1-} == -m && ${2-} == app.* ]] || { echo "python $*: not a command of ours" >&2; exit 99; }\n'
         f'shift; exec "{quick_python}" -m tests.full.docs.quickly "$@"\n'
     )
-    python.chmod(0o755)
+    finetune = place / "finetune"
+    finetune.write_text('#!/usr/bin/env bash\nexec "${0%/*}/python" -m app.main "$@"\n')
+    for file in (python, finetune):
+        file.chmod(0o755)
     return place
 
 
 def shell_in(folder: Path, forked: Path, env: dict[str, str]) -> Shell:
     """A checkout as far as commands can tell: scripts/, .venv/bin/python, and the files that documents speak of."""
     (folder / "scripts").mkdir(parents=True)
-    for name in ("train", "setup"):
-        shutil.copy(REPO / "scripts" / name, folder / "scripts" / name)
+    for name in ("scripts/train", "scripts/setup", "finetune"):
+        shutil.copy(REPO / name, folder / name)
     (folder / ".venv").mkdir()
     (folder / ".venv" / "bin").symlink_to(forked)
     lay_out(folder)
@@ -77,8 +80,8 @@ def prepared(forked: Path, environment: dict[str, str], shared: Path) -> Path:
     place = shared / "prepared"
     if not place.exists():
         shell = shell_in(place, forked, environment)
-        _made_by(shell, "python -m app.train output_dir=runs/mine")
-        _made_by(shell, "python -m app.train recipe=full output_dir=runs/whole")
+        _made_by(shell, "finetune train output_dir=runs/mine")
+        _made_by(shell, "finetune train recipe=full output_dir=runs/whole")
         (place / "models").mkdir()
         (place / "runs" / "whole" / "final").rename(place / "models" / "mine")
     return place

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from app.config.schema import RunConfig
+from app.program import COMMANDS
 from app.sweeps.search_space import Preset
 
 ROWS, EVAL_ROWS, STEPS, ANSWER = 120, 16, 2, 4
@@ -18,6 +19,8 @@ TRIALS = 5  # of a search: its last one is the first that is chosen by those bef
 
 def main() -> None:
     sys.argv = sys.argv[1:]
+    if sys.argv[0] == "app.main" and sys.argv[1:] and sys.argv[1] in COMMANDS:
+        sys.argv[:2] = [f"app.{sys.argv[1]}"]
     command = importlib.import_module(sys.argv[0])
     if sys.argv[0] in SHORTENED:
         SHORTENED[sys.argv[0]](command)

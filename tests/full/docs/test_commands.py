@@ -39,7 +39,7 @@ def typed_commands() -> dict[Path, list[Command]]:
     for document in documents():
         for command in filter(is_typed, commands_of(document)):
             words = frozenset(command.text.split())
-            if "app.check" not in words or words not in planned:
+            if "check" not in words or words not in planned:
                 typed.setdefault(document, []).append(command)
             planned |= {words}
     return typed
@@ -65,6 +65,7 @@ def test_shell_runs_what_is_typed(shell: Shell) -> None:
     wrong = shell.type("scripts/train optimizer.lrr=1")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "error: Unknown setting optimizer.lrr. Did you mean optimizer.lr?" in wrong.stderr
-    assert shell.type(".venv/bin/python -m app.generate run=runs/none prompt=x").returncode == 2
+    assert shell.type("finetune generate run=runs/none prompt=x").returncode == 2
+    assert shell.type("finetune trian").returncode == 2
     assert shell.type("python -m app.trian").returncode == 1
     assert shell.type("python other.py").returncode == 99
