@@ -42,11 +42,11 @@ def forked(quick_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     python = place / "python"
     python.write_text(
         "#!/usr/bin/env bash\n"
-        '[[ ${1-} == -m && ${2-} == app.* ]] || { echo "python $*: not a command of ours" >&2; exit 99; }\n'
+        '[[ ${1-} == -m && ${2-} == app?(.*) ]] || { echo "python $*: not a command of ours" >&2; exit 99; }\n'
         f'shift; exec "{quick_python}" -m tests.full.docs.quickly "$@"\n'
     )
     finetune = place / "finetune"
-    finetune.write_text('#!/usr/bin/env bash\nexec "${0%/*}/python" -m app.main "$@"\n')
+    finetune.write_text('#!/usr/bin/env bash\nexec "${0%/*}/python" -m app "$@"\n')
     for file in (python, finetune):
         file.chmod(0o755)
     return place

@@ -19,8 +19,9 @@ TRIALS = 5  # of a search: its last one is the first that is chosen by those bef
 
 def main() -> None:
     sys.argv = sys.argv[1:]
-    if sys.argv[0] == "app.main" and sys.argv[1:] and sys.argv[1] in COMMANDS:
-        sys.argv[:2] = [f"app.{sys.argv[1]}"]
+    if sys.argv[0] == "app":
+        is_command = sys.argv[1] in COMMANDS
+        sys.argv[: 1 + is_command] = [f"app.{sys.argv[1]}" if is_command else "app.main"]
     command = importlib.import_module(sys.argv[0])
     if sys.argv[0] in SHORTENED:
         SHORTENED[sys.argv[0]](command)
