@@ -4,7 +4,7 @@
 #   docker run --rm --gpus all --ipc=host --user "$(id -u):$(id -g)" \
 #     -v "$PWD/runs:/workspace/app/runs" -v app-cache:/cache app-finetune recipe=lora
 #
-# Everything else is in docs/docker.md. Written where no image could be pulled or built: it has not been built yet.
+# Everything else is in docs/many-gpus.md. Written where no image could be pulled or built: it has not been built yet.
 ARG NGC_TAG=26.06-py3
 FROM nvcr.io/nvidia/pytorch:${NGC_TAG}
 

@@ -54,7 +54,7 @@ def out_of_memory_error(what: str, kept: Mapping[str, int]) -> EnvironmentProble
         f"out of memory: {what} does not fit{addition}. Cheapest options first: "
         "training.recompute=true, training.offload=true, a smaller dataset.max_length (with batching.tokens), "
         "optimizer=paged_adamw_8bit, recipe=qlora. Earlier checkpoints are kept: resume=auto resumes them with the "
-        "settings listed in docs/out-of-memory.md."
+        "settings listed in docs/problems.md."
     )
 
 

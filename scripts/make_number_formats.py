@@ -1,4 +1,4 @@
-"""python -m scripts.make_number_formats: writes the tables of docs/number-formats.md from the layouts of their bits."""
+"""python -m scripts.make_number_formats: writes the tables of number formats in docs/quantization.md from their bits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bitsandbytes.functional import get_4bit_type
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "number-formats.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "quantization.md"
 _MARKS = ("<!-- made by python -m scripts.make_number_formats -->", "<!-- end -->")
 _HEAD = ("", "bits", "exponent", "mantissa", "largest", "smallest normal", "smallest", "step at 1", "bytes a weight")
 

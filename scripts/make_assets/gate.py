@@ -95,7 +95,7 @@ def dataset(work: Path, name: str, change: Change) -> str:
 
 
 def measure(gate: Gate, pretraining: Sequence[int], tuning: Sequence[int]) -> None:
-    """Every figure of the table in docs/small-model.md."""
+    """Every figure of the table in docs/benchmarks/small-model.md."""
     scores = []
     for seed in pretraining:
         base = base_of(seed, gate.work)

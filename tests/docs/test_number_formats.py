@@ -1,4 +1,4 @@
-"""The tables of docs/number-formats.md are those of the layouts, and the layouts those of torch."""
+"""The tables of docs/quantization.md are those of the layouts, and the layouts those of torch."""
 
 import pytest
 import torch

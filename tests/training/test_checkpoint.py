@@ -420,7 +420,7 @@ def different(before: str, now: str, precision: str = "fp32") -> list[str]:
             ],
         ),
         ("precision.trained=bf16 precision=bf16 recipe=full", ["precision.trained"]),
-        # what docs/out-of-memory.md and docs/many-gpus.md promise, and what decides no number
+        # what docs/problems.md and docs/many-gpus.md promise, and what decides no number
         ("training.recompute=true training.offload=true parallel=fsdp launch.num_processes=2", []),
         ("optimizer.in_backward=true training.clip=0 recipe=full", []),
         ("attention=varlen compile=blocks training.stop_after=1 training.max_bad_steps=1", []),

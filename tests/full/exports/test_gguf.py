@@ -69,7 +69,7 @@ def test_small_model_answers_in_llama_cpp_as_here(quick_zygote: Zygote, tmp_path
     words = (f"run={run}", "prompts=asked.jsonl", "output=said.jsonl")
     assert quick_zygote.run(tmp_path, *words, module="app.generate").code == 0
     ours = [json.loads(line)["answer"] for line in (tmp_path / "said.jsonl").read_text().splitlines()]
-    guide = (REPO / "docs" / "serving.md").read_text()
+    guide = (REPO / "docs" / "use.md").read_text()
     code = guide.partition("```python\n# ask.py\n")[2].partition("```")[0]
     assert answers(code, out / "model-bf16.gguf", questions, tmp_path) == ours
     assert len(set(ours)) > 1
