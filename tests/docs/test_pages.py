@@ -1,7 +1,10 @@
 """Documents: links, files, choices and messages that they name; tables that are made; the length of lines."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,3 +110,27 @@ def test_models_page_names_every_model() -> None:
         told = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
         assert row.startswith(f"{told['path']} | ")
         assert (UNKNOWN in row) == (told["architecture"] == {})
+
+
+def test_readme_memory_table_equals_the_models_page() -> None:
+    def cells(page: Path) -> dict[str, set[str]]:
+        rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("|") and " GB, " in line]
+        return {
+            re.findall("`(.+?)`", " ".join(row))[0]: {cell.strip(" |") for cell in row if " GB, " in cell}
+            for row in rows
+        }
+
+    shown, all_models = cells(REPO / "README.md"), cells(REPO / "docs" / "models.md")
+    assert len(shown) > 8
+    assert shown == {name: all_models[name] for name in shown}
+
+
+def test_python_example_of_the_readme_trains_and_loads(tmp_path: Path) -> None:
+    code = (REPO / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    code = code.replace("max_steps=20", "max_steps=1").replace('"recipe=lora"', '"recipe=lora", "debug=fast"')
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    script = f"{code}\nassert exit_code == 0\nassert model.peft_config"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
