@@ -1,4 +1,4 @@
-"""python -m scripts.make_number_formats: writes the tables of number formats in docs/quantization.md from their bits."""
+"""python -m scripts.make_number_formats: writes the tables of number formats in docs/quantization.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

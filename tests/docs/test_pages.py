@@ -114,11 +114,8 @@ def test_models_page_names_every_model() -> None:
 
 def test_readme_memory_table_equals_the_models_page() -> None:
     def cells(page: Path) -> dict[str, set[str]]:
-        rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("|") and " GB, " in line]
-        return {
-            re.findall("`(.+?)`", " ".join(row))[0]: {cell.strip(" |") for cell in row if " GB, " in cell}
-            for row in rows
-        }
+        rows = [line for line in page.read_text().splitlines() if line.startswith("|") and " GB, " in line]
+        return {re.findall("`(.+?)`", row)[0]: set(re.findall(r"[\d.]+ GB, [^|]+(?= \|)", row)) for row in rows}
 
     shown, all_models = cells(REPO / "README.md"), cells(REPO / "docs" / "models.md")
     assert len(shown) > 8

@@ -26,7 +26,7 @@ def test_commands_of_the_skill_compose(folder: Path, monkeypatch: pytest.MonkeyP
     for name in ("pairs.jsonl", "questions.jsonl"):
         (folder / name).touch()
     typed = [each.text for each in commands_in(SKILL, "SKILL.md")]
-    typed += re.findall(r"`(finetune \w[^`]*)`", SKILL.partition("## In this order")[2])
+    typed += re.findall(r"`(finetune \w+ [^`]*)`", SKILL.partition("## In this order")[2])
     assert {word for text in typed for word in re.findall(r"finetune (\w+)", text)} >= COMMANDS.keys() - {
         "reproduce",
         "board",

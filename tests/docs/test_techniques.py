@@ -52,7 +52,7 @@ def test_measured_table_kept_without_its_folder(tmp_path: Path) -> None:
         {"name": "adamw_8bit", "tokens_per_second": 150.0, "splits": 0, "status": "finished"},
     ]
     content = {
-        "command": ["python", "-m", "app.train", "-m", "sweep=optimizers", f"output_dir={tmp_path}"],
+        "command": ["finetune", "train", "-m", "sweep=optimizers", f"output_dir={tmp_path}"],
         "ladder": {"source": "a paper", "rungs": rungs},
         "trials": [{"folder": str(tmp_path)}],
     }

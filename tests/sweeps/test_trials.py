@@ -15,7 +15,7 @@ from app.sweeps.sweep import default_path
 from app.sweeps.trials import Outcome, SweepFolder, best, leaderboard, ranked
 from tests.harness.child import run
 
-FACTS = {"identity": "one", "command": ["python", "-m", "app.train", "-m", "seed=1,2", "dataset.path=a b"]}
+FACTS = {"identity": "one", "command": ["finetune", "train", "-m", "seed=1,2", "dataset.path=a b"]}
 
 
 def path_of(*overrides: str) -> str:
