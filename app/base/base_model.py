@@ -196,12 +196,12 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
     kind = str(numbers.pop("model_type", None))
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"model.architecture.model_type={kind} is not a kind that transformers knows."
+            f"model.architecture.model_type={kind}: unknown model type of transformers."
             f"{did_you_mean(kind, sorted(transformers.CONFIG_MAPPING))}"
         )
     refuse(
-        f"model.architecture.{own}={numbers[own]} and model.architecture.{name}={numbers[name]} are one number of "
-        f"model_type={kind}. Leave {own} out, and set model.architecture.{name}."
+        f"model.architecture.{own}={numbers[own]} and model.architecture.{name}={numbers[name]} are the same "
+        f"setting of model_type={kind}. Leave {own} out and set model.architecture.{name}."
         for name, own in transformers.CONFIG_MAPPING[
             kind
         ].attribute_map.items()  # of two names transformers would take one
@@ -212,9 +212,7 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
         return _configured(config, task, text_numbers(transformers.AutoConfig.for_model(kind, **numbers), task))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as fault:
         reason = gist(fault.__cause__ or fault)
-        raise ConfigError(
-            f"model.architecture (model_type: {kind}) is not what transformers takes: {reason}"
-        ) from fault
+        raise ConfigError(f"model.architecture (model_type: {kind}) is rejected by transformers: {reason}") from fault
 
 
 def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
@@ -251,8 +249,8 @@ def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> 
     known = [str(numbers.id2label[at]) for at in sorted(numbers.id2label)] if is_classifier else []
     if task.labels and len(known) == len(task.labels) and known != list(task.labels):
         raise ConfigError(
-            f"model.path={config.path}: it has a classifier already, of {', '.join(known)}, and the labels of this run "
-            f"are {', '.join(task.labels)}. Give the model that it was made from, or rows with its labels and "
+            f"model.path={config.path}: it already has a classifier with the labels {', '.join(known)}, but the "
+            f"labels of this run are {', '.join(task.labels)}. Use its base model, or rows with its labels and "
             f"task.labels=[{','.join(known)}]."
         )
 
@@ -262,8 +260,8 @@ def _configured(config: ModelConfig, task: Task, numbers: Any) -> Any:
     rows = getattr(numbers, "vocab_size", None) or 0
     if config.vocab_size is not None and config.vocab_size < rows:
         raise ConfigError(
-            f"model.vocab_size={config.vocab_size}: the base has {rows} rows, and none are cut. Give as many or more, "
-            "or null."
+            f"model.vocab_size={config.vocab_size}: the base has {rows} embedding rows, and none are removed. "
+            f"Set model.vocab_size={rows} or more, or null."
         )
     if config.vocab_size is not None:
         numbers.vocab_size = config.vocab_size
@@ -319,7 +317,7 @@ def first_position(lm: Any) -> int:
 # ---- load base
 
 
-_REMEDY = "Download it again, or give another model.path."
+_REMEDY = "Download it again, or set another model.path."
 
 
 def load_base(
@@ -370,7 +368,9 @@ def open_folder(
     remarks = reader.remarks(None if quantizer is None else quantizer.kind)
     remarks += [f"model: {remark}" for remark in ignored_index(folder)]
     if part is not None:
-        remarks.append(f"model: the text part of {type(part.whole).__name__}; what else it reads is not trained")
+        remarks.append(
+            f"model: training the text part of {type(part.whole).__name__}; its other inputs are not trained"
+        )
     base = Base(lm, options, tensors, partial(_readable, config, folder), remarks)
     if quantizer is not None:
         base.quantize(quantizer)
@@ -504,7 +504,7 @@ def _require_none_missing(config: ModelConfig, task: Task, folder: Path, missing
     if names:
         raise EnvironmentProblem(
             f"model.path={config.path}: the weights in {folder} lack {len(names)} of the model's tensors "
-            f"({', '.join(names[:3])}{', ...' if names[3:] else ''}). Give the folder of {task.description}."
+            f"({', '.join(names[:3])}{', ...' if names[3:] else ''}). Set model.path to {task.description}."
         )
 
 

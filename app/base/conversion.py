@@ -70,15 +70,15 @@ def require_packed_alike(config: ModelConfig, lm: Any, quantizer: Quantizer | No
     kind = given.get("bnb_4bit_quant_type", "fp4")
     if quantizer is None or quantizer.kind != kind:
         raise ConfigError(
-            f"model.path={config.path}: its weights are in {kind} by {BITSANDBYTES}. Set recipe=qlora "
-            f"quantization={kind}, which uses them as they are."
+            f"model.path={config.path}: its weights are quantized to {kind} by {BITSANDBYTES}. Set recipe=qlora "
+            f"quantization={kind} to use them unchanged."
         )
 
 
 def _refusal(config: ModelConfig, by: str) -> str:
     return (
-        f"model.path={config.path}: its weights are quantized with {by}. Give the folder that it was made from; "
-        "recipe=qlora quantizes as it reads."
+        f"model.path={config.path}: its weights are quantized with {by}, which is not supported. Set model.path to the "
+        "unquantized model; recipe=qlora quantizes while loading."
     )
 
 
@@ -130,9 +130,9 @@ class FolderReader:
         number = sum(map(size_of, packed))
         size = f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
         if method == BITSANDBYTES:
-            return [f"model: {size} of weights that {BITSANDBYTES} has packed, used as they are"]
-        again = "" if packed_as is None else f" and packed again as {packed_as}"
-        return [f"model: {size} of {method} weights, unpacked as they were read{again}"]
+            return [f"model: {size} of weights quantized by {BITSANDBYTES}, used unchanged"]
+        again = "" if packed_as is None else f" and quantized again to {packed_as}"
+        return [f"model: {size} of {method} weights, dequantized while loading{again}"]
 
     def without_scale(self) -> list[str]:
         """Return the quantized weights that are read without a scale."""

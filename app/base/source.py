@@ -16,13 +16,13 @@ from app.config.schema import ModelConfig
 from app.errors import AppError, ConfigError, EnvironmentProblem, gist
 from app.files import irregular_files, read_json, read_object, require_intact
 
-REMOTE_CODE = "Code that a model brings along is run only with model.trust_remote_code=true."
+REMOTE_CODE = "Custom code of a model runs only with model.trust_remote_code=true."
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors"]
 _HASHED_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_KEY = "transformers_weights"  # of a config.json, which names the file to read
-_AGAIN = "Download the model again, or give another model.path."
+_AGAIN = "Download the model again, or set another model.path."
 _LAYERS = re.compile(r"\w*layers|n_?layer|num_layer")
 MAX_LAYERS = 10_000  # each is built in Python, in milliseconds; the deepest models that are published have hundreds
 _NOT_OURS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
@@ -56,7 +56,7 @@ def _local_folder(path: str) -> Path | None:
         raise EnvironmentProblem(f"model.path={path}: {place} cannot be read ({fault.strerror}).") from fault
     if irregular:
         raise EnvironmentProblem(
-            f"model.path={path}: {irregular[0]} is not a regular file, so reading it may never end. Delete it."
+            f"model.path={path}: {irregular[0]} is not a regular file, so reading it may hang. Delete it."
         )
     return place
 
@@ -67,7 +67,7 @@ def _can_be_remote(path: str) -> bool:
 
 def _no_folder(path: str) -> str:
     return (
-        f"model.path={path}: there is no such folder. Give a folder with config.json, tokenizer.json and "
+        f"model.path={path}: no such folder. Set a folder with config.json, tokenizer.json and "
         "*.safetensors, or a hub id like org/name."
     )
 
@@ -110,7 +110,7 @@ def require_weights(folder: Path, path: str) -> None:
     found = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "none"
     raise EnvironmentProblem(
         f"model.path={path}: no *.safetensors in {folder} ({found}). Convert the weights to safetensors, "
-        "or give model.weights=random to train from nothing."
+        "or set model.weights=random to train from scratch."
     )
 
 
@@ -127,14 +127,14 @@ def read_config(folder: Path, path: str) -> dict[str, Any]:
     # that of a classifier has a config.json too, and a whole model may lie beside one
     if is_adapter and all(each.name == ADAPTER_WEIGHTS for each in folder.glob("*.safetensors")):
         raise EnvironmentProblem(
-            f"model.path={path}: this is an adapter without its base. To go on from it, type the base and the adapter: "
-            f"model.path=MODEL adapter.start={path}"
+            f"model.path={path}: this is an adapter without its base. To continue from it, set the base and the "
+            f"adapter: model.path=MODEL adapter.start={path}"
         )
     try:
         numbers: dict[str, Any] = read_json(file)
         kind = numbers["model_type"]
     except FileNotFoundError:
-        advice = f" A run has its model in final/: model.path={path}/final." if (folder / "final").is_dir() else ""
+        advice = f" The model of a run is in final/: model.path={path}/final." if (folder / "final").is_dir() else ""
         raise EnvironmentProblem(
             f"model.path={path}: {folder} has no config.json, so it is not a Hugging Face model folder.{advice}"
         ) from None
@@ -161,9 +161,7 @@ def whole_numbers(config: ModelConfig, folder: Path) -> Any:
     """Return the configuration of transformers in a local folder; that of a text part is inside it."""
     from transformers import AutoConfig
 
-    problem = (
-        f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can use"
-    )
+    problem = f"model.path={config.path}: {folder / 'config.json'} is not supported by this version of transformers"
     with library_errors(problem, REMOTE_CODE):
         return AutoConfig.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
@@ -197,10 +195,9 @@ def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
         revision = f" at revision {config.revision}" if config.revision else ""
         license = config.licence_page or f"https://huggingface.co/{path}"
         raise EnvironmentProblem(
-            f"model.path={path}{revision} cannot be loaded: its files are not on this machine and the hub did not give "
-            f"them ({_reason(fault)}). If it is gated, accept its license at {license} and set HF_TOKEN; without a "
-            "network, give a local folder: model.path=DIR; to try the architecture without its weights: "
-            "model.weights=random."
+            f"model.path={path}{revision} is not on this machine and could not be downloaded ({_reason(fault)}). "
+            f"If it is gated, accept its license at {license} and set HF_TOKEN. Without a network, set a local folder: "
+            "model.path=DIR. To try the architecture without its weights, set model.weights=random."
         ) from fault
     return Path(folder)
 
@@ -209,7 +206,7 @@ def _reason(fault: Exception) -> str:
     from huggingface_hub import constants, errors
 
     known = (
-        (errors.GatedRepoError, "it is gated and this account has no access"),
+        (errors.GatedRepoError, "gated, and this account has no access"),
         (errors.RepositoryNotFoundError, "no such repository, or no access to it"),
         (errors.RevisionNotFoundError, "no such revision"),
         (errors.HFValidationError, "not a valid hub id"),
@@ -219,7 +216,7 @@ def _reason(fault: Exception) -> str:
             return words
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    return "no connection to the hub" if isinstance(fault, errors.LocalEntryNotFoundError) else type(fault).__name__
+    return "no connection" if isinstance(fault, errors.LocalEntryNotFoundError) else type(fault).__name__
 
 
 def base_fingerprint(model: ModelConfig) -> str | None:

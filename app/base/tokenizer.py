@@ -29,19 +29,19 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool, shipped: str = 
     problem = f"{key}={path}: no tokenizer can be read from {folder}"
     for name in ("tokenization_utils_base", "configuration_utils"):  # our messages say it
         logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
-    with library_errors(problem, f"Give model.tokenizer=DIR with a tokenizer.json. {REMOTE_CODE}"):
+    with library_errors(problem, f"Set model.tokenizer=DIR with a tokenizer.json. {REMOTE_CODE}"):
         tokenizer = read_tokenizer(folder, config.trust_remote_code)
     if not tokenizer.is_fast:
         raise EnvironmentProblem(
-            f"model.tokenizer={path}: this tokenizer has no fast form (tokenizer.json), so labels cannot be "
-            "placed. Convert it, or give model.tokenizer=DIR."
+            f"model.tokenizer={path}: this tokenizer has no fast version (tokenizer.json), which the loss "
+            "mask needs. Convert it, or set model.tokenizer=DIR."
         )
     _add_tokens(config, path, tokenizer)
     if template is not None:
         tokenizer.chat_template = template
     if needs_template and not tokenizer.chat_template:
         raise ConfigError(
-            f"the tokenizer of {path} has no chat template. Give model.chat_template=FILE or one of "
+            f"the tokenizer of {path} has no chat template. Set model.chat_template=FILE or one of "
             f"{', '.join(template_names())}."
         )
     if needs_template:
@@ -81,7 +81,7 @@ def _add_tokens(config: ModelConfig, path: str, tokenizer: Any) -> None:
     """Make each text of `model.add_tokens` one token, of the ids after the last."""
     known = tokenizer.get_vocab()
     refuse(
-        f"model.add_tokens: {text!r} is a token of the tokenizer of {path} already. Leave it out."
+        f"model.add_tokens: {text!r} is already a token of the tokenizer of {path}. Leave it out."
         for text in config.add_tokens
         if text in known
     )
@@ -114,7 +114,8 @@ def _with_options(config: ModelConfig, template: str | dict[str, str]) -> str | 
         return {name: str(_with_options(config, text)) for name, text in template.items()}
     words = sorted(set(re.findall(r"\w+", template)))
     refuse(
-        f"model.template_options.{name}: the chat template reads no {name}.{did_you_mean(name, words, listing=False)}"
+        f"model.template_options.{name}: the chat template does not use {name}."
+        f"{did_you_mean(name, words, listing=False)}"
         for name in config.template_options
         if name not in words
     )

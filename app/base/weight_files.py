@@ -175,7 +175,7 @@ def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
 def require_float(name: str, stored: torch.dtype, dtype: torch.dtype) -> None:
     """Refuse integers in place of weights of `dtype`, which a cast would hide."""
     if dtype.is_floating_point and not stored.is_floating_point:
-        raise ValueError(f"{name} has integers ({stored}), and the model takes {dtype}")
+        raise ValueError(f"{name} has integers ({stored}), but the model needs {dtype}")
 
 
 def require_finite(name: str, numbers: Tensor) -> None:
@@ -195,7 +195,7 @@ def adapter_weights(folder: Path) -> dict[str, Tensor]:
         for name, each in tensors.items():
             require_finite(name, each)
     except (OSError, ValueError, SafetensorError) as fault:
-        raise CheckpointError(f"{file} cannot be loaded ({gist(fault)}). Restore the adapter from a copy.") from fault
+        raise CheckpointError(f"{file} cannot be loaded ({gist(fault)}). Restore the adapter from a backup.") from fault
     return tensors
 
 

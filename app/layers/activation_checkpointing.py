@@ -128,8 +128,7 @@ def require_layers(lm: nn.Module, wanted: bool | int) -> None:
     there = len(repeated_layers(lm))
     if wanted is not True and wanted > there:
         raise ConfigError(
-            f"training.recompute={wanted}: this model has {there} layers. "
-            f"Give 0 to {there}, true for all of them, or auto."
+            f"training.recompute={wanted}: this model has {there} layers. Set 0 to {there}, true (all), or auto."
         )
 
 

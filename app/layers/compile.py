@@ -90,7 +90,7 @@ def machine_obstacles(config: CompileConfig, device: torch.device) -> Iterator[O
         yield Obstacle("the package triton is not installed", "Install it, or set compile=none.")
     language, variable, names = _COMPILERS.get(device.type, _COMPILERS["cpu"])
     if variable not in os.environ and not any(map(shutil.which, names)):
-        reason = f"no {language} compiler was found ({' or '.join(names)})"
+        reason = f"no {language} compiler found ({' or '.join(names)})"
         yield Obstacle(reason, f"Install {names[0]}, or set compile=none.")
 
 
@@ -104,7 +104,7 @@ def model_obstacles(lm: Any) -> Iterator[Obstacle]:
         key = f"model.architecture.{name}"
         yield Obstacle(
             f"{key}={rate:g}: compiled layers have no dropout of attention weights",
-            f"Set compile=none, or {key}=0 (of pretrained weights: {name} in the config.json of model.path).",
+            f"Set compile=none, or {key}=0 (for pretrained weights: {name} in the config.json of model.path).",
         )
 
 
@@ -114,7 +114,7 @@ def attention_obstacles(attention: str, device: torch.device, some_batch: Callab
         batch = some_batch()
         if batch.documents is not None and not batch.documents.are_longest(batch.ids.numel()):
             yield Obstacle(
-                "attention=sdpa on a GPU makes one call for each document where their lengths differ",
+                "attention=sdpa on a GPU makes one call per document if their lengths differ",
                 "Set attention=varlen (or flash), or compile=none.",
             )
 
@@ -238,7 +238,7 @@ class CompiledLayers:
                     raise
                 raise TrainingError(
                     f"a compiled layer would need another graph in the middle of the run ({gist(fault)}). "
-                    "Set compile=none; the last checkpoint can be continued with it."
+                    "Set compile=none and resume from the last checkpoint."
                 ) from fault
 
         return forward

@@ -328,8 +328,8 @@ def coefficient_of(task: TaskConfig, adapter: AdapterConfig, lm: Any) -> float:
         return min(known or 0.0, _MOST) if adapter.kind == "none" or adapter.experts else 0.0
     if known is None and task.router_loss:
         raise ConfigError(
-            f"task.router_loss={task.router_loss:g}: a model of kind {lm.config.model_type} has no router that "
-            "transformers has a load-balancing loss for. Set task.router_loss=0."
+            f"task.router_loss={task.router_loss:g}: a model of kind {lm.config.model_type} has no router with a "
+            "load-balancing loss in transformers. Set task.router_loss=0."
         )
     return float(task.router_loss)
 

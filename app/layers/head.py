@@ -363,7 +363,7 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         found, ctx.found = ctx.found, None
         if found is None:
-            raise RuntimeError("the gradients of this loss were given away: it goes backward once")
+            raise RuntimeError("the gradients of this loss are freed: it supports one backward pass")
         scaled = (
             None if gradient is None else scaled_gradient(gradient, upstream[0], dtype)
             for gradient, dtype in zip(found, ctx.dtypes, strict=True)

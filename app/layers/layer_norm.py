@@ -33,13 +33,13 @@ def set_norms(network: nn.Module, config: ModelConfig, compute: torch.dtype | No
 def _problems(config: ModelConfig, compute: torch.dtype | None, *, has_norms: bool) -> Iterator[str]:
     if compute is None:
         yield (
-            f"model.norm={config.norm} is for bf16 or fp16, and precision=auto is fp32 on this machine. "
+            f"model.norm={config.norm} is for bf16 or fp16, but precision=auto means fp32 on this machine. "
             "Set precision=bf16, or model.norm=own."
         )
     if not has_norms:
         yield (
-            f"model.norm={config.norm} is for LayerNorms of torch, and this model has none: an RMSNorm chooses its "
-            "dtype by its own code. Set model.norm=own."
+            f"model.norm={config.norm} is for LayerNorms of torch, but this model has none: an RMSNorm sets its "
+            "dtype in its own code. Set model.norm=own."
         )
 
 

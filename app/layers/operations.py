@@ -32,7 +32,7 @@ def cost_of(name: str) -> OperationCost:
     """The cost of an operation, nothing for one of a library that is not in the table; ours must be."""
     cost = COSTS.get(name, _FREE)
     if cost is _FREE and name.startswith("app"):
-        raise LookupError(f"{name} has no OperationCost. Give it one in COSTS, beside the operation.")
+        raise LookupError(f"{name} has no OperationCost. Add one to COSTS, next to the operation.")
     return cost
 
 

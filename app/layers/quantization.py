@@ -92,9 +92,9 @@ class Quantizer(ABC):
 
         other, stacks = experts.other_stacks(lm), experts.stacks_of(lm)
         if other:
-            refuse(f"{other[0]} has its experts in another layout than transformers' interface of experts")
+            refuse(f"{other[0]} stores its experts in another layout than transformers' experts interface")
         if stacks and not self.packs_experts:
-            refuse(f"its experts are stacked, and stacks are not stored in {self.kind}")
+            refuse(f"its experts are stacked, and stacks cannot be quantized to {self.kind}")
         sizes = {name: weight_of(lm.get_submodule(name)).shape for name in backbone_linear_layers(lm)}
         packed = {name: (experts * rows, columns) for name, (experts, rows, columns) in stacks.items()}
         for name, size in {**sizes, **packed}.items():
@@ -155,7 +155,7 @@ class Bits4(Quantizer):
         if inputs % nf4.BLOCK:
             return f"{name} has {inputs} inputs, not a multiple of {nf4.BLOCK}"
         if outputs * inputs > nf4.MAX_NUMBERS:
-            return f"{name} has {outputs * inputs:,} numbers, and kernels of bitsandbytes take {nf4.MAX_NUMBERS:,}"
+            return f"{name} has {outputs * inputs:,} weights, and kernels of bitsandbytes support {nf4.MAX_NUMBERS:,}"
         return None
 
     def finish(self, lm: Any) -> None:
@@ -212,7 +212,9 @@ class Fp8(Bits8):
         )
 
     def notes(self, device: str) -> list[str]:
-        note = "quantization=fp8: a CPU has no fp8, so its products are made in float32, slower than without it"
+        note = (
+            "quantization=fp8: a CPU has no fp8, so products are computed in float32, slower than without quantization"
+        )
         return [note] if device == "cpu" else []
 
 
@@ -227,8 +229,8 @@ class Qat(Quantizer):
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
         self.card = (
-            f"Trained for quantization by torchao to {scheme} (groups of {_QAT_GROUP} weights); stored as it was "
-            "before rounding. So quantized it computes as in training; loaded as above, slightly otherwise."
+            f"Trained for quantization by torchao to {scheme} (groups of {_QAT_GROUP} weights); saved without "
+            "rounding. Quantized this way it computes as in training; loaded as above, results differ slightly."
         )
 
     def config(self) -> Any:
@@ -271,8 +273,8 @@ class Qat(Quantizer):
         super().require_quantizable(given, lm)
         if any(map(is_conv1d, lm.modules())):
             raise ConfigError(
-                f"quantization=qat: torchao rounds nn.Linear, and a model of kind {lm.config.model_type} has Conv1D. "
-                "Set quantization=none, or choose another model."
+                f"quantization=qat: torchao rounds only nn.Linear, and a model of kind {lm.config.model_type} has "
+                "Conv1D. Set quantization=none, or choose another model."
             )
 
 

@@ -94,8 +94,8 @@ def refusals(needs: Needs, *, softcap: bool = False) -> list[str]:
         "dropout of attention weights": needs.dropout,
     }
     for key, value in sorted(needs.heads):
-        asked[f"heads of {key} numbers (multiples of 8 up to {MAX_HEAD_SIZE})"] = key % 8 or key > MAX_HEAD_SIZE
-        asked[f"keys of {key} and values of {value} numbers"] = key != value
+        asked[f"heads of size {key} (multiples of 8 up to {MAX_HEAD_SIZE})"] = key % 8 or key > MAX_HEAD_SIZE
+        asked[f"keys of size {key} with values of size {value}"] = key != value
     return [words for words, wanted in asked.items() if wanted]
 
 
@@ -112,5 +112,5 @@ def require_rules(name: str, rules: Rules, *, softcap: bool = False) -> None:
 
 
 def cannot(name: str, wanted: list[str]) -> str:
-    """The message that backend `name` cannot do what is wanted."""
-    return f"attention={name} cannot do {' and '.join(wanted)}, which this run asks for. Set attention=sdpa."
+    """Return the message that backend `name` does not support the features."""
+    return f"attention={name} does not support {' and '.join(wanted)}, which this run needs. Set attention=sdpa."

@@ -123,7 +123,7 @@ def compiled_sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Pack
         return sdpa(q, k, v, rules, documents)
     require_rules("sdpa", rules)
     if v.shape[-1] != q.shape[-1]:
-        raise ConfigError(cannot("sdpa", ["keys and values of two sizes in a compiled layer"]))
+        raise ConfigError(cannot("sdpa", ["keys and values of different sizes in a compiled layer"]))
     dtype = autocast_dtype(v)
     window = rules.window if rules.window is not None and rules.window < documents.max_seqlen else None
     out: Tensor = _split(
