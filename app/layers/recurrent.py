@@ -57,7 +57,7 @@ def missing_kernels(mixers: list[Any]) -> list[str]:
     return [package for package, (module, plain) in _KERNELS.items() if plain & functions and find_spec(module) is None]
 
 
-def lay_aside(lm: Any) -> None:
+def pad_mixers(lm: Any) -> None:
     """Pass packed documents to the mixers of `lm` as padded rows."""
     mixers = recurrent_mixers(lm)
     if mixers:

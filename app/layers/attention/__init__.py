@@ -41,7 +41,7 @@ def register_kernel(kernel: Kernel, name: str) -> str:
     """Register `kernel` for models that are built with `name`."""
     from transformers import AttentionInterface
 
-    def attention(  # noqa: PLR0913, PLR0917  how transformers calls it
+    def attention(  # noqa: PLR0913, PLR0917  the signature in transformers
         module: nn.Module,
         query: Tensor,
         key: Tensor,

@@ -152,7 +152,7 @@ def _split_shapes(
 
 
 @torch.library.custom_op("app::split_attention_backward", mutates_args=())
-def _back(  # noqa: PLR0913, PLR0917  all that the forward pass had
+def _back(  # noqa: PLR0913, PLR0917  all inputs of the forward pass
     grad: Tensor,
     q: Tensor,
     k: Tensor,

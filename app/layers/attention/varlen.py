@@ -29,7 +29,7 @@ _BACKWARD = (
 )
 
 
-def flash4_attention(  # noqa: PLR0913, PLR0917  the arguments of `flash_attn.cute.flash_attn_varlen_func` that we give
+def flash4_attention(  # noqa: PLR0913, PLR0917  our arguments of `flash_attn.cute.flash_attn_varlen_func`
     q: Tensor,
     k: Tensor,
     v: Tensor,
