@@ -449,7 +449,7 @@ def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, 
 
 @contextlib.contextmanager
 def drawing_by(seed: int) -> Iterator[None]:
-    """Context in which a head is initialized from `seed`; other random numbers of the program are unaffected."""
+    """Initialize a head from `seed` inside this context; other random numbers of the program are unaffected."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield

@@ -92,7 +92,7 @@ def _whole_class(task: Task, numbers: Any) -> Any:
 
 
 def _calls_interface(kind: Any) -> bool:
-    """Whether a class calls transformers' attention interface; some kinds that do lack the flag."""
+    """Return whether a class calls transformers' attention interface; some kinds that do lack the flag."""
     return kind._supports_attention_backend or hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
@@ -128,6 +128,6 @@ def _refuse(config: ModelConfig, task: Task, numbers: Any, reason: str, fault: E
     ]
     other_task = f"; or try task={others[0]}, which has a class for this kind" if others else ""
     raise ConfigError(
-        f"{source}: a model of kind {numbers.model_type} cannot be trained here ({reason}). "
+        f"{source}: a model of kind {numbers.model_type} is not supported ({reason}). "
         f"Choose another: {task.examples}{other_task}."
     ) from fault

@@ -138,7 +138,7 @@ class StoredTensor:
 
 
 def is_resized(config: ModelConfig, stored: torch.Size, shape: torch.Size) -> bool:
-    """Whether a stored tensor lacks only vocabulary rows of `shape`."""
+    """Return whether a stored tensor lacks only vocabulary rows of `shape`."""
     return config.vocab_size is not None and stored < shape == (config.vocab_size, *stored[1:])
 
 

@@ -99,12 +99,12 @@ def recomputing(lm: nn.Module) -> Iterator[None]:
 
 
 def is_recomputed(layer: nn.Module) -> bool:
-    """Whether the layer is recomputed in every backward pass."""
+    """Return whether the layer is recomputed in every backward pass."""
     return hasattr(layer.forward, _IS_RECOMPUTED)
 
 
 def draws_random_numbers(lm: nn.Module) -> bool:
-    """Whether a pass of `lm` may use random numbers, by its modules and configuration."""
+    """Return whether a pass of `lm` may use random numbers, by its modules and configuration."""
     dropouts = (module for module in lm.modules() if "dropout" in type(module).__name__.lower())
     if any(getattr(module, "p", 0) for module in dropouts) or any(_has_rate(vars(module)) for module in lm.modules()):
         return True
@@ -113,7 +113,7 @@ def draws_random_numbers(lm: nn.Module) -> bool:
 
 
 def _has_rate(values: Mapping[Any, Any], *, is_named: bool = False) -> bool:
-    """Whether a number above 0 has a name with drop, noise or jitter."""
+    """Return whether a number above 0 has a name with drop, noise or jitter."""
     for name, value in values.items():
         has_name = is_named or any(word in str(name) for word in _RANDOM)
         if isinstance(value, Mapping) and _has_rate(value, is_named=has_name):

@@ -161,7 +161,7 @@ class CompiledLayers:
     """The compiled layers of one model. `graphs` counts the compiled graphs, `seconds` is their compile time."""
 
     def __init__(self, layers: Mapping[int, Any], config: CompileConfig, left_out: int = 0) -> None:
-        """`layers` by their numbers in the model."""
+        """Compile `layers`, by their numbers in the model."""
         self.layers = len(layers)
         self.left_out = left_out
         self.graphs = 0
@@ -183,7 +183,7 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which every layer uses its own forward."""
+        """Use the own forward of every layer inside this context."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -192,7 +192,7 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def visited(self, visit: Visit) -> Iterator[None]:
-        """Context in which `visit` returns the output of every layer."""
+        """Take the output of every layer from `visit` inside this context."""
         self._visit = visit
         try:
             yield
@@ -251,9 +251,9 @@ class CompiledLayers:
         return call.hidden.shape == self._shape
 
     def _compile_graph(self, graph: Any, inputs: list[Any]) -> Any:
-        """The backend that torch calls for each graph."""
+        """Compile a graph; torch calls this backend for each one."""
         if self.verified:
-            raise RuntimeError("all graphs were made before the first step")
+            raise RuntimeError("all graphs are compiled before the first step")
         self.graphs += 1
         backend: Any = torch._dynamo.lookup_backend(self._config.backend)
         if self._config.backend != "inductor":

@@ -84,7 +84,7 @@ class BackboneStub:
 
 
 def in_backbone(lm: Any, name: str) -> bool:
-    """Whether a module or weight belongs to the backbone; a pooler inside the backbone belongs to the head."""
+    """Return whether a module or weight belongs to the backbone; a pooler inside the backbone belongs to the head."""
     inside = f"{lm.base_model_prefix}."
     return name.startswith(inside) and not f"{name}.".startswith(f"{inside}pooler.")
 
@@ -136,7 +136,7 @@ def keep_head_in_fp32(lm: nn.Module) -> None:
 
 
 def takes_segments(lm: Any) -> bool:
-    """Whether the backbone takes token types, which mark the two texts of a pair."""
+    """Return whether the backbone takes token types, which mark the two texts of a pair."""
     return "token_type_ids" in inspect.signature(lm.base_model.forward).parameters
 
 

@@ -92,14 +92,14 @@ _as_on_gpu = False
 
 
 def is_ampere(device: torch.device) -> bool:
-    """Whether `device` is an NVIDIA GPU of the Ampere generation or newer."""
+    """Return whether `device` is an NVIDIA GPU of the Ampere generation or newer."""
     nvidia = device.type == "cuda" and torch.version.cuda is not None
     return nvidia and torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 @cache
 def can_run(device: torch.device) -> bool:
-    """Whether the kernels can be launched for tensors of `device`."""
+    """Return whether the kernels can be launched for tensors of `device`."""
     return is_ampere(device) and importlib.util.find_spec("triton") is not None
 
 
@@ -110,12 +110,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def uses_kernels(device: torch.device) -> bool:
-    """Whether code for `device` uses kernels."""
+    """Return whether code for `device` uses kernels."""
     return _as_on_gpu or can_run(device)
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether code for `device` is GPU code, with or without kernels."""
+    """Return whether code for `device` is GPU code, with or without kernels."""
     return _as_on_gpu or device.type == "cuda"
 
 

@@ -86,7 +86,7 @@ class Quantizer(ABC):
         def refuse(reason: str) -> None:
             source = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
             raise ConfigError(
-                f"quantization.kind={self.kind}: a model of kind {kind} ({source}) cannot be quantized here: "
+                f"quantization.kind={self.kind}: a model of kind {kind} ({source}) cannot be quantized: "
                 f"{reason}. Set {'recipe=lora or ' * self.packs}quantization=none, or choose another model."
             )
 
@@ -295,12 +295,12 @@ def quantizer_of(config: QuantizationConfig, compute: torch.dtype) -> Quantizer 
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether `layer` is a plain linear layer that a quantizer can replace."""
+    """Return whether `layer` is a plain linear layer that a quantizer can replace."""
     return type(layer) is nn.Linear or is_conv1d(layer)
 
 
 def is_conv1d(layer: nn.Module) -> bool:
-    """Whether `layer` is GPT-2's linear layer with a transposed weight."""
+    """Return whether `layer` is GPT-2's linear layer with a transposed weight."""
     return type(layer).__name__ == "Conv1D"
 
 

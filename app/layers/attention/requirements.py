@@ -65,7 +65,7 @@ def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
 
 
 def is_capped(lm: Any) -> bool:
-    """Whether attention is soft-capped by the configuration."""
+    """Return whether attention is soft-capped by the configuration."""
     return getattr(lm.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
 
 

@@ -68,7 +68,7 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
 
 
 def shares_heads(q: Tensor, v: Tensor, *, masked: bool, ampere: bool) -> bool:
-    """Whether a fused kernel of torch on a GPU takes fewer heads of keys and values than of queries.
+    """Return whether a fused kernel of torch on a GPU takes fewer heads of keys and values than of queries.
 
     Its flash kernel does. Where that is not used, shared heads would fall back to plain arithmetic with S x S scores,
     and the memory-efficient kernel takes them repeated.
