@@ -184,13 +184,13 @@ def test_weights_of_bitsandbytes_are_used_as_they_are(tmp_path: Path) -> None:
     losses = [model(batch)[0] for model in found]
     losses[0].backward()
     assert losses[0].equal(losses[1])
-    with pytest.raises(ConfigError, match=r"in nf4 by bitsandbytes\. Set recipe=qlora quantization=nf4,"):
+    with pytest.raises(ConfigError, match=r"to nf4 by bitsandbytes\. Set recipe=qlora quantization=nf4 "):
         count_weights(sections(wide(path=str(folder)), lora()))
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"load_in_8bit": True}, "quantized with bitsandbytes in 8 bits"), ({"load_in_4bit": True}, "in fp4 by bitsandb")],
+    [({"load_in_8bit": True}, "quantized with bitsandbytes in 8 bits"), ({"load_in_4bit": True}, "to fp4 by bitsandb")],
 )
 def test_other_weights_of_bitsandbytes_are_refused(given: dict[str, Any], words: str, tmp_path: Path) -> None:
     folder = bitsandbytes_folder(tmp_path, **given)

@@ -202,7 +202,7 @@ def test_the_numbers_in_conf_are_those_of_the_real_models(model: str, weights: i
 
 
 def test_wrong_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.architecture\.model_type=lama .* Did you mean llama\?"):
+    with pytest.raises(ConfigError, match=r"model\.architecture\.model_type=lama: .* Did you mean llama\?"):
         load(model_config(architecture=numbers("llama") | {"model_type": "lama"}))
     with pytest.raises(ConfigError, match=r"model\.architecture\.model_type=None"):
         load(model_config(architecture={"hidden_size": 8}))
