@@ -206,7 +206,7 @@ def test_wrong_numbers_are_refused() -> None:
         load(model_config(architecture=numbers("llama") | {"model_type": "lama"}))
     with pytest.raises(ConfigError, match=r"model\.architecture\.model_type=None"):
         load(model_config(architecture={"hidden_size": 8}))
-    with pytest.raises(ConfigError, match=r"n_embd=8 and model\.architecture\.hidden_size=\d+ are one number"):
+    with pytest.raises(ConfigError, match=r"n_embd=8 and model\.architecture\.hidden_size=\d+ are the same setting"):
         load(model_config(architecture=numbers("gpt2") | {"hidden_size": 16, "n_embd": 8}))
     with pytest.raises(ConfigError, match=r"model\.architecture \(model_type: llama\)"):
         load(model_config(architecture=numbers("llama") | {"hidden_size": "wide"}))

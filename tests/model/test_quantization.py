@@ -281,7 +281,7 @@ def test_fp8_stacked_experts_are_refused(kind: str) -> None:
 
 def test_nf4_stack_larger_than_kernels_count_is_refused() -> None:
     model = wide(architecture=wide_numbers("mixtral", intermediate_size=1 << 22))
-    with pytest.raises(ConfigError, match=r"nf4: .*experts\.gate_up_proj has 2,147,483,648 numbers, and kernels of"):
+    with pytest.raises(ConfigError, match=r"nf4: .*experts\.gate_up_proj has 2,147,483,648 weights, and kernels of"):
         count_weights(parts_of(model=model))
 
 
