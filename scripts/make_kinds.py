@@ -141,7 +141,7 @@ def _try(config: ModelConfig, task: Task, tier: str) -> _Failure | tuple[str, ..
         difference = _difference(model, batch)
     except AppError as refusal:
         words = str(refusal)
-        inside = words.partition("cannot be trained here (")[2].partition("). Choose")[0]
+        inside = words.partition("is not supported (")[2].partition("). Choose")[0]
         return _Failure(inside or _short(words), of_numbers=not inside)
     except Exception as fault:  # noqa: BLE001  of any kind's code
         return _Failure(f"a small model of it fails: {_in_words(fault)}", of_numbers=True, of_code=True)

@@ -37,7 +37,7 @@ ROWS: list[Row] = [*TECHNIQUES["methods"], *chain.from_iterable(TECHNIQUES["sect
 
 def typed(row: Row) -> str:
     """The command of a technique."""
-    return f"python -m {row.get('command') or 'app.train ' + row['run']}".strip()
+    return (row.get("command") or f"finetune train {row['run']}").strip()
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Where weights come from: config.json, files and their names, tokenizer, a structure on meta that is filled."""
+"""Sources of weights: config.json, files and their names, tokenizer, and the model on meta that they fill."""
 
 import logging
 
-# transformers imports torchao where it is installed, which logs what of it this machine cannot load.
+# transformers imports torchao if installed, which logs the parts that this machine cannot load.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)

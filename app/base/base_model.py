@@ -1,4 +1,4 @@
-"""Base model of a run: its structure from config.json or the numbers in its YAML, then its weights."""
+"""Base model of a run: structure from config.json or from the architecture in YAML, then weights."""
 
 import contextlib
 import copy
@@ -53,7 +53,7 @@ from app.oom_retry import is_out_of_memory
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The base for a task. Each fact is found when it is first asked for, and kept."""
+    """The base model for a task. Properties are computed on first use and cached."""
 
     config: ModelConfig
     task: Task
@@ -61,7 +61,7 @@ class BaseModel:
 
     @cached_property
     def stored(self) -> dict[str, Any]:
-        """What stands in the config.json of the model, or would for random weights."""
+        """The content of config.json; for random weights the architecture in YAML."""
         if self.config.weights == "random":
             return self.config.architecture
         stored = read_config(fetch_folder(self.config, self.config.path, with_weights=False), self.config.path)
@@ -70,43 +70,44 @@ class BaseModel:
 
     @cached_property
     def numbers(self) -> Any:
-        """What transformers makes of its own config.json if that is at hand, else of the YAML."""
+        """The transformers configuration from a local config.json, else from the architecture in YAML."""
         folder = folder_at_hand(self.config) if self.config.weights == "pretrained" else None
-        known = self.config, self.task
-        return numbers_in_yaml(*known) if folder is None else numbers_in_folder(*known, folder)
+        if folder is None:
+            return numbers_in_yaml(self.config, self.task)
+        return numbers_in_folder(self.config, self.task, folder)
 
     def on_meta(self, attention: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
-        """The model without memory or adapter, the same one each time: change a copy of it."""
+        """Return the model on meta, without adapter. It is cached: change only a copy."""
         if (attention, dtype) not in self._on_meta:
             place = local_place(self.config.path)
             if self.config.weights == "pretrained" and place.is_dir():
                 require_weights(place, self.config.path)
-            numbers = deepcopy(self.numbers)  # transformers writes attention and dtype into them
+            numbers = deepcopy(self.numbers)  # transformers stores attention and dtype in them
             with torch.device("meta"):
                 self._on_meta[attention, dtype] = build(self.config, self.task, numbers, dtype, attention)
         return self._on_meta[attention, dtype]
 
     @cached_property
     def attention_chunk(self) -> int | None:
-        """The most tokens of a row where attention is chunked: in documents of one chunk it is full attention."""
+        """The maximum row length with chunked attention: within one chunk it equals full attention."""
         chunked = "chunked_attention" in (getattr(self.numbers, "layer_types", None) or ())
         return int(self.numbers.attention_chunk_size) if chunked else None
 
-    def longest_row(self, wanted: int) -> int:
-        """`wanted` tokens, or as many as one chunk and the used positions of the model have."""
+    def longest_row(self, length: int) -> int:
+        """Return `length`, at most one attention chunk and the usable positions of the model."""
         text = self.stored.get("text_config")
         stored = text if isinstance(text, dict) and text else self.stored
-        wanted = min(wanted, self.attention_chunk or wanted)
+        length = min(length, self.attention_chunk or length)
         positions = stored.get("max_position_embeddings") or stored.get("n_positions")
         if not isinstance(positions, int):
-            return wanted
-        padding = getattr(self.numbers, "pad_token_id", None)  # a bound: no model is built where rows fit anyway
-        if wanted <= positions - (0 if padding is None else int(padding) + 1):
-            return wanted
-        return min(wanted, positions - first_position(self.on_meta()))
+            return length
+        padding = getattr(self.numbers, "pad_token_id", None)  # a bound: no model is built if rows fit anyway
+        if length <= positions - (0 if padding is None else int(padding) + 1):
+            return length
+        return min(length, positions - first_position(self.on_meta()))
 
     def limit_text(self, longest: int) -> str:
-        """Return the limit of a row as a clause, with the name of the model as typed."""
+        """Return the row length limit as a clause, with the model as typed."""
         path = self.config.path
         name = f"model={path.removeprefix(PREFIX)}" if path.startswith(PREFIX) else f"model.path={path}"
         if longest == self.attention_chunk:
@@ -114,28 +115,28 @@ class BaseModel:
         return f"{name} reads {longest:,} tokens at most"
 
     def vocabulary(self, largest: int) -> int:
-        """How many ids the embedding has a row for; as config.json says it where that holds the `largest` one."""
-        told = self.config.vocab_size or self.stored.get("vocab_size")
-        if isinstance(told, int) and largest < told:
-            return told
+        """Return the number of embedding rows; that in config.json if it is above the `largest` id."""
+        size = self.config.vocab_size or self.stored.get("vocab_size")
+        if isinstance(size, int) and largest < size:
+            return size
         return int(self.on_meta().get_input_embeddings().num_embeddings)
 
     @property
     def is_resizable(self) -> bool:
-        """Whether transformers resizes the vocabulary of its kind in one embedding and its head, and no more."""
+        """Whether resizing the vocabulary changes only one embedding and its head in transformers."""
         lm = self.on_meta()
         is_plain = type(lm).resize_token_embeddings is transformers.PreTrainedModel.resize_token_embeddings
         return is_plain and bool(lm.get_input_embeddings().num_embeddings == self.numbers.vocab_size)
 
     @cached_property
     def text_part(self) -> TextPart | None:
-        """Where the whole has the model, if that is only its text part."""
+        """The text part of the composite in the folder, if only that is trained."""
         folder = folder_at_hand(self.config) if self.config.weights == "pretrained" else None
         return None if folder is None else text_part_in(self.config, self.task, folder, self.on_meta())
 
     @property
     def names(self) -> Names:
-        """Names of the weights in the folder's model and in files."""
+        """Weight names in the folder's model and in files."""
         return Names() if self.text_part is None else self.text_part.names
 
     @property
@@ -145,18 +146,18 @@ class BaseModel:
 
     @property
     def unpacked_format(self) -> dict[str, Any] | None:
-        """The quantized format of the folder's weights, where they are unpacked as they are read."""
-        given = stored_format(self.config, self.stored)
-        return None if given is None or given["quant_method"] == BITSANDBYTES else given
+        """The quantized format of the folder's weights, if they are dequantized while loading."""
+        quantization = stored_format(self.config, self.stored)
+        return None if quantization is None or quantization["quant_method"] == BITSANDBYTES else quantization
 
     @property
     def auto_class(self) -> str:
-        """The class of transformers by which other programs load the folder."""
+        """The transformers class with which other programs load the folder."""
         return self.task.auto_class if self.text_part is None else type(self.text_part.whole).__name__
 
     @property
     def linear_outside(self) -> list[str]:
-        """Names, in the folder's own model, of linear layers that quantization leaves as they are."""
+        """Names in the folder's own model of linear layers that are not quantized."""
         lm, part = self.on_meta(), self.text_part
         if part is None:
             return other_linear_layers(lm)
@@ -166,20 +167,20 @@ class BaseModel:
 
     @property
     def stacks_of_experts(self) -> list[str]:
-        """Names of stacks of experts in the folder's own model."""
+        """Names of expert stacks in the folder's own model."""
         return [*map(self.names.of_folder, stacks_of(self.on_meta()))]
 
     @cached_property
     def is_bidirectional(self) -> bool:
-        """Whether tokens attend to those after them; the model decides where the task takes either."""
+        """Whether tokens attend to later ones; the model decides if the task supports both."""
         if self.task.sees != "either":
             return self.task.sees == "both"
-        told = [module.is_causal for module in self.on_meta().modules() if hasattr(module, "is_causal")]
-        return not any(told) if told else type(self.numbers) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        flags = [module.is_causal for module in self.on_meta().modules() if hasattr(module, "is_causal")]
+        return not any(flags) if flags else type(self.numbers) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
     @cached_property
     def tier(self) -> Tier:
-        """How it is trained, as far as its configuration tells."""
+        """How the model is trained, as far as its configuration shows."""
         return tier_of(self.config, self.task, self.numbers)
 
 
@@ -189,46 +190,43 @@ def open_base(model: ModelConfig, task: TaskConfig) -> BaseModel:
 
 
 def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
-    """The configuration of transformers for the architecture in the YAML."""
+    """Return the transformers configuration for the architecture in YAML."""
     from huggingface_hub.errors import StrictDataclassError
 
     numbers = dict(config.architecture)
     kind = str(numbers.pop("model_type", None))
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"model.architecture.model_type={kind} is not a kind that transformers knows."
+            f"model.architecture.model_type={kind}: unknown model type of transformers."
             f"{did_you_mean(kind, sorted(transformers.CONFIG_MAPPING))}"
         )
     refuse(
-        f"model.architecture.{own}={numbers[own]} and model.architecture.{name}={numbers[name]} are one number of "
-        f"model_type={kind}. Leave {own} out, and set model.architecture.{name}."
-        for name, own in transformers.CONFIG_MAPPING[
-            kind
-        ].attribute_map.items()  # of two names transformers would take one
-        if name in numbers and own in numbers and numbers[name] != numbers[own]
+        f"model.architecture.{alias}={numbers[alias]} and model.architecture.{name}={numbers[name]} are the same "
+        f"setting of model_type={kind}. Leave {alias} out and set model.architecture.{name}."
+        # of two names transformers would use one
+        for name, alias in transformers.CONFIG_MAPPING[kind].attribute_map.items()
+        if name in numbers and alias in numbers and numbers[name] != numbers[alias]
     )
     require_layers(numbers, "model.architecture:")
     try:
         return _configured(config, task, text_numbers(transformers.AutoConfig.for_model(kind, **numbers), task))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as fault:
         reason = gist(fault.__cause__ or fault)
-        raise ConfigError(
-            f"model.architecture (model_type: {kind}) is not what transformers takes: {reason}"
-        ) from fault
+        raise ConfigError(f"model.architecture (model_type: {kind}) is rejected by transformers: {reason}") from fault
 
 
 def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
-    """The configuration of transformers in a local folder, or of its text part, for the labels of the run."""
+    """Return the transformers configuration of a local folder or its text part, with the labels of the run."""
     quantized = stored_format(config, read_config(folder, config.path))
     numbers = text_numbers(whole_numbers(config, folder), task)
     _require_no_other_classes(config, task, numbers)
     if quantized is not None and quantized["quant_method"] != BITSANDBYTES:
-        vars(numbers).pop("quantization_config", None)  # the weights are unpacked as they are read
+        vars(numbers).pop("quantization_config", None)  # the weights are dequantized while loading
     return _configured(config, task, numbers)
 
 
 def text_part_in(config: ModelConfig, task: Task, folder: Path, lm: Any) -> TextPart | None:
-    """Where the whole of a folder has `lm`, if that is only its text part."""
+    """Return the position of `lm` in the composite of a folder; None if `lm` is the whole model."""
     return TextPart.of(lm, whole_numbers(config, folder), task)
 
 
@@ -239,31 +237,31 @@ def names_in(config: ModelConfig, task: Task, folder: Path, lm: Any) -> Names:
 
 
 def class_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
-    """The class of transformers that loads a local folder, towers included."""
+    """Return the transformers class that loads a local folder, other towers included."""
     return whole_class(whole_numbers(config, folder), task) or model_class(task)
 
 
 def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> None:
-    """Refuse a classifier of equally many other classes: its head would be reused; of another size one is drawn."""
+    """Refuse a classifier with as many other classes: its head would be reused. Heads of other sizes are replaced."""
     suffix = task.auto_class.removeprefix("AutoModel")
     names = task.has_classes and (task.problem is None or PROBLEMS[task.problem].named)
     is_classifier = names and any(suffix in name for name in numbers.architectures or ())
-    known = [str(numbers.id2label[at]) for at in sorted(numbers.id2label)] if is_classifier else []
-    if task.labels and len(known) == len(task.labels) and known != list(task.labels):
+    labels = [str(numbers.id2label[at]) for at in sorted(numbers.id2label)] if is_classifier else []
+    if task.labels and len(labels) == len(task.labels) and labels != list(task.labels):
         raise ConfigError(
-            f"model.path={config.path}: it has a classifier already, of {', '.join(known)}, and the labels of this run "
-            f"are {', '.join(task.labels)}. Give the model that it was made from, or rows with its labels and "
-            f"task.labels=[{','.join(known)}]."
+            f"model.path={config.path}: it already has a classifier with the labels {', '.join(labels)}, but the "
+            f"labels of this run are {', '.join(task.labels)}. Use its base model, or rows with its labels and "
+            f"task.labels=[{','.join(labels)}]."
         )
 
 
 def _configured(config: ModelConfig, task: Task, numbers: Any) -> Any:
-    """The configuration with the labels and the vocabulary of the run."""
+    """Return `numbers` with the labels and the vocabulary size of the run."""
     rows = getattr(numbers, "vocab_size", None) or 0
     if config.vocab_size is not None and config.vocab_size < rows:
         raise ConfigError(
-            f"model.vocab_size={config.vocab_size}: the base has {rows} rows, and none are cut. Give as many or more, "
-            "or null."
+            f"model.vocab_size={config.vocab_size}: the base has {rows} embedding rows, and none are removed. "
+            f"Set model.vocab_size={rows} or more, or null."
         )
     if config.vocab_size is not None:
         numbers.vocab_size = config.vocab_size
@@ -272,45 +270,45 @@ def _configured(config: ModelConfig, task: Task, numbers: Any) -> Any:
         numbers.label2id = {label: at for at, label in enumerate(task.labels)}
         numbers.problem_type = None if task.problem is None else PROBLEMS[task.problem].problem_type
     if task.pooled and hasattr(numbers, "classifier_pooling"):
-        # the classifier is new: nothing has learnt the mean of all tokens
+        # the classifier is new: nothing is trained on the mean of all tokens
         numbers.classifier_pooling = "bos" if type(numbers).classifier_pooling == "late" else "cls"
     return numbers
 
 
 def model_class(task: Task) -> Any:
-    """The auto class of transformers that builds the task's models."""
+    """Return the auto class of transformers for the task."""
     return getattr(transformers, task.auto_class)
 
 
 def build(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
-    """The model of the task's class, where torch puts new modules; what cannot be trained is refused."""
+    """Build the model of the task's class on the default device; refuse a kind that cannot be trained."""
     require_kind(config, task, numbers)
-    # of each fast kernel that is not installed, on its first use: one line of `model.build` names all of them
+    # silence the warning for each fast kernel that is not installed: one line of `model.build` names all of them
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
-    whole, given = whole_class(numbers, task), {"dtype": dtype, "attn_implementation": attention}
-    given |= {"attn_implementation": "eager"} if attention == OWN else {}
+    whole, options = whole_class(numbers, task), {"dtype": dtype, "attn_implementation": attention}
+    options |= {"attn_implementation": "eager"} if attention == OWN else {}
     place = "model.architecture" if config.weights == "random" else f"model.path={config.path}: config.json"
     with library_errors(f"{place}: transformers cannot build this model", "Fix its value, or choose another model."):
         if whole is None:
-            lm = model_class(task).from_config(numbers, trust_remote_code=config.trust_remote_code, **given)
+            lm = model_class(task).from_config(numbers, trust_remote_code=config.trust_remote_code, **options)
         else:
-            lm = whole._from_config(numbers, **given)
+            lm = whole._from_config(numbers, **options)
     if whole is not None:
         leave_out_towers(lm)
     if attention == OWN:
         lm.set_attn_implementation(own_attention(lm))
-    if lm.base_model is lm and hasattr(lm, "model"):  # where the class names that of the whole that it is a part of
+    if lm.base_model is lm and hasattr(lm, "model"):  # the class may have the prefix of its composite
         lm.base_model_prefix = "model"
     require_structure(config, task, lm)
-    in_fp32 = re.compile("|".join(lm._get_dtype_plan(dtype)) or "(?!)")  # whatever the dtype of the others is
-    for name, each in lm.state_dict(keep_vars=True).items():
+    in_fp32 = re.compile("|".join(lm._get_dtype_plan(dtype)) or "(?!)")  # with any `dtype`
+    for name, tensor in lm.state_dict(keep_vars=True).items():
         if in_fp32.search(name):
-            each.data = each.data.float()
+            tensor.data = tensor.data.float()
     return lm
 
 
 def first_position(lm: Any) -> int:
-    """RoBERTa and its kin leave the places up to that of their padding token unused."""
+    """Return the first usable position: RoBERTa and similar models skip those up to the padding id."""
     tables = (module for name, module in lm.base_model.named_modules() if name.endswith("position_embeddings"))
     places = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
     return 0 if not places or places[0] is None else int(places[0]) + 1
@@ -319,20 +317,20 @@ def first_position(lm: Any) -> int:
 # ---- load base
 
 
-_REMEDY = "Download it again, or give another model.path."
+_REMEDY = "Download it again, or set another model.path."
 
 
 def load_base(
     config: ModelConfig, task: Task, options: LoadOptions, seed: int, quantizer: Quantizer | None = None
 ) -> Any:
-    """A model of transformers with all of its weights; with `quantizer` the backbone in fewer bits."""
+    """Return a transformers model with all weights; with `quantizer` the backbone is quantized."""
     return open_weights(config, task, options, seed, quantizer).whole()
 
 
 def open_weights(
     config: ModelConfig, task: Task, options: LoadOptions, seed: int, quantizer: Quantizer | None = None
 ) -> Base:
-    """A base whose structure is settled; its weights are filled in later."""
+    """Return a base with its structure built; its weights are loaded later."""
     lack = None if quantizer is None else quantizer.missing_on(options.device)
     if lack is not None:
         raise ConfigError(lack)
@@ -352,7 +350,7 @@ def open_weights(
 def open_folder(
     config: ModelConfig, task: Task, folder: Path, options: LoadOptions, quantizer: Quantizer | None
 ) -> Base:
-    """The base in a local folder. A head for the labels of the run is drawn: see `drawing_by`."""
+    """Return the base in a local folder. A head for the labels of the run is initialized: see `drawing_by`."""
     lm = _empty(config, task, numbers_in_folder(config, task, folder), options, quantizer)
     stored_as = stored_format(config, read_config(folder, config.path))
     if (folder / "generation_config.json").is_file():  # as from_pretrained does
@@ -362,52 +360,54 @@ def open_folder(
         part = text_part_in(config, task, folder, lm)
         reader = FolderReader(lm if part is None else part.whole, stored_tensors(folder), stored_as)
         _require_none_missing(config, task, folder, map("the scale of {}".format, reader.without_scale()))
-        found = reader.tensors()
+        tensors = reader.tensors()
         if part is not None:
-            ours = {part.names.of_trained(name): each for name, each in found.items()}
-            found = {name: replace(each, name=name) for name, each in ours.items() if name is not None}
-        tensors = _one_for_each(config, task, folder, lm, found, options)
+            renamed = {part.names.of_trained(name): tensor for name, tensor in tensors.items()}
+            tensors = {name: replace(tensor, name=name) for name, tensor in renamed.items() if name is not None}
+        matched = _tensor_per_parameter(config, task, folder, lm, tensors, options)
     remarks = reader.remarks(None if quantizer is None else quantizer.kind)
     remarks += [f"model: {remark}" for remark in ignored_index(folder)]
     if part is not None:
-        remarks.append(f"model: the text part of {type(part.whole).__name__}; what else it reads is not trained")
-    base = Base(lm, options, tensors, partial(_readable, config, folder), remarks)
+        remarks.append(
+            f"model: training the text part of {type(part.whole).__name__}; its other inputs are not trained"
+        )
+    base = Base(lm, options, matched, partial(_readable, config, folder), remarks)
     if quantizer is not None:
         base.quantize(quantizer)
     return base
 
 
-def _one_for_each(
-    config: ModelConfig, task: Task, folder: Path, lm: Any, found: dict[str, SourceTensor], options: LoadOptions
+def _tensor_per_parameter(
+    config: ModelConfig, task: Task, folder: Path, lm: Any, tensors: dict[str, SourceTensor], options: LoadOptions
 ) -> list[SourceTensor]:
-    """A tensor for each parameter and stored buffer; a folder without one of them is refused."""
+    """Return a tensor for each parameter and stored buffer; refuse a folder that lacks one."""
     shared: dict[int, list[str]] = {}  # names of tied parameters
-    for name, each in lm.state_dict(keep_vars=True).items():
-        shared.setdefault(id(each), []).append(name)
-        if name in found and is_resized(config, found[name].shape, each.shape):
-            found[name] = _resized(found[name], each.shape)
-        elif name in found and found[name].shape != each.shape:
+    for name, parameter in lm.state_dict(keep_vars=True).items():
+        shared.setdefault(id(parameter), []).append(name)
+        if name in tensors and is_resized(config, tensors[name].shape, parameter.shape):
+            tensors[name] = _resized(tensors[name], parameter.shape)
+        elif name in tensors and tensors[name].shape != parameter.shape:
             if in_backbone(lm, name) or not task.has_classes:
-                raise ValueError(f"{name} is {tuple(found[name].shape)}, the model has {tuple(each.shape)}")
-            del found[name]
-    lacking = [names[0] for names in shared.values() if found.keys().isdisjoint(names)]
+                raise ValueError(f"{name} is {tuple(tensors[name].shape)}, the model has {tuple(parameter.shape)}")
+            del tensors[name]
+    lacking = [names[0] for names in shared.values() if tensors.keys().isdisjoint(names)]
     drawn = [name for name in lacking if task.has_classes and not in_backbone(lm, name)]
     optional = lm._keys_to_ignore_on_load_missing or ()
-    computed = [name for name, _ in lm.named_buffers() if any(re.search(each, name) for each in optional)]
+    computed = [name for name, _ in lm.named_buffers() if any(re.search(pattern, name) for pattern in optional)]
     _require_none_missing(config, task, folder, {*lacking}.difference(drawn, computed))
     for names in shared.values():
-        _untie_different(lm, [name for name in names if name in found], found)
+        _untie_different(lm, [name for name in names if name in tensors], tensors)
     rebuilt = partial(_empty, config, task, lm.config, options, None)
     for place in dict.fromkeys(name.rpartition(".")[0] for name in drawn):
         for last, numbers in drawn_parameters(lm, place, options.device, rebuilt).items():
             name = f"{place}.{last}"
             if name in drawn:
-                found[name] = in_memory(name, numbers)
-    return list(found.values())
+                tensors[name] = in_memory(name, numbers)
+    return list(tensors.values())
 
 
 def _resized(tensor: SourceTensor, shape: torch.Size) -> SourceTensor:
-    """A tensor with the rows of a larger vocabulary."""
+    """Return a tensor with the rows of a larger vocabulary."""
 
     def rows(low: int, high: int) -> Tensor:
         return tensor.rows(low, high) if high <= tensor.shape[0] else whole()[low:high]
@@ -418,23 +418,23 @@ def _resized(tensor: SourceTensor, shape: torch.Size) -> SourceTensor:
     return replace(tensor, shape=shape, whole=whole, rows=rows)
 
 
-def _untie_different(lm: Any, names: list[str], found: dict[str, SourceTensor]) -> None:
-    """Of tied parameters that are stored each by itself keep one; those that differ become several, as transformers
-    has it.
+def _untie_different(lm: Any, names: list[str], tensors: dict[str, SourceTensor]) -> None:
+    """Untie parameters that the files store with different values, as transformers does; drop equal ones from
+    `tensors`.
     """
     for name in names[1:]:
-        if found[names[0]].whole().equal(found[name].whole()):
-            del found[name]
+        if tensors[names[0]].whole().equal(tensors[name].whole()):
+            del tensors[name]
             continue
         place, _, last = name.rpartition(".")
         module = lm.get_submodule(place)
         module._parameters[last] = nn.Parameter(torch.empty_like(module._parameters[last]))
-        for each in names:
-            lm.all_tied_weights_keys.pop(each, None)
+        for tied in names:
+            lm.all_tied_weights_keys.pop(tied, None)
 
 
 def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, quantizer: Quantizer | None) -> Any:
-    """The model with its parameters on meta; what cannot be trained or packed is refused."""
+    """Build the model with parameters on meta; refuse a model that cannot be trained or quantized."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):  # buffers are computed
@@ -449,14 +449,14 @@ def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, 
 
 @contextlib.contextmanager
 def drawing_by(seed: int) -> Iterator[None]:
-    """Context of a reading that may draw a head; the random numbers of the rest of the program stay the same."""
+    """Initialize a head from `seed` inside this context; other random numbers of the program are unaffected."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
 
 
 def quiet_transformers() -> None:
-    """Turn off bars and warnings of transformers: one line of ours reports loading; missing weights are refused."""
+    """Turn off progress bars and warnings of transformers: loading is reported in one line, missing weights refused."""
     transformers.logging.disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_warning)
 
@@ -466,9 +466,9 @@ def _is_no_warning(record: logging.LogRecord) -> bool:
 
 
 def read_weights(config: ModelConfig, task: Task, folder: Path, /, **options: Any) -> Any:
-    """The model of a local folder, every weight of it from there: transformers would make up the missing ones.
+    """Return the model of a local folder; refuse missing weights, which transformers would initialize.
 
-    Only a head for the labels of a run is drawn, where the folder has none of its size: see `drawing_by`.
+    Only a head for the labels of a run is initialized, if the folder has none of its size: see `drawing_by`.
     """
     if task.has_classes:
         options |= {"config": numbers_in_folder(config, task, folder), "ignore_mismatched_sizes": True}
@@ -480,7 +480,7 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, /, **options: An
         unscaled = without_scale(stored, tensors)
         _require_none_missing(config, task, folder, map("the scale of {}".format, unscaled))
     with library_errors(problem, _REMEDY):
-        lm, found = kind.from_pretrained(
+        lm, report = kind.from_pretrained(
             str(folder),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
@@ -488,7 +488,7 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, /, **options: An
             output_loading_info=True,
             **options,
         )
-    odd = {*found["missing_keys"], *(each[0] for each in found.get("mismatched_keys", ()))}
+    odd = {*report["missing_keys"], *(mismatch[0] for mismatch in report.get("mismatched_keys", ()))}
     missing = {name for name in odd if in_backbone(lm, name) or not task.has_classes}
     _require_none_missing(config, task, folder, missing)
     with _readable(config, folder):
@@ -504,7 +504,7 @@ def _require_none_missing(config: ModelConfig, task: Task, folder: Path, missing
     if names:
         raise EnvironmentProblem(
             f"model.path={config.path}: the weights in {folder} lack {len(names)} of the model's tensors "
-            f"({', '.join(names[:3])}{', ...' if names[3:] else ''}). Give the folder of {task.description}."
+            f"({', '.join(names[:3])}{', ...' if names[3:] else ''}). Set model.path to {task.description}."
         )
 
 

@@ -1,7 +1,7 @@
-"""The weights of a base: where its tensors come from, one at a time, and the walk that fills a model with them.
+"""Weights of a base: tensors read one at a time, and the loop that fills a model with them.
 
-The order serves any number of processes. Structure comes first, on meta: packed layers, adapters, shards. Then one
-walk over the tensors of the base fills what this process keeps of them, so that no process ever holds the whole model.
+This works with any number of processes. The structure comes first, on meta: quantized layers, adapters, shards. Then
+one loop over the base tensors fills the part that this process keeps, so that no process holds the whole model.
 """
 
 import copy
@@ -22,7 +22,7 @@ from app.layers.quantization import Quantizer, backbone_linear_layers, is_conv1d
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How the weights of a base are stored, where, and with which attention, a name that transformers knows."""
+    """Dtype and device of the base weights, and the attention name in transformers."""
 
     dtype: torch.dtype
     device: torch.device
@@ -31,21 +31,21 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a base, not read yet. What is read may be a mapped piece of a file, or shared: copy it to keep it."""
+    """A base tensor that is not read yet. Reading may return mapped or shared memory: copy it to keep it."""
 
     name: str
     shape: torch.Size
     whole: Callable[[], Tensor]
-    rows: Callable[[int, int], Tensor]  # from the first up to the second number
-    file: str = ""  # name of the file that has it
+    rows: Callable[[int, int], Tensor]  # start (included) and end (excluded)
+    file: str = ""  # name of its file
 
 
-# Gives a module's parameter its numbers, of which a process may keep some rows only
+# Sets the values of a module's parameter; a process may keep only some rows
 Put = Callable[[nn.Module, str, SourceTensor], None]
 
 
 class Base:
-    """A base model. `lm` is on meta until it is filled, but for the buffers that it computes."""
+    """A base model. `lm` is on meta until it is filled, except for computed buffers."""
 
     def __init__(
         self,
@@ -59,22 +59,22 @@ class Base:
         self.remarks = tuple(remarks)
         self._options = options
         self._tensors: Iterable[SourceTensor] | None = tensors
-        # of the model as it is opened: a head that is cast later is rounded as its backbone is
-        self._dtypes = {name: each.dtype for name, each in lm.named_parameters(remove_duplicate=False)}
-        self._readable = readable  # around reading: one message for files that are damaged
+        # at opening: a head that is cast later is rounded like the backbone
+        self._dtypes = {name: parameter.dtype for name, parameter in lm.named_parameters(remove_duplicate=False)}
+        self._readable = readable  # context of reading: one message for damaged files
         self._modules = dict(lm.named_modules())
         self._quantizer: Quantizer | None = None
-        self._plain: dict[str, nn.Module] = {}  # of layers that are quantized, as they were before
-        self._stacks: dict[str, torch.Size] = {}  # of experts, by name, that are quantized
+        self._plain: dict[str, nn.Module] = {}  # layers before their quantization
+        self._stacks: dict[str, torch.Size] = {}  # shapes of quantized expert stacks, by name
 
     def whole(self) -> Any:
-        """The model with all of its weights in this process."""
+        """Return the model with all weights in this process."""
         if self._tensors is not None:
             self.fill(put_whole)
         return self.lm
 
     def quantize(self, quantizer: Quantizer) -> None:
-        """Quantized layers in place of plain ones: structure alone, on meta."""
+        """Replace plain layers by quantized ones: structure only, on meta."""
         self._quantizer = quantizer
         if quantizer.packs:
             self._plain = {name: self.lm.get_submodule(name) for name in backbone_linear_layers(self.lm)}
@@ -84,7 +84,7 @@ class Base:
         self._modules = dict(self.lm.named_modules())
 
     def fill(self, put: Put, copies: Mapping[nn.Module, nn.Module] | None = None) -> None:
-        """`copies`: modules that begin with the numbers of others, as a head that an adapter trains."""
+        """Fill the model by `put`. `copies`: modules that start as copies, such as a head that PEFT trains."""
         assert self._tensors is not None
         owners = self._owners()
         with self._readable():
@@ -118,23 +118,23 @@ class Base:
         copies: Mapping[nn.Module, nn.Module],
         holders: Iterable[tuple[nn.Module, str]],
     ) -> None:
-        """Fill the copies of the modules that hold a tensor; copies of tied ones stay tied."""
+        """Fill the copies of modules that hold a tensor; copies of tied modules stay tied."""
         filled: list[tuple[nn.Parameter | None, nn.Parameter | None]] = []
         for module, name in holders:
             if module in copies:
                 copied, before = copies[module], copies[module]._parameters[name]
                 assert before is not None
-                known = next((after for each, after in filled if each is before), None)
-                if known is None:
+                shared = next((after for original, after in filled if original is before), None)
+                if shared is None:
                     put(copied, name, self._converted(tensor, before))
                 else:
-                    copied._parameters[name] = known
+                    copied._parameters[name] = shared
                 filled.append((before, copied._parameters[name]))
 
     def linear_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and weight [out, in] in float32 of each layer that a quantizer replaces, read one at a time."""
+        """Yield name and float32 weight [out, in] of each layer that a quantizer replaces, read one at a time."""
         layers = {f"{name}.weight": self._modules[name] for name in backbone_linear_layers(self.lm)}
-        tensors = self._tensors or (in_memory(*each) for each in self.lm.named_parameters())
+        tensors = self._tensors or (in_memory(*named) for named in self.lm.named_parameters())
         with self._readable():
             for tensor in tensors:
                 if tensor.name in layers:
@@ -142,20 +142,21 @@ class Base:
                     yield tensor.name.removesuffix(".weight"), weight.T if is_conv1d(layers[tensor.name]) else weight
 
     def _owners(self) -> dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-        """Modules of each parameter, several of tied ones, by id; holding the parameter keeps its id unique."""
-        found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+        """Return the modules of each parameter by id, several if tied; holding the parameter keeps its id unique."""
+        owners: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for module in self._modules.values():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
-        return found
+                    owners.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+        return owners
 
     def _converted(self, tensor: SourceTensor, parameter: nn.Parameter) -> SourceTensor:
-        """The tensor in the dtype and on the device of training."""
+        """Return the tensor in the dtype and on the device of training."""
 
-        def convert(given: Tensor, *, copied: bool) -> Tensor:
+        def convert(loaded: Tensor, *, copied: bool) -> Tensor:
             dtype = self._dtypes[tensor.name]
-            moved = given.to(self._options.device, dtype if given.is_floating_point() else given.dtype, copy=copied)
+            target = dtype if loaded.is_floating_point() else loaded.dtype
+            moved = loaded.to(self._options.device, target, copy=copied)
             _require_weights(tensor, moved, dtype)
             return moved.to(parameter.dtype)
 
@@ -167,9 +168,9 @@ class Base:
         )
 
     def _put_quantized(self, plain: nn.Module | None, module: nn.Module, tensor: SourceTensor, put: Put) -> None:
-        """Quantize a tensor whole and put its bytes: a process that keeps some rows of them has the scales of all.
+        """Quantize the whole tensor and put its bytes: a process that keeps some rows has all scales.
 
-        `plain`: the layer as it was, None for a stack of experts.
+        `plain`: the layer before quantization, None for an expert stack.
         """
         assert self._quantizer is not None
         weight: Any = tensor.whole()
@@ -191,7 +192,7 @@ class Base:
 
 
 def _require_weights(tensor: SourceTensor, numbers: Tensor, dtype: torch.dtype) -> None:
-    """Refuse what a file has in place of weights of `dtype`, by the name of the tensor."""
+    """Refuse integers in place of weights of `dtype`, NaN and infinity, with the tensor name."""
     if tensor.file:
         name = f"{tensor.name} in {tensor.file}"
         require_float(name, numbers.dtype, dtype)
@@ -199,45 +200,45 @@ def _require_weights(tensor: SourceTensor, numbers: Tensor, dtype: torch.dtype) 
 
 
 def put_whole(module: nn.Module, name: str, tensor: SourceTensor) -> None:
-    """All of it, by one process that keeps the whole model."""
+    """Set a parameter to the whole tensor, in one process that keeps the whole model."""
     whole, expected = tensor.whole(), module._parameters[name]
     assert expected is not None
-    if not isinstance(whole, nn.Parameter):  # or one of bitsandbytes' class
+    if not isinstance(whole, nn.Parameter):  # Params4bit of bitsandbytes is one
         whole = nn.Parameter(whole, requires_grad=expected.requires_grad)
     module._parameters[name] = whole
 
 
 def in_memory(name: str, tensor: Tensor) -> SourceTensor:
-    """A tensor that is there."""
+    """Wrap a tensor that is in memory."""
     return SourceTensor(name, tensor.shape, lambda: tensor, lambda low, high: tensor.detach()[low:high])
 
 
 def random_tensors(lm: Any, device: torch.device, seed: int, rebuilt: Callable[[], Any]) -> Iterator[SourceTensor]:
-    """Tensors on `device` for an `lm` on meta, those of one module at a time; tied ones once.
+    """Yield random tensors on `device` for an `lm` on meta, module by module; tied ones once.
 
-    The numbers depend on seed, kind, sizes and the module's name alone, and what the rest of the program draws stays
-    what it was. `rebuilt` makes another `lm`, for what only constructors initialize.
+    The values depend only on seed, kind, sizes and module name; other random numbers of the program are unaffected.
+    `rebuilt` builds another `lm`, for parameters that only constructors initialize.
     """
     lm.tie_weights()
     done: set[int] = set()
     for name, module in lm.named_modules():
-        own = {last: each for last, each in module._parameters.items() if each is not None}
-        if done.issuperset(map(id, own.values())):
+        parameters = {last: meta for last, meta in module._parameters.items() if meta is not None}
+        if done.issuperset(map(id, parameters.values())):
             continue
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             drawn = drawn_parameters(lm, name, device, rebuilt)
-        for last, meta in own.items():
+        for last, meta in parameters.items():
             if id(meta) not in done:
                 yield in_memory(f"{name}.{last}".lstrip("."), drawn[last])
-        done.update(map(id, own.values()))
+        done.update(map(id, parameters.values()))
 
 
 @torch.no_grad()
 def drawn_parameters(lm: Any, name: str, device: torch.device, rebuilt: Callable[[], Any]) -> dict[str, Tensor]:
-    """The parameters of one module by the model's own initialization: the module's, then that of those around it, for
-    some kinds treat modules by their role in these. All other modules stay on meta, where drawing does nothing.
+    """Return the parameters of one module as the model initializes them: first by the module, then by those around
+    it, because some kinds initialize by role. All other modules stay on meta, where initialization does nothing.
 
     As in transformers, the innermost model around a module initializes it.
     """
@@ -246,34 +247,34 @@ def drawn_parameters(lm: Any, name: str, device: torch.device, rebuilt: Callable
     around = [lm.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
     on_meta = dict(module._parameters)
     drawn = {
-        last: nn.Parameter(torch.full_like(each, torch.nan, device=device))
-        for last, each in on_meta.items()
-        if each is not None
+        last: nn.Parameter(torch.full_like(meta, torch.nan, device=device))
+        for last, meta in on_meta.items()
+        if meta is not None
     }
     module._parameters.update(drawn)
     try:
-        for at, each in enumerate(around):
-            next(outer for outer in around[at:] if hasattr(outer, "_init_weights"))._init_weights(each)
-        forgotten = [last for last, each in drawn.items() if bool(each.isnan().any())]
-        if forgotten and is_conv1d(module):  # its constructor draws only after it has registered the weight
+        for at, inner in enumerate(around):
+            next(outer for outer in around[at:] if hasattr(outer, "_init_weights"))._init_weights(inner)
+        missing = [last for last, parameter in drawn.items() if bool(parameter.isnan().any())]
+        if missing and is_conv1d(module):  # its constructor initializes after registering the weight
             nn.init.normal_(drawn["weight"], std=0.02)
             nn.init.zeros_(drawn["bias"])
-        elif forgotten:
+        elif missing:
             constructed = _constructed(rebuilt, name, type(module))
-            drawn |= {last: constructed[last].to(device, on_meta[last].dtype) for last in forgotten}
+            drawn |= {last: constructed[last].to(device, on_meta[last].dtype) for last in missing}
     finally:
         module._parameters.update(on_meta)
-    return {last: each.detach() for last, each in drawn.items()}
+    return {last: parameter.detach() for last, parameter in drawn.items()}
 
 
 def _constructed(build: Callable[[], Any], name: str, kind: type[nn.Module]) -> dict[str, Tensor]:
-    """What the constructor gives the parameters of one module, of a class `kind`."""
-    found: dict[nn.Module, dict[str, Tensor]] = {}
+    """Return the values that the constructor sets in the parameters of one module of class `kind`."""
+    parameters: dict[nn.Module, dict[str, Tensor]] = {}
 
     def keep(module: nn.Module, last: str, parameter: nn.Parameter | None) -> None:
         if type(module) is kind and parameter is not None:
-            found.setdefault(module, {})[last] = parameter.detach().clone()
+            parameters.setdefault(module, {})[last] = parameter.detach().clone()
 
     with register_module_parameter_registration_hook(keep):
         lm = build()
-    return found[lm.get_submodule(name)]
+    return parameters[lm.get_submodule(name)]

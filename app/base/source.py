@@ -1,6 +1,6 @@
-"""Where a model comes from: a local folder or a snapshot of a hub repository; one message when it is not there.
+"""Source of a model: a local folder or a snapshot of a hub repository; one message if it is missing.
 
-A fingerprint tells the weights of a folder from others without reading all of them.
+A fingerprint identifies the weights of a folder without reading all of them.
 """
 
 import hashlib
@@ -16,27 +16,27 @@ from app.config.schema import ModelConfig
 from app.errors import AppError, ConfigError, EnvironmentProblem, gist
 from app.files import irregular_files, read_json, read_object, require_intact
 
-REMOTE_CODE = "Code that a model brings along is run only with model.trust_remote_code=true."
+REMOTE_CODE = "Custom code of a model runs only with model.trust_remote_code=true."
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors"]
 _HASHED_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FILE_KEY = "transformers_weights"  # of a config.json, which names the file to read
-_AGAIN = "Download the model again, or give another model.path."
+_FILE_KEY = "transformers_weights"  # key in config.json that names the weight file
+_AGAIN = "Download the model again, or set another model.path."
 _LAYERS = re.compile(r"\w*layers|n_?layer|num_layer")
-MAX_LAYERS = 10_000  # each is built in Python, in milliseconds; the deepest models that are published have hundreds
+MAX_LAYERS = 10_000  # a layer is built in Python in milliseconds; the deepest published models have hundreds
 _NOT_OURS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
 
 
 def check(config: ModelConfig) -> list[str]:
-    """The problem with a `model.path` on this machine, told before anything is loaded."""
+    """Return the problem with `model.path` on this machine, before anything is loaded."""
     place = local_place(config.path)
     is_there = config.weights == "random" or place.is_dir() or _can_be_remote(config.path)
     return [] if is_there else [_no_folder(config.path)]
 
 
 def fetch_folder(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
-    """The folder that holds `path`: itself when it is local, else a snapshot of the hub repository."""
+    """Return the folder of `path`: itself if it is local, else a snapshot of the hub repository."""
     place = _local_folder(path)
     if place is not None:
         return place
@@ -46,7 +46,7 @@ def fetch_folder(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
 
 
 def _local_folder(path: str) -> Path | None:
-    """Return the folder that `path` names on this machine, if there is one; refuse one that reading could hang on."""
+    """Return the folder at `path` on this machine, if any; refuse files that are not regular: reading could hang."""
     place = local_place(path)
     if not place.is_dir():
         return None
@@ -56,7 +56,7 @@ def _local_folder(path: str) -> Path | None:
         raise EnvironmentProblem(f"model.path={path}: {place} cannot be read ({fault.strerror}).") from fault
     if irregular:
         raise EnvironmentProblem(
-            f"model.path={path}: {irregular[0]} is not a regular file, so reading it may never end. Delete it."
+            f"model.path={path}: {irregular[0]} is not a regular file, so reading it may hang. Delete it."
         )
     return place
 
@@ -67,13 +67,13 @@ def _can_be_remote(path: str) -> bool:
 
 def _no_folder(path: str) -> str:
     return (
-        f"model.path={path}: there is no such folder. Give a folder with config.json, tokenizer.json and "
+        f"model.path={path}: no such folder. Set a folder with config.json, tokenizer.json and "
         "*.safetensors, or a hub id like org/name."
     )
 
 
 def folder_at_hand(config: ModelConfig) -> Path | None:
-    """The folder of the model's own config.json on this machine, without asking the hub."""
+    """Return the folder of the model's own config.json on this machine, without asking the hub."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -88,12 +88,12 @@ def folder_at_hand(config: ModelConfig) -> Path | None:
 
 
 def local_place(path: str) -> Path:
-    """What `path` means if it is a path of this machine."""
+    """Return `path` as a path on this machine."""
     return Path(locate(path)).expanduser()
 
 
 def base_path(model: ModelConfig, run_base: Path) -> str:
-    """What an adapter names as its base: the model's own path, or the folder where a random base is kept."""
+    """Return the base path of an adapter: the model's own, or the folder of a saved random base."""
     if model.weights == "random":
         return str(run_base.resolve())
     place = local_place(model.path)
@@ -101,40 +101,40 @@ def base_path(model: ModelConfig, run_base: Path) -> str:
 
 
 def require_weights(folder: Path, path: str) -> None:
-    """Refuse a folder that transformers could not load from safetensors, before it tries."""
+    """Refuse a folder that transformers could not load from safetensors."""
     read_config(folder, path)
     if any(folder.glob("*.safetensors")):
         weight_files(folder)  # refuses names in an index
         return
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
-    found = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "none"
+    content = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "none"
     raise EnvironmentProblem(
-        f"model.path={path}: no *.safetensors in {folder} ({found}). Convert the weights to safetensors, "
-        "or give model.weights=random to train from nothing."
+        f"model.path={path}: no *.safetensors in {folder} ({content}). Convert the weights to safetensors, "
+        "or set model.weights=random to train from scratch."
     )
 
 
 def require_intact_base(folder: Path) -> None:
-    """Refuse the folder of a base with a file that is not as a run wrote it: base/ or final/ of one."""
+    """Refuse base/ or final/ of a run if a file has changed since it was written."""
     remedy = "Restore it from a copy of the run that wrote it. If you changed it on purpose, delete its manifest.json."
     require_intact(folder, remedy, sealed=False)
 
 
 def read_config(folder: Path, path: str) -> dict[str, Any]:
-    """The config.json of a folder as it stands; one that does not even say what kind of model it is is refused."""
+    """Return the config.json of a folder; refuse one without a model type."""
     file = folder / "config.json"
     is_adapter = any((place / ADAPTER).is_file() for place in (folder, folder / "final"))
-    # that of a classifier has a config.json too, and a whole model may lie beside one
-    if is_adapter and all(each.name == ADAPTER_WEIGHTS for each in folder.glob("*.safetensors")):
+    # a classifier adapter has a config.json too, and a folder may have both a model and an adapter
+    if is_adapter and all(weights.name == ADAPTER_WEIGHTS for weights in folder.glob("*.safetensors")):
         raise EnvironmentProblem(
-            f"model.path={path}: this is an adapter without its base. To go on from it, type the base and the adapter: "
-            f"model.path=MODEL adapter.start={path}"
+            f"model.path={path}: this is an adapter without its base. To continue from it, set the base and the "
+            f"adapter: model.path=MODEL adapter.start={path}"
         )
     try:
         numbers: dict[str, Any] = read_json(file)
         kind = numbers["model_type"]
     except FileNotFoundError:
-        advice = f" A run has its model in final/: model.path={path}/final." if (folder / "final").is_dir() else ""
+        advice = f" The model of a run is in final/: model.path={path}/final." if (folder / "final").is_dir() else ""
         raise EnvironmentProblem(
             f"model.path={path}: {folder} has no config.json, so it is not a Hugging Face model folder.{advice}"
         ) from None
@@ -149,7 +149,7 @@ def read_config(folder: Path, path: str) -> dict[str, Any]:
 
 
 def require_layers(numbers: Mapping[str, Any], where: str) -> None:
-    """Refuse numbers of layers that no model has: building them would take hours. `where` begins the message."""
+    """Refuse layer counts that no model has: building them would take hours. `where` starts the message."""
     for name, value in numbers.items():
         if isinstance(value, Mapping):
             require_layers(value, where)
@@ -158,12 +158,10 @@ def require_layers(numbers: Mapping[str, Any], where: str) -> None:
 
 
 def whole_numbers(config: ModelConfig, folder: Path) -> Any:
-    """Return the configuration of transformers in a local folder; that of a text part is inside it."""
+    """Return the transformers configuration in a local folder; a composite contains that of its text part."""
     from transformers import AutoConfig
 
-    problem = (
-        f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can use"
-    )
+    problem = f"model.path={config.path}: {folder / 'config.json'} is not supported by this version of transformers"
     with library_errors(problem, REMOTE_CODE):
         return AutoConfig.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
@@ -172,7 +170,7 @@ def whole_numbers(config: ModelConfig, folder: Path) -> Any:
 
 @contextmanager
 def library_errors(problem: str, remedy: str, error: type[AppError] = EnvironmentProblem) -> Iterator[None]:
-    """Convert whatever a library raises over received files to a user error; wrap calls of the library alone.
+    """Convert any exception of a library about its files to a user error; wrap only library calls.
 
     A model's own classes raise nearly every exception for a bad value: KeyError, AssertionError, ZeroDivisionError.
     """
@@ -197,10 +195,9 @@ def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
         revision = f" at revision {config.revision}" if config.revision else ""
         license = config.licence_page or f"https://huggingface.co/{path}"
         raise EnvironmentProblem(
-            f"model.path={path}{revision} cannot be loaded: its files are not on this machine and the hub did not give "
-            f"them ({_reason(fault)}). If it is gated, accept its license at {license} and set HF_TOKEN; without a "
-            "network, give a local folder: model.path=DIR; to try the architecture without its weights: "
-            "model.weights=random."
+            f"model.path={path}{revision} is not on this machine and could not be downloaded ({_reason(fault)}). "
+            f"If it is gated, accept its license at {license} and set HF_TOKEN. Without a network, set a local folder: "
+            "model.path=DIR. To try the architecture without its weights, set model.weights=random."
         ) from fault
     return Path(folder)
 
@@ -208,24 +205,22 @@ def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
 def _reason(fault: Exception) -> str:
     from huggingface_hub import constants, errors
 
-    known = (
-        (errors.GatedRepoError, "it is gated and this account has no access"),
+    reasons = (
+        (errors.GatedRepoError, "gated, and this account has no access"),
         (errors.RepositoryNotFoundError, "no such repository, or no access to it"),
         (errors.RevisionNotFoundError, "no such revision"),
         (errors.HFValidationError, "not a valid hub id"),
     )
-    for kind, words in known:
+    for kind, reason in reasons:
         if isinstance(fault, kind):
-            return words
+            return reason
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    return "no connection to the hub" if isinstance(fault, errors.LocalEntryNotFoundError) else type(fault).__name__
+    return "no connection" if isinstance(fault, errors.LocalEntryNotFoundError) else type(fault).__name__
 
 
 def base_fingerprint(model: ModelConfig) -> str | None:
-    """A hash by which the weights that `model.path` names on this machine are known again; None where
-    they were drawn, or are not at hand.
-    """
+    """Return a hash that identifies the weights of `model.path` on this machine; None for random or missing weights."""
     folder = None if model.weights == "random" else folder_at_hand(model)
     files = [] if folder is None else weight_files(folder)
     return weights_fingerprint(files) if files and all(file.is_file() for file in files) else None
@@ -234,8 +229,8 @@ def base_fingerprint(model: ModelConfig) -> str | None:
 def weights_fingerprint(files: list[Path]) -> str:
     """Hash names, sizes and 64 blocks of 64 KiB spread evenly over each file; files of up to 4 MiB are read whole.
 
-    A training changes nearly all weights, so another model differs in nearly every block. A single damaged byte of a
-    large file may lie between them.
+    Training changes nearly all weights, so another model differs in nearly every block. A single damaged byte of a
+    large file may be missed.
     """
     content = hashlib.sha256()
     for file in files:
@@ -249,12 +244,12 @@ def weights_fingerprint(files: list[Path]) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers reads; a folder of the hub may hold others besides.
+    """Return the weight files that transformers reads; a folder of the hub may have others too.
 
-    Names are checked, not where links lead: the files of a hub cache are links into its folder of blobs.
+    Names are checked, not link targets: the files of a hub cache are links into its folder of blobs.
     """
     named = read_object(folder / "config.json").get(_FILE_KEY)
-    first = next((each for each in (WEIGHTS, INDEX) if (folder / each).is_file()), None) if named is None else named
+    first = next((name for name in (WEIGHTS, INDEX) if (folder / name).is_file()), None) if named is None else named
     if first is None:
         return sorted(folder.glob("*.safetensors"))
     if first != INDEX:
@@ -276,6 +271,6 @@ def _safetensors_name(name: Any, place: str) -> str:
 
 
 def ignored_index(folder: Path) -> list[str]:
-    """Return a remark if a folder has an index besides the one file that is read."""
+    """Return a remark if a folder has an index next to the one file that is read."""
     is_ignored = (folder / INDEX).is_file() and weight_files(folder) == [folder / WEIGHTS]
     return [f"{folder / INDEX} is ignored, because {WEIGHTS} is there too"] if is_ignored else []

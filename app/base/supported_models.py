@@ -1,10 +1,10 @@
-"""Kinds of model that can be trained correctly, and how; others are refused by name, before weights are fetched.
+"""Supported model types and how they are trained; others are refused by name, before weights are downloaded.
 
 Our attention replaces the model's own through transformers' interface, and no mask is built for it. A kind that does
 not call the interface would ignore it. A kind whose layers need another mask would call it and still be wrong. Both
-would train without an error. So a table says what was proven for a kind (`config.kinds`), and the checks before
-the first step prove it for the model at hand; a kind that the table does not know is tried in the best way.
-Layers that carry a state from token to token are laid aside (`model.recurrent`).
+would train without an error. So a table has the tested kinds (`config.kinds`), and the checks before the first step
+test the model of the run; a kind outside the table is tried in the best way. Layers that carry a state from token to
+token get padded rows (`layers.recurrent`).
 """
 
 import sys
@@ -22,7 +22,7 @@ from app.errors import ConfigError
 from app.layers.head import own_head, pooled_head
 from app.layers.recurrent import recurrent_mixers
 
-# of others that differ only in long rows, the check before the first step would see nothing
+# other types may differ only in long rows, which the check before the first step does not see
 _RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
 _LAYERS = _RECURRENT | {"full_attention", "sliding_attention", "mlp", "moe"}
 _OWN_ATTENTION = "its attention cannot be replaced by ours"
@@ -30,14 +30,14 @@ _HEAD_FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, Runti
 
 
 def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
-    """Check the configuration; code that a model brings along is checked once the model is built."""
+    """Check the configuration; custom code of a model is checked when the model is built."""
     tier = tier_of(config, task, numbers)
     if not tier.accepted:
         _refuse(config, task, numbers, tier.reason)
 
 
 def tier_of(config: ModelConfig, task: Task, numbers: Any) -> Tier:
-    """How the task trains a model of this configuration, as far as that tells."""
+    """Return how the task trains a model of this configuration, as far as it shows."""
     own_code = config.trust_remote_code and hasattr(numbers, "auto_map")
     proven = None if own_code else _proven(task, numbers.model_type)
     if proven is not None and not proven.accepted and proven.compared:
@@ -51,34 +51,36 @@ def tier_of(config: ModelConfig, task: Task, numbers: Any) -> Tier:
         return Tier(REFUSED, f"it has layers of {', '.join(sorted(strange))}")
     if proven is not None and proven.compared:
         return proven
-    known = whole_class(numbers, task) or getattr(transformers, task.mapping).get(type(numbers), None)
-    if own_code or types & _RECURRENT or any(map(_calls_interface, known if isinstance(known, tuple) else (known,))):
+    classes = whole_class(numbers, task) or getattr(transformers, task.mapping).get(type(numbers), None)
+    classes = classes if isinstance(classes, tuple) else (classes,)
+    if own_code or types & _RECURRENT or any(map(_calls_interface, classes)):
         return Tier(PACKED)
     return Tier(OWN, _OWN_ATTENTION)
 
 
 def _proven(task: Task, kind: str) -> Tier | None:
-    """What the table has for a kind in the sections of the task's class."""
-    known = model_kinds().tasks
+    """Return the table entry of a kind in the sections of the task's class."""
     sections = [
-        each for name, each in known.items() if (TASKS.get(name) or TASKS["causal"]).auto_class == task.auto_class
+        section
+        for name, section in model_kinds().tasks.items()
+        if (TASKS.get(name) or TASKS["causal"]).auto_class == task.auto_class
     ]
     return next((tiers[kind] for tiers in sections if kind in tiers), None)
 
 
 def _reason(task: Task, numbers: Any, *, own_code: bool) -> str | None:
-    """Why no model of this configuration is one for the task, None where nothing tells."""
+    """Return why a model of this configuration cannot have the task; None if nothing shows it."""
     whole = _whole_class(task, numbers)
     if isinstance(whole, str):
         return whole
-    known = whole or getattr(transformers, task.mapping).get(type(numbers), None)
-    if known is None and not own_code:
+    model_class = whole or getattr(transformers, task.mapping).get(type(numbers), None)
+    if model_class is None and not own_code:
         return f"it is not {task.description}"
     return None
 
 
 def _whole_class(task: Task, numbers: Any) -> Any:
-    """The class of a model that is trained on text by the class of the whole, None for others; or why none is."""
+    """Return the class of a composite that is trained as a whole on text, None for others; or the refusal."""
     if numbers.is_encoder_decoder or "encoder" in numbers.sub_configs:
         return "it is an encoder-decoder, and only models of one of the two are trained here"
     text, whole = numbers.get_text_config(decoder=True), whole_class(numbers, task)
@@ -89,13 +91,13 @@ def _whole_class(task: Task, numbers: Any) -> Any:
     return whole if task.writes_text else None
 
 
-def _calls_interface(known: Any) -> bool:
-    """Whether attention of a class is transformers' interface; the flag is missing for kinds that call it."""
-    return known._supports_attention_backend or hasattr(sys.modules[known.__module__], "ALL_ATTENTION_FUNCTIONS")
+def _calls_interface(kind: Any) -> bool:
+    """Return whether a class calls transformers' attention interface; some kinds that do lack the flag."""
+    return kind._supports_attention_backend or hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
-    """Check the model once it is built, on meta or with its weights."""
+    """Check the built model, on meta or with its weights."""
     refuse = partial(_refuse, config, task, lm.config)
     if tier_of(config, task, lm.config).name != OWN and not (_calls_interface(type(lm)) or recurrent_mixers(lm)):
         refuse(_OWN_ATTENTION)
@@ -118,7 +120,7 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
 
 
 def _refuse(config: ModelConfig, task: Task, numbers: Any, reason: str, fault: Exception | None = None) -> NoReturn:
-    given = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
+    source = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
     others = [
         name
         for name, other in TASKS.items()
@@ -126,6 +128,6 @@ def _refuse(config: ModelConfig, task: Task, numbers: Any, reason: str, fault: E
     ]
     other_task = f"; or try task={others[0]}, which has a class for this kind" if others else ""
     raise ConfigError(
-        f"{given}: a model of kind {numbers.model_type} cannot be trained here ({reason}). "
+        f"{source}: a model of kind {numbers.model_type} is not supported ({reason}). "
         f"Choose another: {task.examples}{other_task}."
     ) from fault

@@ -85,7 +85,7 @@ class Names:
     def with_files(self, stored: Mapping[str, str], converted: Iterable[str]) -> "Names":
         """Add names in weight files: `stored`, by name in the folder's model, and those of `converted` weights."""
         by_folder = {**stored, **{name: name for name in converted}}
-        return replace(self, files={own: file for name, file in by_folder.items() if (own := self.of_trained(name))})
+        return replace(self, files={ours: file for name, file in by_folder.items() if (ours := self.of_trained(name))})
 
 
 def _replaced(name: str, places: Iterable[tuple[str, str]]) -> str | None:
@@ -137,15 +137,15 @@ class StoredTensor:
         return with_mean_rows(tensor, self.shape[0]) if self.shape else tensor
 
 
-def is_resized(config: ModelConfig, stored: torch.Size, wanted: torch.Size) -> bool:
-    """Whether a tensor lacks rows of the vocabulary alone."""
-    return config.vocab_size is not None and stored < wanted == (config.vocab_size, *stored[1:])
+def is_resized(config: ModelConfig, stored: torch.Size, shape: torch.Size) -> bool:
+    """Return whether a stored tensor lacks only vocabulary rows of `shape`."""
+    return config.vocab_size is not None and stored < shape == (config.vocab_size, *stored[1:])
 
 
 def with_mean_rows(tensor: Tensor, rows: int) -> Tensor:
-    """A tensor of so many rows: those beyond its own are the mean of its own, in fp32.
+    """Return a tensor with `rows` rows: new ones are the mean of the others, in fp32.
 
-    transformers' `resize_token_embeddings` draws them from a narrow normal distribution around that mean.
+    transformers' `resize_token_embeddings` samples them from a narrow normal distribution around that mean.
     """
     if len(tensor) >= rows:
         return tensor
@@ -158,69 +158,69 @@ Described = TypeVar("Described", Tensor, StoredTensor)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder's weight files, in their order."""
-    return {name: each for file in weight_files(folder) for name, each in tensors_of_file(file).items()}
+    """Return all tensors of the weight files in a folder, in file order."""
+    return {name: tensor for file in weight_files(folder) for name, tensor in tensors_of_file(file).items()}
 
 
 def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
-    """All tensors of a weight file."""
+    """Return all tensors of a weight file."""
     with safe_open(str(file), "pt") as content:
         slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
         return {
-            name: StoredTensor(file, name, torch.Size(each.get_shape()), _DTYPES[each.get_dtype()])
-            for name, each in slices.items()
+            name: StoredTensor(file, name, torch.Size(piece.get_shape()), _DTYPES[piece.get_dtype()])
+            for name, piece in slices.items()
         }
 
 
 def require_float(name: str, stored: torch.dtype, dtype: torch.dtype) -> None:
     """Refuse integers in place of weights of `dtype`, which a cast would hide."""
     if dtype.is_floating_point and not stored.is_floating_point:
-        raise ValueError(f"{name} has integers ({stored}), and the model takes {dtype}")
+        raise ValueError(f"{name} has integers ({stored}), but the model needs {dtype}")
 
 
 def require_finite(name: str, numbers: Tensor) -> None:
-    """Refuse NaN and infinity: they would show as a wrong loss, or be quantized into numbers."""
+    """Refuse NaN and infinity: they would show as a wrong loss, or be quantized to finite values."""
     if not (numbers.is_floating_point() and numbers.numel()):
         return
     wide = numbers if numbers.dtype.itemsize > 1 else numbers.to(torch.bfloat16)  # fp8 has no minimum in torch
-    if not all(bool(each.isfinite()) for each in wide.aminmax()):
+    if not all(bool(extreme.isfinite()) for extreme in wide.aminmax()):
         raise ValueError(f"{name} has NaN, or numbers too large for {numbers.dtype}")
 
 
 def adapter_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of an adapter; refuse a damaged file, and numbers that are not finite."""
+    """Return the tensors of an adapter; refuse a damaged file, NaN and infinity."""
     file = folder / ADAPTER_WEIGHTS
     try:
         tensors = load_file(file)
-        for name, each in tensors.items():
-            require_finite(name, each)
+        for name, tensor in tensors.items():
+            require_finite(name, tensor)
     except (OSError, ValueError, SafetensorError) as fault:
-        raise CheckpointError(f"{file} cannot be loaded ({gist(fault)}). Restore the adapter from a copy.") from fault
+        raise CheckpointError(f"{file} cannot be loaded ({gist(fault)}). Restore the adapter from a backup.") from fault
     return tensors
 
 
-def size_of(each: Tensor | StoredTensor) -> int:
-    """Bytes of a tensor."""
-    return each.shape.numel() * each.dtype.itemsize
+def size_of(tensor: Tensor | StoredTensor) -> int:
+    """Return the bytes of a tensor."""
+    return tensor.shape.numel() * tensor.dtype.itemsize
 
 
 def widest_first(named: Mapping[str, Described]) -> dict[str, Described]:
-    """Tensors in an order in which each begins where its numbers may."""
+    """Return the tensors ordered by decreasing item size, so that all are aligned in a file."""
     return dict(sorted(named.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def write_weights(
     folder: Path, named: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]], max_file_bytes: float
 ) -> None:
-    """Write the weights of a model as transformers does, each file of at most `max_file_bytes`, or of one tensor.
+    """Write the weights of a model as transformers does, in files of at most `max_file_bytes` or one tensor.
 
-    `tensors` come in the order of `named`, which is that of `widest_first`.
+    `tensors` are in the order of `named`, which is that of `widest_first`.
     """
     files = _divided(named, max_file_bytes)
-    given, places = iter(tensors), dict[str, str]()
+    remaining, places = iter(tensors), dict[str, str]()
     for number, names in enumerate(files, 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors" if files[1:] else WEIGHTS
-        _write_file(folder / file, {name: named[name] for name in names}, given)
+        _write_file(folder / file, {name: named[name] for name in names}, remaining)
         places |= dict.fromkeys(names, file)
     if files[1:]:
         index = {"metadata": {"total_size": sum(map(size_of, named.values()))}, "weight_map": places}
@@ -228,30 +228,31 @@ def write_weights(
 
 
 def _divided(named: Mapping[str, Described], max_file_bytes: float) -> list[list[str]]:
-    """Names of the tensors in each file."""
+    """Return the tensor names of each file."""
     files: list[list[str]] = [[]]
     filled = 0
-    for name, each in named.items():
-        if files[-1] and filled + size_of(each) > max_file_bytes:
+    for name, tensor in named.items():
+        if files[-1] and filled + size_of(tensor) > max_file_bytes:
             files.append([])
             filled = 0
         files[-1].append(name)
-        filled += size_of(each)
+        filled += size_of(tensor)
     return files
 
 
 def _write_file(file: Path, named: Mapping[str, Described], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """The format is a length, a header in JSON that tells where each tensor begins and ends, and their bytes."""
+    """Write the header length, a JSON header with the offsets of the tensors, and their bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, each in named.items():
-        begin, end = end, end + size_of(each)
-        header[name] = {"dtype": _NAMES[each.dtype], "shape": list(each.shape), "data_offsets": [begin, end]}
+    for name, described in named.items():
+        begin, end = end, end + size_of(described)
+        dtype, shape = _NAMES[described.dtype], list(described.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)
     with file.open("wb") as stream:
         stream.write(len(content).to_bytes(8, "little") + content)
         for name in named:
-            given, tensor = next(tensors)
-            assert given == name
+            tensor_name, tensor = next(tensors)
+            assert tensor_name == name
             stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

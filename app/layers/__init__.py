@@ -1,1 +1,1 @@
-"""What computes: attention, quantized and compiled layers, experts, kernels, norms, recomputed layers, the head."""
+"""Layers: attention, quantized and compiled layers, experts, kernels, norms, gradient checkpointing, the head."""

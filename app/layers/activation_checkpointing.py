@@ -1,7 +1,7 @@
-"""Activation checkpointing: layers keep only their inputs and are computed again in the backward pass.
+"""Gradient checkpointing: layers save only their inputs and are recomputed in the backward pass.
 
-With offloading these inputs wait in host memory, and come back one at a time, each as its layer is computed again. On
-a CPU the same copies are made, within the same memory.
+With offloading, these inputs are stored in host memory and copied back one at a time, when their layer is recomputed.
+On a CPU the same copies are made within the same memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,21 +16,21 @@ from torch.utils.checkpoint import checkpoint
 from app.errors import ConfigError
 
 _RANDOM = ("drop", "noise", "jitter")  # in names of config.json
-_IS_RECOMPUTED = "is_recomputed"  # mark of a forward
+_IS_RECOMPUTED = "is_recomputed"  # attribute of a recomputed forward
 
 
 class HostOffload:
-    """Host copies of the inputs of recomputed layers. `device` is another one in a memory plan, which has no memory.
+    """Host copies of the inputs of recomputed layers. A memory plan sets another `device`, which has no memory.
 
-    `torch.autograd.graph.save_on_cpu` would also copy what all layers share, once for each of them.
+    `torch.autograd.graph.save_on_cpu` would also copy tensors that all layers share, once per layer.
     """
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
-        self.bytes = 0  # of the newest pass
+        self.bytes = 0  # of the last pass
 
     def offload(self, layer: int) -> AbstractContextManager[Any]:
-        """Context around the call of a recomputed layer; the lowest one is number 0."""
+        """Return the context for a call of a recomputed layer; the lowest one is number 0."""
         if layer == 0:
             self.bytes = 0
         has_input = False
@@ -38,7 +38,7 @@ class HostOffload:
         def pack(tensor: Tensor) -> tuple[Tensor, torch.device | None]:
             nonlocal has_input
             if has_input or tensor.ndim < 3 or not tensor.is_floating_point():
-                return tensor, None  # a layer's input is its first tensor of states
+                return tensor, None  # the input of a layer is its first tensor of hidden states
             has_input = True
             self.bytes += tensor.nbytes
             return _copied(tensor, self._device, pin_memory=tensor.is_cuda), tensor.device
@@ -52,19 +52,19 @@ def _unpacked(packed: tuple[Tensor, torch.device | None]) -> Tensor:
 
 
 def _copied(tensor: Tensor, device: str | torch.device, *, pin_memory: bool = False) -> Tensor:
-    """The copy, made in the order of the device's work; the host does not wait for it."""
+    """Return a copy, made in the device's stream; the host does not wait for it."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pin_memory)
     return copy.copy_(tensor, non_blocking=True)
 
 
-def recompute(lm: nn.Module, wanted: bool | int, host: HostOffload | None = None) -> int:
-    """Recompute all repeated layers, none, or the first so many; returns how many they are.
+def recompute(lm: nn.Module, count: bool | int, host: HostOffload | None = None) -> int:
+    """Recompute all repeated layers, none, or the first `count`; return their number.
 
-    The first ones: what the last layers keep is freed before the first recomputed one is computed again. With `host`
+    The first ones, because activations of the last layers are freed before the first layer is recomputed. With `host`
     the inputs are offloaded, except that of the last recomputed layer, which is needed first.
     """
     layers = repeated_layers(lm)
-    chosen = layers if wanted is True else layers[: int(wanted)]
+    chosen = layers if count is True else layers[: int(count)]
     draws = draws_random_numbers(lm)
     for at, layer in enumerate(chosen):
         offload = partial(host.offload, at) if host and at < len(chosen) - 1 else nullcontext
@@ -73,7 +73,7 @@ def recompute(lm: nn.Module, wanted: bool | int, host: HostOffload | None = None
 
 
 def recompute_rest(lm: nn.Module, already: int, count: int | None = None) -> int:
-    """Recompute the layers after the first `already` too, up to `count` of all; returns how many these are."""
+    """Recompute the layers after the first `already` too, up to layer `count`; return their number."""
     rest, draws = repeated_layers(lm)[already:count], draws_random_numbers(lm)
     for layer in rest:
         layer.forward = recomputed(layer.forward, draws=draws)
@@ -82,29 +82,29 @@ def recompute_rest(lm: nn.Module, already: int, count: int | None = None) -> int
 
 @contextmanager
 def recomputing(lm: nn.Module) -> Iterator[None]:
-    """Context in which all repeated layers are recomputed, for passes forward and backward inside it."""
-    draws, own = draws_random_numbers(lm), {}
+    """Recompute all repeated layers, for forward and backward passes inside this context."""
+    draws, forwards = draws_random_numbers(lm), {}
     for layer in repeated_layers(lm):
         if not is_recomputed(layer):
-            own[layer] = vars(layer).get("forward")
+            forwards[layer] = vars(layer).get("forward")
             layer.forward = recomputed(layer.forward, draws=draws)
     try:
         yield
     finally:
-        for layer, forward in own.items():
+        for layer, forward in forwards.items():
             if forward is None:
-                del layer.forward  # that of its class
+                del layer.forward  # back to the class method
             else:
                 layer.forward = forward
 
 
 def is_recomputed(layer: nn.Module) -> bool:
-    """Whether the layer is recomputed in every backward pass."""
+    """Return whether the layer is recomputed in every backward pass."""
     return hasattr(layer.forward, _IS_RECOMPUTED)
 
 
 def draws_random_numbers(lm: nn.Module) -> bool:
-    """Whether a pass of `lm` may draw random numbers, as its modules and its configuration say."""
+    """Return whether a pass of `lm` may use random numbers, by its modules and configuration."""
     dropouts = (module for module in lm.modules() if "dropout" in type(module).__name__.lower())
     if any(getattr(module, "p", 0) for module in dropouts) or any(_has_rate(vars(module)) for module in lm.modules()):
         return True
@@ -113,28 +113,27 @@ def draws_random_numbers(lm: nn.Module) -> bool:
 
 
 def _has_rate(values: Mapping[Any, Any], *, is_named: bool = False) -> bool:
-    """Whether a number above 0 has a name that speaks of dropout, noise or jitter."""
+    """Return whether a number above 0 has a name with drop, noise or jitter."""
     for name, value in values.items():
-        named = is_named or any(word in str(name) for word in _RANDOM)
-        if isinstance(value, Mapping) and _has_rate(value, is_named=named):
+        has_name = is_named or any(word in str(name) for word in _RANDOM)
+        if isinstance(value, Mapping) and _has_rate(value, is_named=has_name):
             return True
-        if named and isinstance(value, int | float) and value > 0:
+        if has_name and isinstance(value, int | float) and value > 0:
             return True
     return False
 
 
-def require_layers(lm: nn.Module, wanted: bool | int) -> None:
-    """Refuse more layers than there are; `lm` may be on meta."""
-    there = len(repeated_layers(lm))
-    if wanted is not True and wanted > there:
+def require_layers(lm: nn.Module, count: bool | int) -> None:
+    """Refuse a `count` above the number of layers; `lm` may be on meta."""
+    total = len(repeated_layers(lm))
+    if count is not True and count > total:
         raise ConfigError(
-            f"training.recompute={wanted}: this model has {there} layers. "
-            f"Give 0 to {there}, true for all of them, or auto."
+            f"training.recompute={count}: this model has {total} layers. Set 0 to {total}, true (all), or auto."
         )
 
 
 def repeated_layers(lm: nn.Module) -> list[Any]:
-    """The repeated layers of a transformers model, from first to last."""
+    """Return the repeated layers of a transformers model, from first to last."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -143,9 +142,9 @@ def repeated_layers(lm: nn.Module) -> list[Any]:
 def recomputed(
     forward: Callable[..., Any], offload: Callable[[], AbstractContextManager[Any]] = nullcontext, *, draws: bool = True
 ) -> Callable[..., Any]:
-    """Return `forward`, computed again in the backward pass.
+    """Return `forward`, recomputed in the backward pass.
 
-    Where nothing `draws`, no state of random numbers is kept: reading it costs time in each layer.
+    Without `draws`, the state of random numbers is not saved: reading it costs time in each layer.
     """
 
     @wraps(forward)

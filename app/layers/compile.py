@@ -1,12 +1,12 @@
-"""Compiled decoder layers: obstacles known before the start, one graph for equal layers, operations to recompute.
+"""Compiled decoder layers: obstacles before the start, one graph for equal layers, operations to recompute.
 
-Under a memory budget, torch's partitioner recomputes every operation whose cost it does not know as if it were free:
-attention, and the matrix products of 4-bit and 8-bit weights. Marks on the joint graph decide these.
+Under a memory budget, torch's partitioner recomputes every operation of unknown cost as if it were free: attention,
+and the matrix products of 4-bit and 8-bit weights. Marks on the joint graph decide these.
 
-All micro-batches of a packed run have one shape and differ in the values of one tensor: where documents begin. So the
-graph is made and verified once, before the first step, and a later need for another one is an error. Passes without a
-gradient (evaluations, answers) use the layer's own forward. So do parts of a split micro-batch, which are also
-recomputed, because an uncompiled layer keeps about twice the activations.
+All micro-batches of a packed run have one shape and differ in the values of one tensor: the starts of documents. So
+the graph is compiled and verified once, before the first step, and a later recompilation is an error. Passes without a
+gradient (evaluation, generation) use the layer's own forward. So do parts of a split micro-batch, which are also
+recomputed, because an uncompiled layer saves about twice the activations.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from app.layers.activation_checkpointing import is_recomputed, recomputed, repea
 from app.layers.attention.requirements import dropouts_of
 from app.layers.recurrent import recurrent_mixers
 
-_KNOWN_COSTS = {"aten", "prims", "inductor"}  # namespaces whose operations the partitioner knows
-_EXPENSIVE = {  # but it does not know these
+_KNOWN_COSTS = {"aten", "prims", "inductor"}  # namespaces with known costs
+_EXPENSIVE = {  # except these
     "aten::_grouped_mm",
     "aten::_scaled_grouped_mm",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -59,7 +59,7 @@ def mark_expensive(graph: Graph) -> None:
 
 @cache
 def marking_pass() -> Any:
-    """Return `mark_expensive` as a pass of inductor, with a version for the key of its cache."""
+    """Return `mark_expensive` as a pass of inductor, with a version for its cache key."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class MarkExpensive(CustomGraphPass):
@@ -75,12 +75,12 @@ def marking_pass() -> Any:
 # ---- compilable
 
 
-# by device: the language, the environment variable that names a compiler, and those that are looked for
+# by device: language, environment variable of the compiler, and compilers to look for
 _COMPILERS = {"cpu": ("C++", "CXX", ("g++", "clang++", "c++")), "cuda": ("C", "CC", ("gcc", "clang"))}
 
 
 def machine_obstacles(config: CompileConfig, device: torch.device) -> Iterator[Obstacle]:
-    """Yield what this machine lacks."""
+    """Yield missing hardware and software of this machine."""
     if config.graphs and device.type != "cuda":
         reason = f"compile.graphs=true records kernels of an NVIDIA GPU, and this run is on {device.type}"
         yield Obstacle(reason, "Set compile.graphs=false.")
@@ -90,7 +90,7 @@ def machine_obstacles(config: CompileConfig, device: torch.device) -> Iterator[O
         yield Obstacle("the package triton is not installed", "Install it, or set compile=none.")
     language, variable, names = _COMPILERS.get(device.type, _COMPILERS["cpu"])
     if variable not in os.environ and not any(map(shutil.which, names)):
-        reason = f"no {language} compiler was found ({' or '.join(names)})"
+        reason = f"no {language} compiler found ({' or '.join(names)})"
         yield Obstacle(reason, f"Install {names[0]}, or set compile=none.")
 
 
@@ -104,17 +104,17 @@ def model_obstacles(lm: Any) -> Iterator[Obstacle]:
         key = f"model.architecture.{name}"
         yield Obstacle(
             f"{key}={rate:g}: compiled layers have no dropout of attention weights",
-            f"Set compile=none, or {key}=0 (of pretrained weights: {name} in the config.json of model.path).",
+            f"Set compile=none, or {key}=0 (for pretrained weights: {name} in the config.json of model.path).",
         )
 
 
 def attention_obstacles(attention: str, device: torch.device, some_batch: Callable[[], Batch]) -> Iterator[Obstacle]:
-    """Yield attention that one graph cannot compute for all batches of the run."""
+    """Yield an attention backend that one graph cannot compute for all batches of the run."""
     if attention == "sdpa" and device.type != "cpu":
         batch = some_batch()
         if batch.documents is not None and not batch.documents.are_longest(batch.ids.numel()):
             yield Obstacle(
-                "attention=sdpa on a GPU makes one call for each document where their lengths differ",
+                "attention=sdpa on a GPU makes one call per document if their lengths differ",
                 "Set attention=varlen (or flash), or compile=none.",
             )
 
@@ -122,14 +122,14 @@ def attention_obstacles(attention: str, device: torch.device, some_batch: Callab
 def product_flops(lm: Any, *, trains_all: bool) -> float:
     """Return the FLOPs per token, forward and backward, of matrix products in the layers that can be compiled.
 
-    Of a frozen weight the gradient of its input takes as many as its product, of a trained one its own as well.
+    For a frozen weight, the gradient of its input takes as many as its product; a trained one adds its own gradient.
     """
     numbers = lm.config.get_text_config()
     experts = getattr(numbers, "num_experts_per_tok", None) or 1
     layers = (layer for layer in repeated_layers(lm) if not recurrent_mixers(layer))
     used = 0.0
-    for each in (weight for layer in layers for weight in layer.parameters() if weight.ndim > 1):
-        used += each.numel() * (min(1.0, experts / len(each)) if each.ndim > 2 else 1.0)
+    for weight in (tensor for layer in layers for tensor in layer.parameters() if tensor.ndim > 1):
+        used += weight.numel() * (min(1.0, experts / len(weight)) if weight.ndim > 2 else 1.0)
     return 2 * (3 if trains_all else 2) * used
 
 
@@ -153,22 +153,23 @@ class LayerCall(NamedTuple):
         return LayerCall((), self.kwargs | {"hidden_states": states})
 
 
-Visit = Callable[[int, nn.Module, Callable[..., Any], LayerCall], Any]  # number, layer, own forward, call -> output
+# number, layer, uncompiled forward, call -> output
+Visit = Callable[[int, nn.Module, Callable[..., Any], LayerCall], Any]
 
 
 class CompiledLayers:
-    """The compiled layers of one model. `graphs` counts the graphs that were made, `seconds` what that took."""
+    """The compiled layers of one model. `graphs` counts the compiled graphs, `seconds` is their compile time."""
 
     def __init__(self, layers: Mapping[int, Any], config: CompileConfig, left_out: int = 0) -> None:
-        """`layers` by their numbers in the model."""
+        """Compile `layers`, by their numbers in the model."""
         self.layers = len(layers)
         self.left_out = left_out
         self.graphs = 0
         self.seconds = 0.0
         self.verified = False  # a further graph is an error
-        self.worst_ratio = 0.0  # of `errors`, which verification finds
+        self.worst_ratio = 0.0  # of `errors`, set by verification
         self.errors: Sequence[Any] = ()
-        self.fault: str | None = None  # why layers use their own forward after all
+        self.fault: str | None = None  # why layers use their own forward
         self.is_on = True
         self._visit: Visit | None = None
         self._shape: torch.Size | None = None
@@ -182,7 +183,7 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which every layer uses its own forward."""
+        """Use the own forward of every layer inside this context."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -191,7 +192,7 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def visited(self, visit: Visit) -> Iterator[None]:
-        """Context in which every layer's output is what `visit` returns."""
+        """Take the output of every layer from `visit` inside this context."""
         self._visit = visit
         try:
             yield
@@ -199,7 +200,7 @@ class CompiledLayers:
             self._visit = None
 
     def compiled(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the compiled layer, compiled for this shape alone from now on."""
+        """Return the output of the compiled layer; from now on only this shape is compiled."""
         self._shape = LayerCall(args, kwargs).hidden.shape
         if self._config.graphs:
             torch.compiler.cudagraph_mark_step_begin()
@@ -219,16 +220,16 @@ class CompiledLayers:
         ]
 
     def _compiled_forward(self, number: int, layer: Any, *, first: bool) -> Callable[..., Any]:
-        own = layer.forward
-        own_recomputed = recomputed(own)
+        uncompiled = layer.forward
+        uncompiled_recomputed = recomputed(uncompiled)
 
-        @wraps(own)
+        @wraps(uncompiled)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._visit is not None:
-                return self._visit(number, layer, own, LayerCall(args, kwargs))
+                return self._visit(number, layer, uncompiled, LayerCall(args, kwargs))
             if not self._fits(LayerCall(args, kwargs)):
                 is_split = self.is_on and torch.is_grad_enabled() and not is_recomputed(layer)
-                return (own_recomputed if is_split else own)(*args, **kwargs)
+                return (uncompiled_recomputed if is_split else uncompiled)(*args, **kwargs)
             if first and self._config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             try:
@@ -238,7 +239,7 @@ class CompiledLayers:
                     raise
                 raise TrainingError(
                     f"a compiled layer would need another graph in the middle of the run ({gist(fault)}). "
-                    "Set compile=none; the last checkpoint can be continued with it."
+                    "Set compile=none and resume from the last checkpoint."
                 ) from fault
 
         return forward
@@ -250,23 +251,23 @@ class CompiledLayers:
         return call.hidden.shape == self._shape
 
     def _compile_graph(self, graph: Any, inputs: list[Any]) -> Any:
-        """The backend that torch calls for each graph."""
+        """Compile a graph; torch calls this backend for each one."""
         if self.verified:
-            raise RuntimeError("all graphs were made before the first step")
+            raise RuntimeError("all graphs are compiled before the first step")
         self.graphs += 1
         backend: Any = torch._dynamo.lookup_backend(self._config.backend)
         if self._config.backend != "inductor":
             return backend(graph, inputs)
-        wanted = torch._inductor.list_mode_options(self._config.mode)
-        # random numbers are those that the layers would draw by themselves
-        wanted |= {"fallback_random": True, "triton.cudagraphs": self._config.graphs}
-        wanted |= {"joint_custom_pre_pass": marking_pass()}
+        options = torch._inductor.list_mode_options(self._config.mode)
+        # same random numbers as in uncompiled layers
+        options |= {"fallback_random": True, "triton.cudagraphs": self._config.graphs}
+        options |= {"joint_custom_pre_pass": marking_pass()}
         with torch._functorch.config.patch(activation_memory_budget=self._config.memory_budget):
-            return backend(graph, inputs, config_patches=wanted)
+            return backend(graph, inputs, config_patches=options)
 
 
 def compile_blocks(lm: nn.Module, config: CompileConfig, obstacle: str | None = None) -> CompiledLayers | None:
-    """Compile the layers; called before they are wrapped for recomputing, so that the second pass is compiled too.
+    """Compile the layers, before they are wrapped for recomputation, so that the second pass is compiled too.
 
     `obstacle`: why none can be compiled.
     """
@@ -277,7 +278,7 @@ def compile_blocks(lm: nn.Module, config: CompileConfig, obstacle: str | None = 
 
     layers = repeated_layers(lm)
     # recurrent mixers have rows of many shapes inside
-    compilable = {number: each for number, each in enumerate(layers) if not recurrent_mixers(each)}
+    compilable = {number: layer for number, layer in enumerate(layers) if not recurrent_mixers(layer)}
     if not compilable:
         obstacle = "every layer has a recurrent mixer, whose rows have many shapes"
     compiled = CompiledLayers({} if obstacle else compilable, config, len(layers) - len(compilable))

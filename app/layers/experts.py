@@ -1,7 +1,7 @@
-"""Mixture of experts: stacked expert matrices, which transformers calls through an interface, and the routers' loss.
+"""Mixture of experts: stacked expert matrices, which transformers calls through an interface, and the router loss.
 
-Our function multiplies rows that are sorted by expert: by stacks as they are, or in fewer bits, dequantized on use;
-and by PEFT's adapters on them. PEFT's own forward adds the update of a whole stack to the stack in each pass.
+Our function multiplies rows sorted by expert with the stacks, plain or quantized (dequantized on use), and with PEFT's
+adapters on them. PEFT's own forward adds the update of a whole stack to the stack in each pass.
 
 The load-balancing loss is computed per document, so that no split of rows changes it. On one document it equals
 transformers' `load_balancing_loss_func`, which otherwise depends on the batch and its padding.
@@ -23,26 +23,26 @@ from app.errors import ConfigError
 from app.layers.comparison import Comparison, attempt, compare_forwards
 from app.layers.operations import autocast_dtype, uses_kernels
 
-NAME = "app_grouped"  # of our function in transformers' interface
-PACKED = "packed"  # the submodule of experts with their stacks in fewer bits
+NAME = "app_grouped"  # our function in transformers' interface
+PACKED = "packed"  # the submodule of experts with quantized stacks
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _COMPARED_ROWS = 8
 _EXACT = 1e-5
-_RANKS = 8  # a grouped product takes rows of a multiple of 16 bytes
+_RANKS = 8  # a grouped product needs rows of a multiple of 16 bytes
 
 
 class Packer(Protocol):
-    """What packs a stack as a linear layer, the matrices of all experts on top of each other."""
+    """A quantizer that packs a stack as one linear layer, with the matrices of all experts stacked by rows."""
 
     def quantized(self, layer: Any) -> nn.Module:
-        """The layer in fewer bits."""
+        """Return the quantized layer."""
 
     def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """The weight of such a layer."""
+        """Return the dequantized weight of a quantized layer."""
 
 
 def packed_and_unpacked(packer: Packer, weight: Tensor) -> Tensor:
-    """A weight [out, in] as the packed layer has it."""
+    """Return a weight [out, in] after quantizing and dequantizing."""
     rows, columns = weight.shape
     layer = nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
@@ -50,21 +50,21 @@ def packed_and_unpacked(packer: Packer, weight: Tensor) -> Tensor:
 
 
 def expert_modules(network: nn.Module) -> dict[str, Any]:
-    """Modules that call transformers' interface, and have stacks [experts, a, b], by name."""
+    """Return the modules that call transformers' interface and have stacks [experts, a, b], by name."""
     return {n: m for n, m in network.named_modules() if hasattr(m, "is_transposed") and stack_shapes(m)}
 
 
 def stack_shapes(experts: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of the stacks of a module of experts, packed or not, by name, in the order of its parameters."""
+    """Return the stack shapes of an experts module, packed or not, by name, in parameter order."""
     packed: Any = experts._modules.get(PACKED)
     if packed is not None:
         return {name: layer.stack for name, layer in packed.named_children()}
-    own = experts._parameters.items()
-    return {name: each.shape for name, each in own if name in _STACKS and each is not None and each.ndim == 3}
+    stacks = {name: stack for name, stack in experts._parameters.items() if name in _STACKS and stack is not None}
+    return {name: stack.shape for name, stack in stacks.items() if stack.ndim == 3}
 
 
 def stacks_of(lm: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of all stacks of a model, by the names of their parameters."""
+    """Return the shapes of all stacks of a model, by parameter name."""
     return {
         f"{place}.{name}": shape
         for place, experts in expert_modules(lm).items()
@@ -73,26 +73,26 @@ def stacks_of(lm: nn.Module) -> dict[str, torch.Size]:
 
 
 def other_stacks(lm: nn.Module) -> list[str]:
-    """Names of stacked experts that do not call transformers' interface."""
-    known = stacks_of(lm)
-    stacks = (name for name, each in lm.named_parameters() if ".experts." in name and each.ndim == 3)
-    return [name for name in stacks if name not in known]
+    """Return the names of expert stacks that do not call transformers' interface."""
+    supported = stacks_of(lm)
+    stacks = (name for name, parameter in lm.named_parameters() if ".experts." in name and parameter.ndim == 3)
+    return [name for name in stacks if name not in supported]
 
 
 def stack_layers(network: nn.Module) -> set[str]:
-    """Names of the layers that hold packed stacks."""
+    """Return the names of the layers with packed stacks."""
     return {name for name, module in network.named_modules() if hasattr(module, "stack")}
 
 
 def as_rows(stack: Tensor) -> nn.Linear:
-    """A stack as a linear layer without bias."""
+    """Return a stack as a linear layer without bias."""
     rows = nn.Linear(stack.shape[-1], stack.shape[0] * stack.shape[1], bias=False, device="meta")
     rows.weight = nn.Parameter(stack.detach().flatten(0, 1), requires_grad=False)
     return rows
 
 
 def pack(lm: nn.Module, packer: Packer) -> None:
-    """Replace the stacks of all experts, which may be on meta, and let them compute by our function."""
+    """Quantize the stacks of all experts, which may be on meta, and use our function for them."""
     for experts in expert_modules(lm).values():
         layers = nn.ModuleDict()
         for name, shape in stack_shapes(experts).items():
@@ -104,7 +104,7 @@ def pack(lm: nn.Module, packer: Packer) -> None:
 
 
 def use_ours(lm: nn.Module) -> None:
-    """Let the experts of a model compute by our function."""
+    """Use our function in all experts of a model."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS[NAME] = grouped
@@ -114,22 +114,22 @@ def use_ours(lm: nn.Module) -> None:
 
 @contextmanager
 def shown_to_peft(lm: nn.Module) -> Iterator[None]:
-    """Context in which packed stacks are parameters of their shapes, in memory of one number."""
-    found = [each for each in expert_modules(lm).values() if PACKED in each._modules]
-    for experts in found:
+    """Show packed stacks as parameters of their shapes inside this context, with the memory of one number."""
+    modules = [experts for experts in expert_modules(lm).values() if PACKED in experts._modules]
+    for experts in modules:
         for name, layer in experts.packed.named_children():
             one = torch.zeros(1, device=next(layer.parameters()).device)
             experts.register_parameter(name, nn.Parameter(one.expand(layer.stack), requires_grad=False))
     try:
         yield
     finally:
-        for experts in found:
+        for experts in modules:
             for name in stack_shapes(experts):
                 del experts._parameters[name]
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Rows by expert through a packed stack, which is unpacked again on the way back."""
+    """The product of rows sorted by expert with a packed stack, which is dequantized again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, experts: Any, name: str, ends: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _unpacked(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _factor(experts: Any, stack: Tensor) -> Tensor:
-    """The stack as [experts, in, out]."""
+    """Return the stack as [experts, in, out]."""
     return stack if experts.is_transposed else stack.mT
 
 
@@ -165,7 +165,7 @@ def _product(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         return out
     (adapter,) = wrapper.active_adapters
     a, b = (half[adapter].weight.to(rows.dtype) for half in (wrapper.lora_A, wrapper.lora_B))
-    a = a.unflatten(0, (wrapper.num_experts, -1))  # [experts, r, in]: A has them as the slow index
+    a = a.unflatten(0, (wrapper.num_experts, -1))  # [experts, r, in]: A has experts as the slow index
     b = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 1, 0)  # [experts, r, out]: the fast one
     if missing := -a.shape[1] % _RANKS:
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, 0, 0, missing))
@@ -175,7 +175,7 @@ def _product(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of the outputs of each row's experts; the names are those of transformers' interface."""
+    """Return the weighted sum of each row's expert outputs; argument names are those of transformers' interface."""
     chosen, ids = top_k_index.shape[-1], top_k_index.flatten()
     order = torch.argsort(ids, stable=True)
     counts = ids.new_zeros(self.num_experts).index_add(0, ids, torch.ones_like(ids))
@@ -199,42 +199,42 @@ def grouped(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
 
 
 def adapted_experts(network: nn.Module) -> dict[nn.Module, list[Any]]:
-    """PEFT's wrappers of stacks, from the innermost to the outermost, by the experts that they are of."""
-    found: dict[nn.Module, list[Any]] = {}
+    """Return PEFT's wrappers of stacks by experts module, from the innermost to the outermost."""
+    wrappers: dict[nn.Module, list[Any]] = {}
     module: Any
     for module in network.modules():
         if hasattr(module, "parameter_name") and hasattr(module, "get_base_layer"):
-            found.setdefault(module.get_base_layer(), []).insert(0, module)
-    return found
+            wrappers.setdefault(module.get_base_layer(), []).insert(0, module)
+    return wrappers
 
 
 def moved_experts(network: nn.Module, local: Callable[[Tensor], Tensor]) -> list[list[bool]]:
-    """Whether each expert's adapter has left its start, where B is zero, by module of experts: without a token, no
-    gradient reaches it. `local` gives what this process has of a weight.
+    """Return whether each expert's adapter has a nonzero B, by experts module: an expert without tokens gets no
+    gradient. `local` returns this process's part of a weight.
     """
-    found = []
+    moved = []
     for wrappers in adapted_experts(network).values():
         halves = [(wrapper.num_experts, *wrapper.lora_B.values()) for wrapper in wrappers]
         touched = [local(half.weight).unflatten(1, (-1, experts)).any(1).any(0) for experts, half in halves]
-        found.append(torch.stack(touched).any(0).tolist())
-    return found
+        moved.append(torch.stack(touched).any(0).tolist())
+    return moved
 
 
 def expert_wrappers(lm: nn.Module) -> list[str]:
-    """Names that PEFT's wrappers of all stacks will have: one inside the other."""
-    depths = {place: range(len(stack_shapes(each))) for place, each in expert_modules(lm).items()}
-    return [place + ".base_layer" * depth for place, each in depths.items() for depth in each]
+    """Return the future names of PEFT's wrappers of all stacks, which are nested."""
+    depths = {place: range(len(stack_shapes(experts))) for place, experts in expert_modules(lm).items()}
+    return [place + ".base_layer" * depth for place, levels in depths.items() for depth in levels]
 
 
 def adapted_weight(lm: nn.Module, layer: str) -> str:
-    """Name of the weight or stack that an adapter's `layer` is of: of several stacks the first is the innermost."""
+    """Return the name of the weight or stack of an adapter's `layer`: the first of several stacks is the innermost."""
     place = layer.replace(".base_layer", "")
     stacks = list(stack_shapes(lm.get_submodule(place)))
     return f"{place}.{stacks[-1 - layer.count('.base_layer')]}" if stacks else f"{place}.weight"
 
 
 def layer_or_stack(adapted: Any) -> Any:
-    """The layer inside an adapted one; of an adapted stack of experts its layer, or its parameter."""
+    """Return the layer inside an adapted one; for an adapted expert stack its layer or parameter."""
     base = adapted.get_base_layer()
     if not hasattr(adapted, "parameter_name"):
         return base
@@ -242,7 +242,7 @@ def layer_or_stack(adapted: Any) -> Any:
 
 
 def take_over(network: nn.Module) -> None:
-    """Let PEFT's wrappers of stacks, and the experts inside them, compute by our function; names and files stay."""
+    """Use our function in PEFT's wrappers of stacks and the experts inside; names and files stay."""
     for experts, wrappers in adapted_experts(network).items():
         vars(experts)["adapters"] = {wrapper.parameter_name: wrapper for wrapper in wrappers}
         for wrapper in wrappers:
@@ -250,26 +250,27 @@ def take_over(network: nn.Module) -> None:
     use_ours(network)
 
 
-def _inside(wrapper: Any, *args: Any, **given: Any) -> Any:
-    return wrapper.base_layer(*args, **given)
+def _inside(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    return wrapper.base_layer(*args, **kwargs)
 
 
 def compare_experts(
     network: nn.Module, arithmetic: Callable[[], Any], gathered: Callable[[nn.Module], Any] = nullcontext
 ) -> list[Comparison]:
-    """Compare our function with the model's own forward of its experts and PEFT's of their adapters, once for experts
-    that are alike. `gathered` is a context in which a module has its weights.
+    """Compare our function with the model's own forward of experts and PEFT's of adapters, once per kind of experts.
+
+    `gathered` is a context in which a module has its weights.
     """
     wrappers, alike = adapted_experts(network), {}
     for experts in expert_modules(network).values():
-        kept = wrappers.get(experts, [])
-        alike[type(experts), *stack_shapes(experts).items(), len(kept)] = experts, kept
-    found = []
-    for experts, kept in alike.values():
+        outer = wrappers.get(experts, [])
+        alike[type(experts), *stack_shapes(experts).items(), len(outer)] = experts, outer
+    comparisons = []
+    for experts, outer in alike.values():
         with gathered(experts), arithmetic():
             faults = Exception if uses_kernels(next(experts.parameters()).device) else ()
-            found.append(attempt(partial(_compared, experts, kept), faults))
-    return found
+            comparisons.append(attempt(partial(_compared, experts, outer), faults))
+    return comparisons
 
 
 def _compared(experts: Any, wrappers: list[Any]) -> Comparison:
@@ -284,21 +285,21 @@ def _compared(experts: Any, wrappers: list[Any]) -> Comparison:
     outermost = wrappers[-1] if wrappers else experts
     vars(experts)["adapters"] = {wrapper.parameter_name: wrapper for wrapper in wrappers}
 
-    def own(rows: Tensor) -> Tensor:  # before PEFT's wrappers are taken over
+    def reference(rows: Tensor) -> Tensor:  # before PEFT's wrappers are replaced
         with _plain(experts, dtype):
             out: Tensor = outermost(rows, chosen, rows[:, :2].sigmoid())
         return out
 
-    halves = [(each.lora_A[name].weight, each.lora_B[name].weight) for each in wrappers for name in each.lora_A]
+    halves = [(wrap.lora_A[name].weight, wrap.lora_B[name].weight) for wrap in wrappers for name in wrap.lora_A]
     what = f"{count} experts of {inputs} inputs, grouped, against the forward of the model and of PEFT"
     ours = lambda rows: grouped(experts, rows, chosen, rows[:, :2].sigmoid())  # noqa: E731
     trained = [half for both in halves for half in both]
-    return compare_forwards(what, own, ours, x, trained, [b for _, b in halves], _EXACT)
+    return compare_forwards(what, reference, ours, x, trained, [b for _, b in halves], _EXACT)
 
 
 @contextmanager
 def _plain(experts: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Context in which experts compute by their model's own forward, packed stacks unpacked."""
+    """Use the model's own forward of experts inside this context, with dequantized stacks."""
     packed = list(stack_shapes(experts)) if PACKED in experts._modules else []
     experts.forward = MethodType(type(experts).forward.__wrapped__, experts)
     for name in packed:
@@ -314,43 +315,44 @@ def _plain(experts: Any, dtype: torch.dtype) -> Iterator[None]:
 # ---- router loss
 
 
-_MOST = 0.01  # of `auto`: the files of gpt-oss say 0.9, which would outweigh the loss of the tokens
+_MOST = 0.01  # of `auto`: config.json of gpt-oss has 0.9, which would outweigh the token loss
 
 
 def coefficient_of(task: TaskConfig, adapter: AdapterConfig, lm: Any) -> float:
-    """What the loss is multiplied with: of `auto` that of config.json where experts or routers are trained, but at most
-    0.01; else 0.
+    """Return the factor of the router loss: `auto` is that of config.json, at most 0.01, if experts or routers are
+    trained; else 0.
     """
     numbers = lm.config.get_text_config()
     has_loss = bool(_routers(lm)) and getattr(numbers, "num_experts_per_tok", None) is not None
-    known = getattr(numbers, "router_aux_loss_coef", None) if has_loss else None
+    configured = getattr(numbers, "router_aux_loss_coef", None) if has_loss else None
     if task.router_loss == "auto":
-        return min(known or 0.0, _MOST) if adapter.kind == "none" or adapter.experts else 0.0
-    if known is None and task.router_loss:
+        return min(configured or 0.0, _MOST) if adapter.kind == "none" or adapter.experts else 0.0
+    if configured is None and task.router_loss:
         raise ConfigError(
-            f"task.router_loss={task.router_loss:g}: a model of kind {lm.config.model_type} has no router that "
-            "transformers has a load-balancing loss for. Set task.router_loss=0."
+            f"task.router_loss={task.router_loss:g}: a model of kind {lm.config.model_type} has no router with a "
+            "load-balancing loss in transformers. Set task.router_loss=0."
         )
     return float(task.router_loss)
 
 
 def _routers(network: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The modules that give router logits, by transformers' own table, and which of their outputs these are."""
+    """Return the modules with router logits, by transformers' own table, and the index of that output."""
     kinds: dict[Any, int] = {}
     for module in network.modules():
-        found = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
-        kinds |= {each.target_class: each.index for each in (found if isinstance(found, (list, tuple)) else [found])}
+        routers = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+        routers = routers if isinstance(routers, (list, tuple)) else [routers]
+        kinds |= {router.target_class: router.index for router in routers}
     return [(module, kinds[type(module)]) for module in network.modules() if type(module) in kinds]
 
 
 class RouterLoss:
-    """Reads the logits of all routers of a training pass."""
+    """The load-balancing loss from the logits of all routers in a training pass."""
 
     def __init__(self, lm: Any, coefficient: float) -> None:
         self.coefficient = coefficient
         self.sum = torch.zeros(())  # of the last pass, without its gradient
         self._chosen = int(lm.config.get_text_config().num_experts_per_tok)
-        self._logits: list[Tensor] | None = None  # None: not a training pass, or one that recomputes a layer
+        self._logits: list[Tensor] | None = None  # None: no training pass, or a recomputation
         for module, index in _routers(lm):
             module.register_forward_hook(partial(self._note, index))
 
@@ -360,7 +362,7 @@ class RouterLoss:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context of the pass of which the loss is taken."""
+        """Record router logits inside this context."""
         self._logits = []
         try:
             yield
@@ -368,10 +370,10 @@ class RouterLoss:
             self._logits = None
 
     def of(self, batch: Batch) -> Tensor:
-        """The sum over documents, each times the weight of its labels, as the loss is: inside `reading`."""
+        """Return the sum over documents, weighted by their labels like the loss; call inside `reading`."""
         assert self._logits, "no router was called"
         size, experts = len(batch.lengths), self._logits[0].shape[-1]
-        owner, lengths = _document_of_token(batch)  # `size` of padding
+        owner, lengths = _document_of_token(batch)  # `size` for padding
         chosen = torch.zeros((size + 1) * experts, device=owner.device)
         likely = torch.zeros(size + 1, experts, device=owner.device)
         for logits in self._logits:
@@ -385,17 +387,17 @@ class RouterLoss:
         if batch.weights is not None:
             weights = weights * batch.weights.per_target
         weight = torch.zeros(size + 1, device=owner.device).index_add(0, owner[batch.label_rows], weights)[:-1]
-        total = (balance * weight).sum()  # no product of vectors, which autocast would compute in 16 bits
+        total = (balance * weight).sum()  # not a vector product, which autocast would compute in 16 bits
         self.sum = total.detach()
         return total
 
 
 def _document_of_token(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The number of each position's document, and the documents' lengths: on the device, for which nothing waits."""
+    """Return the document number of each position and the document lengths, on the device without waiting."""
     device, size = batch.ids.device, len(batch.lengths)
-    starts, lengths = (torch.tensor(each).to(device, non_blocking=True) for each in (batch.starts, batch.lengths))
+    starts, lengths = (torch.tensor(values).to(device, non_blocking=True) for values in (batch.starts, batch.lengths))
     places = torch.arange(batch.ids.numel(), device=device)
-    if not size:  # fills up a step
+    if not size:  # an empty micro-batch that fills up a step
         return torch.zeros_like(places), lengths
     owner = torch.searchsorted(starts, places, right=True) - 1
     return torch.where(places - starts[owner] < lengths[owner], owner, size), lengths

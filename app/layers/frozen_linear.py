@@ -2,7 +2,7 @@
 
 An fp8 weight is stored twice, with a scale per row: [out, in] for forward and [in, out] for the gradient of the rows,
 because an fp8 product needs the summed dimension contiguous. Together they take as much as bf16. Rows are rounded for
-each product, with a scale per row. Where there is no fp8 hardware the same numbers are multiplied in float32.
+each product, with a scale per row. Without fp8 hardware the same numbers are multiplied in float32.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +23,10 @@ _INT8_MAX = 127
 
 
 class FrozenLinear(nn.Linear, ABC):
-    """A linear layer of which only the rows get a gradient. Rows of `product` and `back` are in the dtype of the
-    arithmetic.
-    """
+    """A linear layer with a gradient only for its rows. Rows of `product` and `back` are in the compute dtype."""
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
-        """Keep the bias and the sizes of `weight` [out, in]; a kind stores the weight."""
+        """Store the bias and the sizes of `weight` [out, in]; subclasses store the weight."""
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.register_parameter("bias", bias)
         self.requires_grad_(False)
@@ -39,15 +37,15 @@ class FrozenLinear(nn.Linear, ABC):
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] that the layer multiplies by."""
+        """Return the dequantized weight [out, in]."""
 
     @abstractmethod
     def product(self, rows: Tensor) -> Tensor:
-        """The output for rows [n, in]."""
+        """Return the output for rows [n, in]."""
 
     @abstractmethod
     def back(self, gradient: Tensor) -> Tensor:
-        """The gradient of the rows from that of the output."""
+        """Return the gradient of the rows from that of the output."""
 
 
 class _Linear(torch.autograd.Function):
@@ -68,7 +66,7 @@ class _Linear(torch.autograd.Function):
 
 class Int8Linear(FrozenLinear):
     """A weight as bitsandbytes stores it for LLM.int8: integers, and a scale per output. Rows are not rounded, so there
-    are no outliers to hold apart, for which LLM.int8 has the host wait in each layer.
+    is no outlier handling, for which LLM.int8 makes the host wait in each layer.
     """
 
     scale: Tensor
@@ -79,7 +77,7 @@ class Int8Linear(FrozenLinear):
         super().__init__(weight, bias)
         integers, largest, _ = int8_vectorwise_quant(weight.to(torch.float16).contiguous())
         self.weight = nn.Parameter(integers, requires_grad=False)
-        # a GPU would divide by multiplying with the reciprocal, a CPU not: this is the same number on both
+        # a GPU would divide by multiplying with the reciprocal, a CPU not: this gives the same number on both
         self.register_buffer("scale", largest[:, None] * (1 / _INT8_MAX))
 
     def product(self, rows: Tensor) -> Tensor:
@@ -117,7 +115,7 @@ Rounded = tuple[Tensor, Tensor]  # rows [n, k] in e4m3, and the scale of each [n
 E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
 _TILE_ROWS = 256
-_MIN_AMAX = 1e-12  # of a row, so that a row of zeros has a scale
+_MIN_AMAX = 1e-12  # per row, so that a row of zeros has a scale
 
 _COMPARED_ROWS = 32
 # Allowed difference of a product from the same numbers multiplied in float32: bf16 rounds to 0.002, and Hopper's fast
@@ -125,23 +123,23 @@ _COMPARED_ROWS = 32
 _ALLOWED_BF16 = 0.02
 _ALLOWED_FP32 = 1e-5
 
-# operations of torch, so that a memory plan can count them
+# torch operations, so that a memory plan can count them
 _FP8_OPS = torch.library.Library("app_fp8", "DEF")
 _FP8_OPS.define("quantize_rows(Tensor rows) -> (Tensor, Tensor)")
 _FP8_OPS.define("product(Tensor x, Tensor sx, Tensor w, Tensor sw, ScalarType dtype) -> Tensor")
 
 
 def quantize_reference(rows: Tensor) -> Rounded:
-    """Rows in e4m3 and their scales; a value is its e4m3 number times the scale of its row."""
+    """Return rows in e4m3 and their scales; a value is its e4m3 number times the scale of its row."""
     wide = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=_MIN_AMAX)
-    # a number divided by a tensor, or a tensor by a number on a GPU, would be rounded twice: the kernel does not
+    # dividing a number by a tensor, or on a GPU a tensor by a number, rounds twice; the kernel rounds once
     wide.mul_(torch.full_like(largest, _E4M3_MAX).div_(largest)).clamp_(-_E4M3_MAX, _E4M3_MAX)
     return wide.to(E4M3), _scales_of(rows).copy_(largest.mul_(1 / _E4M3_MAX))
 
 
 def quantize_by_kernel(rows: Tensor) -> Rounded:
-    """`quantize_reference` in one launch of a kernel, where a program can hold a row."""
+    """Compute `quantize_reference` in one kernel launch, if a program can hold a row."""
     from app.layers import triton_kernels
 
     if rows.shape[1] > triton_kernels.MAX_WIDTH:
@@ -160,7 +158,7 @@ def _quantized_like(rows: Tensor) -> Rounded:
 
 
 def _scales_of(rows: Tensor) -> Tensor:
-    """Room for a scale of each row, in whole tiles of CUTLASS: its products have read beyond the last scale (pytorch
+    """Allocate a scale per row, in whole tiles of CUTLASS: its products have read beyond the last scale (pytorch
     #133334), and torch copies scales of other sizes into larger ones for each product.
     """
     room = -(-rows.shape[0] // _TILE_ROWS) * _TILE_ROWS
@@ -168,14 +166,14 @@ def _scales_of(rows: Tensor) -> Tensor:
 
 
 def product_reference(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [n, k] times w [m, k] transposed, with scales [n, 1] and [1, m], summed in float32."""
+    """Return x [n, k] times w [m, k] transposed, with scales [n, 1] and [1, m], summed in float32."""
     return (x.float() @ w.float().T).mul_(sx).mul_(sw).to(dtype)
 
 
 def product_on_gpu(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows times a weight, each with its scales, by cuBLAS.
+    """Return rows times a weight, with their scales, by cuBLAS.
 
-    Fast accumulation is for gradients too: on an H200 the errors of a layer's gradients are the same without it.
+    Gradients use fast accumulation too: on an H200 their errors are the same without it.
     """
     return torch._scaled_mm(x, w.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
 
@@ -195,35 +193,35 @@ def _product_flops(x: Size, _sx: Size, w: Size, *_args: Any, **_kwargs: Any) -> 
 
 
 def _reference_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype) -> int:
-    """Both sides in float32, and their product where another dtype is wanted."""
+    """Return the bytes of both sides in float32, and of their product for another dtype."""
     sums = 0 if dtype == torch.float32 else len(x) * len(w)
     return (x.numel() + w.numel() + sums) * torch.float32.itemsize
 
 
 def _gpu_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype) -> int:
-    """A GPU multiplies into bf16, which is then converted."""
+    """Return the bytes of the bf16 product that a GPU converts."""
     return 0 if dtype == torch.bfloat16 else len(x) * len(w) * torch.bfloat16.itemsize
 
 
-# rows are rounded by way of float32; the kernel rounds them as it reads them
+# rows are rounded through float32; the kernel needs no copy
 COSTS["app_fp8::quantize_rows"] = OperationCost(cpu_bytes=lambda rows: rows.numel() * torch.float32.itemsize)
 COSTS["app_fp8::product"] = OperationCost(_product_flops, _reference_bytes, _gpu_bytes, in_fp8=True)
 
 
 def quantize_rows(rows: Tensor) -> Rounded:
-    """Rows in e4m3 and their scales, by the kernel on a GPU."""
-    found: Rounded = torch.ops.app_fp8.quantize_rows(rows.contiguous())
-    return found
+    """Return rows in e4m3 and their scales, by the kernel on a GPU."""
+    rounded: Rounded = torch.ops.app_fp8.quantize_rows(rows.contiguous())
+    return rounded
 
 
 def product(rows: Rounded, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows times a weight."""
-    found: Tensor = torch.ops.app_fp8.product(*rows, weight.view(E4M3), scales, dtype)
-    return found
+    result: Tensor = torch.ops.app_fp8.product(*rows, weight.view(E4M3), scales, dtype)
+    return result
 
 
 class Fp8Linear(FrozenLinear):
-    """Weights are stored as bytes, so that casting a network leaves them alone."""
+    """An fp8 layer. Weights are stored as bytes, so that casting a network does not change them."""
 
     weight_back: nn.Parameter
     scale: Tensor
@@ -232,8 +230,8 @@ class Fp8Linear(FrozenLinear):
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
         super().__init__(weight, bias)
-        for name, given in (("", weight), ("_back", weight.T)):
-            bytes_, scales = quantize_reference(given)  # the kernel was not compared yet
+        for name, matrix in (("", weight), ("_back", weight.T)):
+            bytes_, scales = quantize_reference(matrix)  # the kernel is not compared yet
             stored = nn.Parameter(bytes_.view(torch.uint8), requires_grad=False)
             setattr(self, f"weight{name}", stored)
             self.register_buffer(f"scale{name}", scales.T.clone())
@@ -256,7 +254,7 @@ class Fp8Linear(FrozenLinear):
 
 @contextmanager
 def without_row_rounding(network: nn.Module) -> Iterator[None]:
-    """Context for other comparisons: rounding rows enlarges differences in their last digits."""
+    """Turn off row rounding inside this context, for other comparisons: rounding enlarges small differences."""
     layers = [layer for layer in network.modules() if isinstance(layer, Fp8Linear)]
     try:
         for layer in layers:
@@ -269,20 +267,20 @@ def without_row_rounding(network: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def compare_products(network: nn.Module, present: Callable[[nn.Module], Any] = nullcontext) -> list[Comparison]:
-    """Compare products of each size of layer on this device with float32; refuse a difference.
+    """Compare products of each layer size on this device with float32; refuse a difference.
 
     `present` is a context in which a module has its weights.
     """
-    layers = {tuple(each.weight.shape): each for each in network.modules() if isinstance(each, Fp8Linear)}
-    found = []
+    layers = {tuple(layer.weight.shape): layer for layer in network.modules() if isinstance(layer, Fp8Linear)}
+    results = []
     for layer in layers.values():
         with present(layer):
-            found.append(_compared("product", layer.weight, layer.scale))
-            found.append(_compared("product with the transposed", layer.weight_back, layer.scale_back))
-    for each in found:
-        cause = each if isinstance(each, Fault) else f"{each} on this device"
-        each.or_refuse(f"quantization.kind=fp8: {cause}. Set quantization=none.")
-    return found
+            results.append(_compared("product", layer.weight, layer.scale))
+            results.append(_compared("product with the transposed", layer.weight_back, layer.scale_back))
+    for result in results:
+        cause = result if isinstance(result, Fault) else f"{result} on this device"
+        result.or_refuse(f"quantization.kind=fp8: {cause}. Set quantization=none.")
+    return results
 
 
 def _compared(words: str, weight: Tensor, scales: Tensor) -> Comparison:
@@ -298,4 +296,4 @@ def _compared(words: str, weight: Tensor, scales: Tensor) -> Comparison:
         return Comparison(f"fp8 {words} weight, {inputs} to {outputs}, against float32", difference, allowed)
 
     fault = f"torch {torch.__version__} cannot multiply {(outputs, inputs)} in fp8 on this device ({{}})"
-    return attempt(compare, Exception, fault)  # of torch's operation, or of the compiler of our kernel
+    return attempt(compare, Exception, fault)  # raised by torch's operation or our kernel's compiler

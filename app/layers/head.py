@@ -1,20 +1,20 @@
-"""The head of a model, and its cross-entropy over labeled rows in chunks: no logits exist for more than one chunk.
+"""The LM head, and its cross-entropy over labeled rows in chunks: only one chunk of logits exists at a time.
 
-The head is called through the model's own forward, with the backbone replaced by the states, so that whatever a kind
-does around its head (soft-capping, scaling, a transform, a pooler) stays right.
+The head is called through the model's own forward, with the backbone replaced by its hidden states, so that everything
+around the head (soft-capping, scaling, a transform, a pooler) is included.
 
 For a hidden state h with target t and weight w, and a linear head with the weight W [vocabulary, hidden]:
 
     z = W h        loss = w (logsumexp(z) - z[t])        dloss/dz = w (softmax(z) - onehot(t))
     dloss/dh = W^T dloss/dz        dloss/dW = sum over rows of (dloss/dz) h^T
 
-The gradient of z needs nothing but z, so it is computed in the forward pass: the logits of a chunk become their own
-gradient in place, their products with W and h are kept, and the next chunk reuses the buffer. The loss is a sum, so the
-backward pass only multiplies what was kept by the gradient of that sum. 128,256 logits of 16,384 tokens would take 8.4
-GB in float32, and autograd would keep three copies.
+The gradient of z needs only z, so it is computed in the forward pass: the logits of a chunk become their own gradient
+in place, their products with W and h are stored, and the next chunk reuses the buffer. The loss is a sum, so the
+backward pass only multiplies the stored gradients by the gradient of that sum. 128,256 logits of 16,384 tokens would
+take 8.4 GB in float32, and autograd would store three copies.
 
 Any other head goes through the model's own forward (`own_head`), with gradients by autograd, chunk by chunk. A dispatch
-mode finds out whether a head is linear, and `build.choose_loss_head` compares it with the model's own before step 1.
+mode detects a linear head, and `build.choose_loss_head` compares it with the model's own before step 1.
 """
 
 import contextlib
@@ -36,13 +36,14 @@ Head = Callable[[Tensor], Tensor]  # [n, hidden] -> [n, vocabulary]
 
 
 def own_head(lm: Any) -> Head:
-    """The head as a function of hidden states."""
+    """Return the head as a function of hidden states."""
     prefix: str = lm.base_model_prefix
 
     def head(rows: Tensor) -> Tensor:
-        own = vars(lm.base_model).items()
-        stub = BackboneStub(rows[None], numbers={name: each for name, each in own if isinstance(each, int | float)})
-        ids = torch.empty(1, len(rows), dtype=torch.long, device=rows.device)  # of which kinds read the shape
+        attributes = vars(lm.base_model).items()
+        numbers = {name: value for name, value in attributes if isinstance(value, int | float)}
+        stub = BackboneStub(rows[None], numbers=numbers)
+        ids = torch.empty(1, len(rows), dtype=torch.long, device=rows.device)  # some kinds read the shape
         lm.__dict__[prefix] = stub  # setattr refuses a non-module; an instance attribute hides the module
         try:
             logits: Tensor = lm(input_ids=ids, use_cache=False).logits
@@ -54,9 +55,9 @@ def own_head(lm: Any) -> Head:
 
 
 class BackboneStub:
-    """Replaces the backbone and its output: the given hidden states, the backbone's numbers, None for everything else.
+    """Stub of the backbone and its output: hidden states, the backbone's numbers, None for everything else.
 
-    Kinds read what others do not have: router logits, cross attentions, a decoder inside the backbone, a multiplier.
+    Some kinds read what others lack: router logits, cross attentions, a decoder inside the backbone, a multiplier.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class BackboneStub:
 
     @property
     def decoder(self) -> "BackboneStub":
-        """A property, because an attribute would be a reference cycle that keeps the rows until the next collection."""
+        """The stub itself: an attribute would be a reference cycle that holds the rows until the next collection."""
         return self
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> "BackboneStub":
@@ -83,27 +84,27 @@ class BackboneStub:
 
 
 def in_backbone(lm: Any, name: str) -> bool:
-    """Whether a module or weight belongs to the backbone; a pooler inside the backbone belongs to the head."""
+    """Return whether a module or weight belongs to the backbone; a pooler inside the backbone belongs to the head."""
     inside = f"{lm.base_model_prefix}."
     return name.startswith(inside) and not f"{name}.".startswith(f"{inside}pooler.")
 
 
 def head_parameters(lm: Any) -> list[nn.Parameter]:
-    """The trained parameters of the head, each once; those tied to the embedding included."""
+    """Return the trained parameters of the head without duplicates, including those tied to the embedding."""
     named = lm.named_parameters(remove_duplicate=False)
     outside = {id(p): p for name, p in named if not in_backbone(lm, name) and p.requires_grad}
     return list(outside.values())
 
 
 def pooled_head(lm: Any) -> Head:
-    """The head as a function of the states that it pools, each a document of one token."""
+    """Return the head as a function of pooled states, each a document of one token."""
     prefix: str = lm.base_model_prefix
     config = lm.config.get_text_config()
 
     def head(rows: Tensor) -> Tensor:
         states = rows[:, None]
         pooler = getattr(lm.base_model, "pooler", None)
-        activation = getattr(lm.base_model, "pooler_activation", None)  # beside a pooler that is one layer
+        activation = getattr(lm.base_model, "pooler_activation", None)  # next to a pooler of one layer
         pooled = None if pooler is None else pooler(states) if activation is None else activation(pooler(rows))
         stub = BackboneStub(states, pooled)
         padding = config.pad_token_id
@@ -121,7 +122,7 @@ def pooled_head(lm: Any) -> Head:
 
 
 def head_modules(lm: nn.Module) -> list[str]:
-    """Names of the modules that make up the head: all beside the backbone, and a pooler inside it."""
+    """Return the names of the head modules: all except the backbone, and a pooler inside it."""
     names = [name for name, module in lm.named_children() if _has_weights(module)]
     inside = f"{lm.base_model_prefix}.pooler"
     pooler = [name for name, module in lm.named_modules() if name == inside and _has_weights(module)]
@@ -129,13 +130,13 @@ def head_modules(lm: nn.Module) -> list[str]:
 
 
 def keep_head_in_fp32(lm: nn.Module) -> None:
-    """Cast the head to fp32 in place, whatever the backbone's dtype: it is always trained."""
+    """Cast the head to fp32 in place, with any backbone dtype: it is always trained."""
     for name in head_modules(lm):
         lm.get_submodule(name).float()
 
 
 def takes_segments(lm: Any) -> bool:
-    """Whether the backbone takes token types, which tell the two texts of a pair apart."""
+    """Return whether the backbone takes token types, which mark the two texts of a pair."""
     return "token_type_ids" in inspect.signature(lm.base_model.forward).parameters
 
 
@@ -151,7 +152,7 @@ _MAX_CHUNK_BYTES = 256 << 20
 _LOGIT_COPIES = 3  # in float32: logits, softmax, gradient
 _MAX_LINEAR_CHUNK_BYTES = 512 << 20  # of logits
 _MAX_ROWS = 4096
-_VECTOR = 64  # logits that a row is padded to, so that kernels of an odd vocabulary load more than one number at once
+_VECTOR = 64  # rows are padded to a multiple, so that kernels load several numbers at once with an odd vocabulary size
 
 # operations that a linear head may use besides one product with its weight
 _FREE = frozenset({"empty", "view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "t", "detach", "alias"})
@@ -159,16 +160,16 @@ _PRODUCTS = frozenset({"mm", "addmm"})
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Rows that go through a head at once."""
+    """Return the number of rows per chunk of a head."""
     return max(_MIN_ROWS, _MAX_CHUNK_BYTES // (_LOGIT_COPIES * 4 * vocabulary))
 
 
 def token_loss_sum(
     head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int, weights: Tensor | None = None
 ) -> Tensor:
-    """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
-    with for_trained_head(rows, parameters) as given:
-        loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, weights, given, *parameters)  # type: ignore[no-untyped-call]
+    """Return the sum of weighted cross-entropies over all targets except IGNORE, in float32."""
+    with for_trained_head(rows, parameters) as inputs:
+        loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, weights, inputs, *parameters)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -176,22 +177,22 @@ def token_loss_sum(
 def token_scores(
     head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of each target in float32, 0 for IGNORE, and the token of the largest logit."""
+    """Return the cross-entropy of each target in float32, 0 for IGNORE, and the token of the largest logit."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
     chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
-    with for_trained_head(rows, parameters) as given:
-        for start in range(0, given.shape[0], chunk):
+    with for_trained_head(rows, parameters) as inputs:
+        for start in range(0, inputs.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = head(given[part]).float()
+            logits = head(inputs[part]).float()
             losses[part] = F.cross_entropy(logits, targets[part], ignore_index=IGNORE, reduction="none")
             chosen[part] = logits.argmax(-1)
-            del logits  # or two chunks would exist while the next is computed
+            del logits  # else two chunks would exist while the next is computed
     return losses, chosen
 
 
 @contextlib.contextmanager
 def for_trained_head(rows: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
-    """Rows in float32 without autocast, where a trained head's gradient, a sum over rows, would overflow float16."""
+    """Yield float32 rows without autocast if a trained head's gradient, a sum over rows, could overflow float16."""
     device = rows.device.type
     if parameters and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
         with torch.autocast(device, enabled=False):
@@ -222,9 +223,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 loss = _summed(head(piece).float(), targets[part], None if weights is None else weights[part])
             total += loss.detach()
             if row_gradient is not None:
-                found = torch.autograd.grad(loss, [piece, *parameters])
-                row_gradient[part] = found[0]
-                for gradient, new in zip(gradients, found[1:], strict=True):
+                chunk_gradients = torch.autograd.grad(loss, [piece, *parameters])
+                row_gradient[part] = chunk_gradients[0]
+                for gradient, new in zip(gradients, chunk_gradients[1:], strict=True):
                     gradient.add_(new)
         if row_gradient is not None:
             ctx.save_for_backward(row_gradient, *gradients)
@@ -239,7 +240,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class LinearHead:
-    """A head that is one linear layer; `chunk`: rows at once, None: as many as a bounded memory holds."""
+    """A head of one linear layer; `chunk`: rows per chunk, None: limited by memory."""
 
     layer: nn.Linear
     chunk: int | None = None
@@ -249,27 +250,27 @@ class LinearHead:
         return [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
 
     def loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
-        with for_trained_head(rows, self.trained) as given:
-            own = (self.layer.weight, self.layer.bias)
-            loss: Tensor = _LinearLoss.apply(self, targets, weights, given, *own)  # type: ignore[no-untyped-call]
+        """Return the sum of weighted cross-entropies over all targets except IGNORE, in float32."""
+        with for_trained_head(rows, self.trained) as inputs:
+            parameters = (self.layer.weight, self.layer.bias)
+            loss: Tensor = _LinearLoss.apply(self, targets, weights, inputs, *parameters)  # type: ignore[no-untyped-call]
         return loss
 
     @torch.no_grad()
     def scores(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The cross-entropy of each target in float32, 0 for IGNORE, and the token of the largest logit."""
+        """Return the cross-entropy of each target in float32, 0 for IGNORE, and the token of the largest logit."""
         losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
         chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
-        with for_trained_head(rows, self.trained) as given:
-            for part, _, logits, _ in self.chunks(given):
+        with for_trained_head(rows, self.trained) as inputs:
+            for part, _, logits, _ in self.chunks(inputs):
                 chosen[part] = logits.argmax(-1)
                 width = logits.stride(0)
                 losses[part] = loss_and_grad_inplace(logits, targets[part], None, gradient=False, width=width)
         return losses, chosen
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Slice, rows and logits of each chunk, and the weight, in autocast's dtype; all logits share one buffer, whose
-        rows are padded.
+        """Yield slice, rows and logits of each chunk, and the weight, in autocast's dtype; all logits share one buffer
+        with padded rows.
         """
         dtype = autocast_dtype(rows)
         weight = self.layer.weight.detach().to(dtype)
@@ -289,23 +290,22 @@ class LinearHead:
 
 
 def rows_of_a_chunk(rows: int, vocabulary: int, number_bytes: int) -> int:
-    """Rows that a bounded memory holds, with all chunks of about one size."""
+    """Return the rows per chunk within a memory bound, with chunks of about equal size."""
     most = max(_MIN_ROWS, min(_MAX_ROWS, _MAX_LINEAR_CHUNK_BYTES // (number_bytes * vocabulary)))
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // chunks))
 
 
 def linear_head(lm: Any) -> LinearHead | None:
-    """The head as a linear layer; None if it does more than one product, or has other trained parts."""
+    """Return the head as a linear layer; None if it has more operations than one product, or other trained parts."""
     layer = lm.get_output_embeddings()
-    if isinstance(
-        getattr(layer, "modules_to_save", None), nn.ModuleDict
-    ):  # PEFT's wrapper around a head and its trained copy
+    # PEFT's wrapper around a head and its trained copy
+    if isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict):
         (layer,) = layer.modules_to_save.values()
     if type(layer) is not nn.Linear:
         return None
-    own = {id(parameter) for parameter in layer.parameters()}
-    if any(id(parameter) not in own for parameter in head_parameters(lm)):
+    ids = {id(parameter) for parameter in layer.parameters()}
+    if any(id(parameter) not in ids for parameter in head_parameters(lm)):
         return None
     row = layer.weight.detach().new_ones(1, layer.in_features)
     with torch.no_grad(), _ProductCounter(layer.weight) as counter:
@@ -314,7 +314,7 @@ def linear_head(lm: Any) -> LinearHead | None:
 
 
 class _ProductCounter(TorchDispatchMode):
-    """Counts the products with a weight, and other operations."""
+    """Counter of the products with a weight, and of other operations."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -323,10 +323,10 @@ class _ProductCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._overloadpacket.__name__
-        given = (each for each in args if isinstance(each, Tensor))
-        if name in _PRODUCTS and any(each.untyped_storage()._cdata == self._weight for each in given):
+        tensors = (value for value in args if isinstance(value, Tensor))
+        if name in _PRODUCTS and any(tensor.untyped_storage()._cdata == self._weight for tensor in tensors):
             self.products += 1
-        elif name not in _FREE and func.namespace != "prim":  # tensors without memory are asked for their device
+        elif name not in _FREE and func.namespace != "prim":  # `prim` reads the device of tensors without memory
             self.others += 1
         return func(*args, **(kwargs or {}))
 
@@ -343,37 +343,37 @@ class _LinearLoss(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         of_rows, of_weight, of_bias = ctx.needs_input_grad[3:]
-        wanted = of_rows or of_weight or of_bias
+        has_gradient = of_rows or of_weight or of_bias
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
-        ctx.found = found = [
+        ctx.gradients = gradients = [
             torch.empty_like(rows) if of_rows else None,
             torch.zeros_like(weight, dtype=torch.float32) if of_weight else None,
             torch.zeros_like(weight[:, 0], dtype=torch.float32) if of_bias else None,
         ]
         ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
         for part, piece, logits, cast_weight in head.chunks(rows):
-            each = None if weights is None else weights[part]
+            factors = None if weights is None else weights[part]
             width = logits.stride(0)
-            total += loss_and_grad_inplace(logits, targets[part], each, gradient=wanted, width=width).sum()
-            _add_gradients(found, part, piece, logits, cast_weight)
+            total += loss_and_grad_inplace(logits, targets[part], factors, gradient=has_gradient, width=width).sum()
+            _add_gradients(gradients, part, piece, logits, cast_weight)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        found, ctx.found = ctx.found, None
-        if found is None:
-            raise RuntimeError("the gradients of this loss were given away: it goes backward once")
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of this loss are freed: it supports one backward pass")
         scaled = (
             None if gradient is None else scaled_gradient(gradient, upstream[0], dtype)
-            for gradient, dtype in zip(found, ctx.dtypes, strict=True)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
         return None, None, None, *scaled
 
 
-def _add_gradients(found: list[Tensor | None], part: slice, piece: Tensor, logits: Tensor, weight: Tensor) -> None:
-    """Add the gradients of one chunk, with the gradient in place of its logits; sums are in float32."""
-    of_rows, of_weight, of_bias = found
+def _add_gradients(gradients: list[Tensor | None], part: slice, piece: Tensor, logits: Tensor, weight: Tensor) -> None:
+    """Add the gradients of one chunk, whose logits hold their gradient; sums are in float32."""
+    of_rows, of_weight, of_bias = gradients
     if of_rows is not None and of_rows.dtype == logits.dtype:
         torch.mm(logits, weight, out=of_rows[part])
     elif of_rows is not None:
@@ -387,7 +387,7 @@ def _add_gradients(found: list[Tensor | None], part: slice, piece: Tensor, logit
 
 
 def scaled_gradient(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply in place where possible; in float32, because a float16 scale could overflow."""
+    """Multiply in place if possible; in float32, because a float16 scale could overflow."""
     if gradient.dtype == torch.float32:
         return gradient.mul_(scale).to(dtype)
     return (gradient.float() * scale).to(dtype)

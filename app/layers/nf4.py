@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 from app.layers.operations import COSTS, OperationCost, Size
 
-# Imported on a CPU with avx512_bf16, bitsandbytes looks for a kernel that nothing here uses, and logs its absence.
+# On a CPU with avx512_bf16, importing bitsandbytes logs the absence of a kernel that is not used here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-# Weights that share a scale. Where a row does not end with a block, bitsandbytes takes the wrong scales for the rest
-# on CPUs with AVX-512: the weights come back four times as far off as they should, without an error.
+# Weights per scale. If a row does not end with a block, bitsandbytes uses the wrong scales for the rest on CPUs with
+# AVX-512: the quantization error is four times as large, without a message.
 BLOCK = 64
-MAX_NUMBERS = 2**31 - 1  # of a weight or stack: its GPU kernels count in 32 bits, and wrap round without an error
+MAX_NUMBERS = 2**31 - 1  # in a weight or stack: its GPU kernels index with 32 bits, and overflow without an error
 _DOUBLE_QUANT_BLOCK = 256  # scales per second-level scale
-_DOUBLE_QUANT_BLOCK_BYTES = 8  # the scales as they were, and once more with their offset
+_DOUBLE_QUANT_BLOCK_BYTES = 8  # the original scales, and a copy with the offset
 
 
 def linear_4bit(weight: Tensor, bias: Any, kind: str, *, double_quant: bool, compute: torch.dtype) -> nn.Module:
-    """A frozen layer of bitsandbytes' own class; on meta its weight keeps its shape, as bitsandbytes leaves it.
+    """Return a frozen layer of bitsandbytes' own class; on meta its weight keeps its shape, as in bitsandbytes.
 
-    A weight of bitsandbytes is used as it is.
+    A weight quantized by bitsandbytes is used unchanged.
     """
     from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn import Linear4bit, Params4bit
@@ -51,14 +51,14 @@ def linear_4bit(weight: Tensor, bias: Any, kind: str, *, double_quant: bool, com
     if layer.quant_state is not None:
         attributes |= {"quant_state": layer.quant_state, "bnb_quantized": True, "module": layer}
     layer.weight = Params4bit(data, requires_grad=False, **attributes)
-    layer.weight._is_hf_initialized = True  # a parent's initialization must not draw over the bytes
+    layer.weight._is_hf_initialized = True  # a parent's initialization must not overwrite the bytes
     layer.bias = bias
     result: nn.Module = layer.requires_grad_(False)
     return result
 
 
 def install_forward(lm: nn.Module) -> None:
-    """Let all 4-bit layers compute by `_forward_4bit`."""
+    """Use `_forward_4bit` in all 4-bit layers."""
     from bitsandbytes.nn import Linear4bit
 
     for layer in lm.modules():
@@ -67,11 +67,11 @@ def install_forward(lm: nn.Module) -> None:
 
 
 def use_stored_shapes(network: nn.Module) -> None:
-    """On meta: 4-bit weights two a byte, in plain parameters, as FSDP gathers them. The state is the layer's."""
+    """Replace 4-bit weights on meta by plain byte parameters, two weights per byte, as FSDP gathers them."""
     from bitsandbytes.nn import Linear4bit
 
     for layer in network.modules():
-        if isinstance(layer, Linear4bit):  # PEFT's class of the same name has it inside
+        if isinstance(layer, Linear4bit):  # PEFT's class of the same name contains one
             bytes_ = torch.empty((layer.weight.numel() // 2, 1), dtype=torch.uint8, device="meta")
             layer.weight = nn.Parameter(bytes_, requires_grad=False)
 
@@ -104,9 +104,9 @@ def fake(layer: Any) -> None:
 
 
 def _forward_4bit(self: Any, x: Tensor) -> Tensor:
-    """Forward with the quantization state that the layer holds: bitsandbytes' own makes a parameter of a weight that
-    FSDP gathered. On CPUs with avx512_bf16 that also rearranges every weight in place at the first evaluation: the next
-    step would compute with other numbers, and a continued run with others again.
+    """Forward with the quantization state of the layer: bitsandbytes' own turns a weight gathered by FSDP into a
+    parameter. On CPUs with avx512_bf16 it also rearranges every weight in place at the first evaluation: the next step
+    would compute with other numbers, and a resumed run with others again.
     """
     import bitsandbytes
 
@@ -117,7 +117,7 @@ def _forward_4bit(self: Any, x: Tensor) -> Tensor:
 
 
 def dequantized(layer: Any) -> Tensor:
-    """The weight [out, in] of a 4-bit layer, in the dtype that it had."""
+    """Return the dequantized weight [out, in] of a 4-bit layer, in its original dtype."""
     from bitsandbytes.functional import dequantize_4bit
 
     result: Tensor = dequantize_4bit(layer.weight.data, layer.quant_state)
@@ -140,7 +140,7 @@ def _product_bytes(
     *_more: Any,
     **_named: Any,
 ) -> int:
-    """bitsandbytes dequantizes the whole weight before it multiplies by as many rows as training has."""
+    """Return the bytes of the whole dequantized weight, which bitsandbytes multiplies by the rows of training."""
     count = shape[0] * shape[1]
     scales = 0 if absmax_8bit is None else -(-count // block) * _DOUBLE_QUANT_BLOCK_BYTES
     return count * rows.element_size() + scales
@@ -150,11 +150,11 @@ COSTS["bitsandbytes::gemm_4bit"] = OperationCost(_product_flops, _product_bytes,
 
 
 def constants(network: nn.Module) -> list[Tensor]:
-    """Scales, their scales and tables of the 4-bit layers inside `network`."""
-    found: list[Tensor] = []
+    """Return scales, second-level scales and code tables of the 4-bit layers inside `network`."""
+    tensors: list[Tensor] = []
     for layer in network.modules():
         state: Any = getattr(layer, "quant_state", None)
         while state is not None:
-            found += [each for each in (state.absmax, state.code, state.offset) if isinstance(each, Tensor)]
+            tensors += [tensor for tensor in (state.absmax, state.code, state.offset) if isinstance(tensor, Tensor)]
             state = state.state2
-    return found
+    return tensors

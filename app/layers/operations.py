@@ -1,7 +1,7 @@
-"""Custom operations: costs that torch does not count, devices that run Triton kernels, and the loss kernel's operation.
+"""Custom operations: costs that torch does not count, devices with Triton kernels, operation of the loss kernel.
 
-An operation of `torch.ops.app_kernels` is the kernel on a GPU (`layers.triton_kernels`, imported when it is launched)
-and the plain arithmetic on a CPU.
+An operation of `torch.ops.app_kernels` runs the kernel on a GPU (`layers.triton_kernels`, imported at launch) and plain
+arithmetic on a CPU.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ Formula = Callable[..., int]
 
 
 class OperationCost(NamedTuple):
-    """What one call costs; None: nothing. Bytes are those that it allocates and frees before it returns."""
+    """The cost of one call; None: nothing. Bytes are allocated and freed before it returns."""
 
     flops: Formula | None = None  # of the call's arguments, with shapes in place of tensors
     cpu_bytes: Formula | None = None  # of the arguments
@@ -29,10 +29,10 @@ class OperationCost(NamedTuple):
 
 
 def cost_of(name: str) -> OperationCost:
-    """The cost of an operation, nothing for one of a library that is not in the table; ours must be."""
+    """Return the cost of an operation: nothing for a library's operation outside the table; ours must be in it."""
     cost = COSTS.get(name, _FREE)
     if cost is _FREE and name.startswith("app"):
-        raise LookupError(f"{name} has no OperationCost. Give it one in COSTS, beside the operation.")
+        raise LookupError(f"{name} has no OperationCost. Add one to COSTS, next to the operation.")
     return cost
 
 
@@ -41,20 +41,20 @@ def _product_added_in_place(_sum: Size, left: Size, right: Size, **_kwargs: Any)
 
 
 def _grouped_product(left: Size, right: Size, *_args: Any, **_kwargs: Any) -> int:
-    # each row is multiplied by the weights of one expert only, except in a batched product of 3-D tensors
+    # a row is multiplied by the weights of one expert only, except in a batched product of 3-D tensors
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
 def attention_flops(q: Size, _k: Size, v: Size, pairs: int, **_kwargs: Any) -> int:
-    """FLOPs of two products, q k^T and weights v, over the pairs of a query and a key."""
+    """Return the FLOPs of two products, q k^T and weights v, over the pairs of a query and a key."""
     return 2 * q[1] * (q[3] + v[3]) * pairs
 
 
 def attention_backward_flops(
     _grad: Size, q: Size, k: Size, v: Size, _out: Size, _sums: Size, pairs: int, **_kwargs: Any
 ) -> int:
-    """FLOPs of five products: the scores once more, and the gradients."""
+    """Return the FLOPs of five products: the scores again, and the gradients."""
     return attention_flops(q, k, v, pairs) * 5 // 2
 
 
@@ -72,7 +72,7 @@ def _attention_on_cpu_backward(
 
 _FREE = OperationCost()
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-COSTS: dict[str, OperationCost] = {  # by full name; those of bitsandbytes and our own are added where they are used
+COSTS: dict[str, OperationCost] = {  # by full name; those of bitsandbytes and ours are added in their modules
     "aten::addmm_": OperationCost(_product_added_in_place),
     "aten::_grouped_mm": OperationCost(_grouped_product),
     _CPU_ATTENTION: OperationCost(_attention_on_cpu),
@@ -83,8 +83,8 @@ COSTS: dict[str, OperationCost] = {  # by full name; those of bitsandbytes and o
 # ---- kernels
 
 
-_AMPERE = (8, 0)  # compute capability that Triton supports, and the first with bf16
-# of float32 logits that the plain arithmetic makes at once: what a CPU's caches hold
+_AMPERE = (8, 0)  # compute capability: supported by Triton, and the first with bf16
+# of float32 logits per piece of the plain arithmetic: they fit the caches of a CPU
 _PIECE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 _ROW_BYTES = 16  # of targets and factors
 
@@ -92,36 +92,36 @@ _as_on_gpu = False
 
 
 def is_ampere(device: torch.device) -> bool:
-    """Whether `device` is an NVIDIA GPU of the Ampere generation or newer."""
+    """Return whether `device` is an NVIDIA GPU of the Ampere generation or newer."""
     nvidia = device.type == "cuda" and torch.version.cuda is not None
     return nvidia and torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 @cache
 def can_run(device: torch.device) -> bool:
-    """Whether the kernels can be launched for tensors of `device`."""
+    """Return whether the kernels can be launched for tensors of `device`."""
     return is_ampere(device) and importlib.util.find_spec("triton") is not None
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which autocast computes with `x`."""
+    """Return the dtype in which autocast computes with `x`."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def uses_kernels(device: torch.device) -> bool:
-    """Whether code for `device` ends in kernels."""
+    """Return whether code for `device` uses kernels."""
     return _as_on_gpu or can_run(device)
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether code for `device` is that of a GPU, with kernels or without."""
+    """Return whether code for `device` is GPU code, with or without kernels."""
     return _as_on_gpu or device.type == "cuda"
 
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Context in which a CPU runs the code of a GPU: for memory plans, on tensors of the CPU, and for tests."""
+    """Run GPU code on a CPU inside this context: for memory plans on CPU tensors, and for tests."""
     global _as_on_gpu  # noqa: PLW0603  the compiler cannot trace a ContextVar
     before, _as_on_gpu = _as_on_gpu, True
     try:
@@ -140,10 +140,10 @@ _OPS.define(
 def loss_and_grad_inplace(
     logits: Tensor, targets: Tensor, weights: Tensor | None, *, gradient: bool, width: int | None = None
 ) -> Tensor:
-    """The cross-entropy of each row times its weight, in float32, 0 for IGNORE; overwrites `logits` [n, vocabulary].
+    """Return the weighted cross-entropy of each row in float32, 0 for IGNORE; overwrite `logits` [n, vocabulary].
 
-    With `gradient` they become the gradient of the sum of these losses. `width`: how many numbers of a row, from its
-    first logit on, are the caller's; a kernel reads and writes whole vectors of them.
+    With `gradient` they become the gradient of the sum of these losses. `width`: the numbers of a row, from its first
+    logit on, that belong to the caller; a kernel reads and writes whole vectors of them.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     torch.ops.app_kernels.loss_and_grad(logits, targets, weights, losses, gradient, width or logits.shape[1])
@@ -156,28 +156,28 @@ def plain_loss_and_grad(
     weights: Tensor | None,
     losses: Tensor,
     gradient: bool,
-    _width: int = 0,  # of rows, which torch does not need
+    _width: int = 0,  # of rows; not needed by torch
 ) -> None:
-    """The plain arithmetic, a few rows at a time, in float32 and rounded once."""
+    """Compute loss and gradient by plain arithmetic, a few rows at a time, in float32 and rounded once."""
     counts = targets != IGNORE
     factors = counts.float() if weights is None else weights * counts
-    wanted = targets.clamp_min(0)[:, None]
+    labels = targets.clamp_min(0)[:, None]
     rows = max(1, _PIECE_BYTES[logits.device.type] // (4 * logits.shape[1]))
     for start in range(0, len(logits), rows):
         part = slice(start, start + rows)
         exact, factor = logits[part].float(), factors[part, None]
         largest = exact.amax(1, keepdim=True)
-        loss = largest - exact.gather(1, wanted[part])
+        loss = largest - exact.gather(1, labels[part])
         total = exact.sub_(largest).exp_().sum(1, keepdim=True)
         losses[part] = (loss.add_(total.log()) * factor)[:, 0]
         if gradient:
-            exact.mul_(factor / total).scatter_add_(1, wanted[part], -factor)
+            exact.mul_(factor / total).scatter_add_(1, labels[part], -factor)
             if exact.dtype != logits.dtype:
                 logits[part] = exact
 
 
 def _plain_bytes(logits: Tensor, *_others: Any) -> int:
-    """Bytes that the plain arithmetic allocates and frees; the kernel needs none."""
+    """Return the bytes that the plain arithmetic allocates and frees; the kernel needs none."""
     copied = 0 if logits.dtype == torch.float32 else min(_PIECE_BYTES[logits.device.type], 4 * logits.numel())
     return copied + _ROW_BYTES * len(logits)
 
@@ -195,5 +195,5 @@ def _loss_and_grad_on_gpu(
 
 _OPS.impl("loss_and_grad", plain_loss_and_grad, "CPU")
 _OPS.impl("loss_and_grad", _loss_and_grad_on_gpu, "CUDA")
-torch.library.register_fake("app_kernels::loss_and_grad", lambda *_given: None, lib=_OPS)
+torch.library.register_fake("app_kernels::loss_and_grad", lambda *_args: None, lib=_OPS)
 COSTS["app_kernels::loss_and_grad"] = OperationCost(cpu_bytes=_plain_bytes)

@@ -1,8 +1,8 @@
 """Quantization of the frozen base: layers that replace the backbone's linear ones, and the error of number formats.
 
-Head and embeddings stay. NF4 and FP4 are those of `layers.nf4` (by bitsandbytes), int8 and fp8 of
+Head and embeddings are not quantized. NF4 and FP4 are in `layers.nf4` (by bitsandbytes), int8 and fp8 in
 `layers.frozen_linear`. For the error, a group of weights is divided by its scale, rounded to the numbers of the format,
-and multiplied again.
+and multiplied by the scale.
 """
 
 from abc import ABC, abstractmethod
@@ -23,22 +23,22 @@ from app.layers.head import in_backbone
 from app.layers.recurrent import layers_read_past
 
 _QAT_GROUP = 32  # weights that share a scale
-_FP8_MULTIPLE = 16  # sizes that fp8 products take
+_FP8_MULTIPLE = 16  # sizes of fp8 products are multiples of this
 _FP8_MIN_CAPABILITY = (8, 9)  # Ada, the first GPUs with fp8; then Hopper
 
 
 class Quantizer(ABC):
-    """One kind of quantization: what building, loading and planning a model ask."""
+    """One kind of quantization, for building, loading and planning a model."""
 
-    kind: str  # as quantization.kind has it
-    # whether the adapter has learnt to make up for the rounding: then it is used later on a base quantized alike
+    kind: str  # the value of quantization.kind
+    # whether the adapter compensates for the rounding: then it is used later on a base with the same quantization
     needed_by_adapter: bool
-    packs_experts = True  # whether stacks of experts too
-    packs = True  # whether weights are stored in fewer bits, and frozen; else they are trained, and rounded when used
-    card = ""  # what users of the trained model should know
+    packs_experts = True  # whether expert stacks are quantized too
+    packs = True  # whether weights are frozen and stored in fewer bits; else they are trained, and rounded on use
+    card = ""  # note for users of the trained model
 
     def quantize(self, lm: Any) -> None:
-        """Replace every plain linear layer of the backbone, one by one, so that full weights are freed as it goes."""
+        """Replace every plain linear layer of the backbone one by one, so that full weights are freed early."""
         for name in backbone_linear_layers(lm):
             lm.set_submodule(name, self.quantized(lm.get_submodule(name)))
         if self.packs_experts:
@@ -46,55 +46,55 @@ class Quantizer(ABC):
         self.finish(lm)
 
     def finish(self, lm: Any) -> None:
-        """Prepare a model with all of its layers quantized."""
+        """Prepare a model after its layers are quantized."""
         left = backbone_linear_layers(lm)
         assert not left, f"not quantized: {left}"
 
     @abstractmethod
     def quantized(self, layer: Any) -> nn.Module:
-        """The frozen layer that replaces a plain linear one."""
+        """Return the frozen layer that replaces a plain linear one."""
 
     def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] of a quantized layer; of a kind that packs weights."""
+        """Return the dequantized weight [out, in] of a quantized layer, for a kind that packs weights."""
         raise NotImplementedError(f"unpacked: the weight of a layer in {self.kind}")
 
     def share_state(self, quantized: nn.Module, layer: nn.Module) -> None:  # noqa: B027
-        """`layer`, quantized on meta, takes what `quantized` knows of its bytes beside parameters and buffers."""
+        """Copy the state of `quantized` other than parameters and buffers to `layer`, quantized on meta."""
 
     def use_stored_shapes(self, network: nn.Module) -> None:  # noqa: B027
-        """On meta: parameters of quantized layers in the shapes of their bytes, as FSDP gathers them."""
+        """Give parameters of quantized layers on meta the shapes of their bytes, as FSDP gathers them."""
 
     def fake(self, layer: nn.Module) -> None:  # noqa: B027
-        """Make what a layer quantized on meta stores beside parameters and buffers, for a plan on fake tensors."""
+        """Create other state than parameters and buffers of a layer quantized on meta, for a plan on fake tensors."""
 
     def constants(self, network: nn.Module) -> list[Tensor]:  # noqa: ARG002
-        """What the quantized layers inside `network` hold beside parameters and buffers."""
+        """Return tensors of the quantized layers in `network` other than parameters and buffers."""
         return []
 
     @abstractmethod
     def rounded(self, weight: Tensor) -> Tensor:
-        """A weight [out, in] as the quantized layer has it, in the dtype that it came in."""
+        """Return a weight [out, in] after quantizing and dequantizing, in its dtype."""
 
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
-        """Why a layer of these sizes cannot be quantized."""
+        """Return why a layer of these sizes cannot be quantized."""
         return None
 
-    def require_quantizable(self, given: ModelConfig, lm: Any) -> None:
-        """Refuse by name what would stay large, or come out wrong; `lm` may be on meta."""
+    def require_quantizable(self, config: ModelConfig, lm: Any) -> None:
+        """Refuse layers that cannot be quantized, or not correctly, by name; `lm` may be on meta."""
         kind = lm.config.model_type
 
         def refuse(reason: str) -> None:
-            source = "model.architecture" if given.weights == "random" else f"model.path={given.path}"
+            source = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
             raise ConfigError(
-                f"quantization.kind={self.kind}: a model of kind {kind} ({source}) cannot be quantized here: "
+                f"quantization.kind={self.kind}: a model of kind {kind} ({source}) cannot be quantized: "
                 f"{reason}. Set {'recipe=lora or ' * self.packs}quantization=none, or choose another model."
             )
 
         other, stacks = experts.other_stacks(lm), experts.stacks_of(lm)
         if other:
-            refuse(f"{other[0]} has its experts in another layout than transformers' interface of experts")
+            refuse(f"{other[0]} stores its experts in another layout than transformers' experts interface")
         if stacks and not self.packs_experts:
-            refuse(f"its experts are stacked, and stacks are not stored in {self.kind}")
+            refuse(f"its experts are stacked, and stacks cannot be quantized to {self.kind}")
         sizes = {name: weight_of(lm.get_submodule(name)).shape for name in backbone_linear_layers(lm)}
         packed = {name: (experts * rows, columns) for name, (experts, rows, columns) in stacks.items()}
         for name, size in {**sizes, **packed}.items():
@@ -103,21 +103,21 @@ class Quantizer(ABC):
                 refuse(reason)
 
     def missing_on(self, device: torch.device) -> str | None:  # noqa: ARG002
-        """What `device` lacks to compute with quantized layers, and what to do."""
+        """Return what `device` lacks to compute with quantized layers, and the fix."""
         return None
 
     def notes(self, device: str) -> list[str]:  # noqa: ARG002
-        """Notes on a run on such a device that its recipe does not show."""
+        """Return notes on a run on this device type that its recipe does not show."""
         return []
 
     def bitsandbytes_arguments(self, outside: list[str]) -> dict[str, Any] | None:  # noqa: ARG002
-        """Plain arguments of BitsAndBytesConfig that quantize alike, `outside` left alone; None: there are none."""
+        """Return BitsAndBytesConfig arguments for the same quantization except in `outside`; None if there are none."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Bits4(Quantizer):
-    """Four bits by bitsandbytes."""
+    """4-bit quantization by bitsandbytes."""
 
     needed_by_adapter = True
     use_stored_shapes = staticmethod(nf4.use_stored_shapes)
@@ -130,7 +130,7 @@ class Bits4(Quantizer):
     compute: torch.dtype
 
     def bitsandbytes_arguments(self, outside: list[str]) -> dict[str, Any]:
-        """Dtypes by their names, as transformers takes them."""
+        """Return BitsAndBytesConfig arguments, with dtypes by name as in transformers."""
         return {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": self.kind,
@@ -140,7 +140,7 @@ class Bits4(Quantizer):
         }
 
     def quantized(self, layer: Any) -> nn.Module:
-        is_packed = hasattr(layer.weight, "quant_state")  # in the files
+        is_packed = hasattr(layer.weight, "quant_state")  # quantized in the files
         weight = layer.weight if is_packed else weight_of(layer)
         return nf4.linear_4bit(weight, layer.bias, self.kind, double_quant=self.double_quant, compute=self.compute)
 
@@ -155,18 +155,18 @@ class Bits4(Quantizer):
         if inputs % nf4.BLOCK:
             return f"{name} has {inputs} inputs, not a multiple of {nf4.BLOCK}"
         if outputs * inputs > nf4.MAX_NUMBERS:
-            return f"{name} has {outputs * inputs:,} numbers, and kernels of bitsandbytes take {nf4.MAX_NUMBERS:,}"
+            return f"{name} has {outputs * inputs:,} weights, and kernels of bitsandbytes support {nf4.MAX_NUMBERS:,}"
         return None
 
     def finish(self, lm: Any) -> None:
-        """Tell PEFT, and let layers compute by our forward."""
+        """Mark the model as 4-bit for PEFT, and use our forward."""
         nf4.install_forward(lm)
         lm.is_loaded_in_4bit = True
-        Quantizer.finish(self, lm)  # a dataclass with slots is made anew, and super() would not know it
+        Quantizer.finish(self, lm)  # a dataclass with slots is a new class, so super() would fail
 
 
 class Bits8(Quantizer):
-    """Eight bits while training; later the adapter is used on the ordinary base, as there is little to make up for."""
+    """8-bit quantization in training; later the adapter is used on the plain base, as the error is small."""
 
     needed_by_adapter = False
     rounded = experts.packed_and_unpacked
@@ -181,14 +181,14 @@ class Bits8(Quantizer):
 
 
 class Int8(Bits8):
-    """Integers."""
+    """int8 weights."""
 
     kind = "int8"
     layer = Int8Linear
 
 
 class Fp8(Bits8):
-    """e4m3, in which products are computed too."""
+    """fp8 (e4m3) weights and products."""
 
     kind = "fp8"
     packs_experts = False
@@ -200,24 +200,27 @@ class Fp8(Bits8):
         return None
 
     def missing_on(self, device: torch.device) -> str | None:
-        """A CPU computes the same numbers in float32."""
+        """Return the GPU that fp8 needs; a CPU computes the same numbers in float32."""
         if device.type != "cuda":
             return None
-        found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        if torch.version.hip is None and found >= _FP8_MIN_CAPABILITY:
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if torch.version.hip is None and capability >= _FP8_MIN_CAPABILITY:
             return None
         return (
             f"quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper or newer), "
-            f"and this {name} has {found[0]}.{found[1]}. Set quantization=none, or quantization=nf4 for less memory."
+            f"and this {name} has {capability[0]}.{capability[1]}. Set quantization=none, or quantization=nf4 for less "
+            "memory."
         )
 
     def notes(self, device: str) -> list[str]:
-        note = "quantization=fp8: a CPU has no fp8, so its products are made in float32, slower than without it"
+        note = (
+            "quantization=fp8: a CPU has no fp8, so products are computed in float32, slower than without quantization"
+        )
         return [note] if device == "cpu" else []
 
 
 class Qat(Quantizer):
-    """Quantization-aware training by torchao: the weights of an ordinary model, rounded in each forward pass."""
+    """Quantization-aware training by torchao: plain weights, rounded in each forward pass."""
 
     kind = "qat"
     needed_by_adapter = False
@@ -227,12 +230,12 @@ class Qat(Quantizer):
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
         self.card = (
-            f"Trained for quantization by torchao to {scheme} (groups of {_QAT_GROUP} weights); stored as it was "
-            "before rounding. So quantized it computes as in training; loaded as above, slightly otherwise."
+            f"Trained for quantization by torchao to {scheme} (groups of {_QAT_GROUP} weights); saved without "
+            "rounding. Quantized this way it computes as in training; loaded as above, results differ slightly."
         )
 
     def config(self) -> Any:
-        """What torchao's `quantize_` quantizes the trained model with."""
+        """Return the config with which torchao's `quantize_` quantizes the trained model."""
         from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerGroup
 
         bits, group = torch.int4, PerGroup(_QAT_GROUP)  # type: ignore[attr-defined]
@@ -249,9 +252,9 @@ class Qat(Quantizer):
         return holder[0]
 
     def constants(self, network: nn.Module) -> list[Tensor]:
-        """Scales of the last forward pass, which torchao keeps."""
-        kept = [vars(module).get(name) for module in network.modules() for name in ("scale", "zero_point")]
-        return [each for each in kept if isinstance(each, Tensor)]
+        """Return the scales of the last forward pass, which torchao stores."""
+        buffers = [vars(module).get(name) for module in network.modules() for name in ("scale", "zero_point")]
+        return [buffer for buffer in buffers if isinstance(buffer, Tensor)]
 
     def rounded(self, weight: Tensor) -> Tensor:
         layer: Any = self.quantized(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"))
@@ -261,18 +264,18 @@ class Qat(Quantizer):
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
         return f"{name} has {inputs} inputs, not a multiple of {_QAT_GROUP}" if inputs % _QAT_GROUP else None
 
-    def require_quantizable(self, given: ModelConfig, lm: Any) -> None:
-        """Refuse GPT-2's layers too, which torchao does not know."""
+    def require_quantizable(self, config: ModelConfig, lm: Any) -> None:
+        """Refuse GPT-2's layers too, which torchao does not support."""
         if find_spec("torchao") is None:
             raise ConfigError(
                 "quantization=qat needs the package torchao, which is not installed: pip install torchao, or set "
                 "quantization=none."
             )
-        super().require_quantizable(given, lm)
+        super().require_quantizable(config, lm)
         if any(map(is_conv1d, lm.modules())):
             raise ConfigError(
-                f"quantization=qat: torchao rounds nn.Linear, and a model of kind {lm.config.model_type} has Conv1D. "
-                "Set quantization=none, or choose another model."
+                f"quantization=qat: torchao rounds only nn.Linear, and a model of kind {lm.config.model_type} has "
+                "Conv1D. Set quantization=none, or choose another model."
             )
 
 
@@ -287,53 +290,53 @@ QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer |
 
 
 def quantizer_of(config: QuantizationConfig, compute: torch.dtype) -> Quantizer | None:
-    """The quantizer of the base, None where it is not quantized."""
+    """Return the quantizer of the base, None without quantization."""
     return QUANTIZATIONS[config.kind](config, compute)
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether `layer` is one of those that are replaced, not replaced yet."""
+    """Return whether `layer` is a plain linear layer that a quantizer can replace."""
     return type(layer) is nn.Linear or is_conv1d(layer)
 
 
 def is_conv1d(layer: nn.Module) -> bool:
-    """Whether `layer` is GPT-2's linear layer, its weight transposed."""
+    """Return whether `layer` is GPT-2's linear layer with a transposed weight."""
     return type(layer).__name__ == "Conv1D"
 
 
 def weight_of(layer: Any) -> Tensor:
-    """[out, in]; Conv1D has it transposed."""
+    """Return the weight as [out, in]; Conv1D stores it transposed."""
     weight: Tensor = layer.weight.detach()
     return weight if isinstance(layer, nn.Linear) else weight.T
 
 
 def other_linear_layers(lm: Any) -> list[str]:
-    """Names of the head and of whatever else is linear and stays as it is."""
+    """Return the names of the head and other linear layers that are not quantized."""
     replaced = set(backbone_linear_layers(lm))
     return [name for name, layer in lm.named_modules() if is_linear(layer) and name not in replaced]
 
 
 def backbone_linear_layers(lm: Any) -> list[str]:
-    """Names of the layers that a quantizer replaces."""
+    """Return the names of the layers that a quantizer replaces."""
     read_past = layers_read_past(lm)
     linear = (name for name, layer in lm.named_modules() if is_linear(layer) and in_backbone(lm, name))
     return [name for name in linear if name not in read_past]
 
 
 def quantization_after_training(config: QuantizationConfig) -> QuantizationConfig:
-    """The quantization of the base on which the adapter is used later."""
+    """Return the quantization of the base with which the adapter is used later."""
     quantizer = quantizer_of(config, torch.float32)
     return config if quantizer is None or quantizer.needed_by_adapter else QuantizationConfig(kind="none")
 
 
 def missing_hardware(config: QuantizationConfig, device: torch.device) -> str | None:
-    """What `device` lacks for the quantization, and what to do."""
+    """Return what `device` lacks for the quantization, and the fix."""
     quantizer = quantizer_of(config, torch.float32)
     return None if quantizer is None else quantizer.missing_on(device)
 
 
 def require_hardware(config: QuantizationConfig, device: torch.device) -> None:
-    """Refuse before any weight is read."""
+    """Refuse unsupported hardware before weights are read."""
     missing = missing_hardware(config, device)
     if missing is not None:
         raise ConfigError(missing)
@@ -345,17 +348,17 @@ def require_hardware(config: QuantizationConfig, device: torch.device) -> None:
 Rounding = Callable[[Tensor], Tensor]  # of groups [n, size] of float32 weights
 
 _SCALE_BITS = 32
-_OUTLIER_STDS = 6.0  # beyond which LLM.int8 calls a value an outlier
+_OUTLIER_STDS = 6.0  # outlier threshold of LLM.int8
 
 
 def _symmetric(levels: float, to_level: Rounding, groups: Tensor) -> Tensor:
-    """The largest weight of a group becomes the largest number of the format."""
+    """Round with the largest weight of a group at the largest number of the format."""
     scale = groups.abs().amax(1, keepdim=True).clamp_min(1e-30) / levels
     return to_level(groups / scale) * scale
 
 
 def _asymmetric(levels: float, groups: Tensor) -> Tensor:
-    """Smallest and largest weight of a group become the first and the last of 256 integers."""
+    """Round with the smallest and largest weight of a group at the first and last of 256 integers."""
     low, high = groups.aminmax(dim=1, keepdim=True)
     scale = ((high - low) / levels).clamp_min(1e-30)
     return ((groups - low) / scale).round() * scale + low
@@ -366,8 +369,8 @@ def _cast(dtype: torch.dtype, numbers: Tensor) -> Tensor:
 
 
 def _nearest(positive: tuple[float, ...], numbers: Tensor) -> Tensor:
-    """The nearest of the positive numbers, their negatives and zero."""
-    code = torch.tensor([-each for each in reversed(positive)] + [0.0, *positive])
+    """Return the nearest of the positive numbers, their negatives and zero."""
+    code = torch.tensor([-number for number in reversed(positive)] + [0.0, *positive])
     return code[torch.bucketize(numbers, (code[1:] + code[:-1]) / 2)]
 
 
@@ -380,7 +383,7 @@ def _by_bitsandbytes(kind: str, groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """Bits of a weight, how many weights share a scale (0: all of a layer; -1: a row), and how they are rounded."""
+    """Bits per weight, weights per scale (0: all of a layer; -1: a row), and the rounding."""
 
     bits: int
     group: int
@@ -388,14 +391,14 @@ class NumberFormat:
     numbers_of_scale: int = 1
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        """The weight [out, in] as the format gives it back."""
+        """Return the weight [out, in] rounded to the format."""
         size = {0: weight.numel(), -1: weight.shape[1]}.get(self.group, self.group)
         flat = weight.flatten()
         filled = torch.nn.functional.pad(flat, (0, -len(flat) % size)).view(-1, size)
         return self.rounded(filled).flatten()[: len(flat)].view_as(weight)
 
     def bits_per_weight(self, weight: Tensor) -> float:
-        """With its scales, in float32."""
+        """Return the bits per weight including the float32 scales."""
         size = {0: weight.numel(), -1: weight.shape[1]}.get(self.group, self.group)
         return self.bits + _SCALE_BITS * self.numbers_of_scale / size
 
@@ -418,7 +421,7 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {
 
 
 def quantization_errors(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Error of each format over all layers and in each one: the norm of the difference over that of the weights."""
+    """Return the relative error of each format, over all layers and per layer, by norms."""
     layers = list(_layers(weights))
     total = sum(layer["squares"] for layer in layers) or 1.0
     count = sum(layer["weights"] for layer in layers)
@@ -448,8 +451,8 @@ def _layers(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
             "outlier_share": float((size > _OUTLIER_STDS * std).float().mean()),
             "largest_in_stds": float(size.max()) / std,
             "errors": {
-                kind: float((each.dequantized(weight) - weight).norm()) / norm for kind, each in NUMBER_FORMATS.items()
+                key: float((form.dequantized(weight) - weight).norm()) / norm for key, form in NUMBER_FORMATS.items()
             },
-            "bits": {kind: each.bits_per_weight(weight) for kind, each in NUMBER_FORMATS.items()},
+            "bits": {key: form.bits_per_weight(weight) for key, form in NUMBER_FORMATS.items()},
             "squares": norm**2,
         }

@@ -1,7 +1,7 @@
 """Recurrent mixers: layers that carry a state from token to token by a convolution, linear attention or Mamba.
 
-Packed documents go through such a mixer as padded rows and come back side by side, by the model's own code on any
-machine. Everything else of the model stays packed. Rows are padded on the right, where no real token looks.
+Packed documents go through such a mixer as padded rows and are packed again, by the model's own code on any machine.
+The rest of the model stays packed. Rows are padded on the right, which no real token sees.
 """
 
 import sys
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from app.batch import PackedSequences
 from app.config.kinds import uncalled_modules, without_numbers
 
-_MAX_PADDING = 2  # padded rows have less than so many times the tokens of their documents
+_MAX_PADDING = 2  # padded rows have less than this many times the tokens of their documents
 # fast kernels of mixers: package, its module, and transformers' plain functions that replace it
 _KERNELS = {
     "causal-conv1d": ("causal_conv1d", {"causal_conv1d_fn"}),
@@ -27,21 +27,21 @@ _KERNELS = {
 
 
 def recurrent_mixers(lm: nn.Module) -> list[Any]:
-    """The outermost modules with a convolution over tokens, or a decay, of their own."""
-    found: dict[str, nn.Module] = {}
+    """Return the outermost modules that contain a convolution over tokens or a decay."""
+    mixers: dict[str, nn.Module] = {}
     for name, module in lm.named_modules():
-        is_recurrent = hasattr(module, "slope_rate") or any(isinstance(each, nn.Conv1d) for each in module.children())
-        if is_recurrent and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return list(found.values())
+        is_recurrent = hasattr(module, "slope_rate") or any(isinstance(child, nn.Conv1d) for child in module.children())
+        if is_recurrent and not any(name.startswith(f"{outer}.") for outer in mixers):
+            mixers[name] = module
+    return list(mixers.values())
 
 
 def layers_read_past(lm: nn.Module) -> set[str]:
     """Return the names of linear layers that are not called in training, so that an adapter would have no gradient.
 
-    Their weight, if used at all, is read past the layer, so it must not be quantized. The table of kinds has what was
-    seen on a CPU. Mamba's kernels read more: a mixer of state spaces has the skip connection D; those of the delta rule
-    call their layers.
+    Their weight, if used at all, is read directly, so it must not be quantized. The table of kinds has those found on
+    a CPU. Mamba's kernels read more weights: state-space mixers have the skip connection D; delta-rule mixers call
+    their layers.
     """
     modules, kind = dict(lm.named_modules()), getattr(getattr(lm, "config", None), "model_type", "")
     mixers = (name for name, module in modules.items() if hasattr(module, "A_log") and hasattr(module, "D"))
@@ -52,36 +52,36 @@ def layers_read_past(lm: nn.Module) -> set[str]:
 
 
 def missing_kernels(mixers: list[Any]) -> list[str]:
-    """Packages that would compute these mixers faster on a GPU."""
+    """Return the missing packages that would compute these mixers faster on a GPU."""
     functions = {name for mixer in mixers for name in vars(sys.modules[type(mixer).__module__])}
     return [package for package, (module, plain) in _KERNELS.items() if plain & functions and find_spec(module) is None]
 
 
-def lay_aside(lm: Any) -> None:
-    """Give the mixers of `lm` packed documents as padded rows from now on."""
+def pad_mixers(lm: Any) -> None:
+    """Pass packed documents to the mixers of `lm` as padded rows."""
     mixers = recurrent_mixers(lm)
     if mixers:
         rows = _PaddedRows()
         lm.base_model.register_forward_pre_hook(rows.lay_out, with_kwargs=True)
         for mixer in mixers:
-            mixer.forward = rows.within(mixer.forward)
+            mixer.forward = rows.on_rows(mixer.forward)
 
 
 class _PaddedRows:
-    """Where packed tokens stand in padded rows, for the batch computed last: layers may be computed again in backward.
+    """Positions of packed tokens in padded rows, for the last batch: layers may be recomputed in the backward pass.
 
-    Documents of similar lengths make a block of rows each, so that one long document does not pad many short ones.
+    Documents of similar lengths share a block of rows, so that one long document does not pad many short ones.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []  # [rows, longest] packed places, those of padding arbitrary
-        self._back = torch.empty(0)  # [S] places in the rows of all blocks, one after another
+        self._blocks: list[Tensor] = []  # [rows, longest] packed positions, arbitrary for padding
+        self._back = torch.empty(0)  # [S] positions in the concatenated rows of all blocks
 
-    def lay_out(self, _backbone: nn.Module, _args: Any, given: dict[str, Any]) -> None:
-        """Compute on the device, from host lengths and `cu_seqlens`: nothing waits."""
-        documents: PackedSequences | None = given.get("documents")
+    def lay_out(self, _backbone: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        """Compute the rows on the device, from host lengths and `cu_seqlens`, without waiting."""
+        documents: PackedSequences | None = kwargs.get("documents")
         self._blocks = []
-        if documents is None or len(documents.lengths) == 1 or given["input_ids"].shape[0] > 1:
+        if documents is None or len(documents.lengths) == 1 or kwargs["input_ids"].shape[0] > 1:
             return
         lengths, count = sorted(documents.lengths, reverse=True), len(documents.lengths)
         bounds, size = documents.cu_seqlens[: count + 1].long(), sum(lengths)
@@ -92,39 +92,41 @@ class _PaddedRows:
             longest = lengths[at]
             end = next((i for i in range(at, count) if _MAX_PADDING * lengths[i] <= longest), count)
             places = starts[at:end] + torch.arange(longest, device=bounds.device)
-            tokens = torch.where(places < ends[at:end], places, size).flatten()  # padding goes to one place past them
+            # padding goes to one position after the tokens
+            tokens = torch.where(places < ends[at:end], places, size).flatten()
             self._back.scatter_(0, tokens, torch.arange(filled, filled + len(tokens), device=bounds.device))
             self._blocks.append(places.clamp(max=size - 1))
             at, filled = end, filled + len(tokens)
         self._back = self._back[:size]
 
-    def within(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """`own` forward of a mixer, on padded rows."""
+    def on_rows(self, mixer: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a `mixer` on padded rows."""
 
-        @wraps(own)
-        def forward(*args: Any, **given: Any) -> Any:
+        @wraps(mixer)
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._blocks:
-                return own(*args, **given)
-            found = []
+                return mixer(*args, **kwargs)
+            outputs = []
             for places in self._blocks:
-                rows_args, rows_given = tree_map_only(Tensor, partial(self._in_rows, places), (args, given))
-                found.append(own(*rows_args, **rows_given))
-            return tree_map(self._side_by_side, *found)
+                rows_args, rows_kwargs = tree_map_only(Tensor, partial(self._in_rows, places), (args, kwargs))
+                outputs.append(mixer(*rows_args, **rows_kwargs))
+            return tree_map(self._side_by_side, *outputs)
 
         return forward
 
     def _in_rows(self, places: Tensor, packed: Tensor) -> Tensor:
-        """What has a number or more for each packed token; anything else as it is."""
+        """Return padded rows of a tensor with values per packed token; any other tensor unchanged."""
         if packed.ndim < 2 or packed.shape[:2] != (1, len(self._back)):
             return packed
         rows: Tensor = packed[0].index_select(0, places.flatten()).unflatten(0, places.shape)
         return rows
 
-    def _side_by_side(self, *found: Any) -> Any:
-        """One of the outputs, of all blocks."""
+    def _side_by_side(self, *outputs: Any) -> Any:
+        """Return an output of all blocks as packed tokens."""
         is_rows = (
-            isinstance(each, Tensor) and each.shape[:2] == p.shape for each, p in zip(found, self._blocks, strict=True)
+            isinstance(output, Tensor) and output.shape[:2] == places.shape
+            for output, places in zip(outputs, self._blocks, strict=True)
         )
         if not all(is_rows):
-            return found[-1]
-        return torch.cat([each.flatten(0, 1) for each in found]).index_select(0, self._back)[None]
+            return outputs[-1]
+        return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, self._back)[None]

@@ -1,6 +1,6 @@
 # ruff: noqa: N803, PLR0913, PLR0917 (a kernel has many arguments, and constants among them)
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton kernels: cross-entropy and its gradient in place, and rows rounded to e4m3. Imported late: triton may lack."""
+"""Triton kernels: in-place cross-entropy and gradient, rounding of rows to e4m3. Imported late: triton is optional."""
 
 import torch
 import triton
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from app.batch import IGNORE
 
-_MAX_BLOCK = 8192  # logits that a program holds at once
-MAX_WIDTH = 1 << 16  # numbers of a row that one program can round
+_MAX_BLOCK = 8192  # logits per block of a program
+MAX_WIDTH = 1 << 16  # row length that one program can round
 
 
 @triton.jit
@@ -27,11 +27,11 @@ def loss_and_grad_kernel(
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cross-entropy of one row of logits, which its gradient may replace.
+    """Compute the cross-entropy of one row of logits, which its gradient may replace.
 
-    Masked by `width`, a multiple of 64 or else the vocabulary: by an odd number of logits each would be loaded alone.
+    Loads are masked by `width`, a multiple of 64 or else the vocabulary: an odd number would be loaded one by one.
     """
-    row = tl.program_id(0).to(tl.int64)  # rows times vocabulary is more than 32 bits hold
+    row = tl.program_id(0).to(tl.int64)  # rows times vocabulary exceeds 32 bits
     start = logits + row * stride
     columns = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
@@ -39,7 +39,7 @@ def loss_and_grad_kernel(
     weight = 1.0
     if WEIGHTED:
         weight = tl.load(weights + row)
-    wanted = tl.load(start + target, mask=counts, other=0.0).to(tl.float32)  # before it is overwritten
+    label_logit = tl.load(start + target, mask=counts, other=0.0).to(tl.float32)  # before it is overwritten
     largest = -float("inf")
     total = 0.0
     for at in range(0, width, BLOCK):
@@ -48,7 +48,7 @@ def loss_and_grad_kernel(
         now = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - now) + tl.sum(tl.exp(x - now), 0)
         largest = now
-    loss = ((largest - wanted) + tl.log(total)) * weight
+    loss = ((largest - label_logit) + tl.log(total)) * weight
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if GRADIENT:
         factor = weight / total
@@ -64,7 +64,7 @@ def loss_and_grad_kernel(
 def loss_and_grad(
     logits: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, gradient: bool, width: int | None = None
 ) -> None:
-    """One program for each row; see `kernels.loss_and_grad_inplace`."""
+    """Launch one program per row; see `operations.loss_and_grad_inplace`."""
     rows, vocabulary = logits.shape
     if not rows:
         return
@@ -88,23 +88,23 @@ def loss_and_grad(
 
 @triton.jit
 def quantize_rows_kernel(rows, out, scales, width, LEAST: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """NaN stays NaN: tl.maximum and a plain clamp would drop it."""
+    """Round one row to e4m3. NaN stays NaN: tl.maximum and a plain clamp would drop it."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    known = at < width
-    x = tl.load(rows + row * width + at, mask=known, other=0.0).to(tl.float32)
+    inside = at < width
+    x = tl.load(rows + row * width + at, mask=inside, other=0.0).to(tl.float32)
     most = tl.maximum(tl.max(tl.abs(x), axis=0), LEAST)
     factor = tl.div_rn(tl.full((), LARGEST, tl.float32), most)
     y = tl.clamp(x * factor, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out + row * width + at, y.to(out.dtype.element_ty), mask=known)
+    tl.store(out + row * width + at, y.to(out.dtype.element_ty), mask=inside)
     tl.store(scales + row, most * (1 / LARGEST))
 
 
 def quantize_rows(rows: Tensor, out: Tensor, scales: Tensor, least: float, largest: float) -> None:
-    """Rows [n, k] into `out`, of the dtype that they are rounded to, and `scales` [n, 1]; all contiguous."""
+    """Round rows [n, k] into `out`, in its dtype, and `scales` [n, 1]; all contiguous."""
     count, width = rows.shape
     block = triton.next_power_of_2(width)
-    # no more numbers than a thread has registers
+    # not more numbers than registers per thread
     warps = min(max(block // 512, 4), 16) if block <= MAX_WIDTH // 2 else 32
     with torch.cuda.device_of(rows):
         quantize_rows_kernel[(count,)](

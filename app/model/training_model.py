@@ -31,7 +31,7 @@ from app.layers.head import (
     token_scores,
 )
 from app.layers.quantization import Quantizer
-from app.layers.recurrent import lay_aside
+from app.layers.recurrent import pad_mixers
 from app.model.losses import Loss
 
 Result = TypeVar("Result")
@@ -79,7 +79,7 @@ class TrainingModel(nn.Module):
         self._trained: dict[str, nn.Parameter] = {}
         self._remarks: list[str] = []
         self.first_position = first_position(lm)
-        lay_aside(lm)
+        pad_mixers(lm)
         self.chunk = chunk_rows(lm.config.get_text_config().vocab_size)
         self._lengths: tuple[int, ...] = ()  # of the documents that the backbone computes
 

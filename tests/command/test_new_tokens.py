@@ -63,10 +63,10 @@ def test_new_tokens_without_rows_or_that_are_known_are_refused(place: Path, zygo
     ended = zygote.run(place, *GIVEN, *new, code=2)
     assert "add_tokens: the weights are random. Set model.architecture.vocab_size=1600." in ended.stderr
     ended = zygote.run(place, *GIVEN, *new, 'model.add_tokens=["a"]', code=2)
-    assert "model.add_tokens: 'a' is a token of the tokenizer of" in ended.stderr
+    assert "model.add_tokens: 'a' is already a token of the tokenizer of" in ended.stderr
     shipped = (*SHIPPED, *new, "recipe=lora")
     zygote.refused(
-        place, *shipped, "model.vocab_size=9", message="model.vocab_size=9: the base has 1536 rows, and none"
+        place, *shipped, "model.vocab_size=9", message="model.vocab_size=9: the base has 1536 embedding rows, and none"
     )
     message = "model.vocab_size=1537: new tokens have ids up to 1537. Set 1538 or more"
     zygote.refused(place, *shipped, "model.vocab_size=1537", message=message)

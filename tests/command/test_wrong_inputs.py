@@ -43,7 +43,7 @@ def test_typo_is_reported_without_torch(
 EARLY = [
     ("sed=1", "Unknown setting sed. Did you mean seed?"),
     ("dataset=auto dataset.path=no/such.jsonl", "dataset.path=no/such.jsonl: no such file or folder"),
-    ("model.path=./no/such", "model.path=./no/such: there is no such folder. Give a folder with config.json"),
+    ("model.path=./no/such", "model.path=./no/such: no such folder. Set a folder with config.json"),
     ("model.chat_template=chatmll", "model.chat_template=chatmll is neither a file nor one of "),
     ("tracker=wandb", "tracker=wandb: not logged in"),
     ("parallel.offload=true", "parallel.offload=true keeps the shards of several processes in CPU RAM"),
@@ -68,7 +68,7 @@ def test_config_error_is_reported_before_loading(zygote: Zygote, tmp_path: Path,
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("model=no/such/folder", "prompt=Hi"), "model.path=no/such/folder: there is no such folder."),
+        (("model=no/such/folder", "prompt=Hi"), "model.path=no/such/folder: no such folder."),
         (("run=empty", "prompts=no.txt"), "prompts=no.txt: no such file"),
         (("run=none", "prompt=Hi"), "run=none: no such folder."),
         (("run=empty", "prompt=Hi"), "run=empty: no final/ found"),
@@ -115,7 +115,7 @@ def test_unusable_rows_are_reported(zygote: Zygote, tmp_path: Path, rows: str, m
         (("adapter.targets=[nothing]",), "adapter.targets"),
         (
             ("model.weights=random", "model.architecture.model_type=lllama"),
-            "model.architecture.model_type=lllama is not a kind",
+            "model.architecture.model_type=lllama: unknown model type",
         ),
         (("model.weights=random", "model.architecture.hidden_size=abc"), "'hidden_size' expected int, got str"),
         (
@@ -132,7 +132,7 @@ def test_unsupported_model_or_machine_is_reported(
 
 
 def test_gated_model_without_network_is_reported(zygote: Zygote, tmp_path: Path) -> None:
-    message = "model.path=meta-llama/Llama-3.1-8B-Instruct cannot be loaded"
+    message = "model.path=meta-llama/Llama-3.1-8B-Instruct is not on this machine and could not be downloaded"
     ended = refuses(zygote, tmp_path, "model=llama", message=message, HF_HOME=str(tmp_path / "hub"))
     for advice in ("HF_TOKEN", "https://huggingface.co/meta-llama/", "model.path=DIR", "model.weights=random"):
         assert advice in ended.stderr
@@ -155,7 +155,7 @@ def whole_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("model.safetensors", lambda file: file.rename(file.with_name("m.bin")), "only m.bin, which can run code"),
         ("tokenizer.json", lambda file: file.write_text("{"), "no tokenizer can be read"),
-        ("chat_template.jinja", Path.unlink, "has no chat template. Give model.chat_template=FILE or one of alpaca"),
+        ("chat_template.jinja", Path.unlink, "has no chat template. Set model.chat_template=FILE or one of alpaca"),
     ],
 )
 def test_incomplete_model_folder_is_reported(

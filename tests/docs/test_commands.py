@@ -139,7 +139,7 @@ def needs_network(run: RunConfig) -> bool:
 
 def runs_of(text: str) -> list[RunConfig]:
     """The runs that a command would start, each as it would be checked."""
-    text = re.sub(r"\bfinetune (\w+)", r"'finetune \1'", text)  # one word, as app.train is
+    text = re.sub(r"\bfinetune (\w+)", r"'finetune \1'", text)  # one word, as finetune train is
     words = [word for word in shlex.split(text, comments=True) if word != "..."]
     for at, word in enumerate(words):
         if word in OTHERS:

@@ -48,7 +48,7 @@ def test_recompute_counts_layers(kind: str) -> None:
 
 def test_recompute_more_layers_than_model_has_is_refused() -> None:
     require_layers(built("llama"), 2)
-    with pytest.raises(ConfigError, match=r"training\.recompute=3: this model has 2 layers\. Give 0 to 2"):
+    with pytest.raises(ConfigError, match=r"training\.recompute=3: this model has 2 layers\. Set 0 to 2"):
         require_layers(built("llama"), 3)
 
 

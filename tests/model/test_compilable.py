@@ -26,7 +26,7 @@ DROPOUT = "model.architecture.attention_dropout=0.1: compiled layers have no dro
     [
         ("sdpa", CPU, 0.1, SEVERAL, DROPOUT),
         ("varlen", GPU, 0.1, SEVERAL, DROPOUT),
-        ("sdpa", GPU, 0.0, SEVERAL, "attention=sdpa on a GPU makes one call for each document"),
+        ("sdpa", GPU, 0.0, SEVERAL, "attention=sdpa on a GPU makes one call per document"),
         ("sdpa", GPU, 0.0, ONE, None),
         ("varlen", GPU, 0.0, SEVERAL, None),
         ("sdpa", CPU, 0.0, SEVERAL, None),
@@ -51,8 +51,8 @@ def test_layers_that_share_keys_and_values_are_an_obstacle() -> None:
     ("config", "device", "missing", "words"),
     [
         (replace(INDUCTOR, graphs=True), CPU, "", ["compile.graphs=true records kernels of an NVIDIA GPU"]),
-        (INDUCTOR, CPU, "which", ["no C++ compiler was found (g++ or clang++ or c++)"]),
-        (INDUCTOR, GPU, "find_spec which", ["the package triton is not installed", "no C compiler was found"]),
+        (INDUCTOR, CPU, "which", ["no C++ compiler found (g++ or clang++ or c++)"]),
+        (INDUCTOR, GPU, "find_spec which", ["the package triton is not installed", "no C compiler found"]),
         (INDUCTOR, GPU, "", []),
         (replace(INDUCTOR, backend="aot_eager"), CPU, "which", []),
     ],

@@ -216,7 +216,7 @@ def test_compiled_sdpa_passes_opcheck_and_refuses_other_rules() -> None:
     for window in (None, 3):
         torch.library.opcheck(torch.ops.app.split_attention, (q, k, v, documents.cu_seqlens, True, 0.7, window))
     for changes in ({"softcap": 2.0}, {"sinks": torch.zeros(4)}, {"dropout": 0.1}):
-        with pytest.raises(ConfigError, match="attention=sdpa cannot do"):
+        with pytest.raises(ConfigError, match="attention=sdpa does not support"):
             compiled_sdpa(q, k, v, replace(PLAIN, **changes), documents)
 
 

@@ -155,7 +155,7 @@ def test_fp8_folder_is_packed_to_nf4_as_it_is_read_and_told(tmp_path: Path) -> N
     ours, plain = (packed_bytes(model.network) for model in found)
     assert all(ours[name].equal(plain[name]) for name in plain)
     (remark,) = set(found[0].remarks()) - set(found[1].remarks())
-    assert remark == "model: 0.1 MB of fp8 weights, unpacked as they were read and packed again as nf4"
+    assert remark == "model: 0.1 MB of fp8 weights, dequantized while loading and quantized again to nf4"
     found[0](batch_of(documents_of((8, 5))))[0].backward()
 
 
@@ -179,18 +179,18 @@ def test_weights_of_bitsandbytes_are_used_as_they_are(tmp_path: Path) -> None:
     used, packed = (packed_bytes(model.network) for model in found)
     assert used.keys() == packed.keys()
     assert all(used[name].equal(packed[name]) for name in packed)
-    assert "model: 0.0 MB of weights that bitsandbytes has packed, used as they are" in found[0].remarks()
+    assert "model: 0.0 MB of weights quantized by bitsandbytes, used unchanged" in found[0].remarks()
     batch = batch_of(documents_of((8, 5)))
     losses = [model(batch)[0] for model in found]
     losses[0].backward()
     assert losses[0].equal(losses[1])
-    with pytest.raises(ConfigError, match=r"in nf4 by bitsandbytes\. Set recipe=qlora quantization=nf4,"):
+    with pytest.raises(ConfigError, match=r"to nf4 by bitsandbytes\. Set recipe=qlora quantization=nf4 "):
         count_weights(sections(wide(path=str(folder)), lora()))
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"load_in_8bit": True}, "quantized with bitsandbytes in 8 bits"), ({"load_in_4bit": True}, "in fp4 by bitsandb")],
+    [({"load_in_8bit": True}, "quantized with bitsandbytes in 8 bits"), ({"load_in_4bit": True}, "to fp4 by bitsandb")],
 )
 def test_other_weights_of_bitsandbytes_are_refused(given: dict[str, Any], words: str, tmp_path: Path) -> None:
     folder = bitsandbytes_folder(tmp_path, **given)
@@ -239,8 +239,8 @@ def test_format_that_is_not_read_is_refused_before_any_weight(given: Any, words:
             way()
         (message,) = refused.value.problems
         assert message == (
-            f"model.path={tmp_path}: its weights are quantized with {words}. Give the folder that it was made from; "
-            "recipe=qlora quantizes as it reads."
+            f"model.path={tmp_path}: its weights are quantized with {words}, which is not supported. "
+            "Set model.path to the unquantized model; recipe=qlora quantizes while loading."
         )
 
 

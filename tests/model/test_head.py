@@ -137,7 +137,7 @@ def test_load_base_new_classifier_drawn_from_seed_alone(tmp_path: Path) -> None:
 
     first.save_pretrained(str(tmp_path))
     assert torch.equal(drawn(7).classifier.weight, first.classifier.weight), "one of the same labels goes on"
-    with pytest.raises(ConfigError, match=r"it has a classifier already, of north, east, south, and the labels"):
+    with pytest.raises(ConfigError, match=r"it already has a classifier with the labels north, east, south, but the"):
         read_weights(config, task_of(TaskConfig(kind="classification", labels=["a", "b", "c"])), tmp_path)
     two = task_of(TaskConfig(kind="classification", labels=["a", "b"]))
     with drawing_by(0):

@@ -76,8 +76,8 @@ def test_evaluation_scores_with_the_norms_of_training() -> None:
 @pytest.mark.parametrize(
     ("kind", "precision", "message"),
     [
-        ("llama", "bf16", "model.norm=low is for LayerNorms of torch, and this model has none"),
-        ("gpt2", "fp32", "model.norm=low is for bf16 or fp16, and precision=auto is fp32 on this machine"),
+        ("llama", "bf16", "model.norm=low is for LayerNorms of torch, but this model has none"),
+        ("gpt2", "fp32", "model.norm=low is for bf16 or fp16, but precision=auto means fp32 on this machine"),
     ],
 )
 def test_norms_that_cannot_be_set_are_refused(kind: str, precision: str, message: str) -> None:

@@ -49,7 +49,7 @@ def test_a_template_is_asked_for_only_by_chat_data(bare: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load(path=str(bare))
     message = str(refused.value)
-    assert "has no chat template. Give model.chat_template=FILE or one of" in message
+    assert "has no chat template. Set model.chat_template=FILE or one of" in message
     for name in ("chatml", "llama3", "mistral"):
         assert name in message
 

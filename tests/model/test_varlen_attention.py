@@ -211,9 +211,9 @@ def test_varlen_kernel_padded_rows_go_to_sdpa(function: Callable[..., Any]) -> N
 @pytest.mark.parametrize(
     ("function", "changes", "words"),
     [
-        (TORCH[1], {"softcap": 1.0}, "attention=varlen cannot do soft-capping"),
-        (TORCH[1], {"sinks": torch.zeros(4)}, "attention=varlen cannot do attention sinks"),
-        (FLASH[0], {"dropout": 0.1}, "attention=flash cannot do dropout of attention"),
+        (TORCH[1], {"softcap": 1.0}, "attention=varlen does not support soft-capping"),
+        (TORCH[1], {"sinks": torch.zeros(4)}, "attention=varlen does not support attention sinks"),
+        (FLASH[0], {"dropout": 0.1}, "attention=flash does not support dropout of attention"),
     ],
 )
 def test_varlen_kernel_unknown_rule_is_refused(
@@ -264,11 +264,11 @@ def test_auto_attention_without_flash_attn_takes_varlen(monkeypatch: pytest.Monk
     [
         ("varlen", {"softcap": True, "compute": None}, "float32 arithmetic .* and soft-capping"),
         ("flash", {"packed": False, "sinks": True}, r"padded rows \(batching\.packing=false\) and attention sinks"),
-        ("varlen", {"heads": {(12, 12)}}, "heads of 12 numbers"),
+        ("varlen", {"heads": {(12, 12)}}, "heads of size 12"),
     ],
 )
 def test_named_backend_that_cannot_serve_is_refused(kind: str, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=f"attention={kind} cannot do {words}.*Set attention=sdpa"):
+    with pytest.raises(ConfigError, match=f"attention={kind} does not support {words}.*Set attention=sdpa"):
         select(AttentionConfig(kind=kind), GPU, lambda: replace(NEEDS, **changes))
 
 

@@ -168,7 +168,7 @@ def trial(number: int, swept: Sequence[str], objective: float | None, **values: 
 
 def made_sweep(folder: Path, trials: Sequence[Mapping[str, Any]]) -> Path:
     folder.mkdir(parents=True)
-    command = ["python", "-m", "app.train", "-m", "optimizer.lr=1e-3,1e-4"]
+    command = ["finetune", "train", "-m", "optimizer.lr=1e-3,1e-4"]
     winner = best([Outcome(**each) for each in trials])
     content = {"identity": "x", "command": command, "best": winner, "trials": list(trials)}
     (folder / "sweep.json").write_text(json.dumps(content))

@@ -48,8 +48,8 @@ def test_sweep_page_ranking(tmp_path: Path) -> None:
     winner = best(outcomes)
     assert winner is not None
     (command,), (again,) = (all_of(Code, section(page, title)) for title in ("Best", "Rerun"))
-    assert shlex.split(command.text)[:3] == ["python", "-m", "app.train"]
-    assert shlex.split(command.text)[3:] == winner["overrides"]
+    assert shlex.split(command.text)[:2] == ["finetune", "train"]
+    assert shlex.split(command.text)[2:] == winner["overrides"]
     assert again.text == "finetune train -m optimizer.lr=1e-3,1e-4"
     assert [each.text for each in all_of(Code, section(page, "Failed"))] == ["error: it blew up"]
     (_, failed), (_, left) = page.notes

@@ -101,7 +101,7 @@ def test_attention_backend_trains_as_sdpa_and_its_leaking_twin_is_refused(toys: 
     assert found == pytest.approx(expected, rel=1e-5)
     assert found[-1] < found[0]
 
-    with pytest.raises(ConfigError, match=r"^attention=masked cannot do padded rows"):
+    with pytest.raises(ConfigError, match=r"^attention=masked does not support padded rows"):
         toys.train("padded", *recipe, "attention=masked", "batching.packing=false")
     toys.add("attention", "masked", {"BACKENDS": attention.Backend(leaking, requires=lambda _device: [])})
     with pytest.raises(EnvironmentProblem, match=r"^attention=masked: .* Set attention=sdpa"):

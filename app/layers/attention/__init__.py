@@ -1,7 +1,7 @@
-"""The attention function that every supported transformers model calls, and the table of its backends.
+"""The attention function that every supported transformers model calls, and its backends.
 
-Registered under a name of our own, transformers builds no mask for it and passes `documents` through: those that lie
-side by side in a row, or None when each row is one document followed by padding.
+Registered under our own name, transformers builds no mask for it and passes `documents` through: those packed in a
+row, or None if each row is one document followed by padding.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from app.layers.attention.requirements import Kernel, Needs, Rules, cannot, is_c
 from app.layers.attention.sdpa import compiled_sdpa, sdpa
 from app.layers.attention.varlen import varlen_on, varlen_requires
 
-# a name with "flash" or "/" in it would be looked up as a kernel of the hub
+# a name with "flash" or "/" would be looked up as a hub kernel
 NAME = "packed"
 
 
 def register(backend: str, compiled_on: torch.device | None = None) -> str:
-    """Register `backend` and return the name to load models with; `compiled_on`: the device of compiled layers.
+    """Register `backend` and return its name for loading models; `compiled_on`: the device of compiled layers.
 
-    The model's own attention is no backend: it is not replaced.
+    The model's own attention is not a backend: it is not replaced.
     """
     if backend == OWN:
         return OWN
@@ -38,10 +38,10 @@ def register(backend: str, compiled_on: torch.device | None = None) -> str:
 
 
 def register_kernel(kernel: Kernel, name: str) -> str:
-    """Register `kernel` for models that are made with `name`."""
+    """Register `kernel` for models that are built with `name`."""
     from transformers import AttentionInterface
 
-    def attention(  # noqa: PLR0913, PLR0917  how transformers calls it
+    def attention(  # noqa: PLR0913, PLR0917  the signature in transformers
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -64,7 +64,7 @@ def register_kernel(kernel: Kernel, name: str) -> str:
         if documents is None or query.shape[0] == 1:
             out = kernel(query, key, value, rules, documents)
         else:
-            q, k, v = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))  # as one row
+            q, k, v = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))  # as one row
             out = kernel(q, k, v, rules, documents)[0]
             out = out.reshape(out.shape[0], query.shape[0], -1, out.shape[2]).transpose(0, 1)
         return out.transpose(1, 2).contiguous(), None
@@ -78,9 +78,9 @@ class Backend:
     """One way to compute attention.
 
     `run` takes [B, H, S, D] (fewer heads for keys and values where they are shared) and returns the shape of its
-    queries: the documents of a packed row, of which B is 1, or padded rows when there are none. `requires` says what
-    this machine lacks, `refuses` what of a run's needs it cannot do. Without `refuses` it is right for every model.
-    `compiled` gives the kernel of compiled layers: of `PackedSequences` it reads only what is the same in all batches.
+    queries: the documents of a packed row (B is 1), or padded rows if there are none. `requires` returns what this
+    machine lacks, `refuses` the unsupported needs of a run. Without `refuses` it is correct for every model. `compiled`
+    returns the kernel of compiled layers: it reads only values of `PackedSequences` that are equal in all batches.
     """
 
     run: Kernel
@@ -98,7 +98,7 @@ def _varlen(name: str, *, softcap: bool) -> Backend:
     return Backend(run, partial(varlen_requires, name), partial(refusals, softcap=softcap), kernel_on)
 
 
-# `auto` takes the first that can do everything, for all layers
+# `auto` takes the first that supports everything, for all layers
 BACKENDS: dict[str, Backend] = {
     "flash": _varlen("flash", softcap=True),
     "varlen": _varlen("varlen", softcap=False),
@@ -107,9 +107,9 @@ BACKENDS: dict[str, Backend] = {
 
 
 def select(config: AttentionConfig, device: torch.device, needs: Callable[[], Needs], *, traces: bool = False) -> str:
-    """The name of this run's backend. `needs` builds a model on meta, so it is called only where it matters.
+    """Return the backend name of this run. `needs` builds a model on meta, so it is called only if required.
 
-    `traces`: of `auto` one with a kernel of compiled layers.
+    `traces`: `auto` selects a backend with a kernel for compiled layers.
     """
     if config.kind == "auto":
         able = (name for name, backend in BACKENDS.items() if backend.compiled or not traces)
@@ -125,13 +125,13 @@ def _problem(name: str, device: torch.device, needs: Callable[[], Needs]) -> str
     missing = backend.requires(device)
     if missing:
         return f"attention={name} needs {' and '.join(missing)}. Set attention=sdpa."
-    wanted = [] if backend.refuses is None else backend.refuses(needs())
-    return cannot(name, wanted) if wanted else None
+    unsupported = [] if backend.refuses is None else backend.refuses(needs())
+    return cannot(name, unsupported) if unsupported else None
 
 
 def own_attention(lm: Any) -> str:
-    """The fastest of transformers' own implementations that is right for `lm`, for where ours does not serve.
+    """Return the fastest implementation of transformers that is correct for `lm`, where ours is not used.
 
-    Ours has no key-value cache. Their sdpa has no sinks, and leaves out soft-capping silently (5.17).
+    Ours has no key-value cache. Their sdpa has no sinks, and silently skips soft-capping (5.17).
     """
     return "sdpa" if lm._supports_sdpa and not is_capped(lm) else "eager"

@@ -1,4 +1,4 @@
-"""Rules that layers give to attention, needs of a run, and refusals of variable-length kernels."""
+"""Attention rules of layers, needs of a run, and refusals of variable-length kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class Rules:
     causal: bool
     scale: float | None
     dropout: float
-    window: int | None  # tokens each side of the query may see, itself included
+    window: int | None  # visible tokens on each side of the query, including itself
     softcap: float | None
-    sinks: Tensor | None  # one logit per head that takes part in the softmax and is dropped
+    sinks: Tensor | None  # one logit per head that is in the softmax and then dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Needs of a run, known before any weight is loaded."""
+    """Attention needs of a run, before any weight is loaded."""
 
     packed: bool
     compute: torch.dtype | None  # of autocast; None: everything is float32
@@ -44,15 +44,15 @@ _KEY_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")  # 
 
 
 def dropouts_of(lm: Any) -> dict[str, float]:
-    """The dropouts of attention weights by their names in config.json."""
+    """Return the dropouts of attention weights by their names in config.json."""
     config = lm.config.get_text_config(decoder=True)
     return {name: rate for name in _DROPOUTS if (rate := getattr(config, name, None))}
 
 
 def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
-    """Needs read from configuration, parameter names and attention modules; `lm` may be on meta.
+    """Return the needs in configuration, parameter names and attention modules; `lm` may be on meta.
 
-    A rule that does not show in them is refused by the kernel (`require_rules`).
+    The kernel refuses any other rule (`require_rules`).
     """
     return Needs(
         packed=packed,
@@ -65,12 +65,12 @@ def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
 
 
 def is_capped(lm: Any) -> bool:
-    """Whether attention is soft-capped, as the configuration says."""
+    """Return whether attention is soft-capped by the configuration."""
     return getattr(lm.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
 
 
 def _head_sizes(attention: Any) -> tuple[int, int]:
-    """Numbers of a key and of a value of one head; 0 where the module does not say."""
+    """Return the key size and value size of one head; 0 if the module does not have them."""
     key = next((getattr(attention, name) for name in _KEY_SIZES if hasattr(attention, name)), 0)
     return key, getattr(attention, "v_head_dim", key)
 
@@ -80,13 +80,13 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def missing_gpu(device: torch.device) -> list[str]:
-    """The GPU that `device` lacks, in words."""
+    """Return the GPU that `device` is not, in words."""
     return [] if is_ampere(device) else ["an NVIDIA GPU of the Ampere generation or newer"]
 
 
 def refusals(needs: Needs, *, softcap: bool = False) -> list[str]:
-    """The needs that a variable-length kernel cannot serve, in words; `softcap`: this one can cap."""
-    asked: dict[str, Any] = {
+    """Return the needs that a variable-length kernel does not support, in words; `softcap`: this one can cap."""
+    features: dict[str, Any] = {
         "padded rows (batching.packing=false)": not needs.packed,
         "float32 arithmetic (precision=fp32 or tf32)": needs.compute not in HALVES,
         "soft-capping": needs.softcap and not softcap,
@@ -94,23 +94,23 @@ def refusals(needs: Needs, *, softcap: bool = False) -> list[str]:
         "dropout of attention weights": needs.dropout,
     }
     for key, value in sorted(needs.heads):
-        asked[f"heads of {key} numbers (multiples of 8 up to {MAX_HEAD_SIZE})"] = key % 8 or key > MAX_HEAD_SIZE
-        asked[f"keys of {key} and values of {value} numbers"] = key != value
-    return [words for words, wanted in asked.items() if wanted]
+        features[f"heads of size {key} (multiples of 8 up to {MAX_HEAD_SIZE})"] = key % 8 or key > MAX_HEAD_SIZE
+        features[f"keys of size {key} with values of size {value}"] = key != value
+    return [feature for feature, is_needed in features.items() if is_needed]
 
 
 def require_rules(name: str, rules: Rules, *, softcap: bool = False) -> None:
-    """Refuse a rule that the model's configuration did not show."""
-    asked = {
+    """Refuse a rule that the model's configuration does not show."""
+    features = {
         "soft-capping": rules.softcap is not None and not softcap,
         "attention sinks": rules.sinks is not None,
         "dropout of attention weights": rules.dropout > 0,
     }
-    wanted = [words for words, asks in asked.items() if asks]
-    if wanted:
-        raise ConfigError(cannot(name, wanted))
+    unsupported = [feature for feature, is_needed in features.items() if is_needed]
+    if unsupported:
+        raise ConfigError(cannot(name, unsupported))
 
 
-def cannot(name: str, wanted: list[str]) -> str:
-    """The message that backend `name` cannot do what is wanted."""
-    return f"attention={name} cannot do {' and '.join(wanted)}, which this run asks for. Set attention=sdpa."
+def cannot(name: str, features: list[str]) -> str:
+    """Return the message that backend `name` does not support the features."""
+    return f"attention={name} does not support {' and '.join(features)}, which this run needs. Set attention=sdpa."

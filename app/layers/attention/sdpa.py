@@ -1,7 +1,7 @@
-"""Attention document by document: right for every model, on any machine; and the plain definition.
+"""Attention document by document, correct for every model on any machine; and the plain definition.
 
-In compiled layers on a CPU it is one operation: document bounds are read inside it, so the graph does not depend on
-them. On a GPU that would wait for the device in every layer, so there all documents must have one length.
+In compiled layers on a CPU it is one operation that reads the document bounds, so the graph does not depend on them.
+On a GPU that would wait for the device in every layer, so there all documents must have one length.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +19,9 @@ from app.layers.operations import COSTS, OperationCost, autocast_dtype, is_amper
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
-    """torch's scaled_dot_product_attention on each document by itself, or plain arithmetic for what it cannot do.
+    """Compute torch's scaled_dot_product_attention per document, or plain arithmetic for unsupported rules.
 
-    Padded rows need no mask: no real token looks at the padding on its right. Documents of one length are one call.
+    Padded rows need no mask: no real token sees the padding on its right. Documents of one length are one call.
     """
     if documents is not None and len({*documents.lengths}) == 1 and rules.softcap is None and rules.sinks is None:
         count = len(documents.lengths)
@@ -31,7 +31,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequenc
 
 
 def plain_packed(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
-    """`plain` on each document by itself."""
+    """Compute `plain` per document."""
     return _by_document(plain, q, k, v, rules, documents)
 
 
@@ -68,9 +68,9 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
 
 
 def shares_heads(q: Tensor, v: Tensor, *, masked: bool, ampere: bool) -> bool:
-    """Whether a fused kernel of torch on a GPU takes fewer heads of keys and values than of queries.
+    """Return whether a fused kernel of torch on a GPU takes fewer heads of keys and values than of queries.
 
-    Its flash kernel does. Where that does not serve, shared heads would go to plain arithmetic, with scores of S x S,
+    Its flash kernel does. Where that is not used, shared heads would fall back to plain arithmetic with S x S scores,
     and the memory-efficient kernel takes them repeated.
     """
     size, dtype = q.shape[-1], autocast_dtype(q)
@@ -78,13 +78,13 @@ def shares_heads(q: Tensor, v: Tensor, *, masked: bool, ampere: bool) -> bool:
 
 
 def own_heads(q: Tensor, shared: Tensor) -> Tensor:
-    """Keys or values repeated for each head of the queries."""
+    """Return keys or values repeated for each query head."""
     times = q.shape[1] // shared.shape[1]
     return shared if times == 1 else shared.repeat_interleave(times, dim=1)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
-    """The definition, in the dtype of its inputs with a float32 softmax: the reference of every backend."""
+    """Compute attention by definition, in the input dtype with a float32 softmax: the reference of every backend."""
     scale = q.shape[-1] ** -0.5 if rules.scale is None else rules.scale
     scores = _grouped_matmul(q, k.transpose(-1, -2)) * scale
     if rules.softcap is not None:
@@ -99,14 +99,14 @@ def plain(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
 
 
 def _grouped_matmul(per_query_head: Tensor, per_key_head: Tensor) -> Tensor:
-    """The query heads of a key head one below the other: broadcasting would copy keys and values for each."""
+    """Multiply with the query heads of a key head stacked: broadcasting would copy keys and values for each."""
     batch, heads, size, _ = per_query_head.shape
     stacked = per_query_head.reshape(batch, per_key_head.shape[1], -1, per_query_head.shape[3])
     return torch.matmul(stacked, per_key_head).reshape(batch, heads, size, -1)
 
 
 def allowed(size: int, rules: Rules, device: torch.device) -> Tensor:
-    """[S, S] true where the query of a row may see the key of a column."""
+    """Return [S, S], true where the query of a row may see the key of a column."""
     places = torch.arange(size, device=device)
     distance = places[:, None] - places[None, :]
     seen = distance >= 0 if rules.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -118,12 +118,12 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def compiled_sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
-    """`sdpa` as one operation, without soft-capping, sinks or dropout where documents have several lengths."""
+    """Compute `sdpa` as one operation, without soft-capping, sinks or dropout if document lengths differ."""
     if documents is None or documents.are_longest(q.shape[2]) or q.device.type != "cpu":
         return sdpa(q, k, v, rules, documents)
     require_rules("sdpa", rules)
     if v.shape[-1] != q.shape[-1]:
-        raise ConfigError(cannot("sdpa", ["keys and values of two sizes in a compiled layer"]))
+        raise ConfigError(cannot("sdpa", ["keys and values of different sizes in a compiled layer"]))
     dtype = autocast_dtype(v)
     window = rules.window if rules.window is not None and rules.window < documents.max_seqlen else None
     out: Tensor = _split(
@@ -136,11 +136,11 @@ def compiled_sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Pack
 def _split(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, causal: bool, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    found = [
+    parts = [
         _FORWARD(q[part], k[part], v[part], 0.0, causal and mask is None, attn_mask=mask, scale=scale)
         for part, mask in _parts(q, bounds, causal, window)
     ]
-    out, sums = (torch.cat(each, dim=2).contiguous() for each in zip(*found, strict=True))
+    out, sums = (torch.cat(tensors, dim=2).contiguous() for tensors in zip(*parts, strict=True))
     return out, sums
 
 
@@ -152,7 +152,7 @@ def _split_shapes(
 
 
 @torch.library.custom_op("app::split_attention_backward", mutates_args=())
-def _back(  # noqa: PLR0913, PLR0917  all that the forward pass had
+def _back(  # noqa: PLR0913, PLR0917  all inputs of the forward pass
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -164,12 +164,12 @@ def _back(  # noqa: PLR0913, PLR0917  all that the forward pass had
     scale: float | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = []
+    parts = []
     for part, mask in _parts(q, bounds, causal, window):
-        given = (each[part] for each in (grad, q, k, v, out, sums))
-        found.append(_BACKWARD(*given, 0.0, causal and mask is None, attn_mask=mask, scale=scale))
-    of_q, of_k, of_v = (torch.cat(each, dim=2).contiguous() for each in zip(*found, strict=True))
-    return of_q, of_k, of_v
+        inputs = (tensor[part] for tensor in (grad, q, k, v, out, sums))
+        parts.append(_BACKWARD(*inputs, 0.0, causal and mask is None, attn_mask=mask, scale=scale))
+    dq, dk, dv = (torch.cat(tensors, dim=2).contiguous() for tensors in zip(*parts, strict=True))
+    return dq, dk, dv
 
 
 @_back.register_fake
@@ -177,7 +177,7 @@ def _back_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_more: Any) ->
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# FLOPs are not known: they depend on the lengths of documents. Bytes are the parts before they are joined.
+# FLOPs are unknown: they depend on document lengths. Bytes are the parts before they are joined.
 COSTS["app::split_attention"] = OperationCost(cpu_bytes=lambda q, *_: q.nbytes + 4 * q[..., 0].numel())
 COSTS["app::split_attention_backward"] = OperationCost(cpu_bytes=lambda _, q, k, v, *__: q.nbytes + k.nbytes + v.nbytes)
 
@@ -185,7 +185,7 @@ COSTS["app::split_attention_backward"] = OperationCost(cpu_bytes=lambda _, q, k,
 def _parts(
     q: Tensor, bounds: Tensor, causal: bool, window: int | None
 ) -> Iterator[tuple[tuple[slice, slice, slice], Tensor | None]]:
-    """Slices of each document in [B, H, T, ...], with the mask of its window."""
+    """Yield the slices of each document in [B, H, T, ...], with the mask of its window."""
     everything = slice(None)
     for start, end in pairwise(bounds.tolist()):
         length = end - start

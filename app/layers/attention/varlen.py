@@ -1,10 +1,10 @@
 """Variable-length attention: kernels that take all documents of a packed row in one call, by `cu_seqlens`.
 
 Two of them: flash-attn's packages (2, 3 and 4), and torch's own `varlen_attn` (flash-attn 2 inside torch). All take
-the tokens of all documents one after another, [T, H, D], in 16-bit numbers. Padded rows go to `sdpa`.
+the concatenated tokens of all documents, [T, H, D], in 16 bits. Padded rows go to `sdpa`.
 
-FlashAttention 4 is wrapped as operations of torch: the package's own function is an autograd.Function over kernels
-written in Python, at which a graph breaks.
+FlashAttention 4 is wrapped as torch operations: the package's own function is an autograd.Function over kernels
+written in Python, which breaks the graph.
 """
 
 import inspect
@@ -29,7 +29,7 @@ _BACKWARD = (
 )
 
 
-def flash4_attention(  # noqa: PLR0913, PLR0917  the arguments of `flash_attn.cute.flash_attn_varlen_func` that we give
+def flash4_attention(  # noqa: PLR0913, PLR0917  our arguments of `flash_attn.cute.flash_attn_varlen_func`
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -42,7 +42,7 @@ def flash4_attention(  # noqa: PLR0913, PLR0917  the arguments of `flash_attn.cu
     window_size: tuple[int | None, int | None] = (None, None),
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention of documents to themselves: bounds and longest of queries and keys are the same."""
+    """Compute self-attention per document: bounds and maximum length of queries and keys are equal."""
     assert cu_seqlens_k is cu_seqlens_q
     assert max_seqlen_k == max_seqlen_q
     out: Tensor = _forward(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, *window_size, softcap)[0]
@@ -79,7 +79,7 @@ def _forward_shapes(q: Tensor, _k: Tensor, v: Tensor, *_rules: Any) -> tuple[Ten
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rules: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))  # of their own: strides must be those that graphs know
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))  # new tensors: strides must be those of the graph
     import_module(_INTERFACE)._flash_attn_bwd(q, k, v, out, grad, sums, dq=dq, dk=dk, dv=dv, **_options(*rules))
     return dq, dk, dv
 
@@ -89,7 +89,7 @@ def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# bounds lie on the device, so FLOPs and memory are those of the plan's own operation
+# bounds are on the device, so FLOPs and memory are those of the plan's own operation
 COSTS["app::flash4"] = COSTS["app::flash4_backward"] = OperationCost()
 
 
@@ -109,7 +109,7 @@ _forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def varlen_kernel(name: str, function: Callable[..., Any]) -> Kernel:
-    """Attention by `flash_attn_varlen_func` of any version (flash), or by torch's `varlen_attn` (varlen)."""
+    """Return the kernel of `flash_attn_varlen_func` of any version (flash), or torch's `varlen_attn` (varlen)."""
     is_flash = name == "flash"
     unlimited = inspect.signature(function).parameters["window_size"].default[0]  # -1, or None in flash-attn 4
     names_shared_heads = _accepts(function, "enable_gqa")  # older versions of torch take fewer key heads as they are
@@ -118,12 +118,12 @@ def varlen_kernel(name: str, function: Callable[..., Any]) -> Kernel:
         if documents is None:
             return sdpa(q, k, v, rules, None)
         require_rules(name, rules, softcap=is_flash)
-        # autocast does not know these kernels, and rotary embeddings or norms may have widened q and k
+        # autocast does not cover these kernels, and rotary embeddings or norms may have widened q and k
         dtype = autocast_dtype(v)
-        query, key, value = (each.to(dtype)[0].transpose(0, 1) for each in (q, k, v))
+        query, key, value = (states.to(dtype)[0].transpose(0, 1) for states in (q, k, v))
         bounds, longest = documents.cu_seqlens, documents.max_seqlen
         options: dict[str, Any] = {"window_size": _window(rules, longest, unlimited)}
-        if is_flash:  # by name: between them and the values flash-attn 4 has one argument more
+        if is_flash:  # by name: flash-attn 4 has one more argument before them
             options |= {"softmax_scale": rules.scale, "causal": rules.causal, "softcap": rules.softcap or 0.0}
             options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), bounds)
             options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
@@ -138,32 +138,32 @@ def varlen_kernel(name: str, function: Callable[..., Any]) -> Kernel:
 
 
 def _window(rules: Rules, longest: int, unlimited: int | None) -> tuple[int | None, int | None]:
-    """Tokens to the left and right of itself that a query sees; `unlimited` is all of them."""
+    """Return the tokens to the left and right that a query sees; `unlimited` is all of them."""
     left = unlimited if rules.window is None or rules.window >= longest else rules.window - 1
     return left, 0 if rules.causal else left
 
 
 def varlen_requires(name: str, device: torch.device) -> list[str]:
-    """The GPU or package that kernel `name` lacks; a package that was built for another torch counts as missing."""
+    """Return the GPU or package that kernel `name` lacks; a package built for another torch counts as missing."""
     missing = missing_gpu(device)
     return missing or ([] if _FIND_FUNCTION[name](device) else [_PACKAGES[name]])
 
 
 @cache
 def varlen_on(name: str, device: torch.device) -> Kernel:
-    """Kernel `name` for tensors of `device`."""
+    """Return kernel `name` for tensors of `device`."""
     function = _FIND_FUNCTION[name](device)
     assert function is not None, "varlen_requires comes first"
     return varlen_kernel(name, function)
 
 
 _FLASH_2, _FLASH_3, _FLASH_4 = "flash_attn", "flash_attn_interface", "flash_attn.cute"  # packages of flash-attn
-# by major compute capability, the fastest first; other GPUs have kernels in flash-attn 2 alone
+# by major compute capability, the fastest first; only flash-attn 2 has kernels for other GPUs
 _FLASH = {9: (_FLASH_3, _FLASH_4, _FLASH_2), 10: (_FLASH_4, _FLASH_2)}
 
 
 def find_flash(device: torch.device) -> Callable[..., Any] | None:
-    """Return the function of the fastest flash-attn version that is installed and has kernels for this GPU."""
+    """Return the function of the fastest installed flash-attn version with kernels for this GPU."""
     major, _ = torch.cuda.get_device_capability(device)
     for package in _FLASH.get(major, (_FLASH_2,)):
         try:
@@ -176,7 +176,7 @@ def find_flash(device: torch.device) -> Callable[..., Any] | None:
 
 
 def _find_varlen(_device: torch.device) -> Callable[..., Any] | None:
-    """torch's function; before torch 2.11 it could neither scale nor have a window."""
+    """Return torch's function; before torch 2.11 it had no scale and no window."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn if _accepts(varlen_attn, "scale", "window_size") else None
