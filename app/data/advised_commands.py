@@ -40,7 +40,7 @@ def command(
     return " ".join(["python -m app.check data", *words])
 
 
-def check_of_made(file: DataFile, fmt: str = "messages") -> str:
+def check_of_converted(file: DataFile, fmt: str = "messages") -> str:
     """Return the command that checks the rows that another command converts from a file."""
     return command(fmt, {}, DatasetConfig(path=file.target(), split="train"))
 

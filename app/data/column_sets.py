@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.config.kinds import LABELED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.advised_commands import check_of_made, json_file, pair_format
+from app.data.advised_commands import check_of_converted, json_file, pair_format
 from app.data.columns import EVERY_ELEMENT, FirstRows, Kind, is_text, is_there, text_kind, value
 from app.data.conversations import speaker_of
 from app.data.roles import INPUTS, ROLES, has_role, is_history, is_talk, judgment, named_like, names_of
@@ -202,7 +202,7 @@ def is_unanswered(found: Any) -> bool:
 def _of_nested_chats(first: FirstRows) -> str:
     """Return commands that convert trees (OASST) or pairs (Firefly) to messages; empty for other rows."""
     file = json_file(first.section)
-    check = check_of_made(file)
+    check = check_of_converted(file)
     if first.most("prompt", _is_tree):
         made = f"{file.jq_of_rows(_OF_TREE)} && {check} dataset.train_on=last"
         return f"Each row is a tree of messages. To convert each answer to a conversation: {made}"

@@ -153,7 +153,7 @@ def optional_text(row: Row, path: str | None) -> str:
     return text(row, path) if joined is None else joined
 
 
-def wanted_rows(rows: Iterator[Located], config: DatasetConfig, names: Collection[str]) -> Iterator[Located]:
+def reshape_rows(rows: Iterator[Located], config: DatasetConfig, names: Collection[str]) -> Iterator[Located]:
     """Yield rows without the columns of `dataset.leave_out`.
 
     If a field in `names` of `dataset.columns` has a path with `*`, yield the row once per element of that list.

@@ -19,7 +19,7 @@ from app.data.column_sets import (
     suggestion,
     without_answers,
 )
-from app.data.columns import ABSENT, JOIN, FirstRows, has, is_text, is_there, thought_column, value, wanted_rows
+from app.data.columns import ABSENT, JOIN, FirstRows, has, is_text, is_there, reshape_rows, thought_column, value
 from app.data.conversations import parsed_list, speaker_of
 from app.data.formats import ANSWERS, ASSISTANT, WRITTEN_CHAT
 from app.data.refused_columns import refused_column
@@ -121,7 +121,7 @@ def detect_format(
 def first_rows(source: Source, config: DatasetConfig, key: str, formats: Sequence[str]) -> FirstRows:
     """Read the first rows of a source to detect the format; DataError if there are none."""
     named = f"{source.key}={source.name}"
-    first = [*islice(wanted_rows(source.rows(), config, [each.name for each in fields(Columns)]), INSPECTED_ROWS)]
+    first = [*islice(reshape_rows(source.rows(), config, [each.name for each in fields(Columns)]), INSPECTED_ROWS)]
     rows = [row for _, row in first if not isinstance(row, Broken)]
     if not first:
         raise DataError(f"{named}: has no rows")

@@ -22,7 +22,7 @@ from app.data.rows import (
     Conversation,
     Document,
     Example,
-    Judged,
+    LabeledAnswer,
     Message,
     Row,
     RowProblem,
@@ -87,12 +87,12 @@ def _preference_text(row: Row, columns: Columns) -> AnswerPair:
     return AnswerPair(*(_plain_answer(prompt, side, name) for name, side in sides))
 
 
-def _preference_label_text(row: Row, columns: Columns) -> Judged:
+def _preference_label_text(row: Row, columns: Columns) -> LabeledAnswer:
     """Read one text; without a prompt, the answer starts after the last `Assistant:`."""
     prompt, answer = optional_text(row, columns.prompt), text(row, columns.completion)
     if not prompt and ASSISTANT in answer:
         prompt = answer[: answer.rfind(ASSISTANT) + len(ASSISTANT)]
-    return Judged(_plain_answer(prompt, answer, columns.completion), conversations.is_wanted(row, columns.label))
+    return LabeledAnswer(_plain_answer(prompt, answer, columns.completion), conversations.is_wanted(row, columns.label))
 
 
 def _plain_answer(prompt: str, found: str, column: str) -> Document:
@@ -175,7 +175,7 @@ def without_end_tokens(content: Content) -> tuple[Content, int]:
     if isinstance(content, AnswerPair):
         (chosen, first), (rejected, second) = map(_without_end_token, sides_of(content))
         return replace(content, chosen=chosen, rejected=rejected), first + second
-    if isinstance(content, Judged):
+    if isinstance(content, LabeledAnswer):
         answer, number = _without_end_token(content.answer)
         return replace(content, answer=answer), number
     return _without_end_token(content)

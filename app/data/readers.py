@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO
 
-from app.data.advised_commands import check_of_made
+from app.data.advised_commands import check_of_converted
 from app.data.rows import TABLE_FILES, Broken, DataFile, Located, Row, awk_of_tagged_words, escaped, extension, kind_of
 from app.errors import DataError
 from app.safe_text import listed, many
@@ -463,7 +463,7 @@ def require_prose(file: DataFile, text: str) -> None:
     else:
         return
     as_rows, as_text = (
-        f"{file.converted(converter, '.jsonl')} && {check_of_made(file, name)}"
+        f"{file.converted(converter, '.jsonl')} && {check_of_converted(file, name)}"
         for converter, name in ((program, fmt), ("jq -Rsc '{text: .}'", "text"))
     )
     raise DataError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.kinds import CHAT_OF, ROW_FORMATS, WITHOUT_ANSWERS, fields_of, recipes_of
 from app.config.schema import Columns, DatasetConfig
-from app.data.advised_commands import check_of_made, command, json_file, pair_format
+from app.data.advised_commands import check_of_converted, command, json_file, pair_format
 from app.data.columns import EVERY_ELEMENT, JOIN, as_text, choices_of, optional, thought_column, value
 from app.data.conversations import SPEAKERS, speaker_of
 from app.data.roles import (
@@ -409,7 +409,7 @@ def _jq_of_thread(config: DatasetConfig, name: str, parent: str) -> str:
     turns = f"[recurse($all[.{parent} | tostring] // empty)] | reverse | map({{role: {role}, content: .text}})"
     program = f"INDEX(.{name}) as $all | .[] | select(.role | IN({speakers})) | {{messages: ({turns})}}"
     file = json_file(config)
-    return f"{file.jq_of_rows(program, of_all=True)} && {check_of_made(file)} dataset.train_on=last"
+    return f"{file.jq_of_rows(program, of_all=True)} && {check_of_converted(file)} dataset.train_on=last"
 
 
 def _reading(fmt: str, columns: Columns, places: Mapping[str, ColumnPlace]) -> tuple[str, dict[str, str]] | None:
