@@ -25,7 +25,7 @@ _OF_TREE = (
 
 @dataclass(frozen=True, slots=True)
 class ColumnSet:
-    """Columns of a dataset: those that `dataset.columns` reads, and `others`, which are not read."""
+    """Columns of a dataset: those read by `dataset.columns`, and unread `others`."""
 
     format: str
     columns: Mapping[str, str]  # by field, if its name differs from the field
@@ -34,7 +34,7 @@ class ColumnSet:
 
 @dataclass(frozen=True, slots=True)
 class FormatCandidate:
-    """A format and the columns that it would read."""
+    """Format that may fit the rows, with its columns."""
 
     format: str
     columns: tuple[str, ...]

@@ -43,7 +43,7 @@ def value(row: Row, path: str) -> Any:
 
 
 def _joined(row: Row, names: Sequence[str]) -> Any:
-    """Join the texts of several columns with blank lines, choices with line breaks; return a value that is not text.
+    """Join texts of several columns with blank lines, choices with line breaks; return other values unchanged.
 
     Prompt and answer columns are required, others may be absent.
     """
@@ -230,7 +230,7 @@ class FirstRows:
         return self.is_most(self.number({path: kind}))
 
     def is_most(self, number: int) -> bool:
-        """Return whether this number of rows is most of them."""
+        """Return whether the number is at least `MIN_SHARE` of the rows."""
         return number >= MIN_SHARE * len(self.rows)
 
     def in_role(self, role: str, kind: Kind) -> str:
@@ -268,7 +268,7 @@ def is_text(cell: Any) -> bool:
 
 
 def text_kind(path: str) -> Kind:
-    """Return the check for text, or for a numeric answer, which is read as text."""
+    """Return the check for text; in an answer column, numbers pass too and are read as text."""
     return (lambda cell: is_text(cell) or is_number(cell)) if path.rpartition(".")[2] in NUMERIC_ANSWERS else is_text
 
 

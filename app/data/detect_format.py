@@ -256,7 +256,7 @@ def _of_answers(first: FirstRows, has_template: Callable[[], bool]) -> str:
 
 
 def _unknown(first: FirstRows, advice: str) -> list[str]:
-    """Return the lines of an unknown format: the columns, missing columns by format, and what to type."""
+    """Return the error lines for an unknown format: the columns, missing columns by format, and the command."""
     key, rows = first.key, first.rows
     cells = {name: next((row[name] for row in rows if row.get(name) is not None), None) for name in first.names}
     columns = listed([f"{name} ({kind_of(cell)})" for name, cell in cells.items()]) or "none"

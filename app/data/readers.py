@@ -31,7 +31,7 @@ Dialect = dict[str, Any]  # arguments of csv.reader
 
 
 def read_csv(stream: io.BufferedReader, file: DataFile, delimiter: str) -> Iterator[Located]:
-    """Yield one row per record after the first; its location is its first line. An empty cell is null."""
+    """Yield one row per record after the header, located by its first line. An empty cell is null."""
     csv.field_size_limit(MAX_FIELD_BYTES)  # the default stops at 131072 characters
     dialect = _dialect_of(file, _delimiter(stream, delimiter))
     records = _records(_lines(stream, file.name), file.name, dialect)
@@ -46,7 +46,7 @@ def read_csv(stream: io.BufferedReader, file: DataFile, delimiter: str) -> Itera
 
 
 def _delimiter(stream: io.BufferedReader, usual: str) -> str:
-    """Return the delimiter of the first line: the usual one, unless it has only another one."""
+    """Return the delimiter of the first line: the usual one, unless the line has only others."""
     first = next(filter(bytes.strip, stream.peek(_MAX_HEADER_BYTES).splitlines()), b"").decode(errors="replace")
     counts = Counter({delimiter: first.count(delimiter) for delimiter in _DELIMITERS})
     return usual if counts[usual] or not any(counts.values()) else counts.most_common(1)[0][0]

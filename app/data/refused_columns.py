@@ -182,7 +182,7 @@ def _text_path(name: str, cell: Any, element: str = ".0") -> str:
 
 
 class Way(StrEnum):
-    """How a missed column can be read."""
+    """Way to read a missed column."""
 
     FIELD = "field"  # field of `dataset.columns`
     CHAT = "chat"  # field of the chat format of the task
@@ -194,7 +194,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ColumnPlace:
-    """Place where a missed column can be read."""
+    """Place to read a missed column."""
 
     field: str = ""
     paths: tuple[str, ...] = ()  # existing columns of the field, key of the system message, or IDs of the thread
@@ -207,7 +207,7 @@ _NOWHERE = ColumnPlace(way=Way.NONE)
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A row, its samples, and their settings."""
+    """Row with its samples and settings."""
 
     config: DatasetConfig
     row: Row
@@ -227,7 +227,7 @@ class ReadRow:
         return bool(ROW_FORMATS[self.config.format].learnt_by) and not has_prompt
 
     def missed(self, names: Sequence[str]) -> Iterator[tuple[str, ColumnPlace | None]]:
-        """Yield unread columns with text that no sample has, and where to read them; None if no answer needs them."""
+        """Yield unread columns with text that no sample has, and their place; None if no answer needs them."""
         choices = [name for name in names if CHOICE.fullmatch(name)]
         for name in names:
             cell = value(self.row, name)
@@ -264,7 +264,7 @@ class ReadRow:
         return any(text.strip() in sample.text or words in " ".join(sample.text.split()) for sample in self.samples)
 
     def _place(self, name: str, cell: Any, *, is_choice: bool) -> ColumnPlace | None:
-        """Return where a missed column can be read; None if no answer needs it."""
+        """Return the place to read a missed column; None if no answer needs it."""
         fmt = self.config.format
         if fmt in WITHOUT_ANSWERS:
             is_default = fmt == "text" and self.config.columns.text == "text"  # another column is intentional
@@ -280,7 +280,7 @@ class ReadRow:
         return self._place_in_system(cell)
 
     def _place_next_to_text(self, name: str, cell: Any) -> ColumnPlace | None:
-        """Return where a column next to a plain text can be read; None if the text does not need it."""
+        """Return the place to read a column next to a plain text; None if the text does not need it."""
         if has_role(name, "answers"):
             return ColumnPlace("answer", (_text_path(name, cell, EVERY_ELEMENT),))
         if _is_of_thread(self.row, name, cell):
@@ -288,7 +288,7 @@ class ReadRow:
         return ColumnPlace("question") if has_role(name, "asks") else None
 
     def _place_in_prompt(self, name: str, cell: Any) -> ColumnPlace:
-        """Return where the prompt of preference answers can include the column."""
+        """Return the place of the column in the prompt of preference answers."""
         is_system = has_role(name, "system")
         talk = next((inner for inner in self.row.values() if is_talk(inner)), None)
         if self._lacks_prompt and (self.template.is_there or talk is not None):
@@ -300,7 +300,7 @@ class ReadRow:
         return self._in_field("prompt", first=is_system)
 
     def _place_in_system(self, cell: Any) -> ColumnPlace:
-        """Return where the system message can include the column."""
+        """Return the place of the column in the system message."""
         side = sides_of(self.content)[0]
         messages = side.messages if isinstance(side, Conversation) else []
         if not messages or messages[0]["role"] != "system" or optional(self.row, self.config.columns.system):
@@ -313,7 +313,7 @@ class ReadRow:
         return ColumnPlace(paths=(f".{column}[0].{text}",), way=Way.SYSTEM_MESSAGE)
 
     def _place_of_thought(self, name: str) -> ColumnPlace:
-        """Return where reasoning can be read."""
+        """Return the place to read reasoning."""
         if self.template.writes_thoughts:
             is_free = "reasoning" in self._fields and name != thought_column(self.row, self.config.columns)
             return ColumnPlace("reasoning") if is_free else _NOWHERE
@@ -396,7 +396,7 @@ def _how(config: DatasetConfig, key: str, places: Mapping[str, ColumnPlace]) -> 
         return f"type: {json_file(config).jq_of_rows(f'{text} += {joined} | del({taken})')}"
     reading = _reading(config.format, config.columns, places)
     if reading is None:
-        return "add it to the texts that are read"
+        return "add its text to a column that is read"
     has_template = any(place.way is Way.TEMPLATE for place in places.values())
     template = f" model.chat_template={THOUGHT_TEMPLATE}" if has_template else ""
     return f"type: {command(*reading, config, key)}{template}"

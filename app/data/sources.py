@@ -198,7 +198,7 @@ class HubRows:
         return loaded
 
     def _why_unreachable(self) -> str:
-        """Return why the hub cannot be reached, or an empty text; a missing or gated dataset raises immediately."""
+        """Return the reason why the hub is unreachable, or an empty text; raise if the dataset is missing or gated."""
         from huggingface_hub import HfApi
         from huggingface_hub import errors as hub
 
@@ -267,7 +267,7 @@ Source = FileRows | HubRows | SavedRows | RandomRows
 
 
 def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
-    """Return problems of the paths without reading rows; for an evaluation, only of the paths that it reads."""
+    """Return the problems of the dataset paths, without reading rows; for an evaluation, only of the paths it reads."""
     sections = sources_of(config) if training or config.eval_path is None else {}
     training_sources = [
         partial(train_source, section, name) for name, section in sections.items() if section.path is not None
