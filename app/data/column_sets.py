@@ -180,8 +180,8 @@ def proposal(first: FirstRows, formats: Sequence[str]) -> str:
                 meaning = f"{more[0]} is the label of the pair {asks}, {answers}"
             elif entry.format in TAGGED_FORMATS:
                 meaning = f"{answers} has the tags of {asks}"
-            words = first.command(entry.format, entry.columns)
-            return f"If {meaning}, type: {words}{_regression(first, entry.columns.get('label', ''))}"
+            command = first.command(entry.format, entry.columns)
+            return f"If {meaning}, type: {command}{_regression(first, entry.columns.get('label', ''))}"
     return ""
 
 
@@ -263,8 +263,8 @@ def _for_labels(first: FirstRows) -> str:
     label = next((name for name in others if has_role(name, "label")), others[0] if others else "")
     if not text or not label:
         return ""
-    words = first.command("labelled_text", {"text": text, "label": label})
-    return f"If {label} is the label of {text}, type: {words}{_regression(first, label)}"
+    command = first.command("labelled_text", {"text": text, "label": label})
+    return f"If {label} is the label of {text}, type: {command}{_regression(first, label)}"
 
 
 def _is_short(first: FirstRows, name: str) -> bool:

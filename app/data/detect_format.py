@@ -232,8 +232,8 @@ def _note(candidate: FormatCandidate, first: FirstRows, columns: Columns, reason
     read = {*candidate.columns, *candidate.renamed.values()}
     read_too = [name for name in optional if name not in read and any(has(row, name) for row in first.rows)]
     also = f"; also read: {listed(read_too)}" if read_too else ""
-    words = typed(first.key, candidate.format, candidate.renamed)
-    return escaped(f"{first.key}.format=auto: detected {words}: {reason}{also}")
+    settings = typed(first.key, candidate.format, candidate.renamed)
+    return escaped(f"{first.key}.format=auto: detected {settings}: {reason}{also}")
 
 
 def _separate_answers(first: FirstRows, fitting: Sequence[FormatCandidate]) -> str:
@@ -261,16 +261,16 @@ def _unknown(first: FirstRows, advice: str) -> list[str]:
     cells = {name: next((row[name] for row in rows if row.get(name) is not None), None) for name in first.names}
     columns = listed([f"{name} ({kind_of(cell)})" for name, cell in cells.items()]) or "none"
     begin = f"{key}.format=auto: no format fits these rows; columns found: {columns}"
-    wants = [_missing(fmt, first) for fmt in first.formats]
+    requirements = [_missing(fmt, first) for fmt in first.formats]
     if any("input_ids" in row for row in rows):
-        return [begin, *filter(None, wants), "Tokenized rows (input_ids) are not supported: use rows of text"]
+        return [begin, *filter(None, requirements), "Tokenized rows (input_ids) are not supported: use rows of text"]
     chosen = "dataset=FORMAT" if key == "dataset" and not first.section.mix else f"{key}.format=FORMAT"
     asks = without_answers(first)
-    alone = f"No column is named like an answer to {asks}. " if asks else ""
+    no_answer = f"No column is named like an answer to {asks}. " if asks else ""
     general = (
-        f"{alone}docs/data.md lists the row formats; for other column names, set {chosen} {key}.columns.FIELD=NAME"
+        f"{no_answer}docs/data.md lists the row formats; for other column names, set {chosen} {key}.columns.FIELD=NAME"
     )
-    return [begin, *filter(None, wants), advice or suggestion(first) or general]
+    return [begin, *filter(None, requirements), advice or suggestion(first) or general]
 
 
 def _missing(fmt: str, first: FirstRows) -> str:
@@ -278,10 +278,10 @@ def _missing(fmt: str, first: FirstRows) -> str:
     names = {field: getattr(first.section.columns, field) for field in ROW_FORMATS[fmt].needs}
     if not any(has(row, name) for row in first.rows for name in names.values()):
         return ""
-    wants = []
+    requirements = []
     for field, name in names.items():
         others = [cell for row in first.rows if not _fits(fmt, field, cell := value(row, name))]
         kinds = {kind_of(cell): None for cell in others if cell is not ABSENT}
         number = f"{len(first.rows) - len(others)} of {len(first.rows)} rows have it"
-        wants.append(f"{name} ({number}{'; others: ' * bool(kinds)}{listed([*kinds])})")
-    return f"{first.key}.format={fmt} needs {ROW_FORMATS[fmt].holds} in {' and '.join(wants)}"
+        requirements.append(f"{name} ({number}{'; others: ' * bool(kinds)}{listed([*kinds])})")
+    return f"{first.key}.format={fmt} needs {ROW_FORMATS[fmt].holds} in {' and '.join(requirements)}"

@@ -187,8 +187,8 @@ class DataFile:
     def converted(self, program: str, suffix: str = "") -> str:
         """Return the shell command that converts the file with `program`, a filter such as jq."""
         source = self._unpacked() if self.packing else ""
-        words = f"{source} | {program}" if source else f"{program} {shlex.quote(str(self.path))}"
-        return escaped(f"{words} > {shlex.quote(self.target(suffix))}")
+        command = f"{source} | {program}" if source else f"{program} {shlex.quote(str(self.path))}"
+        return escaped(f"{command} > {shlex.quote(self.target(suffix))}")
 
     def jq(self, selection: str) -> str:
         """Return the shell command that writes the values that jq selects as JSON Lines."""
