@@ -296,7 +296,7 @@ def _settings(random: Random, path: Path, fmt: str) -> DatasetConfig:
 
 def fuzz_files(random: Random, folder: Path) -> None:
     """Recognize the format of a random file, and read all of its rows."""
-    from app.data.columns import unread, wanted_rows
+    from app.data.columns import reshape_rows, unread
     from app.data.detect_format import detect_formats
     from app.data.formats import empty_parts, read_row
     from app.data.rows import Broken, RowProblem
@@ -307,7 +307,7 @@ def fuzz_files(random: Random, folder: Path) -> None:
     path = _file(random, folder, _rows(random, fmt))
     config = replace(_settings(random, path, fmt), format=random.choice(("auto", "auto", fmt)))
     config, _ = detect_formats(config, formats_for(task))
-    for _, row in wanted_rows(train_source(config).rows(), config, fields_of(config.format)):
+    for _, row in reshape_rows(train_source(config).rows(), config, fields_of(config.format)):
         if isinstance(row, Broken):
             continue
         try:

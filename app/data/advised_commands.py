@@ -40,8 +40,8 @@ def command(
     return " ".join(["finetune check data", *words])
 
 
-def check_of_made(file: DataFile, fmt: str = "messages") -> str:
-    """Return the command that checks the rows that another command converts from a file."""
+def check_of_converted(file: DataFile, fmt: str = "messages") -> str:
+    """Return the command that checks the rows converted from a file."""
     return command(fmt, {}, DatasetConfig(path=file.target(), split="train"))
 
 
@@ -64,8 +64,8 @@ def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, di
 
 def json_file(config: DatasetConfig | None) -> DataFile:
     """Return the JSON file that a section reads, or OLD.jsonl if it reads other files."""
-    named = (config.path if config else None) or ""
-    path = Path(named if named.endswith((".jsonl", ".ndjson", ".json")) else "OLD.jsonl")
+    configured = (config.path if config else None) or ""
+    path = Path(configured if configured.endswith((".jsonl", ".ndjson", ".json")) else "OLD.jsonl")
     return DataFile(path, path.name)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.config.kinds import LABELED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
-from app.data.advised_commands import check_of_made, json_file, pair_format
+from app.data.advised_commands import check_of_converted, json_file, pair_format
 from app.data.columns import EVERY_ELEMENT, FirstRows, Kind, is_text, is_there, text_kind, value
 from app.data.conversations import speaker_of
 from app.data.roles import INPUTS, ROLES, has_role, is_history, is_talk, judgment, named_like, names_of
@@ -25,7 +25,7 @@ _OF_TREE = (
 
 @dataclass(frozen=True, slots=True)
 class ColumnSet:
-    """Columns of a dataset: those that `dataset.columns` reads, and `others`, which are not read."""
+    """Columns of a dataset: those read by `dataset.columns`, and unread `others`."""
 
     format: str
     columns: Mapping[str, str]  # by field, if its name differs from the field
@@ -34,7 +34,7 @@ class ColumnSet:
 
 @dataclass(frozen=True, slots=True)
 class FormatCandidate:
-    """A format and the columns that it would read."""
+    """Format that may fit the rows, with its columns."""
 
     format: str
     columns: tuple[str, ...]
@@ -47,7 +47,7 @@ class FormatCandidate:
 
 
 def _set(fmt: str, columns: str, others: str = "") -> ColumnSet:
-    return ColumnSet(fmt, dict(each.split("=") for each in columns.split()), frozenset(others.split()))
+    return ColumnSet(fmt, dict(pair.split("=") for pair in columns.split()), frozenset(others.split()))
 
 
 COLUMN_SETS = (
@@ -96,7 +96,7 @@ def answer_columns(first: FirstRows) -> tuple[str, dict[str, str]]:
             meaning = f"{chosen} is the chosen answer and {rejected} the rejected one"
             return meaning, {"chosen": chosen, "rejected": rejected}
     if "preference_label" in first.formats:
-        label = first.in_role("label", lambda found: judgment(found) is not None)
+        label = first.in_role("label", lambda cell: judgment(cell) is not None)
         answer = first.in_role("messages", is_talk)
         answer = answer or named_like(ROLES["answers"], [name for name in names if name != label])
         if label and answer:
@@ -107,28 +107,28 @@ def answer_columns(first: FirstRows) -> tuple[str, dict[str, str]]:
 def known_sets(first: FirstRows) -> Iterator[FormatCandidate]:
     """Yield the column sets that match all columns of the rows."""
     names, columns = {*first.names}, first.section.columns
-    for each in COLUMN_SETS:
-        shape = ROW_FORMATS[each.format]
-        is_named = any(getattr(columns, field) != field for field in each.columns)  # by the config
-        read = {**{name: getattr(columns, name) for name in shape.needs}, **each.columns}
+    for entry in COLUMN_SETS:
+        shape = ROW_FORMATS[entry.format]
+        is_named = any(getattr(columns, field) != field for field in entry.columns)  # by the config
+        read = {**{name: getattr(columns, name) for name in shape.needs}, **entry.columns}
         needed = {path.partition(".")[0] for path in read.values()}
-        also = {getattr(columns, field) for field in shape.may if field not in each.columns}
-        if is_named or each.format not in first.formats or not needed <= names:
+        also = {getattr(columns, field) for field in shape.may if field not in entry.columns}
+        if is_named or entry.format not in first.formats or not needed <= names:
             continue
-        spare = {name for name in names - needed - also - each.others if not has_role(name, "about")}
-        kinds = {path: _kind(each.format, field, path) for field, path in read.items()}
+        spare = {name for name in names - needed - also - entry.others if not has_role(name, "about")}
+        kinds = {path: _kind(entry.format, field, path) for field, path in read.items()}
         if all(_is_short(first, name) for name in spare) and first.is_most(fits := first.number(kinds)):
-            yield FormatCandidate(each.format, tuple(read.values()), fits, each.columns)
+            yield FormatCandidate(entry.format, tuple(read.values()), fits, entry.columns)
 
 
 def _kind(fmt: str, field: str, path: str) -> Kind:
     """Return the check for values of a format field."""
     if fmt in TAGGED_FORMATS:
-        return lambda found: isinstance(found, list)
+        return lambda cell: isinstance(cell, list)
     if field in ROW_FORMATS[fmt].may:
-        return lambda found: found is None or is_text(found)
+        return lambda cell: cell is None or is_text(cell)
     if field == "label":
-        return lambda found: isinstance(found, _LABEL)
+        return lambda cell: isinstance(cell, _LABEL)
     return is_unanswered if ROW_FORMATS[fmt].message and field == "prompt" else text_kind(path)
 
 
@@ -168,68 +168,68 @@ def proposal(first: FirstRows, formats: Sequence[str]) -> str:
     """Return the command that reads a known column set with another format or task; empty if there is none."""
     is_whole = "text" in formats and first.key == "dataset" and not first.section.mix
     allowed = (*formats, *LABELED_FORMATS, *TAGGED_FORMATS) if is_whole else formats
-    for each in PROPOSED_SETS:
-        heads = {path.partition(".")[0] for path in each.columns.values()}
-        if each.format in formats and any(has_role(name, "answers") for name in first.names if name not in heads):
+    for entry in PROPOSED_SETS:
+        heads = {path.partition(".")[0] for path in entry.columns.values()}
+        if entry.format in formats and any(has_role(name, "answers") for name in first.names if name not in heads):
             continue
-        kinds = {path: _kind(each.format, field, path) for field, path in each.columns.items()}
-        if each.format in allowed and first.is_most(first.number(kinds)):
-            asks, answers, *more = each.columns.values()
-            meaning = f"{asks} is the prompt and {each.columns.get('output', answers)} the answer"
-            if each.format in LABELED_FORMATS:
+        kinds = {path: _kind(entry.format, field, path) for field, path in entry.columns.items()}
+        if entry.format in allowed and first.is_most(first.number(kinds)):
+            asks, answers, *more = entry.columns.values()
+            meaning = f"{asks} is the prompt and {entry.columns.get('output', answers)} the answer"
+            if entry.format in LABELED_FORMATS:
                 meaning = f"{more[0]} is the label of the pair {asks}, {answers}"
-            elif each.format in TAGGED_FORMATS:
+            elif entry.format in TAGGED_FORMATS:
                 meaning = f"{answers} has the tags of {asks}"
-            words = first.command(each.format, each.columns)
-            return f"If {meaning}, type: {words}{_regression(first, each.columns.get('label', ''))}"
+            command = first.command(entry.format, entry.columns)
+            return f"If {meaning}, type: {command}{_regression(first, entry.columns.get('label', ''))}"
     return ""
 
 
 def without_answers(first: FirstRows) -> str:
     """Return the prompt column of rows without any answer column, nested names included; empty for other rows."""
-    names = {str(name): found for row in first.rows for name, found in row.items() if found}
-    parts = [found[0] if isinstance(found, list) else found for found in names.values()]
+    names = {str(name): cell for row in first.rows for name, cell in row.items() if cell}
+    parts = [cell[0] if isinstance(cell, list) else cell for cell in names.values()]
     inner = [str(key) for part in parts if isinstance(part, dict) for key in part]
-    asks = next((name for name, found in names.items() if has_role(name, "asks") and not isinstance(found, dict)), "")
+    asks = next((name for name, cell in names.items() if has_role(name, "asks") and not isinstance(cell, dict)), "")
     return asks if not any(has_role(name, "answers", "messages") for name in (*names, *inner)) else ""
 
 
-def is_unanswered(found: Any) -> bool:
+def is_unanswered(cell: Any) -> bool:
     """Return whether the value is a list of messages that does not end with an answer."""
-    return is_talk(found) and isinstance(found[-1], dict) and speaker_of(found[-1]) != "assistant"
+    return is_talk(cell) and isinstance(cell[-1], dict) and speaker_of(cell[-1]) != "assistant"
 
 
 def _of_nested_chats(first: FirstRows) -> str:
     """Return commands that convert trees (OASST) or pairs (Firefly) to messages; empty for other rows."""
     file = json_file(first.section)
-    check = check_of_made(file)
+    check = check_of_converted(file)
     if first.most("prompt", _is_tree):
-        made = f"{file.jq_of_rows(_OF_TREE)} && {check} dataset.train_on=last"
-        return f"Each row is a tree of messages. To convert each answer to a conversation: {made}"
+        conversion = f"{file.jq_of_rows(_OF_TREE)} && {check} dataset.train_on=last"
+        return f"Each row is a tree of messages. To convert each answer to a conversation: {conversion}"
     name = next((name for name in first.names if first.most(name, _is_pairs)), "")
     if not name:
         return ""
     turns = '{role: "user", content: .human}, {role: "assistant", content: .assistant}'
     quoted = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    made = f"{file.jq_of_rows(f'{{messages: [.[{quoted}][] | {turns}]}}')} && {check}"
-    return f"Column {name} has human/assistant pairs. To convert them to messages, type: {made}"
+    conversion = f"{file.jq_of_rows(f'{{messages: [.[{quoted}][] | {turns}]}}')} && {check}"
+    return f"Column {name} has human/assistant pairs. To convert them to messages, type: {conversion}"
 
 
-def _is_tree(found: Any) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("text"), str) and isinstance(found.get("replies"), list)
+def _is_tree(cell: Any) -> bool:
+    return isinstance(cell, dict) and isinstance(cell.get("text"), str) and isinstance(cell.get("replies"), list)
 
 
-def _is_pairs(found: Any) -> bool:
-    pairs = found if isinstance(found, list) else []
-    said = [each.get(key) for each in pairs if isinstance(each, dict) for key in ("human", "assistant")]
-    return bool(pairs) and len(said) == 2 * len(pairs) and all(map(is_text, said))
+def _is_pairs(cell: Any) -> bool:
+    pairs = cell if isinstance(cell, list) else []
+    texts = [pair.get(key) for pair in pairs if isinstance(pair, dict) for key in ("human", "assistant")]
+    return bool(pairs) and len(texts) == 2 * len(pairs) and all(map(is_text, texts))
 
 
 def _regression(first: FirstRows, label: str) -> str:
     """Return the setting for fractional number labels; empty for other labels."""
-    found = [value(row, label) for row in first.rows]
+    labels = [value(row, label) for row in first.rows]
     try:
-        numbers = [float(str(each)) for each in found if isinstance(each, _LABEL)]
+        numbers = [float(str(cell)) for cell in labels if isinstance(cell, _LABEL)]
     except ValueError:
         return ""
     is_fraction = all(map(math.isfinite, numbers)) and not all(map(float.is_integer, numbers))
@@ -258,18 +258,18 @@ def _for_labels(first: FirstRows) -> str:
     columns = {path: path.partition(EVERY_ELEMENT)[0] for path in first.texts}
     sizes = {path: sum(len(str(value(row, columns[path]))) for row in first.rows) for path in columns}
     text = max(sizes, key=sizes.__getitem__, default="")
-    others = [name for name, found in first.rows[0].items() if isinstance(found, _LABEL) and name != text]
+    others = [name for name, cell in first.rows[0].items() if isinstance(cell, _LABEL) and name != text]
     others = [name for name in others if not has_role(name, "about") and not first.is_prose(name)]
     label = next((name for name in others if has_role(name, "label")), others[0] if others else "")
     if not text or not label:
         return ""
-    words = first.command("labelled_text", {"text": text, "label": label})
-    return f"If {label} is the label of {text}, type: {words}{_regression(first, label)}"
+    command = first.command("labelled_text", {"text": text, "label": label})
+    return f"If {label} is the label of {text}, type: {command}{_regression(first, label)}"
 
 
 def _is_short(first: FirstRows, name: str) -> bool:
     """Return whether a column has short metadata and is neither input, answer nor label."""
     if named_like(names_of("asks", "answers", *INPUTS, "label"), [name]):
         return False
-    found = [row.get(name) for row in first.rows]
-    return all(type(each) in _SHORT_TYPES and len(str(each)) <= _MAX_SHORT_CHARS for each in found)
+    cells = [row.get(name) for row in first.rows]
+    return all(type(cell) in _SHORT_TYPES and len(str(cell)) <= _MAX_SHORT_CHARS for cell in cells)

@@ -1,4 +1,4 @@
-"""Columns of rows: by name, a place inside by a dotted path, each element of a list by `*`, several texts by `+`."""
+"""Columns of rows: by name, nested values by a dotted path, list elements by `*`, several texts by `+`."""
 
 import json
 import re
@@ -31,67 +31,67 @@ def value(row: Row, path: str) -> Any:
         return row[path]
     if JOIN in path:
         return _joined(row, path.split(JOIN))
-    found: Any = row
+    inner: Any = row
     for part in path.split("."):
-        if isinstance(found, dict):
-            found = found.get(part, ABSENT)
-        elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
+        if isinstance(inner, dict):
+            inner = inner.get(part, ABSENT)
+        elif isinstance(inner, list) and part.isdecimal() and int(part) < len(inner):
+            inner = inner[int(part)]
         else:
             return ABSENT
-    return found
+    return inner
 
 
 def _joined(row: Row, names: Sequence[str]) -> Any:
-    """Join the texts of several columns with blank lines, choices with line breaks; return a value that is not text.
+    """Join texts of several columns with blank lines, choices with line breaks; return other values unchanged.
 
     Prompt and answer columns are required, others may be absent.
     """
     whole, was_choice = "", False
-    found_any = False
+    has_cell = False
     for name in names:
-        found = value(row, name)
-        if found is ABSENT or found is None:
+        cell = value(row, name)
+        if cell is ABSENT or cell is None:
             if has_role(name, "asks", "answers") and not has_role(name, "context"):
-                return found
+                return cell
             continue
-        found_any, text = True, as_text(found, name)
+        has_cell, text = True, as_text(cell, name)
         if text is None:
-            return found
+            return cell
         is_choice = bool(CHOICE.fullmatch(name))
         label = f"{name[-1].upper()}. " if is_choice else ""
         if text.strip():
             between = "\n" if is_choice and was_choice else "\n\n"
             whole, was_choice = whole + between * bool(whole) + label + text, is_choice
-    return whole if found_any else ABSENT
+    return whole if has_cell else ABSENT
 
 
-def as_text(found: Any, name: str = "") -> str | None:
+def as_text(cell: Any, name: str = "") -> str | None:
     """Return a text, a list of texts or choices as one text, schemas as JSON; None for other values."""
-    if isinstance(found, str):
-        return found
-    choices = choices_of(found) if has_role(name, "choices") else []
+    if isinstance(cell, str):
+        return cell
+    choices = choices_of(cell) if has_role(name, "choices") else []
     if choices:
         labeled = all(_LABELED_CHOICE.match(text) for _, text in choices)
         return "\n".join(text if labeled else f"{label}. {text}" for label, text in choices)
-    if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
-        return "\n".join(found)
-    if isinstance(found, dict | list) and found and has_role(name, "context") and not is_talk(found):
-        return json.dumps(found, ensure_ascii=False, default=str)
+    if isinstance(cell, list) and cell and all(isinstance(element, str) for element in cell):
+        return "\n".join(cell)
+    if isinstance(cell, dict | list) and cell and has_role(name, "context") and not is_talk(cell):
+        return json.dumps(cell, ensure_ascii=False, default=str)
     return None
 
 
-def choices_of(found: Any) -> list[tuple[str, str]]:
+def choices_of(cell: Any) -> list[tuple[str, str]]:
     """Return the choices of a question with their labels; empty if there are none."""
     labels: Any = _LETTERS
-    texts = found
-    if isinstance(found, dict):
-        labels, texts = found.get("label", labels), found.get("text")
-        if not isinstance(texts, list) and all(len(str(key)) == 1 for key in found):
-            labels, texts = [*found], [*found.values()]
-    elif isinstance(found, list) and all(isinstance(each, dict) for each in found):
-        labels = [each.get("label") or letter for each, letter in zip(found, labels, strict=False)]
-        texts = [each.get("text") for each in found]
+    texts = cell
+    if isinstance(cell, dict):
+        labels, texts = cell.get("label", labels), cell.get("text")
+        if not isinstance(texts, list) and all(len(str(key)) == 1 for key in cell):
+            labels, texts = [*cell], [*cell.values()]
+    elif isinstance(cell, list) and all(isinstance(choice, dict) for choice in cell):
+        labels = [choice.get("label") or letter for choice, letter in zip(cell, labels, strict=False)]
+        texts = [choice.get("text") for choice in cell]
     is_list = isinstance(texts, list) and isinstance(labels, list) and 2 <= len(texts) <= len(labels)
     if not is_list or not all(isinstance(text, str) for text in texts):
         return []
@@ -102,8 +102,8 @@ def thought_column(row: Row, columns: Columns) -> str | None:
     """Return the reasoning column: the configured one, or one with a reasoning name and prose."""
     if columns.reasoning != "reasoning":
         return columns.reasoning
-    found = (name for name, inner in row.items() if has_role(str(name), "reasoning") and is_prose(inner))
-    return next(found, None)
+    names = (name for name, inner in row.items() if has_role(str(name), "reasoning") and is_prose(inner))
+    return next(names, None)
 
 
 def has(row: Row, path: str) -> bool:
@@ -113,55 +113,55 @@ def has(row: Row, path: str) -> bool:
 
 def unread(row: Row, paths: Collection[str]) -> Iterator[str]:
     """Yield the names of values that none of the paths reads."""
-    for name, found in row.items():
-        if name in paths or found is None:  # tables store absent columns as null
+    for name, cell in row.items():
+        if name in paths or cell is None:  # tables store absent columns as null
             continue
         inner = [path.partition(".")[2] for path in paths if path.startswith(f"{name}.")]
-        parts = {str(at): each for at, each in enumerate(found)} if isinstance(found, list) else found
+        parts = {str(at): element for at, element in enumerate(cell)} if isinstance(cell, list) else cell
         if not inner:
             yield str(name)
         elif isinstance(parts, dict):
-            yield from (f"{name}.{each}" for each in unread(parts, inner))
+            yield from (f"{name}.{part}" for part in unread(parts, inner))
 
 
 def text(row: Row, path: str) -> str:
     """Return the text of a column; RowProblem if it is not text."""
-    found = value(row, path)
-    if not isinstance(found, str):
-        raise RowProblem(f"column {path!r} must be text, found {kind_of(found)}")
-    return found
+    cell = value(row, path)
+    if not isinstance(cell, str):
+        raise RowProblem(f"column {path!r} must be text, found {kind_of(cell)}")
+    return cell
 
 
 def answer_text(row: Row, path: str) -> str:
     """Return the text of an answer column, which may be a number."""
-    found = value(row, path)
-    return str(found) if is_number(found) else text(row, path)
+    cell = value(row, path)
+    return str(cell) if is_number(cell) else text(row, path)
 
 
 def optional(row: Row, path: str | None) -> Any:
     """Return the value of an optional column; None if it is absent or not configured."""
-    found = ABSENT if path is None else value(row, path)
-    return None if found is ABSENT else found
+    cell = ABSENT if path is None else value(row, path)
+    return None if cell is ABSENT else cell
 
 
 def optional_text(row: Row, path: str | None) -> str:
     """Return the text of an optional column, which may be a list of texts or choices."""
-    found = optional(row, path)
-    if path is None or found is None:
+    cell = optional(row, path)
+    if path is None or cell is None:
         return ""
-    joined = as_text(found, path)
+    joined = as_text(cell, path)
     return text(row, path) if joined is None else joined
 
 
-def wanted_rows(rows: Iterator[Located], config: DatasetConfig, names: Collection[str]) -> Iterator[Located]:
+def reshape_rows(rows: Iterator[Located], config: DatasetConfig, names: Collection[str]) -> Iterator[Located]:
     """Yield rows without the columns of `dataset.leave_out`.
 
     If a field in `names` of `dataset.columns` has a path with `*`, yield the row once per element of that list.
     """
     if config.leave_out:
-        without = config.leave_out
+        left_out = config.leave_out
         rows = (
-            (location, row if isinstance(row, Broken) else {k: found for k, found in row.items() if k not in without})
+            (location, row if isinstance(row, Broken) else {k: cell for k, cell in row.items() if k not in left_out})
             for location, row in rows
         )
     configured = [path for name in names if (path := getattr(config.columns, name)) is not None]
@@ -176,14 +176,14 @@ def _elements(location: str, row: Row | Broken, column: str) -> Iterator[Located
     if isinstance(row, Broken):
         yield location, row
         return
-    found = value(row, column)
-    if not isinstance(found, list) or not found:
-        kind = "an empty list" if found == [] else "nothing" if found is ABSENT else kind_of(found)
+    cell = value(row, column)
+    if not isinstance(cell, list) or not cell:
+        kind = "an empty list" if cell == [] else "nothing" if cell is ABSENT else kind_of(cell)
         problem = f"column {column!r} must be a list, because dataset.columns has {column}.*; found {kind}"
         yield location, Broken(problem)
         return
     path = [column] if column in row else column.split(".")
-    for index, element in enumerate(found):
+    for index, element in enumerate(cell):
         yield f"{location} {column}[{index}]", _with(row, path, {"*": element})
 
 
@@ -230,7 +230,7 @@ class FirstRows:
         return self.is_most(self.number({path: kind}))
 
     def is_most(self, number: int) -> bool:
-        """Return whether this number of rows is most of them."""
+        """Return whether the number is at least `MIN_SHARE` of the rows."""
         return number >= MIN_SHARE * len(self.rows)
 
     def in_role(self, role: str, kind: Kind) -> str:
@@ -249,38 +249,38 @@ class FirstRows:
 
 def _values(row: Row, path: str) -> list[Any]:
     """Return the values at a path; one per list element if the path has `*`."""
-    found = value(row, path)
-    if found is not ABSENT or EVERY_ELEMENT not in path:
-        return [found]
+    cell = value(row, path)
+    if cell is not ABSENT or EVERY_ELEMENT not in path:
+        return [cell]
     head, _, inner = path.partition(EVERY_ELEMENT)
     parts = value(row, head)
-    return [value({"*": each}, f"*{inner}") for each in parts] if isinstance(parts, list) and parts else [ABSENT]
+    return [value({"*": part}, f"*{inner}") for part in parts] if isinstance(parts, list) and parts else [ABSENT]
 
 
-def is_there(found: Any) -> bool:
+def is_there(cell: Any) -> bool:
     """Return whether the value is present and not null."""
-    return found is not ABSENT and found is not None
+    return cell is not ABSENT and cell is not None
 
 
-def is_text(found: Any) -> bool:
+def is_text(cell: Any) -> bool:
     """Return whether the value is text."""
-    return isinstance(found, str)
+    return isinstance(cell, str)
 
 
 def text_kind(path: str) -> Kind:
-    """Return the check for text, or for a numeric answer, which is read as text."""
-    return (lambda found: is_text(found) or is_number(found)) if path.rpartition(".")[2] in NUMERIC_ANSWERS else is_text
+    """Return the check for text; in an answer column, numbers pass too and are read as text."""
+    return (lambda cell: is_text(cell) or is_number(cell)) if path.rpartition(".")[2] in NUMERIC_ANSWERS else is_text
 
 
 def _text_paths(row: Row) -> Iterator[str]:
-    for name, found in row.items():
+    for name, cell in row.items():
         if has_role(name, "about"):
             continue
-        first = found[0] if isinstance(found, list) and found else None
-        if text_kind(name)(found):
+        first = cell[0] if isinstance(cell, list) and cell else None
+        if text_kind(name)(cell):
             yield name
-        elif isinstance(found, dict) and "*" not in found:  # "*" is a list element, as the section reads it
-            yield from (f"{name}.{key}" for key, inner in found.items() if isinstance(inner, str))
+        elif isinstance(cell, dict) and "*" not in cell:  # "*" is a list element, as the section reads it
+            yield from (f"{name}.{key}" for key, inner in cell.items() if isinstance(inner, str))
         elif isinstance(first, str):
             yield f"{name}{EVERY_ELEMENT}"
         # a boolean may mark elements that are not trained

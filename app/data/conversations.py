@@ -12,7 +12,7 @@ from typing import Any
 from app.config.schema import Columns
 from app.data.columns import optional, optional_text, value
 from app.data.roles import judgment
-from app.data.rows import AnswerPair, Conversation, Judged, Message, Row, RowProblem, kind_of
+from app.data.rows import AnswerPair, Conversation, LabeledAnswer, Message, Row, RowProblem, kind_of
 
 _ROLE_NAMES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -69,7 +69,7 @@ def preference(row: Row, columns: Columns) -> AnswerPair:
     return AnswerPair(*(replace(side, completion_start=start) for side in sides))
 
 
-def preference_label(row: Row, columns: Columns) -> Judged:
+def preference_label(row: Row, columns: Columns) -> LabeledAnswer:
     """Read one answer and its label; without a prompt, the answer is the end of a whole chat."""
     whole = _answered(row, columns.completion, columns)
     roles = [message["role"] for message in whole.messages]
@@ -78,7 +78,7 @@ def preference_label(row: Row, columns: Columns) -> Judged:
     if start in (0, len(roles)):
         raise RowProblem(f"column {columns.completion!r} has no answer to a prompt")
     _require_answer(whole.messages[start:], columns.completion)
-    return Judged(replace(whole, completion_start=start), wanted=is_wanted(row, columns.label))
+    return LabeledAnswer(replace(whole, completion_start=start), is_good=is_wanted(row, columns.label))
 
 
 def is_wanted(row: Row, column: str) -> bool:

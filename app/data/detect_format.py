@@ -19,7 +19,7 @@ from app.data.column_sets import (
     suggestion,
     without_answers,
 )
-from app.data.columns import ABSENT, JOIN, FirstRows, has, is_text, is_there, thought_column, value, wanted_rows
+from app.data.columns import ABSENT, JOIN, FirstRows, has, is_text, is_there, reshape_rows, thought_column, value
 from app.data.conversations import parsed_list, speaker_of
 from app.data.formats import ANSWERS, ASSISTANT, WRITTEN_CHAT
 from app.data.refused_columns import refused_column
@@ -44,26 +44,28 @@ def detect_formats(
     the candidates. Text answers to a prompt are chats if the model has a template (`has_template`, called only if
     needed).
     """
-    found: dict[str, DatasetConfig] = {}
+    sections: dict[str, DatasetConfig] = {}
     notes: list[str] = []
     problems: list[str] = []
     for name, section, source in _undetected(config):
         try:
-            found[name], note = detect_format(section, source, key_of(name), formats, has_template)
+            sections[name], note = detect_format(section, source, key_of(name), formats, has_template)
             notes.append(note)
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(problems)
     mix = {
-        name: replace(each, format=found[name].format, columns=_columns(found[name], config)) if name in found else each
-        for name, each in config.mix.items()
+        name: replace(entry, format=sections[name].format, columns=_columns(sections[name], config))
+        if name in sections
+        else entry
+        for name, entry in config.mix.items()
     }
     for name, section in sources_of(config).items():
         if section.format in CHAT_OF and has_template():
             first = first_rows(train_source(section, name), section, key_of(name), [section.format])
             notes += [_note_on_template(first)] if _are_asked(first, section.columns) else []
-    return replace(found.get("", config), mix=mix), notes
+    return replace(sections.get("", config), mix=mix), notes
 
 
 def _note_on_template(first: FirstRows) -> str:
@@ -88,9 +90,9 @@ def _undetected(config: DatasetConfig) -> Iterator[tuple[str, DatasetConfig, Sou
 
 def _columns(section: DatasetConfig, config: DatasetConfig) -> dict[str, str]:
     """Return all columns that the format needs, because sources may use different names."""
-    shape, found = ROW_FORMATS[section.format], section.columns
-    renamed = [name for name in shape.may if getattr(found, name) != getattr(config.columns, name)]
-    return {name: getattr(found, name) for name in (*shape.needs, *renamed)}
+    shape, columns = ROW_FORMATS[section.format], section.columns
+    renamed = [name for name in shape.may if getattr(columns, name) != getattr(config.columns, name)]
+    return {name: getattr(columns, name) for name in (*shape.needs, *renamed)}
 
 
 def detect_format(
@@ -98,36 +100,36 @@ def detect_format(
 ) -> tuple[DatasetConfig, str]:
     """Return the section with the detected format of one source, and a note with the reason."""
     first = first_rows(source, config, key, [fmt for fmt in ROW_FORMATS if fmt in formats])
-    named, rows = f"{source.key}={source.name}", first.rows
+    setting, rows = f"{source.key}={source.name}", first.rows
     # media and preference data are rejected; a few such rows are reported when they are read
     refused = partial(refused_column, fmt=first.formats[0], columns=config.columns, config=config)
     problems = [*filter(None, map(refused, rows))]
     if not first.is_most(len(rows) - len(problems)):
-        raise DataError(f"{named}: in {len(problems)} of the first {len(rows)} rows, {problems[0]}")
+        raise DataError(f"{setting}: in {len(problems)} of the first {len(rows)} rows, {problems[0]}")
     fitting = _fitting(first) or [*known_sets(first)] or _fitting(first, reads_numbers=True)
-    advice = _answers_beside(first, fitting)
+    advice = _separate_answers(first, fitting)
     if advice or not fitting:
         lines = _unknown(first, advice or _of_answers(first, has_template))
-        raise DataError(f"{named}: " + _NEW_LINE.join(map(escaped, lines)))
+        raise DataError(f"{setting}: " + _NEW_LINE.join(map(escaped, lines)))
     if len(fitting) > 1:
-        begin = f"{named}: {key}.format=auto: {len(fitting)} formats fit these rows. Choose one:"
-        ways = [f"{first.command(each.format, each.renamed)}   ({each.reason(len(rows))})" for each in fitting]
+        begin = f"{setting}: {key}.format=auto: {len(fitting)} formats fit these rows. Choose one:"
+        ways = [f"{first.command(fit.format, fit.renamed)}   ({fit.reason(len(rows))})" for fit in fitting]
         raise DataError(_NEW_LINE.join([begin, *map(escaped, ways)]))
-    found = _with_prompt(fitting[0], first, config.columns, has_template)
-    section = replace(config, format=found.format, columns=replace(config.columns, **found.renamed))
-    return section, _note(found, first, section.columns, fitting[0].reason(len(rows)))
+    candidate = _with_prompt(fitting[0], first, config.columns, has_template)
+    section = replace(config, format=candidate.format, columns=replace(config.columns, **candidate.renamed))
+    return section, _note(candidate, first, section.columns, fitting[0].reason(len(rows)))
 
 
 def first_rows(source: Source, config: DatasetConfig, key: str, formats: Sequence[str]) -> FirstRows:
     """Read the first rows of a source to detect the format; DataError if there are none."""
-    named = f"{source.key}={source.name}"
-    first = [*islice(wanted_rows(source.rows(), config, [each.name for each in fields(Columns)]), INSPECTED_ROWS)]
+    setting = f"{source.key}={source.name}"
+    first = [*islice(reshape_rows(source.rows(), config, [f.name for f in fields(Columns)]), INSPECTED_ROWS)]
     rows = [row for _, row in first if not isinstance(row, Broken)]
     if not first:
-        raise DataError(f"{named}: has no rows")
+        raise DataError(f"{setting}: has no rows")
     location, row = first[0]
     if not rows and isinstance(row, Broken):
-        raise DataError(f"{named}: none of the first rows can be read; {location}: {row.reason}")
+        raise DataError(f"{setting}: none of the first rows can be read; {location}: {row.reason}")
     return FirstRows(rows, config, key, formats)
 
 
@@ -137,9 +139,9 @@ def _fitting(first: FirstRows, *, reads_numbers: bool = False) -> list[FormatCan
     `reads_numbers` accepts numbers as answers, which are read as text.
     """
     columns = first.section.columns
-    found = [each for each in _candidates(first, columns, reads_numbers=reads_numbers) if first.is_most(each.fits)]
-    taken = {name for each in found if not each.renamed for name in each.columns}
-    return [each for each in found if not each.renamed or each.columns[0] not in taken]
+    fitting = [fit for fit in _candidates(first, columns, reads_numbers=reads_numbers) if first.is_most(fit.fits)]
+    taken = {name for fit in fitting if not fit.renamed for name in fit.columns}
+    return [fit for fit in fitting if not fit.renamed or fit.columns[0] not in taken]
 
 
 def _candidates(first: FirstRows, columns: Columns, *, reads_numbers: bool = False) -> Iterator[FormatCandidate]:
@@ -158,24 +160,24 @@ def _candidates(first: FirstRows, columns: Columns, *, reads_numbers: bool = Fal
 
 
 def _with_prompt(
-    found: FormatCandidate, first: FirstRows, columns: Columns, has_template: Callable[[], bool]
+    candidate: FormatCandidate, first: FirstRows, columns: Columns, has_template: Callable[[], bool]
 ) -> FormatCandidate:
     """Return the candidate with the prompt column, and as a chat format if the model has a chat template."""
-    if not ROW_FORMATS[found.format].learnt_by:
-        return found
+    if not ROW_FORMATS[candidate.format].learnt_by:
+        return candidate
     if not any(has(row, columns.prompt) for row in first.rows):
         columns = replace(columns, prompt=_prompt_of(first, columns))
-        found = replace(found, renamed={"prompt": columns.prompt} if columns.prompt != "prompt" else {})
+        candidate = replace(candidate, renamed={"prompt": columns.prompt} if columns.prompt != "prompt" else {})
     is_chat = any(is_talk(value(row, columns.prompt)) for row in first.rows)
-    if found.format in CHAT_OF and (is_chat or (_are_asked(first, columns) and has_template())):
-        return replace(found, format=CHAT_OF[found.format])
-    return found
+    if candidate.format in CHAT_OF and (is_chat or (_are_asked(first, columns) and has_template())):
+        return replace(candidate, format=CHAT_OF[candidate.format])
+    return candidate
 
 
 def _prompt_of(first: FirstRows, columns: Columns) -> str:
     """Return the column with previous turns, or the prompt column with its input; otherwise `prompt`."""
     answers = (value(row, name) for row in first.rows for name in (columns.chosen, columns.completion))
-    if any(speaker_of(each) == "user" for answer in answers if is_talk(answer) for each in answer):
+    if any(speaker_of(message) == "user" for answer in answers if is_talk(answer) for message in answer):
         return columns.prompt  # of whole chats
     if talk := first.in_role("messages", is_talk):
         return talk
@@ -197,44 +199,44 @@ def _are_asked(first: FirstRows, columns: Columns) -> bool:
     return 2 * asked > len(first.rows)
 
 
-def _fits(fmt: str, field: str, found: Any, *, reads_numbers: bool = False) -> bool:
-    """Return whether `found` is valid for a needed column. Labels are checked when the row is read."""
+def _fits(fmt: str, field: str, cell: Any, *, reads_numbers: bool = False) -> bool:
+    """Return whether `cell` is valid for a needed column. Labels are checked when the row is read."""
     shape = ROW_FORMATS[fmt]
     if field == "label":
-        return is_there(found)
+        return is_there(cell)
     if fmt in TAGGED_FORMATS:
-        return isinstance(found, list)
+        return isinstance(cell, list)
     if not shape.message:
-        return is_text(found) or (reads_numbers and field in ANSWERS and is_number(found))
+        return is_text(cell) or (reads_numbers and field in ANSWERS and is_number(cell))
     conventions = [shape.message]
     if shape.learnt_by:  # answers may be one message, and turns of ShareGPT
         conventions.append(ROW_FORMATS["sharegpt"].message)
-        found = [found] if isinstance(found, dict) else found
+        cell = [cell] if isinstance(cell, dict) else cell
     if shape.any_column:
-        found = parsed_list(found)
-    are_messages = (all(_is_message(keys, each) for each in found) for keys in conventions)
-    return isinstance(found, list) and bool(found) and any(are_messages)
+        cell = parsed_list(cell)
+    are_messages = (all(_is_message(keys, message) for message in cell) for keys in conventions)
+    return isinstance(cell, list) and bool(cell) and any(are_messages)
 
 
-def _is_message(keys: Sequence[str], each: Any) -> bool:
+def _is_message(keys: Sequence[str], message: Any) -> bool:
     """Return whether a value has a role and content of a message; tables store absent keys as null."""
-    present = {key for key, inner in each.items() if inner is not None} if isinstance(each, dict) else set()
+    present = {key for key, inner in message.items() if inner is not None} if isinstance(message, dict) else set()
     return keys[0] in present and not present.isdisjoint(keys[1:])
 
 
-def _note(found: FormatCandidate, first: FirstRows, columns: Columns, reason: str) -> str:
-    fields = ROW_FORMATS[found.format].may
-    optional = [name for field in fields if field != "reasoning" and (name := getattr(columns, field))]
-    if "reasoning" in fields:
+def _note(candidate: FormatCandidate, first: FirstRows, columns: Columns, reason: str) -> str:
+    may_fields = ROW_FORMATS[candidate.format].may
+    optional = [name for field in may_fields if field != "reasoning" and (name := getattr(columns, field))]
+    if "reasoning" in may_fields:
         optional += {name: None for row in first.rows if (name := thought_column(row, columns))}
-    read = {*found.columns, *found.renamed.values()}
-    may = [name for name in optional if name not in read and any(has(row, name) for row in first.rows)]
-    also = f"; also read: {listed(may)}" if may else ""
-    words = typed(first.key, found.format, found.renamed)
-    return escaped(f"{first.key}.format=auto: detected {words}: {reason}{also}")
+    read = {*candidate.columns, *candidate.renamed.values()}
+    read_too = [name for name in optional if name not in read and any(has(row, name) for row in first.rows)]
+    also = f"; also read: {listed(read_too)}" if read_too else ""
+    settings = typed(first.key, candidate.format, candidate.renamed)
+    return escaped(f"{first.key}.format=auto: detected {settings}: {reason}{also}")
 
 
-def _answers_beside(first: FirstRows, fitting: Sequence[FormatCandidate]) -> str:
+def _separate_answers(first: FirstRows, fitting: Sequence[FormatCandidate]) -> str:
     """Return the command that reads answers from a second column; empty if the messages have answers."""
     if not fitting or fitting[0].format != "messages" or first.section.train_on == "all":
         return ""
@@ -248,27 +250,27 @@ def _of_answers(first: FirstRows, has_template: Callable[[], bool]) -> str:
     columns = replace(first.section.columns, **names)
     for candidate in _candidates(first, columns) if names else ():
         if first.is_most(candidate.fits):
-            found = _with_prompt(candidate, first, columns, has_template)
-            return f"If {meaning}, type: {first.command(found.format, {**names, **found.renamed})}"
+            chat = _with_prompt(candidate, first, columns, has_template)
+            return f"If {meaning}, type: {first.command(chat.format, {**names, **chat.renamed})}"
     return ""
 
 
 def _unknown(first: FirstRows, advice: str) -> list[str]:
-    """Return the lines of an unknown format: the columns, missing columns by format, and what to type."""
+    """Return the error lines for an unknown format: the columns, missing columns by format, and the command."""
     key, rows = first.key, first.rows
-    held = {name: next((row[name] for row in rows if row.get(name) is not None), None) for name in first.names}
-    found = listed([f"{name} ({kind_of(inner)})" for name, inner in held.items()]) or "none"
-    begin = f"{key}.format=auto: no format fits these rows; columns found: {found}"
-    wants = [_missing(fmt, first) for fmt in first.formats]
+    cells = {name: next((row[name] for row in rows if row.get(name) is not None), None) for name in first.names}
+    columns = listed([f"{name} ({kind_of(cell)})" for name, cell in cells.items()]) or "none"
+    begin = f"{key}.format=auto: no format fits these rows; columns found: {columns}"
+    requirements = [_missing(fmt, first) for fmt in first.formats]
     if any("input_ids" in row for row in rows):
-        return [begin, *filter(None, wants), "Tokenized rows (input_ids) are not supported: use rows of text"]
+        return [begin, *filter(None, requirements), "Tokenized rows (input_ids) are not supported: use rows of text"]
     chosen = "dataset=FORMAT" if key == "dataset" and not first.section.mix else f"{key}.format=FORMAT"
     asks = without_answers(first)
-    alone = f"No column is named like an answer to {asks}. " if asks else ""
+    no_answer = f"No column is named like an answer to {asks}. " if asks else ""
     general = (
-        f"{alone}docs/data.md lists the row formats; for other column names, set {chosen} {key}.columns.FIELD=NAME"
+        f"{no_answer}docs/data.md lists the row formats; for other column names, set {chosen} {key}.columns.FIELD=NAME"
     )
-    return [begin, *filter(None, wants), advice or suggestion(first) or general]
+    return [begin, *filter(None, requirements), advice or suggestion(first) or general]
 
 
 def _missing(fmt: str, first: FirstRows) -> str:
@@ -276,10 +278,10 @@ def _missing(fmt: str, first: FirstRows) -> str:
     names = {field: getattr(first.section.columns, field) for field in ROW_FORMATS[fmt].needs}
     if not any(has(row, name) for row in first.rows for name in names.values()):
         return ""
-    wants = []
+    requirements = []
     for field, name in names.items():
-        others = [each for row in first.rows if not _fits(fmt, field, each := value(row, name))]
-        kinds = {kind_of(each): None for each in others if each is not ABSENT}
+        others = [cell for row in first.rows if not _fits(fmt, field, cell := value(row, name))]
+        kinds = {kind_of(cell): None for cell in others if cell is not ABSENT}
         number = f"{len(first.rows) - len(others)} of {len(first.rows)} rows have it"
-        wants.append(f"{name} ({number}{'; others: ' * bool(kinds)}{listed([*kinds])})")
-    return f"{first.key}.format={fmt} needs {ROW_FORMATS[fmt].holds} in {' and '.join(wants)}"
+        requirements.append(f"{name} ({number}{'; others: ' * bool(kinds)}{listed([*kinds])})")
+    return f"{first.key}.format={fmt} needs {ROW_FORMATS[fmt].holds} in {' and '.join(requirements)}"

@@ -22,7 +22,7 @@ from app.data.rows import (
     Conversation,
     Document,
     Example,
-    Judged,
+    LabeledAnswer,
     Message,
     Row,
     RowProblem,
@@ -51,18 +51,18 @@ def _instruction(row: Row, columns: Columns) -> Conversation:
     return read_conversation([*earlier, *_pair(question, answer_text(row, columns.output))], row, columns)
 
 
-def _history(found: Any, column: str | None) -> list[Message]:
+def _history(turns: Any, column: str | None) -> list[Message]:
     """Return the messages of earlier turns, `[[question, answer], ...]`."""
-    if found is None:
+    if turns is None:
         return []
-    if not isinstance(found, list):
-        raise RowProblem(f"column {column!r} must be a list of [question, answer] pairs, found {kind_of(found)}")
-    turns: list[Message] = []
-    for index, pair in enumerate(found):
+    if not isinstance(turns, list):
+        raise RowProblem(f"column {column!r} must be a list of [question, answer] pairs, found {kind_of(turns)}")
+    messages: list[Message] = []
+    for index, pair in enumerate(turns):
         if not isinstance(pair, list) or [type(side) for side in pair] != [str, str]:
             raise RowProblem(f"column {column!r}: turn {index} must be two texts, [question, answer]")
-        turns += _pair(*pair)
-    return turns
+        messages += _pair(*pair)
+    return messages
 
 
 def _pair(question: str, answer: str) -> list[Message]:
@@ -87,17 +87,17 @@ def _preference_text(row: Row, columns: Columns) -> AnswerPair:
     return AnswerPair(*(_plain_answer(prompt, side, name) for name, side in sides))
 
 
-def _preference_label_text(row: Row, columns: Columns) -> Judged:
+def _preference_label_text(row: Row, columns: Columns) -> LabeledAnswer:
     """Read one text; without a prompt, the answer starts after the last `Assistant:`."""
     prompt, answer = optional_text(row, columns.prompt), text(row, columns.completion)
     if not prompt and ASSISTANT in answer:
         prompt = answer[: answer.rfind(ASSISTANT) + len(ASSISTANT)]
-    return Judged(_plain_answer(prompt, answer, columns.completion), conversations.is_wanted(row, columns.label))
+    return LabeledAnswer(_plain_answer(prompt, answer, columns.completion), conversations.is_wanted(row, columns.label))
 
 
-def _plain_answer(prompt: str, found: str, column: str) -> Document:
+def _plain_answer(prompt: str, cell: str, column: str) -> Document:
     """Return prompt and answer; the column may repeat the prompt."""
-    answer = found.removeprefix(prompt)
+    answer = cell.removeprefix(prompt)
     if not answer.strip():
         raise RowProblem(f"column {column!r} has an empty answer")
     return Document(prompt + answer, completion_start=len(prompt))
@@ -106,11 +106,9 @@ def _plain_answer(prompt: str, found: str, column: str) -> Document:
 def _tagged_words(row: Row, columns: Columns) -> Example:
     """Return the words joined by spaces, and the tags as JSON."""
     words, tags = (value(row, name) for name in (columns.tokens, columns.tags))
-    for name, found in ((columns.tokens, words), (columns.tags, tags)):
-        if not isinstance(found, list):
-            raise RowProblem(
-                f"column {name!r} must be a list, found {'nothing' if found is ABSENT else kind_of(found)}"
-            )
+    for name, cell in ((columns.tokens, words), (columns.tags, tags)):
+        if not isinstance(cell, list):
+            raise RowProblem(f"column {name!r} must be a list, found {'nothing' if cell is ABSENT else kind_of(cell)}")
     if len(words) != len(tags) or not words:
         raise RowProblem(
             f"column {columns.tokens!r} has {many(len(words), 'word')}, but {columns.tags!r} {many(len(tags), 'tag')}"
@@ -130,10 +128,10 @@ def words_with_tags(words: Sequence[str], label: str = "[]") -> Example:
 
 
 def _nonempty(row: Row, column: str) -> str:
-    found = text(row, column)
-    if not found.strip():
+    cell = text(row, column)
+    if not cell.strip():
         raise RowProblem(f"column {column!r} is empty")
-    return found
+    return cell
 
 
 def _label(row: Row, column: str, read: Callable[[Any], str] = as_text) -> str:
@@ -175,7 +173,7 @@ def without_end_tokens(content: Content) -> tuple[Content, int]:
     if isinstance(content, AnswerPair):
         (chosen, first), (rejected, second) = map(_without_end_token, sides_of(content))
         return replace(content, chosen=chosen, rejected=rejected), first + second
-    if isinstance(content, Judged):
+    if isinstance(content, LabeledAnswer):
         answer, number = _without_end_token(content.answer)
         return replace(content, answer=answer), number
     return _without_end_token(content)
@@ -188,19 +186,19 @@ def _without_end_token(side: Any) -> tuple[Any, int]:
         return replace(side, text=text), int(text != side.text)
     if not isinstance(side, Conversation):
         return side, 0
-    answers = {at: each["content"] for at, each in enumerate(side.messages) if each["role"] == "assistant"}
+    answers = {at: message["content"] for at, message in enumerate(side.messages) if message["role"] == "assistant"}
     cut = {at: text for at, answer in answers.items() if (text := _without_end(answer)) != answer}
     if not cut:
         return side, 0
-    messages = [{**each, "content": cut.get(at, each["content"])} for at, each in enumerate(side.messages)]
+    messages = [{**message, "content": cut.get(at, message["content"])} for at, message in enumerate(side.messages)]
     return replace(side, messages=messages), len(cut)
 
 
 def _without_end(answer: str) -> str:
-    found = _END_TOKEN.search(answer) if ">" in answer[-20:] else None
-    if not found or not answer[: found.start()].strip() or (found[0].startswith("</s>") and "<s>" in answer):
+    end = _END_TOKEN.search(answer) if ">" in answer[-20:] else None
+    if not end or not answer[: end.start()].strip() or (end[0].startswith("</s>") and "<s>" in answer):
         return answer
-    return answer[: found.start()]
+    return answer[: end.start()]
 
 
 def read_row(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None = None) -> Content:
@@ -209,8 +207,8 @@ def read_row(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None 
         raise RowProblem(problem)
     # fields with a configured column name are required
     renamed = {field: path for field in ROW_FORMATS[fmt].may if (path := getattr(columns, field)) not in (None, field)}
-    sure = [field for field, path in renamed.items() if not all(map(_may_be_absent, path.split(JOIN)))]
-    for field in (*ROW_FORMATS[fmt].needs, *sure):
+    required = [field for field, path in renamed.items() if not all(map(_may_be_absent, path.split(JOIN)))]
+    for field in (*ROW_FORMATS[fmt].needs, *required):
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
     try:
@@ -253,8 +251,8 @@ def _with_thought(chat: Conversation, thought: str) -> Conversation:
 def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Iterator[str]:
     """Yield the needed columns and message roles whose text is empty or whitespace."""
     needed = {name: value(row, name) for name in (getattr(columns, field) for field in ROW_FORMATS[fmt].needs)}
-    yield from (f"column {name}" for name, found in needed.items() if isinstance(found, str) and not found.strip())
-    if not isinstance(content, Conversation) or any(isinstance(found, str) for found in needed.values()):
+    yield from (f"column {name}" for name, cell in needed.items() if isinstance(cell, str) and not cell.strip())
+    if not isinstance(content, Conversation) or any(isinstance(cell, str) for cell in needed.values()):
         return
     for message in content.messages:
         if message["role"] in _SPEAKING_ROLES and not message["content"].strip() and "tool_calls" not in message:
@@ -263,7 +261,7 @@ def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Itera
 
 def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:
     name = getattr(columns, field)
-    found = ", ".join(map(str, row)) or "none"
+    names = ", ".join(map(str, row)) or "none"
     fitting = [
         other
         for other, shape in ROW_FORMATS.items()
@@ -275,4 +273,4 @@ def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:
         advice = f"set dataset.columns.{field}={near[0]}"
     elif fitting:
         advice += f", or dataset.format={fitting[0]}, which fits these columns"
-    return f"dataset.format={fmt} needs a column {name!r}; columns found: {found}; {advice}"
+    return f"dataset.format={fmt} needs a column {name!r}; columns found: {names}; {advice}"

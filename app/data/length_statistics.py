@@ -97,5 +97,5 @@ def _before_policy(rows: NDArray[np.int32], counts: RowCounts) -> tuple[NDArray[
         samples[-1] = max(0, samples[-1] - counts.truncated)  # truncated ones have max_length
     shorter = np.flatnonzero(samples)
     ends = over_long(counts)
-    lengths = np.concatenate([shorter, np.array([min(each["up_to"], counts.longest) for each in ends], np.int64)])
-    return lengths, np.concatenate([samples[shorter], np.array([each["samples"] for each in ends], np.int64)])
+    lengths = np.concatenate([shorter, np.array([min(end["up_to"], counts.longest) for end in ends], np.int64)])
+    return lengths, np.concatenate([samples[shorter], np.array([end["samples"] for end in ends], np.int64)])

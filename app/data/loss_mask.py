@@ -30,7 +30,7 @@ from app.data.rows import (
     Conversation,
     Document,
     Example,
-    Judged,
+    LabeledAnswer,
     Message,
     RenderedText,
     RowProblem,
@@ -101,8 +101,8 @@ class Renderer:
         """Render the texts of a row with their loss masks; for a pair, chosen before rejected."""
         if isinstance(content, AnswerPair):
             return self._both(self.render(content.chosen), self.render(content.rejected))
-        if isinstance(content, Judged):
-            return _labeled(self.render(content.answer), str(content.wanted).lower())
+        if isinstance(content, LabeledAnswer):
+            return _labeled(self.render(content.answer), str(content.is_good).lower())
         if isinstance(content, Document):
             assert self._train_on in ("auto", "completion", "all"), self._train_on
             start = 0 if self._train_on == "all" else content.completion_start

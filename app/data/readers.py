@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO
 
-from app.data.advised_commands import check_of_made
+from app.data.advised_commands import check_of_converted
 from app.data.rows import TABLE_FILES, Broken, DataFile, Located, Row, awk_of_tagged_words, escaped, extension, kind_of
 from app.errors import DataError
 from app.safe_text import listed, many
@@ -27,28 +27,28 @@ _INSPECTED_ROWS = 200  # compared with the first line
 _MIN_PROSE_WORDS = 4  # of a field that is not a column name
 _LAST_LINE = "\0end of file\n"
 
-Format = dict[str, Any]  # arguments of csv.reader
+Dialect = dict[str, Any]  # arguments of csv.reader
 
 
 def read_csv(stream: io.BufferedReader, file: DataFile, delimiter: str) -> Iterator[Located]:
-    """Yield one row per record after the first; its location is its first line. An empty cell is null."""
+    """Yield one row per record after the header, located by its first line. An empty cell is null."""
     csv.field_size_limit(MAX_FIELD_BYTES)  # the default stops at 131072 characters
-    chosen = _format_of(file, _delimiter(stream, delimiter))
-    records = _records(_lines(stream, file.name), file.name, chosen)
+    dialect = _dialect_of(file, _delimiter(stream, delimiter))
+    records = _records(_lines(stream, file.name), file.name, dialect)
     number, fields = next(records, (0, []))
     if not fields:
         return
     header = _header(fields, file, number)
     first = list(islice(records, _INSPECTED_ROWS))
-    _require_names(header, [fields for _, fields in first], file, chosen["delimiter"])
+    _require_names(header, [fields for _, fields in first], file, dialect["delimiter"])
     for number, fields in chain(first, records):
-        yield f"{file.name}:{number}", _record(header, fields, file, chosen["delimiter"])
+        yield f"{file.name}:{number}", _record(header, fields, file, dialect["delimiter"])
 
 
 def _delimiter(stream: io.BufferedReader, usual: str) -> str:
-    """Return the delimiter of the first line: the usual one, unless it has only another one."""
+    """Return the delimiter of the first line: the usual one, unless the line has only others."""
     first = next(filter(bytes.strip, stream.peek(_MAX_HEADER_BYTES).splitlines()), b"").decode(errors="replace")
-    counts = Counter({each: first.count(each) for each in _DELIMITERS})
+    counts = Counter({delimiter: first.count(delimiter) for delimiter in _DELIMITERS})
     return usual if counts[usual] or not any(counts.values()) else counts.most_common(1)[0][0]
 
 
@@ -64,9 +64,9 @@ def _lines(stream: io.BufferedReader, name: str) -> Iterator[str]:
             yield line
 
 
-def _records(lines: Iterable[str], name: str, chosen: Format) -> Iterator[tuple[int, list[str]]]:
+def _records(lines: Iterable[str], name: str, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
     """Yield the nonblank records with their first line number."""
-    reader = csv.reader(lines, **chosen)
+    reader = csv.reader(lines, **dialect)
     while True:
         number = reader.line_num + 1
         try:
@@ -92,10 +92,10 @@ class _Scan:
     last: list[str] = field(default_factory=list)
 
 
-def _scan(file: DataFile, chosen: Format, *more: str) -> _Scan:
+def _scan(file: DataFile, dialect: Dialect, *more: str) -> _Scan:
     scan = _Scan()
     with file.opened() as stream:
-        reader = csv.reader(chain(_lines(stream, file.name), more), **chosen)
+        reader = csv.reader(chain(_lines(stream, file.name), more), **dialect)
         number = 0
         try:
             for fields in reader:
@@ -107,21 +107,21 @@ def _scan(file: DataFile, chosen: Format, *more: str) -> _Scan:
     return scan
 
 
-def _format_of(file: DataFile, delimiter: str) -> Format:
+def _dialect_of(file: DataFile, delimiter: str) -> Dialect:
     """Return the dialect of the file: strict, without quotes (only TSV), or with unescaped inner quotes."""
-    strict: Format = {"delimiter": delimiter, "strict": True}
-    found = _scan(file, strict)
-    place = f"{file.name}:{found.error}" if found.error else file.name
-    if delimiter == "\t" and (found.error or found.spans_lines):
+    strict: Dialect = {"delimiter": delimiter, "strict": True}
+    scan = _scan(file, strict)
+    place = f"{file.name}:{scan.error}" if scan.error else file.name
+    if delimiter == "\t" and (scan.error or scan.spans_lines):
         plain = {**strict, "quoting": csv.QUOTE_NONE}
-        found_plain = _scan(file, plain)
-        if len(found_plain.widths) == 1 and found_plain.widths != {1} and not found_plain.error:
+        plain_scan = _scan(file, plain)
+        if len(plain_scan.widths) == 1 and plain_scan.widths != {1} and not plain_scan.error:
             file.notes.append(
                 f"{place}: quotes are read as ordinary characters because they do not enclose whole fields"
             )
             return plain
     loose = {**strict, "strict": False}
-    if found.error and _scan(file, loose, _LAST_LINE).last == [_LAST_LINE.strip()]:  # otherwise a quote is never closed
+    if scan.error and _scan(file, loose, _LAST_LINE).last == [_LAST_LINE.strip()]:  # otherwise a quote is never closed
         file.notes.append(
             f'{place}: a quote inside a quoted field is not written as ""; check that its rows are read correctly'
         )
@@ -140,7 +140,7 @@ def _header(fields: list[str], file: DataFile, number: int) -> list[str]:
 def _require_names(header: list[str], rows: Sequence[list[str]], file: DataFile, delimiter: str) -> None:
     """Raise DataError if the first line is a row: it has a text, and a value that also occurs in the rows below."""
     columns = zip_longest(*rows, fillvalue="")
-    again = {at for at, (name, found) in enumerate(zip(header, columns, strict=False)) if name and name in found}
+    again = {at for at, (name, values) in enumerate(zip(header, columns, strict=False)) if name and name in values}
     texts = {at for at, name in enumerate(header) if len(name.split()) >= _MIN_PROSE_WORDS}
     if not again or not texts or again & texts:
         return
@@ -155,12 +155,12 @@ def _require_names(header: list[str], rows: Sequence[list[str]], file: DataFile,
 
 def _record(header: list[str], fields: list[str], file: DataFile, delimiter: str) -> dict[str, Any] | Broken:
     if len(fields) != len(header):
-        found = f"found {many(len(fields), 'field')}, but the first line names {many(len(header), 'column')}"
-        quoted = f"; put a field that contains {delimiter!r} in double quotes" if len(fields) > len(header) else ""
-        return Broken(f"{found}{quoted}")
+        counts = f"found {many(len(fields), 'field')}, but the first line names {many(len(header), 'column')}"
+        advice = f"; put a field that contains {delimiter!r} in double quotes" if len(fields) > len(header) else ""
+        return Broken(f"{counts}{advice}")
     problem = _not_utf8(fields, file)
     # an empty cell is null, as in JSON: its row has no answer instead of an empty one
-    return Broken(problem) if problem else {name: each or None for name, each in zip(header, fields, strict=True)}
+    return Broken(problem) if problem else {name: cell or None for name, cell in zip(header, fields, strict=True)}
 
 
 def _not_utf8(fields: list[str], file: DataFile) -> str:
@@ -239,12 +239,12 @@ class _SameKeyError(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise _SameKeyError(f"duplicate key {twice!r} in one object")
-    return found
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise _SameKeyError(f"duplicate key {duplicate!r} in one object")
+    return value
 
 
 def _parse_line(line: bytes, file: DataFile) -> dict[str, object] | Broken:
@@ -257,8 +257,8 @@ def _parse_line(line: bytes, file: DataFile) -> dict[str, object] | Broken:
         if error.doc[error.pos :].strip() == ",":
             command = file.converted("sed 's/,[[:space:]]*$//'")
             return Broken(f"each line must be one JSON object, without a comma after it; type: {command}")
-        found = "contains NUL bytes (damaged file)" if b"\0" in line else f"column {error.colno}: {error.msg}"
-        return Broken(f"{found}; each line must be one JSON object")
+        problem = "contains NUL bytes (damaged file)" if b"\0" in line else f"column {error.colno}: {error.msg}"
+        return Broken(f"{problem}; each line must be one JSON object")
     except (ValueError, RecursionError) as error:
         return Broken(_unreadable_json(error))
     if not isinstance(value, dict):
@@ -266,14 +266,14 @@ def _parse_line(line: bytes, file: DataFile) -> dict[str, object] | Broken:
     return value
 
 
-def _kind_with_command(found: Any, file: DataFile, each: str = "") -> str:
-    """Return the type of a row that is not an object, with a conversion command; `each` selects rows for jq."""
-    first = found[0] if isinstance(found, list) and found else None
-    selection = "{text: .}" if isinstance(found, str) else ""
+def _kind_with_command(value: Any, file: DataFile, rows: str = "") -> str:
+    """Return the type of a row that is not an object, with a conversion command; `rows` selects rows for jq."""
+    first = value[0] if isinstance(value, list) and value else None
+    selection = "{text: .}" if isinstance(value, str) else ""
     if isinstance(first, dict):
         selection = "{messages: .}" if "role" in first else "{conversations: .}" if "from" in first else ".[]"
-    command = f"; type: {file.jq(' | '.join(filter(None, (each, selection))))}" if selection else ""
-    return kind_of(found) + command
+    command = f"; type: {file.jq(' | '.join(filter(None, (rows, selection))))}" if selection else ""
+    return kind_of(value) + command
 
 
 def _unreadable_json(error: ValueError | RecursionError) -> str:
@@ -299,12 +299,12 @@ def _read_json(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
         yield from _read_jsonl(io.BytesIO(raw), file)
         return
     del raw
-    each, rows = _array(value, file)
+    selection, rows = _array(value, file)
     for number, row in enumerate(rows):
         if isinstance(row, dict):
             yield f"{name}[{number}]", row
         else:
-            broken = Broken(f"each row must be a JSON object, found {_kind_with_command(row, file, each)}")
+            broken = Broken(f"each row must be a JSON object, found {_kind_with_command(row, file, selection)}")
             yield f"{name}[{number}]", broken
 
 
@@ -320,8 +320,8 @@ def _json_value(raw: bytes, file: DataFile) -> object:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             return None
-        found = error.msg if text[: error.pos].strip() else _NO_ARRAY
-        raise DataError(f"{name}:{error.lineno}: column {error.colno}: not valid JSON: {found}") from error
+        problem = error.msg if text[: error.pos].strip() else _NO_ARRAY
+        raise DataError(f"{name}:{error.lineno}: column {error.colno}: not valid JSON: {problem}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{name}: not valid JSON: {_unreadable_json(error)}") from error
 
@@ -353,16 +353,16 @@ def _array(value: object, file: DataFile) -> tuple[str, list[Any]]:
 
 def _lists_with_command(arrays: Mapping[str, list[Any]], file: DataFile) -> str:
     """Return the lists of an object, with the command that converts one list, or columns, to rows."""
-    found = f"found {len(arrays)}{': ' if arrays else ''}{listed([*map(escaped, arrays)])}"
+    lists = f"found {len(arrays)}{': ' if arrays else ''}{listed([*map(escaped, arrays)])}"
     names = [*map(json.dumps, arrays)]
     if not arrays:
-        return found
-    if all(isinstance(inner, dict) for each in arrays.values() for inner in each):
-        return f"{found}. To read the first, type: {file.jq(f'.[{names[0]}][]')}"
+        return lists
+    if all(isinstance(row, dict) for rows in arrays.values() for row in rows):
+        return f"{lists}. To read the first, type: {file.jq(f'.[{names[0]}][]')}"
     if len({*map(len, arrays.values())}) == 1:
         row = ", ".join(f"({name}): .[{name}][$row]" for name in names)
-        return f"{found}. If they are columns, type: {file.jq(f'range(.[{names[0]}] | length) as $row | {{{row}}}')}"
-    return f"{found}, of different lengths"
+        return f"{lists}. If they are columns, type: {file.jq(f'range(.[{names[0]}] | length) as $row | {{{row}}}')}"
+    return f"{lists}, of different lengths"
 
 
 def _read_text(stream: BinaryIO, file: DataFile) -> Iterator[Located]:
@@ -419,14 +419,14 @@ def _features(schema: Any) -> Mapping[str, Any]:
 
 def named_tags(features: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[Row]:
     """Yield rows of `datasets` with class names in lists of class IDs: B-PER instead of 1."""
-    inner: dict[str, Any] = {name: getattr(each, "feature", None) for name, each in features.items()}
-    classes = {name: dict(enumerate(each.names)) for name, each in inner.items() if hasattr(each, "names")}
+    elements: dict[str, Any] = {name: getattr(feature, "feature", None) for name, feature in features.items()}
+    classes = {name: dict(enumerate(element.names)) for name, element in elements.items() if hasattr(element, "names")}
     for row in rows:
-        named = {
-            name: None if row[name] is None else [known.get(each, each) for each in row[name]]  # -1 has no name
-            for name, known in classes.items()
+        tags = {
+            name: None if row[name] is None else [names.get(tag, tag) for tag in row[name]]  # -1 has no name
+            for name, names in classes.items()
         }
-        yield {**row, **named}
+        yield {**row, **tags}
 
 
 def _parquet_batches(stream: BinaryIO) -> Iterator[Any]:
@@ -463,7 +463,7 @@ def require_prose(file: DataFile, text: str) -> None:
     else:
         return
     as_rows, as_text = (
-        f"{file.converted(converter, '.jsonl')} && {check_of_made(file, name)}"
+        f"{file.converted(converter, '.jsonl')} && {check_of_converted(file, name)}"
         for converter, name in ((program, fmt), ("jq -Rsc '{text: .}'", "text"))
     )
     raise DataError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.kinds import CHAT_OF, ROW_FORMATS, WITHOUT_ANSWERS, fields_of, recipes_of
 from app.config.schema import Columns, DatasetConfig
-from app.data.advised_commands import check_of_made, command, json_file, pair_format
+from app.data.advised_commands import check_of_converted, command, json_file, pair_format
 from app.data.columns import EVERY_ELEMENT, JOIN, as_text, choices_of, optional, thought_column, value
 from app.data.conversations import SPEAKERS, speaker_of
 from app.data.roles import (
@@ -50,7 +50,7 @@ def refused_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig |
 
     With the section `config`, the commands in the message have its path.
     """
-    if media := [str(name) for name, found in row.items() if _is_media(str(name), found)]:
+    if media := [str(name) for name, cell in row.items() if _is_media(str(name), cell)]:
         return _of_media_columns(row, media, config)
     shape = ROW_FORMATS[fmt]
     if shape.content in ("labels", "tags") or shape.pairs:
@@ -62,7 +62,7 @@ def refused_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig |
         return message + (f" To train only on the chosen answers, type: {words}" if words else "")
     label = next((name for name in ROLES["label"] if _is_true_or_false(row.get(name))), "")
     answers = names_of("messages", "answers")
-    if shape.learnt_by or not label or {*answers, *(getattr(columns, each, None) for each in answers)}.isdisjoint(row):
+    if shape.learnt_by or not label or {*answers, *(getattr(columns, name, None) for name in answers)}.isdisjoint(row):
         return ""
     right = json_file(config).jq_of_rows(f"select(.{label} == true) | del(.{label})")
     remedy = f"To keep only the good ones, type: {right}, or train on both with recipe=kto"
@@ -76,23 +76,23 @@ def refuse_media(content: Content) -> None:
     """Raise RowProblem if a text has a placeholder for media, or a message has media."""
     for side in sides_of(content):
         for where, text in _texts(side):
-            found = "<" in text and _PLACEHOLDER.search(text)
-            if found:
-                raise RowProblem(_of_media(f"{where}the placeholder {found.group()}"))
+            placeholder = "<" in text and _PLACEHOLDER.search(text)
+            if placeholder:
+                raise RowProblem(_of_media(f"{where}the placeholder {placeholder.group()}"))
         for index, message in enumerate(side.messages if isinstance(side, Conversation) else ()):
             for key, inner in message.items():
                 if _is_media(key, inner):
                     raise RowProblem(_of_media(f"message {index}: {key!r}"))
 
 
-def _is_media(name: str, found: Any) -> bool:
+def _is_media(name: str, cell: Any) -> bool:
     """Return whether a column or key has media; numbers are counts or durations."""
-    return bool(has_role(name, "media") and found) and not isinstance(found, bool | int | float)
+    return bool(has_role(name, "media") and cell) and not isinstance(cell, bool | int | float)
 
 
 def _texts(content: Conversation | Document | Example) -> Iterator[tuple[str, str]]:
     if isinstance(content, Conversation):
-        yield from ((f"message {at}: ", each["content"]) for at, each in enumerate(content.messages))
+        yield from ((f"message {at}: ", message["content"]) for at, message in enumerate(content.messages))
     else:
         yield "", content.text
         yield "", "" if isinstance(content, Document) else content.second or ""
@@ -104,13 +104,13 @@ def _of_media_columns(row: Row, media: Sequence[str], config: DatasetConfig | No
     return _of_media("column " + ", ".join(map(repr, media)), without * (not has_placeholder))
 
 
-def _strings(found: Any) -> Iterator[str]:
+def _strings(part: Any) -> Iterator[str]:
     """Yield all texts of a row."""
-    if isinstance(found, str):
-        yield found
-    elif isinstance(found, dict | list):
-        for each in found.values() if isinstance(found, dict) else found:
-            yield from _strings(each)
+    if isinstance(part, str):
+        yield part
+    elif isinstance(part, dict | list):
+        for element in part.values() if isinstance(part, dict) else part:
+            yield from _strings(element)
 
 
 def _of_media(what: str, more: str = "") -> str:
@@ -124,14 +124,14 @@ def _preference_column(row: Row, columns: Columns) -> str:
     first = next(rejected, "")
     if first or not chosen:
         return first
-    read = {str(getattr(columns, each.name)).partition(".")[0] for each in fields(columns) if each.name != "chosen"}
+    read = {str(getattr(columns, f.name)).partition(".")[0] for f in fields(columns) if f.name != "chosen"}
     return next((name for name in chosen if name not in read), "")
 
 
-def _is_true_or_false(found: Any) -> bool:
+def _is_true_or_false(cell: Any) -> bool:
     """Return whether the value is a boolean, also as text, or a list of them."""
-    first = found[0] if isinstance(found, list) and found else found
-    return isinstance(first, bool) or (isinstance(found, str) and found.strip().lower() in ("true", "false"))
+    first = cell[0] if isinstance(cell, list) and cell else cell
+    return isinstance(first, bool) or (isinstance(cell, str) and cell.strip().lower() in ("true", "false"))
 
 
 def _chosen_answers(row: Row, config: DatasetConfig | None) -> str:
@@ -142,11 +142,11 @@ def _chosen_answers(row: Row, config: DatasetConfig | None) -> str:
     talk = next((name for name in names if is_talk(row[name])), "")
     if not chosen or (talk and speaker_of(row[talk][-1]) == "assistant"):
         return command("auto", {}, config, leave_out=[*rejected, *([chosen] if chosen else [])])
-    found = row[chosen]
-    if talk and not (is_talk(found) and all("role" in turns[0] for turns in (row[talk], found))):
+    cell = row[chosen]
+    if talk and not (is_talk(cell) and all("role" in turns[0] for turns in (row[talk], cell))):
         role, text, answers = ("from", "value", "gpt") if "from" in row[talk][0] else ("role", "content", "assistant")
-        turn = f'[{{{role}: "{answers}", {text}: .{_text_path(chosen, found) or chosen}}}]'
-        more = f".{chosen}" if isinstance(found, list) else turn
+        turn = f'[{{{role}: "{answers}", {text}: .{_text_path(chosen, cell) or chosen}}}]'
+        more = f".{chosen}" if isinstance(cell, list) else turn
         taken_out = ", ".join(f".{name}" for name in (chosen, *rejected))
         return json_file(config).jq_of_rows(f".{talk} += {more} | del({taken_out})")
     fmt, columns = _columns_of_chosen(row, chosen, talk, names)
@@ -155,14 +155,14 @@ def _chosen_answers(row: Row, config: DatasetConfig | None) -> str:
 
 def _columns_of_chosen(row: Row, chosen: str, talk: str, names: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the format and columns of the chosen answers; an empty format if there is no prompt column."""
-    found = row[chosen]
+    cell = row[chosen]
     if talk or chosen == "preferred_output":
         return "chat_completion", {"prompt": talk or "input.messages", "completion": chosen}
     texts = [name for name in names if isinstance(row[name], str)]
     asks = named_like(ROLES["asks"], texts)
-    if is_talk(found) and not (asks and len(found) == 1):
-        return ("sharegpt", {"conversations": chosen}) if "from" in found[0] else ("messages", {"messages": chosen})
-    path = _text_path(chosen, found) or chosen
+    if is_talk(cell) and not (asks and len(cell) == 1):
+        return ("sharegpt", {"conversations": chosen}) if "from" in cell[0] else ("messages", {"messages": chosen})
+    path = _text_path(chosen, cell) or chosen
     if not asks:
         return ("text", {"text": path}) if not texts else ("", {})
     others = [name for name in names if name != asks and (name in texts or is_history(row[name]))]
@@ -171,10 +171,10 @@ def _columns_of_chosen(row: Row, chosen: str, talk: str, names: Sequence[str]) -
     return pair_format(asks, path, others)
 
 
-def _text_path(name: str, found: Any, element: str = ".0") -> str:
+def _text_path(name: str, cell: Any, element: str = ".0") -> str:
     """Return the text path of an answer: a column, a message, or an `element` of a list; empty if there is none."""
-    is_list = isinstance(found, list) and bool(found)
-    inner, path = (found[0], f"{name}{element}") if is_list else (found, name)
+    is_list = isinstance(cell, list) and bool(cell)
+    inner, path = (cell[0], f"{name}{element}") if is_list else (cell, name)
     if isinstance(inner, str):
         return path
     key = next((key for key in _TEXT_KEYS if isinstance(inner, dict) and isinstance(inner.get(key), str)), "")
@@ -182,7 +182,7 @@ def _text_path(name: str, found: Any, element: str = ".0") -> str:
 
 
 class Way(StrEnum):
-    """How a missed column can be read."""
+    """Way to read a missed column."""
 
     FIELD = "field"  # field of `dataset.columns`
     CHAT = "chat"  # field of the chat format of the task
@@ -194,7 +194,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ColumnPlace:
-    """Place where a missed column can be read."""
+    """Place to read a missed column."""
 
     field: str = ""
     paths: tuple[str, ...] = ()  # existing columns of the field, key of the system message, or IDs of the thread
@@ -207,7 +207,7 @@ _NOWHERE = ColumnPlace(way=Way.NONE)
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A row, its samples, and their settings."""
+    """Row with its samples and settings."""
 
     config: DatasetConfig
     row: Row
@@ -220,100 +220,100 @@ class ReadRow:
         return fields_of(self.config.format)
 
     @property
-    def _wants_prompt(self) -> bool:
+    def _lacks_prompt(self) -> bool:
         """Whether preference answers lack a prompt."""
         side = sides_of(self.content)[0]
         has_prompt = not isinstance(side, Document) or side.completion_start
         return bool(ROW_FORMATS[self.config.format].learnt_by) and not has_prompt
 
     def missed(self, names: Sequence[str]) -> Iterator[tuple[str, ColumnPlace | None]]:
-        """Yield unread columns with text that no sample has, and where to read them; None if no answer needs them."""
+        """Yield unread columns with text that no sample has, and their place; None if no answer needs them."""
         choices = [name for name in names if CHOICE.fullmatch(name)]
         for name in names:
-            found = value(self.row, name)
+            cell = value(self.row, name)
             if name in self._fields and getattr(self.config.columns, name) != name:
                 continue  # intentionally null or another column
             if has_role(name, *JUDGING):
-                if self.config.format not in WITHOUT_ANSWERS and _is_number_of_judgment(found):
+                if self.config.format not in WITHOUT_ANSWERS and _is_number_of_judgment(cell):
                     yield name, None
-            elif has_role(name, "history") and is_history(found):
+            elif has_role(name, "history") and is_history(cell):
                 yield name, ColumnPlace("history") if self.config.format in _PAIRS else _NOWHERE
-            elif self._is_missed(name, found, is_choice=len(choices) > 1 and name in choices):
-                yield name, self._place(name, found, is_choice=name in choices)
+            elif self._is_missed(name, cell, is_choice=len(choices) > 1 and name in choices):
+                yield name, self._place(name, cell, is_choice=name in choices)
 
-    def _is_missed(self, name: str, found: Any, *, is_choice: bool) -> bool:
+    def _is_missed(self, name: str, cell: Any, *, is_choice: bool) -> bool:
         """Return whether the column has text that an answer may need and no sample has."""
         if self.config.format == "text" and has_role(name, "answers"):
-            path, is_class = _text_path(name, found), name == "target" and not is_prose(found)
-            return bool(path) and not (is_class and path == name) and not self._says(value(self.row, path))
-        if self.config.format == "text" and _is_of_thread(self.row, name, found):
+            path, is_class = _text_path(name, cell), name == "target" and not is_prose(cell)
+            return bool(path) and not (is_class and path == name) and not self._has_text(value(self.row, path))
+        if self.config.format == "text" and _is_of_thread(self.row, name, cell):
             return True
-        if is_talk(found):
-            return self._wants_prompt
+        if is_talk(cell):
+            return self._lacks_prompt
         if has_role(name, "reasoning") and (self.config.thinking == "drop" or self.config.columns.reasoning is None):
             return False
-        if has_role(name, "choices") and (choices := choices_of(found)):
-            return not all(self._says(text) for _, text in choices)
-        said = as_text(found, name)
-        is_short_one = is_choice or (self._wants_prompt and has_role(name, "asks"))
-        return said is not None and (is_short_one or is_prose(said, name)) and not self._says(said)
+        if has_role(name, "choices") and (choices := choices_of(cell)):
+            return not all(self._has_text(text) for _, text in choices)
+        text = as_text(cell, name)
+        is_short_one = is_choice or (self._lacks_prompt and has_role(name, "asks"))
+        return text is not None and (is_short_one or is_prose(text, name)) and not self._has_text(text)
 
-    def _says(self, said: str) -> bool:
+    def _has_text(self, text: str) -> bool:
         """Return whether a sample contains this text."""
-        words = " ".join(said.split())
-        return any(said.strip() in each.text or words in " ".join(each.text.split()) for each in self.samples)
+        words = " ".join(text.split())
+        return any(text.strip() in sample.text or words in " ".join(sample.text.split()) for sample in self.samples)
 
-    def _place(self, name: str, found: Any, *, is_choice: bool) -> ColumnPlace | None:
-        """Return where a missed column can be read; None if no answer needs it."""
+    def _place(self, name: str, cell: Any, *, is_choice: bool) -> ColumnPlace | None:
+        """Return the place to read a missed column; None if no answer needs it."""
         fmt = self.config.format
         if fmt in WITHOUT_ANSWERS:
             is_default = fmt == "text" and self.config.columns.text == "text"  # another column is intentional
-            return self._place_beside_text(name, found) if is_default else None
+            return self._place_next_to_text(name, cell) if is_default else None
         if has_role(name, "reasoning"):
             return self._place_of_thought(name)
-        if not (is_choice or self._wants_prompt or has_role(name, *INPUTS, "choices")):
+        if not (is_choice or self._lacks_prompt or has_role(name, *INPUTS, "choices")):
             return None
         if fmt in _PAIRS:
             return self._in_field("system" if has_role(name, "system") else "input")
         if ROW_FORMATS[fmt].learnt_by:
-            return self._place_in_prompt(name, found)
-        return self._place_in_system(found)
+            return self._place_in_prompt(name, cell)
+        return self._place_in_system(cell)
 
-    def _place_beside_text(self, name: str, found: Any) -> ColumnPlace | None:
-        """Return where a column next to a plain text can be read; None if the text does not need it."""
+    def _place_next_to_text(self, name: str, cell: Any) -> ColumnPlace | None:
+        """Return the place to read a column next to a plain text; None if the text does not need it."""
         if has_role(name, "answers"):
-            return ColumnPlace("answer", (_text_path(name, found, EVERY_ELEMENT),))
-        if _is_of_thread(self.row, name, found):
+            return ColumnPlace("answer", (_text_path(name, cell, EVERY_ELEMENT),))
+        if _is_of_thread(self.row, name, cell):
             return ColumnPlace(paths=_keys_of_thread(self.row), way=Way.THREAD)
         return ColumnPlace("question") if has_role(name, "asks") else None
 
-    def _place_in_prompt(self, name: str, found: Any) -> ColumnPlace:
-        """Return where the prompt of preference answers can include the column."""
+    def _place_in_prompt(self, name: str, cell: Any) -> ColumnPlace:
+        """Return the place of the column in the prompt of preference answers."""
         is_system = has_role(name, "system")
-        talk = next((each for each in self.row.values() if is_talk(each)), None)
-        if self._wants_prompt and (self.template.is_there or talk is not None):
-            in_system = is_system or talk not in (None, found)
+        talk = next((inner for inner in self.row.values() if is_talk(inner)), None)
+        if self._lacks_prompt and (self.template.is_there or talk is not None):
+            in_system = is_system or talk not in (None, cell)
             return ColumnPlace("system") if in_system else ColumnPlace("prompt", way=Way.CHAT)
         asked = optional(self.row, self.config.columns.prompt)
         if isinstance(asked, list | dict) or (is_system and "system" in self._fields):
-            return self._place_in_system(found)
+            return self._place_in_system(cell)
         return self._in_field("prompt", first=is_system)
 
-    def _place_in_system(self, found: Any) -> ColumnPlace:
-        """Return where the system message can include the column."""
+    def _place_in_system(self, cell: Any) -> ColumnPlace:
+        """Return the place of the column in the system message."""
         side = sides_of(self.content)[0]
         messages = side.messages if isinstance(side, Conversation) else []
         if not messages or messages[0]["role"] != "system" or optional(self.row, self.config.columns.system):
             return self._in_field("system")
         talks = (path for field in _TALKS if field in self._fields and (path := getattr(self.config.columns, field)))
         column = next((path for path in talks if is_talk(self.row.get(path))), "")
-        if not column or not isinstance(found, str):
+        if not column or not isinstance(cell, str):
             return _NOWHERE
         text = "value" if "from" in self.row[column][0] else "content"
         return ColumnPlace(paths=(f".{column}[0].{text}",), way=Way.SYSTEM_MESSAGE)
 
     def _place_of_thought(self, name: str) -> ColumnPlace:
-        """Return where reasoning can be read."""
+        """Return the place to read reasoning."""
         if self.template.writes_thoughts:
             is_free = "reasoning" in self._fields and name != thought_column(self.row, self.config.columns)
             return ColumnPlace("reasoning") if is_free else _NOWHERE
@@ -328,16 +328,16 @@ class ReadRow:
         return ColumnPlace(field, (path,) if is_read else (), first)
 
 
-def _is_number_of_judgment(found: Any) -> bool:
+def _is_number_of_judgment(cell: Any) -> bool:
     """Return whether the value is 0 or 1, also as text."""
-    return not isinstance(found, bool | list | dict) and not _is_true_or_false(found) and judgment(found) is not None
+    return not isinstance(cell, bool | list | dict) and not _is_true_or_false(cell) and judgment(cell) is not None
 
 
-def _is_of_thread(row: Row, name: str, found: Any) -> bool:
+def _is_of_thread(row: Row, name: str, cell: Any) -> bool:
     """Return whether a column has the role or parent of a message in a table of messages."""
     if name in _PARENTS:
         return "role" in row
-    return name == "role" and str(found).lower() in (*SPEAKERS, "prompter")
+    return name == "role" and str(cell).lower() in (*SPEAKERS, "prompter")
 
 
 def _keys_of_thread(row: Row) -> tuple[str, ...]:
@@ -359,7 +359,7 @@ def unread_problems(
     `missed` counts the rows whose column has text that no sample has, `unread` the rows with a value in the column.
     """
     fmt = config.format
-    places = {name: each for name, each in places.items() if 2 * missed[name] > rows or each.way is Way.THREAD}
+    places = {name: place for name, place in places.items() if 2 * missed[name] > rows or place.way is Way.THREAD}
     judging = [name for name in missed if has_role(name, *JUDGING) and missed[name] == unread.get(name)]
     without = command(fmt, _columns_of(fmt, config.columns), config, key, [*places, *judging])
     if places:
@@ -396,7 +396,7 @@ def _how(config: DatasetConfig, key: str, places: Mapping[str, ColumnPlace]) -> 
         return f"type: {json_file(config).jq_of_rows(f'{text} += {joined} | del({taken})')}"
     reading = _reading(config.format, config.columns, places)
     if reading is None:
-        return "add it to the texts that are read"
+        return "add its text to a column that is read"
     has_template = any(place.way is Way.TEMPLATE for place in places.values())
     template = f" model.chat_template={THOUGHT_TEMPLATE}" if has_template else ""
     return f"type: {command(*reading, config, key)}{template}"
@@ -409,7 +409,7 @@ def _jq_of_thread(config: DatasetConfig, name: str, parent: str) -> str:
     turns = f"[recurse($all[.{parent} | tostring] // empty)] | reverse | map({{role: {role}, content: .text}})"
     program = f"INDEX(.{name}) as $all | .[] | select(.role | IN({speakers})) | {{messages: ({turns})}}"
     file = json_file(config)
-    return f"{file.jq_of_rows(program, of_all=True)} && {check_of_made(file)} dataset.train_on=last"
+    return f"{file.jq_of_rows(program, of_all=True)} && {check_of_converted(file)} dataset.train_on=last"
 
 
 def _reading(fmt: str, columns: Columns, places: Mapping[str, ColumnPlace]) -> tuple[str, dict[str, str]] | None:

@@ -1,4 +1,4 @@
-"""Column roles: known column names of training data, and checks of their values.
+"""Column roles: usual column names of training data, and checks of their values.
 
 They determine the format of the rows, the columns that stop a run, and the suggested settings.
 """
@@ -50,7 +50,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 }
 NUMERIC_ANSWERS = ("output", "answer", "solution", "response", "completion", "ground_truth")  # others may be counts
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # labels of an answer
-CHOICE = re.compile(r"[A-F]|(?:option|choice|ans|op)_?[a-fA-F0-9]")  # columns with one choice each
+CHOICE = re.compile(r"[A-F]|(?:option|choice|ans|op)_?[a-fA-F0-9]")  # columns with one choice
 INPUTS = ("context", "history", "system")  # roles that an answer may need
 JUDGING = ("label", "reward")
 _MIN_WORDS = {"input": 1}  # of a meaningful text; fewer words are a name or an ID
@@ -83,30 +83,30 @@ def named_like(words: Sequence[str], paths: Sequence[str]) -> str:
     return ""
 
 
-def is_prose(found: object, name: str = "") -> bool:
+def is_prose(value: object, name: str = "") -> bool:
     """Return whether the value is text of several words instead of a name or an ID."""
-    if not isinstance(found, str):
+    if not isinstance(value, str):
         return False
-    return len(found.split()) >= _MIN_WORDS.get(name, 2) or len(found) > _MIN_TEXT_CHARS
+    return len(value.split()) >= _MIN_WORDS.get(name, 2) or len(value) > _MIN_TEXT_CHARS
 
 
-def is_number(found: object) -> bool:
+def is_number(value: object) -> bool:
     """Return whether the value is a finite number."""
-    return isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_history(found: object) -> bool:
+def is_history(value: object) -> bool:
     """Return whether the value is a list of earlier turns, `[[question, answer], ...]`."""
-    turns = found if isinstance(found, list) else []
-    return bool(turns) and all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in turns)
+    turns = value if isinstance(value, list) else []
+    return bool(turns) and all(isinstance(turn, list) and [*map(type, turn)] == [str, str] for turn in turns)
 
 
-def is_talk(found: object) -> bool:
+def is_talk(value: object) -> bool:
     """Return whether the value is a list of messages or turns."""
-    first = found[0] if isinstance(found, list) and found else None
+    first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
-def judgment(found: Any) -> bool | None:
+def judgment(value: Any) -> bool | None:
     """Return the label of an answer, also from text and numbers; None for other values."""
-    return LABELS.get(str(found).strip().lower())
+    return LABELS.get(str(value).strip().lower())

@@ -12,7 +12,7 @@ import numpy as np
 
 from app.config.kinds import ROW_FORMATS, fields_of
 from app.config.schema import DatasetConfig
-from app.data.columns import JOIN, thought_column, unread, value, wanted_rows
+from app.data.columns import JOIN, reshape_rows, thought_column, unread, value
 from app.data.conversations import tools_column
 from app.data.data_report import RowCounts, bad_row_problems, count_name
 from app.data.formats import WRITTEN_CHAT, empty_parts, read_row, without_end_tokens
@@ -150,7 +150,7 @@ def write_rows(
     counts = RowCounts(source=source.name, files_left_out=list(source.left_out))
     pipeline = _Pipeline(config, tokenizer, writer, counts)
     logged = time.monotonic()
-    rows = wanted_rows(source.rows(), config, fields_of(config.format))
+    rows = reshape_rows(source.rows(), config, fields_of(config.format))
     for batch in _batches(islice(rows, max_rows)):
         pipeline.write(batch)
         if time.monotonic() - logged > _PROGRESS_SECONDS:

@@ -96,21 +96,21 @@ class AnswerPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """Answer to a prompt with its label (`wanted`: good)."""
+class LabeledAnswer:
+    """Answer to a prompt with its label, good or bad."""
 
     answer: Conversation | Document
-    wanted: bool
+    is_good: bool
 
 
-Content = Conversation | Document | Example | AnswerPair | Judged
+Content = Conversation | Document | Example | AnswerPair | LabeledAnswer
 
 
 def sides_of(content: Content) -> tuple[Conversation | Document | Example, ...]:
     """Return both answers of a pair, chosen first; otherwise the single content or answer."""
     if isinstance(content, AnswerPair):
         return content.chosen, content.rejected
-    return (content.answer if isinstance(content, Judged) else content,)
+    return (content.answer if isinstance(content, LabeledAnswer) else content,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +187,8 @@ class DataFile:
     def converted(self, program: str, suffix: str = "") -> str:
         """Return the shell command that converts the file with `program`, a filter such as jq."""
         source = self._unpacked() if self.packing else ""
-        words = f"{source} | {program}" if source else f"{program} {shlex.quote(str(self.path))}"
-        return escaped(f"{words} > {shlex.quote(self.target(suffix))}")
+        command = f"{source} | {program}" if source else f"{program} {shlex.quote(str(self.path))}"
+        return escaped(f"{command} > {shlex.quote(self.target(suffix))}")
 
     def jq(self, selection: str) -> str:
         """Return the shell command that writes the values that jq selects as JSON Lines."""

@@ -38,7 +38,7 @@ class RandomRows:
 
     @property
     def on_overflow(self) -> str:
-        """Policy of `auto`: rows of equal length have one word per token and are meant to be truncated."""
+        """Overflow policy for `auto`: rows of equal length have one word per token and are meant to be truncated."""
         return "truncate" if self.config.shortest is None else "error"
 
     def rows(self) -> Iterator[Located]:
@@ -64,7 +64,7 @@ class RandomRows:
 # ---- split files
 
 
-def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
+def files_of_splits(setting: str, place: Path, hub_config: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the files of each split; empty if there is only one.
 
     Files without a split are `train` if there is no split of that name.
@@ -74,29 +74,29 @@ def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequ
 
     root = place.resolve()
     try:
-        section = _read_me_section(named, place, hub_config)
+        section = _read_me_section(setting, place, hub_config)
         base = glob.escape(str(root / section.get("data_dir", "")))
         data_files = section.get("data_files")
         patterns = sanitize_patterns(data_files) if data_files else get_data_patterns(base)
-        found = DataFilesDict.from_patterns(patterns, base_path=base)
+        matches = DataFilesDict.from_patterns(patterns, base_path=base)
     except EmptyDatasetError:
         return {}
     except (FileNotFoundError, ValueError, yaml.YAMLError) as error:
         raise DataError(
-            f"{named}: cannot get the splits from README.md or the file names: {first_line(error)}"
+            f"{setting}: cannot get the splits from README.md or the file names: {first_line(error)}"
         ) from error
     by_path = {str(root / file.relative_to(place)): file for file in files}
     splits = {
-        str(name): [by_path[each] for each in sorted(set(paths)) if each in by_path] for name, paths in found.items()
+        str(name): [by_path[path] for path in sorted(set(paths)) if path in by_path] for name, paths in matches.items()
     }
     splits = {name: paths for name, paths in splits.items() if paths}
-    unclaimed = [file for file in files if not any(file in each for each in splits.values())]
+    unclaimed = [file for file in files if not any(file in paths for paths in splits.values())]
     if splits and "train" not in splits and unclaimed and not section:
         splits["train"] = unclaimed
     return {} if set(splits) == {"train"} and not section else splits
 
 
-def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping[str, Any]:
+def _read_me_section(setting: str, place: Path, hub_config: str | None) -> Mapping[str, Any]:
     """Return the `configs` section in README.md for the chosen configuration; empty if there is none."""
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import metadata_load
@@ -107,7 +107,7 @@ def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping
     if configs and name not in configs:
         problem = f"dataset.hub_config={hub_config} is not one of them" if hub_config else "none is the default"
         raise DataError(
-            f"{named}: available configurations: {', '.join(configs)}, but {problem}. Choose one, e.g."
+            f"{setting}: available configurations: {', '.join(configs)}, but {problem}. Choose one, e.g."
             f" dataset.hub_config={next(iter(configs))}"
         )
     return configs[name] if configs and name is not None else {}
@@ -146,9 +146,9 @@ class FileRows:
         try:
             yield from read_file(file)
         except DataError as error:
-            way = "Fix the file:" if len(self.files) == 1 else "Fix the file, or leave it out of"
+            fix = "Fix the file:" if len(self.files) == 1 else "Fix the file, or leave it out of"
             # on a separate line, because a problem may end with a command
-            raise DataError([f"{each}\n    {way} {self.key}={self.name}" for each in error.problems]) from error
+            raise DataError([f"{problem}\n    {fix} {self.key}={self.name}" for problem in error.problems]) from error
 
     def fingerprint(self) -> str:
         return files_hash(self.files)
@@ -198,7 +198,7 @@ class HubRows:
         return loaded
 
     def _why_unreachable(self) -> str:
-        """Return why the hub cannot be reached, or an empty text; a missing or gated dataset raises immediately."""
+        """Return the reason why the hub is unreachable, or an empty text; raise if the dataset is missing or gated."""
         from huggingface_hub import HfApi
         from huggingface_hub import errors as hub
 
@@ -250,8 +250,8 @@ class SavedRows:
         shown = self.name
         if isinstance(loaded, datasets.DatasetDict):
             if self.split not in loaded:
-                known = ", ".join(sorted(loaded))
-                raise DataError(f"{self.key}={self.name}: no dataset.split={self.split}; splits: {known}")
+                splits = ", ".join(sorted(loaded))
+                raise DataError(f"{self.key}={self.name}: no dataset.split={self.split}; splits: {splits}")
             loaded, shown = loaded[self.split], f"{self.name}[{self.split}]"
         for index, row in enumerate(named_tags(loaded.features, loaded)):
             yield f"{shown} row {index}", row
@@ -267,14 +267,16 @@ Source = FileRows | HubRows | SavedRows | RandomRows
 
 
 def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
-    """Return problems of the paths without reading rows; for an evaluation, only of the paths that it reads."""
+    """Return the problems of the dataset paths, without reading rows; for an evaluation, only of the paths it reads."""
     sections = sources_of(config) if training or config.eval_path is None else {}
-    of_training = [partial(train_source, each, name) for name, each in sections.items() if each.path is not None]
-    openings: list[Callable[[], Source | None]] = [*of_training, partial(eval_source, config)]
+    training_sources = [
+        partial(train_source, section, name) for name, section in sections.items() if section.path is not None
+    ]
+    openings: list[Callable[[], Source | None]] = [*training_sources, partial(eval_source, config)]
     problems: list[str] = []
-    for open_source in openings:
+    for opening in openings:
         try:
-            open_source()
+            opening()
         except DataError as error:
             problems += error.problems
     return list(dict.fromkeys(problems))
@@ -292,13 +294,13 @@ def eval_source(config: DatasetConfig) -> Source | None:
         return open_source(config.eval_path, "dataset.eval_path", config, None)
     if config.eval_split is None or config.path is None:
         return None
-    found = open_source(config.path, "dataset.path", config, config.eval_split)
-    if isinstance(found, FileRows | RandomRows) and not found.split:
+    source = open_source(config.path, "dataset.path", config, config.eval_split)
+    if isinstance(source, FileRows | RandomRows) and not source.split:
         raise DataError(
             f"dataset.eval_split={config.eval_split}: dataset.path={config.path} has no splits; set"
             " dataset.eval_path=FILE or dataset.eval_fraction instead"
         )
-    return found
+    return source
 
 
 def unread_splits(config: DatasetConfig) -> Iterator[str]:
@@ -372,8 +374,8 @@ def _matches(path: str, place: Path, key: str) -> FileRows:
     root = place
     while glob.has_magic(str(root)):
         root = root.parent
-    found = sorted(match for match in root.glob(str(place.relative_to(root))) if match.is_file())
-    files = [file for file in found if not _is_hidden(file.relative_to(root))]
+    matches = sorted(match for match in root.glob(str(place.relative_to(root))) if match.is_file())
+    files = [file for file in matches if not _is_hidden(file.relative_to(root))]
     if not files:
         raise DataError(f"{key}={path}: no file matches the pattern")
     return FileRows(path, key, _with_names([_readable(file, key) for file in files], root))
@@ -390,17 +392,17 @@ def _with_names(files: Iterable[Path], root: Path) -> tuple[tuple[Path, str], ..
 def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str | None) -> FileRows:
     """Return all supported files of a split; text files next to tables are ignored unless the format is text."""
     files = [file for file in sorted(place.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(place))]
-    known = [file for file in files if extension(file) in READERS]
-    tables = [file for file in known if extension(file) not in TEXT_FILES]
-    if not known:
+    readable = [file for file in files if extension(file) in READERS]
+    tables = [file for file in readable if extension(file) not in TEXT_FILES]
+    if not readable:
         raise DataError(f"{key}={path}: no supported file in the folder; supported: {' '.join(READERS)}")
-    if tables and len(tables) < len(known) and config.format == "text":
+    if tables and len(tables) < len(readable) and config.format == "text":
         raise DataError(
             f"{key}={path}: contains text files and tables; choose with a pattern, e.g. {key}='{path}/*.txt'"
         )
     # a compressed file is skipped if it is also there uncompressed
-    packed = {each for each in known if each.suffix.lower() in PACKED_FILES and each.with_suffix("").is_file()}
-    chosen = [file for file in tables or known if file not in packed]
+    packed = {file for file in readable if file.suffix.lower() in PACKED_FILES and file.with_suffix("").is_file()}
+    chosen = [file for file in tables or readable if file not in packed]
     splits = {} if split is None else files_of_splits(f"{key}={path}", place, config.hub_config, chosen)
     if split is None or not splits:
         return FileRows(path, key, _with_names(chosen, place), _left_out(files, chosen, place))
@@ -410,7 +412,7 @@ def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str 
             " rows, dataset.eval_split for the eval set"
         )
     others = tuple(name for name in splits if name != split)
-    left_out = _left_out(files, [file for each in splits.values() for file in each], place)
+    left_out = _left_out(files, [file for paths in splits.values() for file in paths], place)
     return FileRows(path, key, _with_names(splits[split], place), left_out, split, others)
 
 

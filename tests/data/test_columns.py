@@ -8,7 +8,7 @@ import pytest
 
 from app.assets import template_text
 from app.config.kinds import fields_of
-from app.data.columns import wanted_rows
+from app.data.columns import reshape_rows
 from app.data.detect_format import detect_formats
 from app.data.prepare import Data, prepare
 from app.data.rows import Broken
@@ -20,10 +20,10 @@ EACH = {"input": "instances.*.input", "output": "instances.*.output"}
 
 def parts(row: Any, **columns: str) -> list[Any]:
     rows: Iterator[Any] = iter([("a.jsonl:1", row)])
-    return list(wanted_rows(rows, config("x", columns=columns), fields_of("instruction")))
+    return list(reshape_rows(rows, config("x", columns=columns), fields_of("instruction")))
 
 
-def test_wanted_rows_nested_list_of_text() -> None:
+def test_reshape_rows_nested_list_of_text() -> None:
     row = {"a": [0, {"b": ["x", "y"]}]}
     assert [found for _, found in parts(row, output="a.1.b.*")] == [
         {"a": [0, {"b": {"*": "x"}}]},
@@ -31,7 +31,7 @@ def test_wanted_rows_nested_list_of_text() -> None:
     ]
 
 
-def test_wanted_rows_without_star_changes_nothing() -> None:
+def test_reshape_rows_without_star_changes_nothing() -> None:
     row = {"text": "a", "instances": []}
     assert parts(row) == [("a.jsonl:1", row)]
     assert parts(row, text="instances.*") == [("a.jsonl:1", row)]  # a column that the format does not read
@@ -40,7 +40,7 @@ def test_wanted_rows_without_star_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("row", "found"), [({"instances": []}, "an empty list"), ({"instances": "x"}, "text"), ({}, "nothing")]
 )
-def test_wanted_rows_no_list_is_bad_row(row: dict[str, Any], found: str) -> None:
+def test_reshape_rows_no_list_is_bad_row(row: dict[str, Any], found: str) -> None:
     [(place, broken)] = parts(row, **EACH)
     assert (place, broken) == (
         "a.jsonl:1",
@@ -49,7 +49,7 @@ def test_wanted_rows_no_list_is_bad_row(row: dict[str, Any], found: str) -> None
     assert parts(Broken("torn"), **EACH) == [("a.jsonl:1", Broken("torn"))]
 
 
-def test_wanted_rows_elements_have_locations_and_counts(tmp_path: Path) -> None:
+def test_reshape_rows_elements_have_locations_and_counts(tmp_path: Path) -> None:
     rows = [
         {"instruction": "add", "instances": [{"input": "1", "output": "one"}, {"input": "2", "output": True}]},
         {"instruction": "sub", "instances": [{"input": "", "output": "three"}]},

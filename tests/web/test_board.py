@@ -65,19 +65,19 @@ def test_board_lists_runs_of_its_folder(board: Board) -> None:
 def test_board_shows_leaderboard_and_comparison(board: Board) -> None:
     page = unescape(board.client.get("/sweep/rates").text)
     assert "Leaderboard" in page
-    assert f"-m app.report sweep={board.folder}/rates" in page
+    assert f"finetune report sweep={board.folder}/rates" in page
     page = unescape(board.client.get("/compare", params={"run": [DONE, "other", "../other"]}).text)
     assert "2 runs" in page
-    assert "-m app.report 'runs=" in page
+    assert "finetune report 'runs=" in page
 
 
 def test_run_page_shows_report_and_commands_without_torch(board: Board) -> None:
     page = unescape(board.client.get(PATH).text)
     assert f"<title>{DONE}: finished</title>" in unescape(page), "the report is in the frame, escaped once more"
-    assert f"-m app.report 'run={board.folder}/{DONE}'" in page
-    assert f"-m app.generate 'run={board.folder}/{DONE}'" in page
+    assert f"finetune report 'run={board.folder}/{DONE}'" in page
+    assert f"finetune generate 'run={board.folder}/{DONE}'" in page
     assert 'name="question"' in page
-    assert "-m app.train" not in page.partition("<iframe")[0], "a finished run is not resumed"
+    assert "finetune train" not in page.partition("<iframe")[0], "a finished run is not resumed"
     imported = {line.rpartition("|")[2].strip() for line in board.at.said.read_text().splitlines()}
     assert "app.web.board" in imported
     assert not {"torch", "numpy", "transformers"} & imported
@@ -152,7 +152,7 @@ def test_run_that_does_not_start_shows_why(board: Board) -> None:
 
 def test_existing_run_is_neither_replaced_nor_resumed(board: Board) -> None:
     answer = board.client.post("/new", data={"name": "none", "settings": "sead=1", "what": "memory"})
-    assert "app.check memory sead=1" in answer.text
+    assert "finetune check memory sead=1" in answer.text
     assert "only a run that was stopped" in board.client.post(f"{PATH}/resume").text
     assert "the board has not started it" in board.client.post(f"{PATH}/stop").text
     taken = board.client.post("/new", data={"name": "other", "settings": "", "what": "train"})
