@@ -185,9 +185,10 @@ def test_run_page_answers_judged(tmp_path: Path) -> None:
 
 
 def test_run_page_status(tmp_path: Path) -> None:
+    settings = "optimizer.lr=1e-3 'dataset.path=a b.jsonl'"
     for status, said in {
         "failed": "Failed. error: no memory",
-        "stopped": f"finetune train optimizer.lr=1e-3 'dataset.path=a b.jsonl' output_dir={tmp_path}/stopped resume=auto",
+        "stopped": f"finetune train {settings} output_dir={tmp_path / 'stopped'} resume=auto",
         "dry_run": None,
     }.items():
         error = {"error": "error: no memory"} if status == "failed" else {}
