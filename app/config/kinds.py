@@ -116,13 +116,15 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
         ("completion", "label"), ("prompt",), content="answer", train_on=_PAIR, learnt_by=_BY_LABELS
     ),
 }
-CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")
-PREFERENCE_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.learnt_by)
+CHAT_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.content == "chat")
+PREFERENCE_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.learnt_by)
 # for text formats: the format that renders the same answers with a chat template
 CHAT_OF = {"preference_text": "preference", "preference_label_text": "preference_label"}
-LABELED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
-TAGGED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "tags")
-WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels", "tags"))
+LABELED_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.content == "labels")
+TAGGED_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.content == "tags")
+WITHOUT_ANSWERS = tuple(
+    name for name, row_format in ROW_FORMATS.items() if row_format.content in ("text", "labels", "tags")
+)
 
 
 def fields_of(fmt: str) -> tuple[str, ...]:
@@ -188,7 +190,7 @@ class Metric:
     better: Literal["lower", "higher"]
     meaning: str
     logged: bool = True  # in each evaluation of a run; the others when a finished run is scored
-    told: bool = False  # at the end of a run; all shares are
+    in_summary: bool = False  # at the end of a run; all shares are
 
     @property
     def is_share(self) -> bool:
@@ -198,7 +200,7 @@ class Metric:
     @property
     def may_lack(self) -> bool:
         """Whether the metric may be undefined: no answers, or constant values."""
-        return self.is_share or self.told
+        return self.is_share or self.in_summary
 
     def cost(self, value: float) -> float:
         """Return the value with a sign such that lower is better; the cost of a cost is the value."""
@@ -224,9 +226,9 @@ _ALL = (
     Metric("macro_f1", "macro F1", ".2%", "higher", "mean of the labels"),
     Metric("micro_f1", "micro F1", ".2%", "higher", "of all labels of all rows together"),
     Metric("entity_f1", "entity F1", ".2%", "higher", "of all entities of tagged words, by seqeval's rule"),
-    Metric("mae", "mean absolute error", ".4g", "lower", "mean over the numbers of the held-out rows", told=True),
-    Metric("pearson", "Pearson", ".4f", "higher", "correlation of true and predicted numbers", told=True),
-    Metric("spearman", "Spearman", ".4f", "higher", "correlation of their ranks", told=True),
+    Metric("mae", "mean absolute error", ".4g", "lower", "mean over the numbers of the held-out rows", in_summary=True),
+    Metric("pearson", "Pearson", ".4f", "higher", "correlation of true and predicted numbers", in_summary=True),
+    Metric("spearman", "Spearman", ".4f", "higher", "correlation of their ranks", in_summary=True),
 )
 
 
@@ -237,7 +239,7 @@ def cost_of(objective: float, name: str | None) -> float:
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 LOGGED = tuple(metric.name for metric in _ALL if metric.logged)
-TOLD = tuple(metric for metric in _ALL if metric.logged and metric.may_lack)
+SUMMARY_METRICS = tuple(metric for metric in _ALL if metric.logged and metric.may_lack)
 
 
 # ---- quantizations
