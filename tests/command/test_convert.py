@@ -667,7 +667,7 @@ def test_meaning_that_changes_is_told() -> None:
         "max_steps: 100: a run e",
         "TRL defaults made expli",
     ]
-    assert conversion("trl_full").changed[-1].endswith("dataset.train_on=all trains as before")
+    assert conversion("trl_full").changed[-1].endswith("dataset.train_on=all does the same")
 
 
 def test_conversion_lost_choice_names_the_one_used() -> None:
