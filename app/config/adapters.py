@@ -25,11 +25,11 @@ from app.files import read_object
 class PeftMethod(NamedTuple):
     """Properties of a PEFT method beyond training tensors in each linear layer."""
 
-    quantized: bool = True  # whether it works on a base in nf4 or fp4
-    indivisible: str = ""  # what it has that FSDP cannot divide
-    merges: bool = True  # whether PEFT merges it into one weight after the other
-    of_norms: bool = False  # whether it adapts norms in place of linear layers
-    compiles: bool = True  # whether torch.compile can trace its layers as one graph
+    quantized: bool = True  # supports a base in nf4 or fp4
+    indivisible: str = ""  # reason why FSDP cannot shard it, or empty
+    merges: bool = True  # PEFT can merge it weight by weight
+    of_norms: bool = False  # adapts norms instead of linear layers
+    compiles: bool = True  # torch.compile can trace its layers as one graph
 
 
 SHARED = "has trained tensors that layers share"
@@ -90,21 +90,21 @@ REFUSED = {
 
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."  # before the names of the base
-LAYER_NAME = re.compile(r"[\w.-]+")  # a name or its end, which is no endless regular expression
-_PLAIN_INITS = ("default", "gaussian", "eva", "loftq")  # which leave weights of the base as they are
+PEFT_PREFIX = "base_model.model."  # prefix of base tensor names
+LAYER_NAME = re.compile(r"[\w.-]+")  # a name or suffix, never a slow regular expression
+_PLAIN_INITS = ("default", "gaussian", "eva", "loftq")  # leave the base weights unchanged
 _INITS = re.compile(r"default|gaussian|orthogonal|pissa|pissa_niter_[1-9]\d?|olora|eva|corda|loftq")
 _NAMES = "default, gaussian, orthogonal, pissa, pissa_niter_N, olora, eva, corda, loftq"
 _OTHER_INITS = {"lora_ga": "needs gradients before the first step, which is not supported", "mica": "trains A only"}
 
-# settings of PEFT's methods that have keys here, or that would train or load something beside the method
+# settings of PEFT methods that have separate keys, or that would train or load other weights
 RESERVED_FIELDS = frozenset(
     {"task_type", "peft_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"}
     | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"}
     | {"fan_in_fan_out"}
 )
 
-# by which PEFT chooses among the layers that target_modules matches
+# fields by which PEFT selects from the layers that target_modules matches
 MATCHING_FIELDS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
 INDIVISIBLE = "adapter.method={} {}, which FSDP cannot shard. Set parallel=ddp, or adapter=lora."
@@ -113,10 +113,10 @@ INDIVISIBLE = "adapter.method={} {}, which FSDP cannot shard. Set parallel=ddp, 
 class AdapterKind(NamedTuple):
     """Rules of an adapter kind; its code is in `app/adapters`."""
 
-    name: str  # in papers
-    problems: Callable[[RunConfig], Iterator[str]]  # of its keys
-    has_rank: bool  # whether it is matrices of rank adapter.r
-    # the setting with which torch.compile cannot trace its layers, or nothing
+    name: str  # published name
+    problems: Callable[[RunConfig], Iterator[str]]  # rule for its keys
+    has_rank: bool  # low-rank matrices of rank adapter.r
+    # setting that prevents torch.compile from tracing its layers, or empty
     untraceable: Callable[[AdapterConfig], str] = lambda _adapter: ""
 
 
@@ -244,7 +244,7 @@ def compile_obstacle(adapter: AdapterConfig) -> str | None:
 
 
 def name_of(adapter: Mapping[str, Any]) -> str:
-    """The name in papers of the adapter of a run's settings, which an older one wrote in part."""
+    """Return the published name of an adapter from recorded settings, which may be incomplete in older runs."""
     kind = str(adapter.get("kind", "none"))
     return str(adapter.get("method")).upper() if kind == "peft" else ADAPTER_KINDS.get(kind, ADAPTER_KINDS["lora"]).name
 
@@ -252,7 +252,7 @@ def name_of(adapter: Mapping[str, Any]) -> str:
 # ---- adapter start
 
 
-# keys of LoRA that hold, by the names in an adapter's own file
+# LoRA keys that cannot change, with their names in adapter_config.json
 FIXED_KEYS = {
     "r": "r",
     "rank_pattern": "rank_pattern",
@@ -263,7 +263,7 @@ FIXED_KEYS = {
     "dora": "use_dora",
 }
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # of a layer, as Hydra takes it without quotes
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # layer name that Hydra accepts without quotes
 
 
 def start_folder(adapter: AdapterConfig) -> Path | None:
@@ -346,7 +346,7 @@ def _settings_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of_resumed_run(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same settings from the run.yaml of the resumed run."""
+    """Return the fixed adapter settings from the run.yaml of the resumed run."""
     resume = typed.get("resume")
     if resume is None:
         return {}

@@ -74,7 +74,7 @@ class Command(Generic[Options]):
     rules: Callable[[Options, Changes], Iterable[str]] = lambda _options, _changes: ()
     allowed: Collection[str] = ()
     why_not: Mapping[str, str] = field(default_factory=dict)
-    typed_as: Mapping[str, str] = field(default_factory=dict)  # options by key on the command line, where that differs
+    typed_as: Mapping[str, str] = field(default_factory=dict)  # option by its key on the command line, if different
     bare: str = ""  # required option that may be typed without its key
     example: str = ""  # command line for the error if `bare` is missing
 
@@ -198,7 +198,7 @@ Docs: docs/config.md (settings), docs/data.md (datasets)
 
 
 def print_help_or_version(arguments: Sequence[str], help_text: Callable[[], str]) -> bool:
-    """Print the text for `--help` or `--version`; return False if neither is given. Hydra's would show internals."""
+    """Print the text for `--help` or `--version`, else return False. Hydra's own help would show internals."""
     if {"-h", "--help"} & {*arguments}:
         sys.stdout.write(as_started(help_text()))
     elif "--version" in arguments:

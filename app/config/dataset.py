@@ -11,7 +11,7 @@ from app.config.schema import Columns, DatasetConfig, MixSource, RunConfig
 from app.config.tasks import TASKS
 from app.config.validate import did_you_mean_key, format_value
 
-RANDOM = "random:"  # the path of rows that are made from a seed
+RANDOM = "random:"  # path of rows generated from a seed
 WITHOUT_HELD_OUT_ROWS: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
 
 
@@ -24,7 +24,7 @@ def sources_of(dataset: DatasetConfig) -> dict[str, DatasetConfig]:
 
 def _section(dataset: DatasetConfig, source: MixSource) -> DatasetConfig:
     """Return `dataset` with the keys of the source; sources never share `hub_config` and `revision`."""
-    column_names = {column.name for column in fields(Columns)}  # the rules report a misspelt one
+    column_names = {column.name for column in fields(Columns)}  # the rules report unknown ones
     return replace(
         dataset,
         mix={},

@@ -22,7 +22,7 @@ _TYPES = {"starts": list, "choices": dict, "hashes": dict, "counts": dict}
 
 
 def finished_folder(run: str | None, checkpoint: str | None = None) -> Path:
-    """Return the folder of `run=`; raise an error if the run has not finished, unless a `checkpoint` is given."""
+    """Return the folder of `run=`; without a `checkpoint`, raise an error if the run has not finished."""
     folder = run_folder(run)
     if (folder / "sweep.json").is_file():
         raise CheckpointError(f"run={run}: this is the folder of a sweep. Give the folder of one of its trials.")

@@ -50,7 +50,7 @@ def _validated(data: Mapping[str, Any], typed: Mapping[str, Any]) -> RunConfig:
 
 
 def _with_matching_eval_rows(run: RunConfig) -> RunConfig:
-    """Return the run; refuse to evaluate a model trained on other rows on the included sample."""
+    """Return the run; raise an error if the eval set is the included sample but the training rows are not."""
     path, held, fmt = run.dataset.path, run.dataset.eval_path, run.dataset.format
     if path is not None and not path.startswith(_SAMPLE) and str(held).startswith(_SAMPLE):
         chosen = "auto" if fmt == "messages" else fmt
@@ -98,7 +98,7 @@ def _checked_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _wrong_values(overrides: Sequence[str]) -> list[str]:
-    """Return the problems of the given keys only: others may follow from the rejected overrides."""
+    """Return the problems of these overrides only: others may follow from the rejected ones."""
     prefixes = tuple(f"{key_of(text)}=" for text in overrides)
     if not prefixes:
         return []

@@ -20,7 +20,7 @@ PROGRAMS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("converted_files.yaml").read_text("utf-8")
 )
 UNSET: tuple[Any, ...] = (None, "", [], {}, False, "none", "None")
-ADAPTER_RECIPES = ("lora", "qlora", "full")  # recipes that follow from the adapter and the quantization of the file
+ADAPTER_RECIPES = ("lora", "qlora", "full")  # recipes selected by the adapter and quantization of a file
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Conversion:
         return next((name for name in names if self.settings.get(name) not in UNSET), "")
 
     def convert(self, name: str, **words: Any) -> None:
-        """Convert a setting to keys and values; a dot in a key is written as two underscores."""
+        """Record the converted keys and values of a setting; `__` in a keyword stands for a dot."""
         overrides = {key.replace("__", "."): value for key, value in words.items()}
         self.words |= overrides
         self.converted[name] = " ".join(f"{key}={format_value(value)}" for key, value in overrides.items())
@@ -61,7 +61,7 @@ def record_advice(conversion: Conversion, name: str, value: Any) -> None:
 
 
 def by_table(conversion: Conversion, name: str, value: Any) -> None:
-    """Convert a setting by the table row of its name or of name and value, else by its name."""
+    """Convert a setting by the table row of its name or of name=value, else by a key of the same name."""
     facts = conversion.facts
     lookup_name = facts.get("alias", {}).get(name, name)
     not_needed = facts["not_needed"].split()
@@ -92,7 +92,7 @@ def by_table(conversion: Conversion, name: str, value: Any) -> None:
 
 
 def _mapping_of(conversion: Conversion, name: str) -> str:
-    """Return the key for a mapping setting, given one of its entries."""
+    """Return the key of the mapping that contains a setting; empty if there is none."""
     key = setting_of(conversion.facts["columns"], name.partition(".")[0], "").get("here", "") if "." in name else ""
     return str(key) if field_types(RunConfig).get(key) == dict[str, Any] else ""
 
@@ -129,20 +129,20 @@ def _carry_here(conversion: Conversion, name: str, value: Any, here: str, *, is_
 # ---- special settings
 
 
-_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # of torchtune
+_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # torchtune names
 _MLP = ["gate_proj", "up_proj", "down_proj"]
-_NAMES_OF_ROWS = {"completion": "text", "pretrain": "text"}  # type of Axolotl's rows that is no chat
+_NAMES_OF_ROWS = {"completion": "text", "pretrain": "text"}  # Axolotl row types that are not chats
 _COLUMNS = (
     *("messages", "instruction", "input", "output", "system"),
     *("prompt", "chosen", "rejected", "completion", "label"),
 )
-_FILE_TYPES = ("json", "csv", "parquet", "text")  # as a path: its data_files are the rows
+_FILE_TYPES = ("json", "csv", "parquet", "text")  # as `path`: the rows are in data_files
 _MESSAGE_KEYS = [
     dict(zip(("role", "content"), row_format.message, strict=False))
     for row_format in ROW_FORMATS.values()
     if row_format.message
 ]
-_STAGE = re.compile(r"z(?:ero)?_?(?:stage)?_?([123])")  # of DeepSpeed, in the name of its file
+_STAGE = re.compile(r"z(?:ero)?_?(?:stage)?_?([123])")  # in the name of a DeepSpeed config file
 
 
 def translate(conversion: Conversion, name: str, value: Any) -> None:
@@ -187,7 +187,7 @@ def _source(conversion: Conversion, name: str, entry: Mapping[str, Any]) -> dict
     columns = {"field": "text", **{f"field_{column}": column for column in _COLUMNS}}
     kind = entry.get("type")
     source = {**entry, **(kind if isinstance(kind, Mapping) else {})}
-    if conversion.has("rl"):  # the messages are what both answers follow
+    if conversion.has("rl"):  # the messages are the prompt of both answers
         columns["field_messages"] = "prompt"
         if kind == "chat_template.default":
             source.setdefault("field_messages", "messages")

@@ -33,7 +33,7 @@ from app.config.validate import (
 from app.errors import ConfigError, gist, refuse
 
 WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
-_ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run has one key of each; the others have this value
+_ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run uses one key of each; the others have this value
     dict.fromkeys(WARMUPS),
     {f"dataset.{name}": none for name, none in WITHOUT_HELD_OUT_ROWS.items()},
 )
@@ -162,7 +162,7 @@ _PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a f
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
-    """Return whether `-m` is given; invalid arguments are reported as those of a single run."""
+    """Return whether the arguments contain `-m`; invalid ones are reported as those of a single run."""
     try:
         return _starts_sweep(_read(arguments)[1])
     except ConfigError:
@@ -353,7 +353,7 @@ def _problems(override: Override, text: str) -> Iterator[str]:
 
 
 def unknown_user(text: str) -> Iterator[str]:
-    """Yield the problem of `key=~NAME/folder` if there is no such user: pathlib would raise."""
+    """Yield the problem of `key=~NAME/folder` for an unknown user: pathlib would raise."""
     place = text.partition("=")[2].strip("'\"")
     if place.startswith("~") and os.path.expanduser(place) == place:  # noqa: PTH111
         yield f"{text}: unknown user {place.partition('/')[0][1:]}. Write the full path, or ./{place}."

@@ -138,8 +138,7 @@ def _defaults(conversion: Conversion) -> dict[str, Any]:
     words = conversion.words
     has = {
         "adapter.": words["recipe"] != "full" and words.get("adapter", "lora") == "lora",
-        "optimizer.lr": words["recipe"] in ADAPTER_RECIPES
-        or conversion.program != "trl",  # which has one for each loss
+        "optimizer.lr": words["recipe"] in ADAPTER_RECIPES or conversion.program != "trl",  # TRL: one per loss
         "preference.": words["recipe"] == "simpo",
         "schedule.warmup": not {*WARMUPS} & {*words},
         "dataset.max_length": "max_length" not in conversion.not_converted,
@@ -171,7 +170,7 @@ def _count_rows(conversion: Conversion) -> None:
     elif conversion.words.get("batching.packing") is False:
         conversion.convert(name, **{"batching.rows": rows})
     elif isinstance(length, int):
-        kind = PREFERENCE_KINDS.get(conversion.words["recipe"])  # recipes of preference losses have their names
+        kind = PREFERENCE_KINDS.get(conversion.words["recipe"])  # recipes are named after the losses
         answers = TASKS[kind.task].documents if kind else 1
         tokens = answers * rows * length
         conversion.convert(name, **{"batching.tokens": tokens})

@@ -53,9 +53,9 @@ def number(default: Any = MISSING, kind: Any = None, **limits: float) -> Any:
 
 
 _MAX_LISTED_NAMES = 12
-_MIN_LEAF_RATIO = 0.5  # keys with the same section are similar by that alone
+_MIN_LEAF_RATIO = 0.5  # the shared section alone makes keys similar
 PROGRAMS = ("axolotl", "llama_factory", "trl", "torchtune", "others")
-_OF_RUNS = "optimizer.lr"  # a key that only runs have
+_OF_RUNS = "optimizer.lr"  # key that only run schemas have
 
 
 @cache

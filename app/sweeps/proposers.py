@@ -50,8 +50,8 @@ _RESULT_KEYS = (
     *("steps", "seconds", "samples_per_second", "memory_predicted_bytes", "memory_measured_bytes"),
     *("device_used_bytes", "train_loss_last", "eval_loss", "accuracy"),
 )
-_LIMITS_OF_SPEED = ("max_sm_mhz", "power_limit_watts")  # in `clocks` of the manifest; the others change with the load
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of CUDA, ROCm and WSL 2; torch is not loaded here
+_LIMITS_OF_SPEED = ("max_sm_mhz", "power_limit_watts")  # in `clocks` of the manifest; other clocks vary with the load
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm and WSL 2; torch is not loaded here
 
 
 class Ladder(Grid):
@@ -99,7 +99,7 @@ class Ladder(Grid):
             if run is not None and outcome.status == FINISHED:
                 facts |= _measured(run, Path(outcome.folder))
                 first = rungs[0] if rungs else facts
-                speed, base = facts["tokens_per_second"], first.get("tokens_per_second")  # of rows, without padding
+                speed, base = facts["tokens_per_second"], first.get("tokens_per_second")  # without padding
                 are_whole = not (facts["splits"] or first.get("splits"))
                 ratio = speed / base if speed and base and are_whole else None
                 facts |= {"ratio": ratio, "as_first": _as_first(facts, first)}

@@ -105,7 +105,7 @@ def _duplicate_problems(settings: Sequence[Setting]) -> Iterator[str]:
     count = Counter(setting.key for setting in settings)
     for key in dict.fromkeys(setting.key for setting in settings if setting.is_swept):
         if count[key] > 1:
-            yield f"{key} is swept and set {count[key]} times. Set it once."
+            yield f"{key} has several values and is set {count[key]} times. Set it once."
 
 
 def _typed_setting(text: str) -> Setting:
@@ -162,7 +162,7 @@ def _values(override: Override, text: str) -> list[str]:
 _MULTIPLE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)x", re.IGNORECASE)
 _UNQUOTED = re.compile(r"[A-Za-z0-9_./+-]+", re.ASCII)
 _STEP_TOLERANCE = 1e-9  # fraction of a step
-_SIGNIFICANT_DIGITS = 4  # of a proposed number
+_SIGNIFICANT_DIGITS = 4  # in a proposed number
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +421,7 @@ class SweepConfig:
     trials: int = number(12, at_least=1, at_most=MAX_TRIALS)
     seed: int = number(0, at_least=0, at_most=2**32 - 1)
     size: str = choice("full", "small", default="full")
-    source: str = ""  # of the claimed figures, with its hardware
+    source: str = ""  # source of the claimed figures, with its hardware
     base: list[str] = field(default_factory=list)
     small: list[str] = field(default_factory=list)
     rungs: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: Rung})

@@ -62,7 +62,7 @@ class Outcome:
     proposed: Mapping[str, Any] | None = None
     status: str = PENDING
     objective: float | None = None
-    objective_is: str | None = None  # the metric; None: the loss of training
+    objective_is: str | None = None  # the metric; None: the training loss
     steps: int | None = None
     tokens_per_second: float | None = None
     samples_per_second: float | None = None
@@ -234,7 +234,7 @@ class TrialProcess:
             return None
 
     def request_stop(self, exit_code: int) -> None:
-        """Request it to save and exit with that code, by SIGINT like a terminal or SIGTERM like a scheduler."""
+        """Request a checkpoint and this exit code, by SIGINT like a terminal or SIGTERM like a scheduler."""
         if exit_code == CTRL_C:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGINT)

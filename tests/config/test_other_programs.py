@@ -43,10 +43,7 @@ TOLD = [
         "Did you mean parallel=zero3? Uses torch's FSDP2; parallel=zero2 for stage 2. DeepSpeed is not",
     ),
     ("parallel=megatron", "Did you mean parallel=fsdp? Megatron is not supported because it needs models written"),
-    (
-        "parallel=nvme",
-        "Did you mean parallel=fsdp parallel.offload=true? Offloading to CPU RAM is supported, to disk",
-    ),
+    ("parallel=nvme", "Did you mean parallel=fsdp parallel.offload=true? Offloading to CPU RAM is supported, to disk"),
     (
         "optimizer=galore_adamw",
         "GaLore and APOLLO are not supported because their states cannot be saved as safetensors.",
@@ -56,10 +53,7 @@ TOLD = [
         "compile.backend=nvfuser",
         "compile.backend=nvfuser: expected one of inductor, aot_eager, eager, cudagraphs. Did you mean",
     ),
-    (
-        "task=distillation",
-        "task=distillation: unknown task. Distillation is not supported. Train on the answers",
-    ),
+    ("task=distillation", "task=distillation: unknown task. Distillation is not supported. Train on the answers"),
     ("optimizer=adamw_torch_fused", "unknown optimizer. Did you mean optimizer=adamw? Choose one of"),
     ("optimizer=galore", "unknown optimizer. GaLore and APOLLO are not supported because their"),
     ("optimizer.foreach=true", "Unknown setting optimizer.foreach. Did you mean optimizer.implementation=foreach?"),
