@@ -157,8 +157,8 @@ class Command(Generic[Options]):
             yield f"Unrecognized argument {text!r}. Options are key=value: {', '.join(leaf_keys(self.schema))}."
         elif "=" not in text and not text.startswith("~"):
             is_run = "run" in self.options and Path(text).expanduser().is_dir()
-            meant = f" Did you mean run={text}?" if is_run else ""
-            yield f"Unrecognized argument {text!r}. Settings are key=value.{meant}"
+            suggestion = f" Did you mean run={text}?" if is_run else ""
+            yield f"Unrecognized argument {text!r}. Settings are key=value.{suggestion}"
         elif key not in choices_by_group() and not is_key(RunConfig, key):
             yield unknown_key(key, value, self.options)
         else:

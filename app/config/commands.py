@@ -75,12 +75,12 @@ def missing_hardware_support(run: RunConfig, hardware: HardwareConfig) -> list[s
     """Return problems of a run that needs features that this GPU lacks."""
     if not QUANTIZATION_KINDS[run.quantization.kind].needs_fp8 or hardware.has_fp8:
         return []
-    those = ", ".join(gpu.name for gpu in all_hardware() if gpu.has_fp8)
-    has = "none" if hardware.capability is None else hardware.capability
-    others = " or ".join(name for name, kind in QUANTIZATION_KINDS.items() if not (kind.needs_fp8 or kind.trains))
+    fp8_names = ", ".join(gpu.name for gpu in all_hardware() if gpu.has_fp8)
+    capability = "none" if hardware.capability is None else hardware.capability
+    alternatives = " or ".join(name for name, kind in QUANTIZATION_KINDS.items() if not (kind.needs_fp8 or kind.trains))
     return [
         f"quantization.kind={run.quantization.kind} needs an NVIDIA GPU of compute capability 8.9 or higher, and "
-        f"hardware={hardware.name} has {has}. Set quantization={others}, or choose one of {those}."
+        f"hardware={hardware.name} has {capability}. Set quantization={alternatives}, or choose one of {fp8_names}."
     ]
 
 
@@ -223,10 +223,10 @@ def class_problems(config: GenerateConfig, folder: str, pair: bool, task: str = 
     """Yield problems with options that do not apply to a model that predicts labels."""
     beams = config.beams if config.beams > 1 else None
     options = {"system": config.system, "chat": config.chat, "temperature": config.temperature or None, "beams": beams}
-    idle = [key for key, value in options.items() if value is not None]
-    if idle:
+    unused = [key for key, value in options.items() if value is not None]
+    if unused:
         yield (
-            f"{' and '.join(idle)} would have no effect: run={folder} was trained with task={task} and predicts "
+            f"{' and '.join(unused)} would have no effect: run={folder} was trained with task={task} and predicts "
             "labels. Leave it out."
         )
     if config.prompt is None and config.prompts is None:
@@ -367,9 +367,9 @@ def _split_check_names(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[
         return _DEFAULT_CHECKS, list(arguments)
     word = arguments[0]
     if word not in CHECKS:
-        meant = did_you_mean(word, CHECKS, listing=False)
+        suggestion = did_you_mean(word, CHECKS, listing=False)
         raise ConfigError(
-            f"Unknown check {word!r}.{meant} Choose one of {', '.join(CHECKS)}; "
+            f"Unknown check {word!r}.{suggestion} Choose one of {', '.join(CHECKS)}; "
             f"the default is {' and '.join(_DEFAULT_CHECKS)}."
         )
     return (word,), list(arguments[1:])

@@ -141,8 +141,8 @@ def _label_problems(run: RunConfig) -> Iterator[str]:
     elif 0 < len(labels) < least:
         yield f"{setting}: at least two labels are needed. List all, or none to use those of the rows."
     elif len(set(labels)) < len(labels):
-        twice = sorted({label for label in labels if labels.count(label) > 1})
-        yield f"{setting}: duplicate label {', '.join(twice)}. List each label once."
+        duplicates = sorted({label for label in labels if labels.count(label) > 1})
+        yield f"{setting}: duplicate label {', '.join(duplicates)}. List each label once."
 
 
 def _class_weight_problems(run: RunConfig) -> Iterator[str]:

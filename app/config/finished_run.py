@@ -127,9 +127,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as the manifest of a run: {fault}.") from fault
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{path} cannot be read as the manifest of a run: it is not an object.")
-    odd = [name for name, kind in _TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
-    if odd:
-        raise CheckpointError(f"{path} cannot be read as the manifest of a run: {odd[0]} has the wrong type.")
+    invalid = [name for name, kind in _TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
+    if invalid:
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: {invalid[0]} has the wrong type.")
     return manifest
 
 
@@ -177,11 +177,11 @@ def evaluate_config(arguments: Sequence[str]) -> EvaluateConfig:
 
 def _harness_problems(changes: Changes) -> Iterator[str]:
     of_rows = {"dataset", "batching", "attention"}
-    idle = [key for key in changes if key.partition(".")[0] in of_rows or key == "launch.num_processes"]
-    if idle:
+    unused = [key for key in changes if key.partition(".")[0] in of_rows or key == "launch.num_processes"]
+    if unused:
         yield (
-            f"{' and '.join(idle)} would have no effect: harness= uses the rows of its tasks, one process and the "
-            f"attention of transformers. Leave {'it' if len(idle) == 1 else 'them'} out."
+            f"{' and '.join(unused)} would have no effect: harness= uses the rows of its tasks, one process and the "
+            f"attention of transformers. Leave {'it' if len(unused) == 1 else 'them'} out."
         )
 
 
@@ -233,12 +233,12 @@ def _rows_to_score(run_dataset: DatasetConfig, dataset: dict[str, Any], changes:
     """
     recorded = asdict(run_dataset)
     typed_in = {name for name in (*WITHOUT_HELD_OUT_ROWS, *_LIMITS) if f"dataset.{name}" in changes}
-    forgotten: dict[str, Any] = {}
+    cleared: dict[str, Any] = {}
     if "dataset" in changes:
         if any(recorded[name] != dataset.get(name) for name in _SOURCE):
-            forgotten = {"eval_fraction": 0.0}
+            cleared = {"eval_fraction": 0.0}
     elif any(recorded[name] != dataset[name] for name in (*_SOURCE, *WITHOUT_HELD_OUT_ROWS)):
-        forgotten = {**WITHOUT_HELD_OUT_ROWS, **_LIMITS}
+        cleared = {**WITHOUT_HELD_OUT_ROWS, **_LIMITS}
     elif "dataset.path" not in changes and not has_held_out_rows(run_dataset):
         trained_on = f"(dataset.path={recorded['path']} scores the training rows)."
         raise ConfigError(
@@ -246,8 +246,8 @@ def _rows_to_score(run_dataset: DatasetConfig, dataset: dict[str, Any], changes:
             + ("" if recorded["path"] is None else trained_on)
         )
     if "dataset.path" in changes and recorded["mix"]:
-        forgotten["mix"] = {}
-    rows = {**dataset, **{name: nothing for name, nothing in forgotten.items() if name not in typed_in}}
+        cleared["mix"] = {}
+    rows = {**dataset, **{name: nothing for name, nothing in cleared.items() if name not in typed_in}}
     if "max_rows" in typed_in and (rows.get("eval_path") or rows.get("eval_split")):
         raise ConfigError(
             f"dataset.max_rows={dataset['max_rows']} limits the training rows. To score the first eval rows, "

@@ -150,8 +150,8 @@ def translate(conversion: Conversion, name: str, value: Any) -> None:
     if name in (conversion.facts["rows"], conversion.facts["adapter"][0], *conversion.facts["four_bits"]):
         return
     special = _SPECIAL.get((conversion.program, name)) or _SPECIAL.get(("", name.rpartition(".")[2]))
-    is_lost = name in conversion.facts.get("not_converted", "").split()
-    (special or (record_advice if is_lost else by_table))(conversion, name, value)
+    has_advice = name in conversion.facts.get("not_converted", "").split()
+    (special or (record_advice if has_advice else by_table))(conversion, name, value)
 
 
 def _datasets(conversion: Conversion, name: str, value: Any) -> None:

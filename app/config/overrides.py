@@ -319,8 +319,8 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _parsed(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not key or not (equals or text.startswith("~")):
-        meant = f" Did you mean from={text}?" if text.endswith((".yaml", ".yml")) else ""
-        raise ConfigError(f"Unrecognized argument {text!r}. Settings are key=value.{meant}")
+        suggestion = f" Did you mean from={text}?" if text.endswith((".yaml", ".yml")) else ""
+        raise ConfigError(f"Unrecognized argument {text!r}. Settings are key=value.{suggestion}")
     try:
         return parse_override(text)
     except HydraException as fault:
@@ -371,12 +371,12 @@ def _other_command(section: str, text: str) -> str | None:
 
 
 def _sweep_problem(key: str, value: str) -> str:
-    kind, meant = _KEYS.get(key), ""
+    kind, suggestion = _KEYS.get(key), ""
     if kind == list[str]:
-        meant = f" For a list write {key}=[{value}]."
+        suggestion = f" For a list write {key}=[{value}]."
     elif key not in choices_by_group() and takes_text(kind):
-        meant = f" For text with a comma write '{key}=\"{value}\"'."
-    return f"{key}={value}: several values make a sweep; add -m: python -m app.train -m {key}=...{meant}"
+        suggestion = f" For text with a comma write '{key}=\"{value}\"'."
+    return f"{key}={value}: several values make a sweep; add -m: python -m app.train -m {key}=...{suggestion}"
 
 
 def wrong_choice(group: str, choice: Any) -> Iterator[str]:
@@ -385,10 +385,10 @@ def wrong_choice(group: str, choice: Any) -> Iterator[str]:
     if names is None or isinstance(choice, dict) or choice in names or (choice is None and group in _OPTIONAL_GROUPS):
         return
     value = format_value(choice)
-    meant = of_other_program(group, value) or did_you_mean(value, names, listing=False)
+    suggestion = of_other_program(group, value) or did_you_mean(value, names, listing=False)
     _, place = _PLACES.get(group, ("", ""))
     others = f", or give {place}" if place else ""
-    yield f"{group}={value}: unknown {group}.{meant} Choose one of {', '.join(names)}{others}."
+    yield f"{group}={value}: unknown {group}.{suggestion} Choose one of {', '.join(names)}{others}."
 
 
 def unknown_key(key: str, value: str, options: Iterable[str] = ()) -> str:

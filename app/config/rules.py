@@ -209,14 +209,14 @@ def _reference_noise_problems(run: RunConfig) -> Iterator[str]:
 
 
 def _best_checkpoint_problems(run: RunConfig) -> Iterator[str]:
-    wants = ["checkpoint.final=best"] if run.checkpoint.final == "best" else []
-    wants += [f"eval.patience={run.eval.patience}"] if run.eval.patience else []
-    judged = [f"eval.objective={run.eval.objective}"] if run.eval.objective != "eval_loss" else []
-    of_rows = [*wants, *judged, *(["eval.at_start=true"] if run.eval.at_start is True else [])]
-    if of_rows and not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
-        yield f"{' and '.join(of_rows)} needs an eval set. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
-    elif wants and run.eval.every == 0:
-        yield f"{' and '.join(wants)} needs evaluations during training. Set eval.every=100."
+    settings = ["checkpoint.final=best"] if run.checkpoint.final == "best" else []
+    settings += [f"eval.patience={run.eval.patience}"] if run.eval.patience else []
+    objective = [f"eval.objective={run.eval.objective}"] if run.eval.objective != "eval_loss" else []
+    options = [*settings, *objective, *(["eval.at_start=true"] if run.eval.at_start is True else [])]
+    if options and not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
+        yield f"{' and '.join(options)} needs an eval set. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
+    elif settings and run.eval.every == 0:
+        yield f"{' and '.join(settings)} needs evaluations during training. Set eval.every=100."
 
 
 def _new_token_problems(run: RunConfig) -> Iterator[str]:

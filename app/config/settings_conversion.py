@@ -53,8 +53,8 @@ def _unsupported_objectives(conversion: Conversion) -> Iterator[str]:
     patterns = conversion.facts.get("objective", "").split()
     losses = ", ".join(kind for kind in PREFERENCE_KINDS if kind != "none")
     for name, value in conversion.settings.items():
-        is_lost = name in conversion.not_converted and any(fnmatch(name, pattern) for pattern in patterns)
-        if is_lost or (
+        is_not_converted = name in conversion.not_converted and any(fnmatch(name, pattern) for pattern in patterns)
+        if is_not_converted or (
             name not in conversion.converted and any(fnmatch(f"{name}={value}", pattern) for pattern in patterns)
         ):
             yield (
@@ -197,15 +197,15 @@ def _leave_out_refused(conversion: Conversion) -> RunConfig:
             words = [f"{key}={as_override(literal(value))}" for key, value in conversion.words.items()]
             run = compose_run(split_arguments([*" ".join(rows).split(), *words])[0])
         except ConfigError as refusal:
-            wrong = {
+            rejected = {
                 key: problem
                 for problem in refusal.problems
                 for key in conversion.words
                 if problem.startswith((f"{key}=", f"{key}.kind="))
             }
-            if not wrong:
+            if not rejected:
                 raise
-            for key, problem in wrong.items():
+            for key, problem in rejected.items():
                 del conversion.words[key]
                 for name in [name for name in conversion.converted if key in _keys_of(conversion, name)]:
                     del conversion.converted[name]

@@ -135,9 +135,9 @@ def _listed(names: Sequence[str]) -> str:
 def did_you_mean_key(key: str, keys: Iterable[str], value: str = "") -> str:
     """Return a suggestion for a dotted key, which may be just its last part (`lr` for `optimizer.lr`)."""
     names = sorted(keys)
-    meant = of_other_program(key, value) if _OF_RUNS in names else ""
-    if meant:
-        return meant
+    suggestion = of_other_program(key, value) if _OF_RUNS in names else ""
+    if suggestion:
+        return suggestion
     near = nearest_keys(key, names)
     if near:
         return f" Did you mean {' or '.join(near)}?"

@@ -307,8 +307,8 @@ def suggest(
         sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "big"), n_startup_trials=startup)
         study = optuna.create_study(direction="minimize", sampler=sampler)
         study.add_trials(earlier)
-        asked = study.ask(space).params
-        point = {d.key: d.rounded(asked[d.key]) if isinstance(d, Range) else asked[d.key] for d in dimensions}
+        params = study.ask(space).params
+        point = {d.key: d.rounded(params[d.key]) if isinstance(d, Range) else params[d.key] for d in dimensions}
         if point not in used:
             return point
     keys = [dimension.key for dimension in dimensions]  # a continuous space has no used points
@@ -342,6 +342,6 @@ def _run_value(dimension: Dimension, run: RunConfig) -> Any:
     value = 1.0 if dimension.is_relative else value_in(run, dimension.key)
     if isinstance(dimension, Range):
         return value if value is not None and dimension.has(value) else None
-    meant = (lambda text: parse_multiple(text.partition("=")[2])) if dimension.is_relative else value_of
+    parse = (lambda text: parse_multiple(text.partition("=")[2])) if dimension.is_relative else value_of
     default = dimension.texts[0] if dimension.key in choices_by_group() else None
-    return next((text for text in dimension.texts if meant(text) == value), default)
+    return next((text for text in dimension.texts if parse(text) == value), default)

@@ -84,13 +84,13 @@ def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
 
 def wrong_overrides(texts: Iterable[str]) -> dict[str, Sequence[str]]:
     """Return the problems of single overrides, independent of other overrides."""
-    wrong: dict[str, Sequence[str]] = {}
+    problems: dict[str, Sequence[str]] = {}
     for text in dict.fromkeys(texts):
         try:
             check_overrides([text])
         except ConfigError as problem:
-            wrong[text] = problem.problems
-    return wrong
+            problems[text] = problem.problems
+    return problems
 
 
 def too_many(settings: Sequence[Setting]) -> Iterator[str]:
@@ -117,9 +117,9 @@ def _typed_setting(text: str) -> Setting:
     if not override.is_sweep_override():
         return Setting(override.key_or_group, (text,))
     values = _values(override, text)
-    twice = [value for value, count in Counter(values).items() if count > 1]
-    if twice:
-        raise ConfigError(f"{text}: duplicate value {twice[0]}.")
+    duplicates = [value for value, count in Counter(values).items() if count > 1]
+    if duplicates:
+        raise ConfigError(f"{text}: duplicate value {duplicates[0]}.")
     return Setting(override.key_or_group, tuple(f"{override.get_key_element()}={value}" for value in values))
 
 
@@ -498,7 +498,7 @@ def dimensions_of(
         raise ConfigError(f"sweep={preset.name} has nothing to vary: {why or 'its space is empty'}.")
     if preset.config.proposer == "grid":
         refuse(too_many([*settings, *(dimension for dimension in varied if isinstance(dimension, Setting))]))
-    lines = [*map(_describe, varied), *(f"not {key}: it {reason}" for key, reason in unused.items())]
+    lines = [*map(_describe, varied), *(f"{key} is not varied: it {reason}" for key, reason in unused.items())]
     return [*settings, *varied], [f"{'' if i else 'varied':8}{line}" for i, line in enumerate(lines)]
 
 
@@ -525,7 +525,7 @@ def _name(overrides: Sequence[Override]) -> str:
     if not chosen:
         raise ConfigError(f"{overrides[0].key_or_group} also needs sweep=NAME. Choose one of {', '.join(names)}.")
     if chosen[-1] not in names:
-        near = did_you_mean(str(chosen[-1]), names).partition(" Known")[0]
+        near = did_you_mean(str(chosen[-1]), names, listing=False)
         raise ConfigError(
             f"sweep={format_value(chosen[-1])}: unknown sweep.{near} Choose one of {', '.join(names)}; "
             "or list values without a name: optimizer.lr=1e-3,3e-4."
