@@ -88,7 +88,7 @@ def by_table(conversion: Conversion, name: str, value: Any) -> None:
         conversion.not_converted[name] = remark or "no equivalent setting; see docs/keys.md"
     else:
         is_exact = bool(setting_of(facts["columns"], f"{lookup_name}={value}", ""))
-        _carry_here(conversion, name, value, here, is_exact=is_exact)
+        _convert_by_row(conversion, name, value, here, is_exact=is_exact)
 
 
 def _mapping_of(conversion: Conversion, name: str) -> str:
@@ -97,7 +97,7 @@ def _mapping_of(conversion: Conversion, name: str) -> str:
     return str(key) if field_types(RunConfig).get(key) == dict[str, Any] else ""
 
 
-def _carry_here(conversion: Conversion, name: str, value: Any, here: str, *, is_exact: bool) -> None:
+def _convert_by_row(conversion: Conversion, name: str, value: Any, here: str, *, is_exact: bool) -> None:
     """Convert a setting by its table row."""
     words = dict(word.partition("=")[::2] for word in here.split())
     is_switch = any(words.values())
