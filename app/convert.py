@@ -49,8 +49,8 @@ def convert(file: Path, to: Path | None, console: Console) -> int:
     for line in _lines(conversion):
         console.say(line)
     counts = (
-        f"{len(conversion.carried)} settings converted, {len(conversion.needless)} not needed, "
-        f"{len(conversion.lost)} not converted"
+        f"{len(conversion.converted)} settings converted, {len(conversion.not_needed)} not needed, "
+        f"{len(conversion.not_converted)} not converted"
     )
     console.say(f"{conversion.facts['label']}: {counts}")
     if to is None:
@@ -69,7 +69,11 @@ def as_file(conversion: Conversion, name: str) -> str:
 
 
 def _lines(conversion: Conversion) -> Iterator[str]:
-    groups = {"converted": conversion.carried, "not needed": conversion.needless, "not converted": conversion.lost}
+    groups = {
+        "converted": conversion.converted,
+        "not needed": conversion.not_needed,
+        "not converted": conversion.not_converted,
+    }
     settings = conversion.settings
     for label, group in groups.items():
         for name, text in group.items():

@@ -33,7 +33,7 @@ def report(config: ReportConfig, console: Console) -> None:
     try:
         page = as_html(_page(config))
     except PAGE_FAULTS as fault:
-        given = " ".join(name for name, _ in config.given)
+        given = " ".join(name for name, _ in config.folders)
         raise CheckpointError(
             f"{given}: a file is damaged ({type(fault).__name__}: {fault}). Restore the folder from a copy, or move "
             "manifest.json, preview.json or samples.jsonl away: the report works without them."
@@ -43,7 +43,7 @@ def report(config: ReportConfig, console: Console) -> None:
 
 
 def _page(config: ReportConfig) -> "Page":
-    folders = [folder for _, folder in config.given]
+    folders = [folder for _, folder in config.folders]
     if config.run is not None:
         from app.pages.run_page import run_page
 
@@ -60,7 +60,7 @@ def _page(config: ReportConfig) -> "Page":
 
 
 def _folder_problems(config: ReportConfig) -> Iterator[str]:
-    for named, folder in config.given:
+    for named, folder in config.folders:
         is_sweep = (folder / _SWEEP).is_file()
         if not folder.is_dir():
             yield f"{named}: no such folder. Give the output_dir of a run or a sweep."

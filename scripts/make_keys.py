@@ -127,8 +127,8 @@ def coming_from_page() -> str:
         ]
         for row in other_programs()
     )
-    needless = {each: PROGRAMS[each]["needless"].split() if each in PROGRAMS else [] for each in _PROGRAMS}
-    names = (", ".join(f"`{name}`" for name in given) for given in needless.values())
+    not_needed = {each: PROGRAMS[each]["not_needed"].split() if each in PROGRAMS else [] for each in _PROGRAMS}
+    names = (", ".join(f"`{name}`" for name in given) for given in not_needed.values())
     last = ["not needed", *names, "No equivalent, and none is needed."]
     return with_table("coming-from.md", "make_keys", ("here", *_PROGRAMS.values(), "remark"), [*rows, last])
 

@@ -25,11 +25,11 @@ from app.files import read_object
 class PeftMethod(NamedTuple):
     """Properties of a PEFT method beyond training tensors in each linear layer."""
 
-    quantized: bool = True  # whether it works on a base in nf4 or fp4
-    indivisible: str = ""  # what it has that FSDP cannot divide
-    merges: bool = True  # whether PEFT merges it into one weight after the other
-    of_norms: bool = False  # whether it adapts norms in place of linear layers
-    compiles: bool = True  # whether torch.compile can trace its layers as one graph
+    quantized: bool = True  # supports a base in nf4 or fp4
+    indivisible: str = ""  # reason why FSDP cannot shard it, or empty
+    merges: bool = True  # PEFT can merge it weight by weight
+    of_norms: bool = False  # adapts norms instead of linear layers
+    compiles: bool = True  # torch.compile can trace its layers as one graph
 
 
 SHARED = "has trained tensors that layers share"
@@ -63,14 +63,14 @@ METHODS = {
     "VERA": _PLAIN,
 }
 
-_OF_PROMPTS = "trains vectors before the prompt, which packed documents do not support. Set adapter=lora"
+_PROMPT_METHOD = "trains vectors before the prompt, which packed documents do not support. Set adapter=lora"
 _TOO_LATE = (
     "needs loaded weights to attach, so memory cannot be estimated before loading. "
     "Set adapter.method={}, or adapter=lora"
 )
 REFUSED = {
-    **dict.fromkeys(("CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), _OF_PROMPTS),
-    **dict.fromkeys(("ADAPTION_PROMPT", "PROMPT_TUNING"), _OF_PROMPTS),
+    **dict.fromkeys(("CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), _PROMPT_METHOD),
+    **dict.fromkeys(("ADAPTION_PROMPT", "PROMPT_TUNING"), _PROMPT_METHOD),
     "ADALORA": "needs a call in each step to prune ranks, which is not supported. Set adapter=lora",
     "ADAMSS": _TOO_LATE.format("OSF"),
     "BOFT": _TOO_LATE.format("OFT"),
@@ -90,21 +90,21 @@ REFUSED = {
 
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."  # before the names of the base
-LAYER_NAME = re.compile(r"[\w.-]+")  # a name or its end, which is no endless regular expression
-_PLAIN_INITS = ("default", "gaussian", "eva", "loftq")  # which leave weights of the base as they are
+PEFT_PREFIX = "base_model.model."  # prefix of base tensor names
+LAYER_NAME = re.compile(r"[\w.-]+")  # a name or suffix, never a slow regular expression
+_PLAIN_INITS = ("default", "gaussian", "eva", "loftq")  # leave the base weights unchanged
 _INITS = re.compile(r"default|gaussian|orthogonal|pissa|pissa_niter_[1-9]\d?|olora|eva|corda|loftq")
 _NAMES = "default, gaussian, orthogonal, pissa, pissa_niter_N, olora, eva, corda, loftq"
 _OTHER_INITS = {"lora_ga": "needs gradients before the first step, which is not supported", "mica": "trains A only"}
 
-# settings of PEFT's methods that have keys here, or that would train or load something beside the method
+# settings of PEFT methods that have separate keys, or that would train or load other weights
 RESERVED_FIELDS = frozenset(
     {"task_type", "peft_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"}
     | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"}
     | {"fan_in_fan_out"}
 )
 
-# by which PEFT chooses among the layers that target_modules matches
+# fields by which PEFT selects from the layers that target_modules matches
 MATCHING_FIELDS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
 INDIVISIBLE = "adapter.method={} {}, which FSDP cannot shard. Set parallel=ddp, or adapter=lora."
@@ -113,10 +113,10 @@ INDIVISIBLE = "adapter.method={} {}, which FSDP cannot shard. Set parallel=ddp, 
 class AdapterKind(NamedTuple):
     """Rules of an adapter kind; its code is in `app/adapters`."""
 
-    name: str  # in papers
-    problems: Callable[[RunConfig], Iterator[str]]  # of its keys
-    has_rank: bool  # whether it is matrices of rank adapter.r
-    # the setting with which torch.compile cannot trace its layers, or nothing
+    name: str  # published name
+    problems: Callable[[RunConfig], Iterator[str]]  # rule for its keys
+    has_rank: bool  # low-rank matrices of rank adapter.r
+    # setting that prevents torch.compile from tracing its layers, or empty
     untraceable: Callable[[AdapterConfig], str] = lambda _adapter: ""
 
 
@@ -125,7 +125,7 @@ def changes_base(adapter: AdapterConfig) -> bool:
     return adapter.init.startswith(("pissa", "olora", "corda"))
 
 
-def _low_rank(run: RunConfig) -> Iterator[str]:
+def _lora_problems(run: RunConfig) -> Iterator[str]:
     adapter = run.adapter
     if adapter.r < 1:
         yield f"adapter.r={adapter.r} must be at least 1 for adapter.kind={adapter.kind}."
@@ -191,7 +191,7 @@ def _init_problems(run: RunConfig) -> Iterator[str]:
 def is_plain(value: Any) -> bool:
     """Return whether a value is a number, a name, or several: not a path or a slow regular expression."""
     if isinstance(value, dict):
-        return all(is_plain(name) and is_plain(each) for name, each in value.items())
+        return all(is_plain(name) and is_plain(inner) for name, inner in value.items())
     if isinstance(value, list):
         return all(map(is_plain, value))
     if isinstance(value, str):
@@ -199,16 +199,16 @@ def is_plain(value: Any) -> bool:
     return value is None or (isinstance(value, bool | int | float) and math.isfinite(value))
 
 
-def _of_peft(run: RunConfig) -> Iterator[str]:
+def _peft_problems(run: RunConfig) -> Iterator[str]:
     adapter, name = run.adapter, run.adapter.method.upper()
-    given, bits = f"adapter.method={adapter.method}", run.quantization.kind
+    setting, bits = f"adapter.method={adapter.method}", run.quantization.kind
     if name in REFUSED:
-        yield f"{given} {REFUSED[name]}."
+        yield f"{setting} {REFUSED[name]}."
     elif name not in METHODS:
-        yield f"{given} is not a supported PEFT method.{did_you_mean(name, METHODS)}"
+        yield f"{setting} is not a supported PEFT method.{did_you_mean(name, METHODS)}"
     elif bits != "none" and not (METHODS[name].quantized and bits in {"nf4", "fp4"}):
-        wanted = "quantization=nf4" if METHODS[name].quantized else "adapter=lora"
-        yield f"{given} does not support quantization.kind={bits}. Set quantization=none, or {wanted}."
+        fix = "quantization=nf4" if METHODS[name].quantized else "adapter=lora"
+        yield f"{setting} does not support quantization.kind={bits}. Set quantization=none, or {fix}."
     elif run.parallel.divides and METHODS[name].indivisible:
         yield INDIVISIBLE.format(adapter.method, METHODS[name].indivisible)
     for key, value in adapter.fields.items():
@@ -231,9 +231,9 @@ def _untraceable_method(adapter: AdapterConfig) -> str:
 ADAPTER_KINDS = {
     "none": AdapterKind("full fine-tuning", lambda _adapter: iter(()), has_rank=False),
     "lora": AdapterKind(
-        "LoRA", _low_rank, has_rank=True, untraceable=lambda adapter: "adapter.dora=true" * adapter.dora
+        "LoRA", _lora_problems, has_rank=True, untraceable=lambda adapter: "adapter.dora=true" * adapter.dora
     ),
-    "peft": AdapterKind("PEFT", _of_peft, has_rank=False, untraceable=_untraceable_method),
+    "peft": AdapterKind("PEFT", _peft_problems, has_rank=False, untraceable=_untraceable_method),
 }
 
 
@@ -244,7 +244,7 @@ def compile_obstacle(adapter: AdapterConfig) -> str | None:
 
 
 def name_of(adapter: Mapping[str, Any]) -> str:
-    """The name in papers of the adapter of a run's settings, which an older one wrote in part."""
+    """Return the published name of an adapter from recorded settings, which may be incomplete in older runs."""
     kind = str(adapter.get("kind", "none"))
     return str(adapter.get("method")).upper() if kind == "peft" else ADAPTER_KINDS.get(kind, ADAPTER_KINDS["lora"]).name
 
@@ -252,8 +252,8 @@ def name_of(adapter: Mapping[str, Any]) -> str:
 # ---- adapter start
 
 
-# keys of LoRA that hold, by the names in an adapter's own file
-KEPT = {
+# LoRA keys that cannot change, with their names in adapter_config.json
+FIXED_KEYS = {
     "r": "r",
     "rank_pattern": "rank_pattern",
     "alpha_pattern": "alpha_pattern",
@@ -263,7 +263,7 @@ KEPT = {
     "dora": "use_dora",
 }
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # of a layer, as Hydra takes it without quotes
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # layer name that Hydra accepts without quotes
 
 
 def start_folder(adapter: AdapterConfig) -> Path | None:
@@ -283,10 +283,10 @@ def with_names(adapter: AdapterConfig, named: Callable[[str], str]) -> AdapterCo
 
 def adapter_folder(start: str) -> Path:
     """Return the folder of an adapter, which may not exist, for a run, a folder or a hub ID."""
-    given = Path(os.path.expanduser(start))  # noqa: PTH111 (os.path: no unknown user or long name is an error)
-    if not os.path.exists(given) and _HUB_ID.fullmatch(start):  # noqa: PTH110
-        return _from_hub(start)[0] or given
-    return given / "final" if os.path.isdir(given / "final") else given  # noqa: PTH112
+    path = Path(os.path.expanduser(start))  # noqa: PTH111 (os.path: no unknown user or long name is an error)
+    if not os.path.exists(path) and _HUB_ID.fullmatch(start):  # noqa: PTH110
+        return _from_hub(start)[0] or path
+    return path / "final" if os.path.isdir(path / "final") else path  # noqa: PTH112
 
 
 @cache
@@ -301,7 +301,7 @@ def _from_hub(name: str) -> tuple[Path | None, str]:
         return None, f", and the download failed ({type(fault).__name__})"
 
 
-def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
+def implied_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings implied by a typed `adapter.start`, by key, except those that are typed.
 
     A resumed run whose start adapter is missing keeps its own settings.
@@ -310,23 +310,23 @@ def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(start, str) or not start:
         return {}
     folder = adapter_folder(start)
-    found = read_object(folder / ADAPTER)
-    if found:
-        found = {**found, "target_modules": adapter_layers(folder, found)}
+    config = read_object(folder / ADAPTER)
+    if config:
+        config = {**config, "target_modules": adapter_layers(folder, config)}
     fields = typed.get("adapter.fields")
     names = {*typed, *(f"adapter.fields.{name}" for name in (fields if isinstance(fields, dict) else ()))}
     return {
         f"adapter.{key}": value
-        for key, value in (_settings_in(found) if found else _begun_with(typed)).items()
+        for key, value in (_settings_in(config) if config else _settings_of_resumed_run(typed)).items()
         if not any(f"{name}.".startswith(f"adapter.{key}.") for name in names) and _is_plain(value)
-        if not (key in KEPT and isinstance(value, str))
+        if not (key in FIXED_KEYS and isinstance(value, str))
     }
 
 
-def adapter_layers(folder: Path, found: Mapping[str, Any]) -> Any:
+def adapter_layers(folder: Path, config: Mapping[str, Any]) -> Any:
     """Return the layers of an adapter config; if PEFT selects them by other rules, the layers of its tensors."""
-    names = found.get("target_modules")
-    if isinstance(names, list) and all(found.get(key) in (None, []) for key in MATCHING_FIELDS):
+    names = config.get("target_modules")
+    if isinstance(names, list) and all(config.get(key) in (None, []) for key in MATCHING_FIELDS):
         return names
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="np") as saved:
@@ -336,25 +336,25 @@ def adapter_layers(folder: Path, found: Mapping[str, Any]) -> Any:
     return sorted({layer for layer, half, _ in split if half}) or names
 
 
-def _settings_in(found: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_in(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fixed settings of an adapter config by key; dropout may change."""
-    if found.get("peft_type") == "LORA":
-        return {key: found.get(name) for key, name in KEPT.items()}
-    own = (name for name in found if name.isidentifier() and name not in RESERVED_FIELDS and "dropout" not in name)
-    fields = {f"fields.{name}": found[name] for name in own}
-    return {"method": found.get("peft_type"), "targets": found.get("target_modules"), **fields}
+    if config.get("peft_type") == "LORA":
+        return {key: config.get(name) for key, name in FIXED_KEYS.items()}
+    names = (name for name in config if name.isidentifier() and name not in RESERVED_FIELDS and "dropout" not in name)
+    fields = {f"fields.{name}": config[name] for name in names}
+    return {"method": config.get("peft_type"), "targets": config.get("target_modules"), **fields}
 
 
-def _begun_with(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same settings from the run.yaml of the resumed run."""
+def _settings_of_resumed_run(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fixed adapter settings from the run.yaml of the resumed run."""
     resume = typed.get("resume")
     if resume is None:
         return {}
-    given = Path(str(typed.get("output_dir", "") if resume == "auto" else resume)).expanduser()
-    section = _section(given.parent.parent if given.parent.name == "checkpoints" else given, "adapter")
+    path = Path(str(typed.get("output_dir", "") if resume == "auto" else resume)).expanduser()
+    section = _section(path.parent.parent if path.parent.name == "checkpoints" else path, "adapter")
     fields = section.get("fields")
-    own = {f"fields.{name}": value for name, value in (fields if isinstance(fields, dict) else {}).items()}
-    return {key: section[key] for key in (*KEPT, "method") if key in section} | own
+    method_fields = {f"fields.{name}": value for name, value in (fields if isinstance(fields, dict) else {}).items()}
+    return {key: section[key] for key in (*FIXED_KEYS, "method") if key in section} | method_fields
 
 
 def _section(run: Path, name: str) -> Mapping[str, Any]:
@@ -369,7 +369,7 @@ def _section(run: Path, name: str) -> Mapping[str, Any]:
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a number, a name, or several, as on a command line."""
     if isinstance(value, dict):
-        return all(LAYER_NAME.fullmatch(str(name)) and _is_plain(each) for name, each in value.items())
+        return all(LAYER_NAME.fullmatch(str(name)) and _is_plain(inner) for name, inner in value.items())
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return bool(_NAME.fullmatch(value)) if isinstance(value, str) else type(value) in (int, float, bool)
@@ -380,29 +380,29 @@ def check_start(run: RunConfig) -> Iterator[str]:
     adapter, folder = run.adapter, start_folder(run.adapter)
     if folder is None or (run.resume is not None and not os.path.isdir(folder)):  # noqa: PTH112
         return
-    given, found = f"adapter.start={adapter.start}", read_object(folder / ADAPTER)
-    if not found or not (folder / ADAPTER_WEIGHTS).is_file():
+    setting, config = f"adapter.start={adapter.start}", read_object(folder / ADAPTER)
+    if not config or not (folder / ADAPTER_WEIGHTS).is_file():
         is_local = not _HUB_ID.fullmatch(str(adapter.start)) or os.path.exists(folder)  # noqa: PTH110
         why = "" if is_local else _from_hub(str(adapter.start))[1]
         yield (
-            f"{given}: no {ADAPTER} with {ADAPTER_WEIGHTS} found{why}. Give a run with an adapter, or the "
+            f"{setting}: no {ADAPTER} with {ADAPTER_WEIGHTS} found{why}. Give a run with an adapter, or the "
             "folder or hub ID of an adapter."
         )
         return
-    method, is_lora = found.get("peft_type"), found.get("peft_type") == "LORA"
+    method, is_lora = config.get("peft_type"), config.get("peft_type") == "LORA"
     if is_lora != (adapter.kind == "lora"):
-        wanted = "lora" if is_lora else "peft"
-        yield f"{given}: it is an adapter of type {method}, not adapter={adapter.kind}. Set adapter={wanted}."
+        kind = "lora" if is_lora else "peft"
+        yield f"{setting}: it is an adapter of type {method}, not adapter={adapter.kind}. Set adapter={kind}."
         return
-    yield from _other_tokens(adapter, found, folder.parent)
+    yield from _other_tokens(adapter, config, folder.parent)
     other = [
         f"adapter.{key}={format_value(value)}"
-        for key, value in _settings_in(found).items()
+        for key, value in _settings_in(config).items()
         if key != "targets" and value != _setting(adapter, key) and not (value is None and is_lora)
     ]
     if other:
         yield (
-            f"{given}: its {'rank and scale' if is_lora else 'method and fields'} cannot change. Set "
+            f"{setting}: its {'rank and scale' if is_lora else 'method and fields'} cannot change. Set "
             f"{' '.join(other)}, or leave {'it' if len(other) == 1 else 'them'} out."
         )
 
@@ -413,9 +413,9 @@ def _setting(adapter: AdapterConfig, key: str) -> Any:
     return value.get(name) if name else value.upper() if section == "method" else value
 
 
-def _other_tokens(adapter: AdapterConfig, found: Mapping[str, Any], run: Path) -> Iterator[str]:
+def _other_tokens(adapter: AdapterConfig, config: Mapping[str, Any], run: Path) -> Iterator[str]:
     """Yield a problem if the adapter and the run train embeddings of different tokens; new IDs are checked later."""
-    rows = found.get("trainable_token_indices")
+    rows = config.get("trainable_token_indices")
     ids = sorted(next(iter(rows.values()))) if isinstance(rows, dict) and rows else []
     if not isinstance(adapter.train_tokens, list) or sorted(adapter.train_tokens) == ids:
         return

@@ -43,7 +43,7 @@ from app.program import as_started
 Options = TypeVar("Options")
 
 Changes = Mapping[str, Any]  # choices by group and values by dotted key
-_OF_RUNS = field_types(RunConfig)
+_RUN_FIELDS = field_types(RunConfig)
 _FREE_TEXT = ("prompt", "second", "system")  # values may start with ~
 
 
@@ -74,7 +74,7 @@ class Command(Generic[Options]):
     rules: Callable[[Options, Changes], Iterable[str]] = lambda _options, _changes: ()
     allowed: Collection[str] = ()
     why_not: Mapping[str, str] = field(default_factory=dict)
-    typed_as: Mapping[str, str] = field(default_factory=dict)  # options by key on the command line, where that differs
+    typed_as: Mapping[str, str] = field(default_factory=dict)  # option by its key on the command line, if different
     bare: str = ""  # required option that may be typed without its key
     example: str = ""  # command line for the error if `bare` is missing
 
@@ -82,7 +82,7 @@ class Command(Generic[Options]):
     def options(self) -> dict[str, Any]:
         """Type of each option, by its key on the command line."""
         typed = {option: key for key, option in self.typed_as.items()}
-        of_runs = _OF_RUNS if self.allowed else {}
+        of_runs = _RUN_FIELDS if self.allowed else {}
         return {typed.get(key, key): kind for key, kind in field_types(self.schema).items() if key not in of_runs}
 
     def parse(self, arguments: Sequence[str]) -> Options:
@@ -157,8 +157,8 @@ class Command(Generic[Options]):
             yield f"Unrecognized argument {text!r}. Options are key=value: {', '.join(leaf_keys(self.schema))}."
         elif "=" not in text and not text.startswith("~"):
             is_run = "run" in self.options and Path(text).expanduser().is_dir()
-            meant = f" Did you mean run={text}?" if is_run else ""
-            yield f"Unrecognized argument {text!r}. Settings are key=value.{meant}"
+            suggestion = f" Did you mean run={text}?" if is_run else ""
+            yield f"Unrecognized argument {text!r}. Settings are key=value.{suggestion}"
         elif key not in choices_by_group() and not is_key(RunConfig, key):
             yield unknown_key(key, value, self.options)
         else:
@@ -198,7 +198,7 @@ Docs: docs/config.md (settings), docs/data.md (datasets)
 
 
 def print_help_or_version(arguments: Sequence[str], help_text: Callable[[], str]) -> bool:
-    """Print the text for `--help` or `--version`; return False if neither is given. Hydra's would show internals."""
+    """Print the text for `--help` or `--version`, else return False. Hydra's own help would show internals."""
     if {"-h", "--help"} & {*arguments}:
         sys.stdout.write(as_started(help_text()))
     elif "--version" in arguments:
@@ -241,16 +241,16 @@ def command_help(usage: str, command: Command[Any]) -> str:
 
 def _leaf_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
     """Yield the fields of a schema that are not sections, with their dotted keys."""
-    for each in fields(schema):
-        if section := section_type(each.type):
-            yield from _leaf_fields(section, f"{prefix}{each.name}.")
+    for schema_field in fields(schema):
+        if section := section_type(schema_field.type):
+            yield from _leaf_fields(section, f"{prefix}{schema_field.name}.")
         else:
-            yield f"{prefix}{each.name}", each
+            yield f"{prefix}{schema_field.name}", schema_field
 
 
-def _takes(each: Field[Any]) -> str:
+def _takes(option_field: Field[Any]) -> str:
     """Return the accepted values of a key, and its default."""
-    choices = each.metadata.get(CHOICES)
-    takes = ", ".join(choices) if choices else "text" if takes_text(each.type) else type_text(each.type)
-    has_default = each.default not in (MISSING, omegaconf.MISSING, None)
-    return f"{takes} (default {format_value(each.default)})" if has_default else takes
+    choices = option_field.metadata.get(CHOICES)
+    takes = ", ".join(choices) if choices else "text" if takes_text(option_field.type) else type_text(option_field.type)
+    has_default = option_field.default not in (MISSING, omegaconf.MISSING, None)
+    return f"{takes} (default {format_value(option_field.default)})" if has_default else takes

@@ -73,12 +73,12 @@ def missing_hardware_support(run: RunConfig, hardware: HardwareConfig) -> list[s
     """Return problems of a run that needs features that this GPU lacks."""
     if not QUANTIZATION_KINDS[run.quantization.kind].needs_fp8 or hardware.has_fp8:
         return []
-    those = ", ".join(each.name for each in all_hardware() if each.has_fp8)
-    has = "none" if hardware.capability is None else hardware.capability
-    others = " or ".join(name for name, kind in QUANTIZATION_KINDS.items() if not (kind.needs_fp8 or kind.trains))
+    fp8_names = ", ".join(gpu.name for gpu in all_hardware() if gpu.has_fp8)
+    capability = "none" if hardware.capability is None else hardware.capability
+    alternatives = " or ".join(name for name, kind in QUANTIZATION_KINDS.items() if not (kind.needs_fp8 or kind.trains))
     return [
         f"quantization.kind={run.quantization.kind} needs an NVIDIA GPU of compute capability 8.9 or higher, and "
-        f"hardware={hardware.name} has {has}. Set quantization={others}, or choose one of {those}."
+        f"hardware={hardware.name} has {capability}. Set quantization={alternatives}, or choose one of {fp8_names}."
     ]
 
 
@@ -205,11 +205,11 @@ GENERATE = Command(
 def class_problems(config: GenerateConfig, folder: str, pair: bool, task: str = "classification") -> Iterator[str]:
     """Yield problems with options that do not apply to a model that predicts labels."""
     beams = config.beams if config.beams > 1 else None
-    given = {"system": config.system, "chat": config.chat, "temperature": config.temperature or None, "beams": beams}
-    idle = [key for key, value in given.items() if value is not None]
-    if idle:
+    options = {"system": config.system, "chat": config.chat, "temperature": config.temperature or None, "beams": beams}
+    unused = [key for key, value in options.items() if value is not None]
+    if unused:
         yield (
-            f"{' and '.join(idle)} would have no effect: run={folder} was trained with task={task} and predicts "
+            f"{' and '.join(unused)} would have no effect: run={folder} was trained with task={task} and predicts "
             "labels. Leave it out."
         )
     if config.prompt is None and config.prompts is None:
@@ -235,7 +235,7 @@ class ReportConfig:
     to: str | None = None
 
     @property
-    def given(self) -> list[tuple[str, Path]]:
+    def folders(self) -> list[tuple[str, Path]]:
         """The folders with their options."""
         named = [("run", self.run), ("sweep", self.sweep)]
         named += [("runs", text) for text in folders_in(self.runs or "")]
@@ -246,7 +246,7 @@ class ReportConfig:
         """Output file: in the folder of the run or sweep; for several runs in the current folder."""
         if self.to is not None:
             return Path(self.to).expanduser()
-        return Path("comparison.html") if self.runs is not None else self.given[0][1] / "report.html"
+        return Path("comparison.html") if self.runs is not None else self.folders[0][1] / "report.html"
 
 
 def folders_in(text: str) -> list[str]:
@@ -263,11 +263,11 @@ def folders_in(text: str) -> list[str]:
 
 def _report_problems(config: ReportConfig, _changes: Changes) -> Iterator[str]:
     named = {"run": config.run, "sweep": config.sweep, "runs": config.runs}
-    given = [f"{key}={text}" for key, text in named.items() if text is not None]
-    if not given:
+    options = [f"{key}={text}" for key, text in named.items() if text is not None]
+    if not options:
         yield "run= is required, e.g. run=DIR, sweep=DIR or runs=DIR1,DIR2."
-    if len(given) > 1:
-        yield f"{' and '.join(given)} both select a report. Keep one."
+    if len(options) > 1:
+        yield f"{' and '.join(options)} both select a report. Keep one."
     if config.runs and len(folders_in(config.runs)) < 2:
         yield f"runs={config.runs}: a comparison needs at least two folders. For one run set run=DIR."
 
@@ -279,7 +279,7 @@ REPORT = Command(schema=ReportConfig, rules=_report_problems)
 
 CHECKS = ("data", "memory", "cluster", "quantization", "models")
 _DEFAULT_CHECKS = ("data", "memory")
-_OF_MODELS = ("quantization", "models")  # need no rows, so the sample dataset does not have to match the task
+_CHECKS_WITHOUT_ROWS = ("quantization", "models")  # need no rows, so the sample dataset does not have to match the task
 
 
 @dataclass(kw_only=True, slots=True)
@@ -327,7 +327,7 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     if typed.options and "memory" not in checks:
         options_only = [text for text in overrides if text not in typed.words]
         raise ConfigError(f"{' '.join(options_only)} is an option of finetune check memory. Leave it out.")
-    is_of_rows = checks[0] not in _OF_MODELS or "dataset" in map(_section_of, typed.words)
+    is_of_rows = checks[0] not in _CHECKS_WITHOUT_ROWS or "dataset" in map(_section_of, typed.words)
     rows = [] if is_of_rows else ["dataset=auto", "dataset.path=rows", "dataset.max_length=64"]
     run = compose_run([*rows, *typed.words])
     folder = Path(run.output_dir).expanduser() if "output_dir" in map(key_of, typed.words) else None
@@ -350,9 +350,9 @@ def _split_check_names(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[
         return _DEFAULT_CHECKS, list(arguments)
     word = arguments[0]
     if word not in CHECKS:
-        meant = did_you_mean(word, CHECKS, listing=False)
+        suggestion = did_you_mean(word, CHECKS, listing=False)
         raise ConfigError(
-            f"Unknown check {word!r}.{meant} Choose one of {', '.join(CHECKS)}; "
+            f"Unknown check {word!r}.{suggestion} Choose one of {', '.join(CHECKS)}; "
             f"the default is {' and '.join(_DEFAULT_CHECKS)}."
         )
     return (word,), list(arguments[1:])

@@ -11,7 +11,7 @@ from app.config.schema import Columns, DatasetConfig, MixSource, RunConfig
 from app.config.tasks import TASKS
 from app.config.validate import did_you_mean_key, format_value
 
-RANDOM = "random:"  # the path of rows that are made from a seed
+RANDOM = "random:"  # path of rows generated from a seed
 WITHOUT_HELD_OUT_ROWS: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
 
 
@@ -24,7 +24,7 @@ def sources_of(dataset: DatasetConfig) -> dict[str, DatasetConfig]:
 
 def _section(dataset: DatasetConfig, source: MixSource) -> DatasetConfig:
     """Return `dataset` with the keys of the source; sources never share `hub_config` and `revision`."""
-    known = {each.name for each in fields(Columns)}  # the rules report a misspelt one
+    column_names = {column.name for column in fields(Columns)}  # the rules report unknown ones
     return replace(
         dataset,
         mix={},
@@ -34,7 +34,7 @@ def _section(dataset: DatasetConfig, source: MixSource) -> DatasetConfig:
         max_rows=source.max_rows or dataset.max_rows,
         hub_config=source.hub_config,
         revision=source.revision,
-        columns=replace(dataset.columns, **{k: v for k, v in source.columns.items() if k in known}),
+        columns=replace(dataset.columns, **{k: v for k, v in source.columns.items() if k in column_names}),
     )
 
 
@@ -93,7 +93,7 @@ def has_held_out_rows(dataset: DatasetConfig) -> bool:
 _LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
 
 
-def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
+def _train_on_problems(run: RunConfig) -> Iterator[str]:
     for name, source in sources_of(run.dataset).items():
         allowed = ROW_FORMATS[source.format].train_on if source.format in ROW_FORMATS else ()
         if allowed and source.train_on not in allowed:
@@ -103,7 +103,7 @@ def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
             )
 
 
-def _thoughts_are_of_answers(run: RunConfig) -> Iterator[str]:
+def _thinking_problems(run: RunConfig) -> Iterator[str]:
     thinking, sources = run.dataset.thinking, sources_of(run.dataset).values()
     if thinking == "train":
         return
@@ -117,7 +117,7 @@ def _thoughts_are_of_answers(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _rows_suit_the_task(run: RunConfig) -> Iterator[str]:
+def _format_problems(run: RunConfig) -> Iterator[str]:
     task = TASKS[run.task.kind]
     for name, source in sources_of(run.dataset).items():
         if source.format in (*task.formats, "auto"):
@@ -127,44 +127,44 @@ def _rows_suit_the_task(run: RunConfig) -> Iterator[str]:
         yield f"{key_of(name)}.format={source.format}: {remedy}"
 
 
-def _masked_tokens_are_some(run: RunConfig) -> Iterator[str]:
+def _mask_share_problems(run: RunConfig) -> Iterator[str]:
     task = TASKS[run.task.kind]
     if task.unit == "token" and task.sees == "both" and run.task.mask_share <= 0:
         yield f"task.mask_share={run.task.mask_share:g} masks nothing. Set task.mask_share=0.15."
 
 
-def _labels_are_distinct(run: RunConfig) -> Iterator[str]:
-    labels, given = run.task.labels, f"task.labels={format_value(run.task.labels)}"
+def _label_problems(run: RunConfig) -> Iterator[str]:
+    labels, setting = run.task.labels, f"task.labels={format_value(run.task.labels)}"
     least = PROBLEMS[run.task.problem].least_labels
     if labels and not TASKS[run.task.kind].has_classes:
-        yield f"{given} has no effect with task={run.task.kind}. Set task=classification, or leave it out."
+        yield f"{setting} has no effect with task={run.task.kind}. Set task=classification, or leave it out."
     elif 0 < len(labels) < least:
-        yield f"{given}: at least two labels are needed. List all, or none to use those of the rows."
+        yield f"{setting}: at least two labels are needed. List all, or none to use those of the rows."
     elif len(set(labels)) < len(labels):
-        twice = sorted({label for label in labels if labels.count(label) > 1})
-        yield f"{given}: duplicate label {', '.join(twice)}. List each label once."
+        duplicates = sorted({label for label in labels if labels.count(label) > 1})
+        yield f"{setting}: duplicate label {', '.join(duplicates)}. List each label once."
 
 
-def _class_weights_are_of_classes(run: RunConfig) -> Iterator[str]:
+def _class_weight_problems(run: RunConfig) -> Iterator[str]:
     weights, labels = run.task.class_weights, run.task.labels
-    given = f"task.class_weights={format_value(weights)}"
+    setting = f"task.class_weights={format_value(weights)}"
     if weights is None:
         return
     if not PROBLEMS[run.task.problem].named:
-        yield f"{given} with task.problem={run.task.problem}: regression has no classes. Leave it out."
+        yield f"{setting} with task.problem={run.task.problem}: regression has no classes. Leave it out."
     elif isinstance(weights, list) and not all(0 < weight < math.inf for weight in weights):
-        yield f"{given}: weights must be above 0 and finite. To exclude a label, leave it out of the rows."
+        yield f"{setting}: weights must be above 0 and finite. To exclude a label, leave it out of the rows."
     elif isinstance(weights, list) and labels and len(labels) != len(weights):
-        yield f"{given} has {len(weights)} numbers for {len(labels)} labels of task.labels. Give one per label."
+        yield f"{setting} has {len(weights)} numbers for {len(labels)} labels of task.labels. Give one per label."
 
 
-def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
-    shared = _starred(run.dataset, "dataset")
-    yield from _star_problems(shared)
+def _list_column_problems(run: RunConfig) -> Iterator[str]:
+    shared_columns = _starred(run.dataset, "dataset")
+    yield from _star_problems(shared_columns)
     for name, section in sources_of(run.dataset).items():
-        own = _starred(section, key_of(name))
-        if list(own.values()) != list(shared.values()):
-            yield from _star_problems(own)
+        source_columns = _starred(section, key_of(name))
+        if list(source_columns.values()) != list(shared_columns.values()):
+            yield from _star_problems(source_columns)
 
 
 def _starred(section: DatasetConfig, key: str) -> dict[str, str]:
@@ -177,11 +177,11 @@ def _star_problems(starred: dict[str, str]) -> Iterator[str]:
         if not _LIST_PATH.fullmatch(path):
             yield f"{key}={path}: use * for each element of a list, as in instances.*.output."
     if len({path.partition(".*")[0] for path in starred.values()}) > 1:
-        given = " ".join(f"{key}={path}" for key, path in starred.items())
-        yield f"{given}: rows come from the elements of one list. Use * after the same column everywhere."
+        settings = " ".join(f"{key}={path}" for key, path in starred.items())
+        yield f"{settings}: rows come from the elements of one list. Use * after the same column everywhere."
 
 
-def _only_text_splits(run: RunConfig) -> Iterator[str]:
+def _overflow_problems(run: RunConfig) -> Iterator[str]:
     for name, source in sources_of(run.dataset).items():
         if source.on_overflow == "split" and source.format not in ("text", "auto"):
             yield (
@@ -190,7 +190,7 @@ def _only_text_splits(run: RunConfig) -> Iterator[str]:
             )
 
 
-def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
+def _mix_problems(run: RunConfig) -> Iterator[str]:
     dataset = run.dataset
     if dataset.path is None and not dataset.mix:
         yield (
@@ -218,39 +218,39 @@ def _source_problems(key: str, source: MixSource) -> Iterator[str]:
     formats = (*ROW_FORMATS, "auto")
     if source.format is not None and source.format not in formats:
         yield f"{key}.format={source.format}: expected one of {', '.join(formats)}."
-    known = [f"{key}.columns.{each.name}" for each in fields(Columns)]
+    valid_keys = [f"{key}.columns.{schema_field.name}" for schema_field in fields(Columns)]
     for column, value in source.columns.items():
-        if f"{key}.columns.{column}" not in known:
-            yield f"Unknown setting {key}.columns.{column}.{did_you_mean_key(f'{key}.columns.{column}', known)}"
+        if f"{key}.columns.{column}" not in valid_keys:
+            yield f"Unknown setting {key}.columns.{column}.{did_you_mean_key(f'{key}.columns.{column}', valid_keys)}"
         elif value is not None and not isinstance(value, str):
             yield f"{key}.columns.{column}={value}: expected a column name."
 
 
-def _random_rows_have_the_wanted_lengths(run: RunConfig) -> Iterator[str]:
-    dataset, made = run.dataset, run.dataset.random
+def _random_row_problems(run: RunConfig) -> Iterator[str]:
+    dataset, rows = run.dataset, run.dataset.random
     if RANDOM not in paths_read(dataset):
         return
-    if made.shortest is not None and made.shortest > made.length:
-        yield f"dataset.random.shortest={made.shortest} exceeds dataset.random.length={made.length}. Swap them."
-    if made.shortest is None and dataset.max_length > made.length:
+    if rows.shortest is not None and rows.shortest > rows.length:
+        yield f"dataset.random.shortest={rows.shortest} exceeds dataset.random.length={rows.length}. Swap them."
+    if rows.shortest is None and dataset.max_length > rows.length:
         yield (
-            f"dataset.max_length={dataset.max_length} exceeds dataset.random.length={made.length} (words per row), so "
+            f"dataset.max_length={dataset.max_length} exceeds dataset.random.length={rows.length} (words per row), so "
             f"rows would be shorter. Set dataset.random.length={dataset.max_length}, or "
             "dataset.random.shortest for variable lengths."
         )
 
 
-def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:
-    given = [
+def _eval_set_problems(run: RunConfig) -> Iterator[str]:
+    settings = [
         f"dataset.{name}={getattr(run.dataset, name)}"
         for name in ("eval_path", "eval_split", "eval_fraction")
         if getattr(run.dataset, name)
     ]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} both set the eval set. Keep one; set the other to null or 0."
+    if len(settings) > 1:
+        yield f"{' and '.join(settings)} both set the eval set. Keep one; set the other to null or 0."
 
 
-def _one_process_prepares_rows(run: RunConfig) -> Iterator[str]:
+def _worker_problems(run: RunConfig) -> Iterator[str]:
     if run.dataset.workers is not None:
         yield (
             f"dataset.workers={run.dataset.workers} has no effect anymore: one process prepares the rows, and its "
@@ -259,16 +259,16 @@ def _one_process_prepares_rows(run: RunConfig) -> Iterator[str]:
 
 
 DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    _trained_part_fits_the_format,
-    _thoughts_are_of_answers,
-    _rows_suit_the_task,
-    _masked_tokens_are_some,
-    _labels_are_distinct,
-    _class_weights_are_of_classes,
-    _one_list_makes_rows,
-    _only_text_splits,
-    _a_mix_is_whole,
-    _random_rows_have_the_wanted_lengths,
-    _one_source_of_eval_rows,
-    _one_process_prepares_rows,
+    _train_on_problems,
+    _thinking_problems,
+    _format_problems,
+    _mask_share_problems,
+    _label_problems,
+    _class_weight_problems,
+    _list_column_problems,
+    _overflow_problems,
+    _mix_problems,
+    _random_row_problems,
+    _eval_set_problems,
+    _worker_problems,
 )

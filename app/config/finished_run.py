@@ -21,26 +21,26 @@ from app.files import read_json, require_intact
 _TYPES = {"starts": list, "choices": dict, "hashes": dict, "counts": dict}
 
 
-def finished_folder(given: str | None, checkpoint: str | None = None) -> Path:
-    """Return the folder of `run=`; raise an error if the run has not finished, unless a `checkpoint` is given."""
-    folder = run_folder(given)
+def finished_folder(run: str | None, checkpoint: str | None = None) -> Path:
+    """Return the folder of `run=`; without a `checkpoint`, raise an error if the run has not finished."""
+    folder = run_folder(run)
     if (folder / "sweep.json").is_file():
-        raise CheckpointError(f"run={given}: this is the folder of a sweep. Give the folder of one of its trials.")
+        raise CheckpointError(f"run={run}: this is the folder of a sweep. Give the folder of one of its trials.")
     if checkpoint is None and not (folder / "final").is_dir():
         raise CheckpointError(
-            f"run={given}: no final/ found, so the run did not finish. "
-            f"Finish it with finetune train ... {shlex.quote(f'output_dir={given}')} resume=auto"
+            f"run={run}: no final/ found, so the run did not finish. "
+            f"Finish it with finetune train ... {shlex.quote(f'output_dir={run}')} resume=auto"
         )
     return folder
 
 
-def run_folder(given: str | None) -> Path:
+def run_folder(run: str | None) -> Path:
     """Return the folder of `run=`, which must exist."""
-    if given is None:
+    if run is None:
         raise ConfigError("run= is required, e.g. run=runs/mine")
-    folder = Path(given).expanduser()
+    folder = Path(run).expanduser()
     if not folder.is_dir():
-        raise CheckpointError(f"run={given}: no such folder. Give the output_dir of a finished run.")
+        raise CheckpointError(f"run={run}: no such folder. Give the output_dir of a finished run.")
     return folder
 
 
@@ -66,7 +66,7 @@ def with_recorded_choices(run: RunConfig, choices: Mapping[str, Any]) -> RunConf
 
 def as_run(config: RunConfig) -> RunConfig:
     """Return the run without the options of the command."""
-    return RunConfig(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
+    return RunConfig(**{schema_field.name: getattr(config, schema_field.name) for schema_field in fields(RunConfig)})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,7 +103,7 @@ def checkpoint_problems(checkpoint: str | None) -> Iterator[str]:
         yield f"checkpoint={checkpoint}: expected best or a step number, e.g. checkpoint=100."
 
 
-def own_files(folder: Path) -> dict[str, Any]:
+def final_settings(folder: Path) -> dict[str, Any]:
     """Return the settings that point to the tokenizer and chat template in final/, if the run finished."""
     if (folder / "final").is_dir():
         return {**_NOT_FOR_A_FINISHED_RUN, "model.tokenizer": str(folder / "final")}
@@ -127,9 +127,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as the manifest of a run: {fault}.") from fault
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{path} cannot be read as the manifest of a run: it is not an object.")
-    odd = [name for name, kind in _TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
-    if odd:
-        raise CheckpointError(f"{path} cannot be read as the manifest of a run: {odd[0]} has the wrong type.")
+    invalid = [name for name, kind in _TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
+    if invalid:
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: {invalid[0]} has the wrong type.")
     return manifest
 
 
@@ -166,7 +166,7 @@ def evaluate_config(arguments: Sequence[str]) -> EvaluateConfig:
     typed = EVALUATE.read(arguments)
     folder = finished_folder(typed.options.get("run"), typed.options.get("kept_checkpoint"))
     run = with_recorded_precision(folder)
-    over = {**own_files(folder), "output_dir": str(folder)}
+    over = {**final_settings(folder), "output_dir": str(folder)}
     data = apply_changes(run, typed.settings, over) | typed.data
     if typed.options.get("harness"):
         refuse(_harness_problems(typed.settings))
@@ -177,11 +177,11 @@ def evaluate_config(arguments: Sequence[str]) -> EvaluateConfig:
 
 def _harness_problems(changes: Changes) -> Iterator[str]:
     of_rows = {"dataset", "batching", "attention"}
-    idle = [key for key in changes if key.partition(".")[0] in of_rows or key == "launch.num_processes"]
-    if idle:
+    unused = [key for key in changes if key.partition(".")[0] in of_rows or key == "launch.num_processes"]
+    if unused:
         yield (
-            f"{' and '.join(idle)} would have no effect: harness= uses the rows of its tasks, one process and the "
-            f"attention of transformers. Leave {'it' if len(idle) == 1 else 'them'} out."
+            f"{' and '.join(unused)} would have no effect: harness= uses the rows of its tasks, one process and the "
+            f"attention of transformers. Leave {'it' if len(unused) == 1 else 'them'} out."
         )
 
 
@@ -226,32 +226,32 @@ def unread_model_path(config: FinishedRunConfig, changes: Changes, *, needs_base
         )
 
 
-def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: Changes) -> dict[str, Any]:
+def _rows_to_score(run_dataset: DatasetConfig, dataset: dict[str, Any], changes: Changes) -> dict[str, Any]:
     """Return the dataset section to score: the run's eval set; for another dataset its held-out rows, else all rows.
 
     Keys that hold out or limit rows apply only to the dataset for which they were set.
     """
-    own = asdict(own_dataset)
+    recorded = asdict(run_dataset)
     typed_in = {name for name in (*WITHOUT_HELD_OUT_ROWS, *_LIMITS) if f"dataset.{name}" in changes}
-    forgotten: dict[str, Any] = {}
+    cleared: dict[str, Any] = {}
     if "dataset" in changes:
-        if any(own[name] != given.get(name) for name in _SOURCE):
-            forgotten = {"eval_fraction": 0.0}
-    elif any(own[name] != given[name] for name in (*_SOURCE, *WITHOUT_HELD_OUT_ROWS)):
-        forgotten = {**WITHOUT_HELD_OUT_ROWS, **_LIMITS}
-    elif "dataset.path" not in changes and not has_held_out_rows(own_dataset):
-        trained_on = f"(dataset.path={own['path']} scores the training rows)."
+        if any(recorded[name] != dataset.get(name) for name in _SOURCE):
+            cleared = {"eval_fraction": 0.0}
+    elif any(recorded[name] != dataset[name] for name in (*_SOURCE, *WITHOUT_HELD_OUT_ROWS)):
+        cleared = {**WITHOUT_HELD_OUT_ROWS, **_LIMITS}
+    elif "dataset.path" not in changes and not has_held_out_rows(run_dataset):
+        trained_on = f"(dataset.path={recorded['path']} scores the training rows)."
         raise ConfigError(
             f"run={changes['run']}: the run has no eval set. Set dataset.path=FILE with rows to score "
-            + ("" if own["path"] is None else trained_on)
+            + ("" if recorded["path"] is None else trained_on)
         )
-    if "dataset.path" in changes and own["mix"]:
-        forgotten["mix"] = {}
-    rows = {**given, **{name: nothing for name, nothing in forgotten.items() if name not in typed_in}}
+    if "dataset.path" in changes and recorded["mix"]:
+        cleared["mix"] = {}
+    rows = {**dataset, **{name: nothing for name, nothing in cleared.items() if name not in typed_in}}
     if "max_rows" in typed_in and (rows.get("eval_path") or rows.get("eval_split")):
         raise ConfigError(
-            f"dataset.max_rows={given['max_rows']} limits the training rows. To score the first eval rows, "
-            f"set dataset.eval_max_rows={given['max_rows']}."
+            f"dataset.max_rows={dataset['max_rows']} limits the training rows. To score the first eval rows, "
+            f"set dataset.eval_max_rows={dataset['max_rows']}."
         )
     return rows
 
@@ -335,7 +335,7 @@ EXPORT_KINDS = {
         packages=("gguf", "xllamacpp"),
     ),
 }
-_QUANTS = [quant for each in EXPORT_KINDS.values() for quant in (*each.quants, *each.by_llama_cpp)]
+_QUANTS = [quant for kind in EXPORT_KINDS.values() for quant in (*kind.quants, *kind.by_llama_cpp)]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -360,7 +360,7 @@ class ExportConfig(FinishedRunConfig):
     def factors(self) -> dict[str, float]:
         """Factor of each adapter; NaN if missing or invalid."""
         split = (text.rpartition(":") for text in self.adapters)
-        return {given: math.nan if (read := as_number(factor)) is None else read for given, _, factor in split}
+        return {name: math.nan if (read := as_number(factor)) is None else read for name, _, factor in split}
 
     @property
     def combination(self) -> str:
@@ -382,7 +382,7 @@ def export_config(arguments: Sequence[str]) -> ExportConfig:
     typed = EXPORT.read(arguments)
     folder = finished_folder(typed.options.get("run"), typed.options.get("kept_checkpoint"))
     run = with_recorded_precision(folder)
-    over = {**own_files(folder), **_FOR_EXPORT}
+    over = {**final_settings(folder), **_FOR_EXPORT}
     config = EXPORT.validated(apply_changes(run, typed.settings, over) | typed.data, typed.changes)
     quants = EXPORT_KINDS[config.kind].quants
     return replace(config, quant=quants[0]) if config.quant == "auto" and quants else config
@@ -399,7 +399,7 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
         yield f"kind={config.kind} is for models that generate text, not task={config.task.kind}. Set kind=merged."
     for key, reason in kind.unused.items():
         if key in changes:
-            other = next(name for name, each in EXPORT_KINDS.items() if key not in each.unused)
+            other = next(name for name, candidate in EXPORT_KINDS.items() if key not in candidate.unused)
             yield f"{key}={changes[key]} would have no effect: {reason}. Leave it out, or set kind={other}."
     if config.llama_cpp is not None and not kind.by_llama_cpp:
         yield f"llama_cpp={config.llama_cpp} is for GGUF files only. Leave it out, or set kind=gguf."
@@ -425,12 +425,12 @@ def _combination_problems(config: ExportConfig) -> Iterator[str]:
         if config.combine != "auto" or config.rank is not None:
             yield 'combine and rank need adapters to sum. Set adapters="[A:0.7,B:0.3]", or leave both out.'
         return
-    given = f"adapters=[{','.join(config.adapters)}]"
+    setting = f"adapters=[{','.join(config.adapters)}]"
     if config.adapter.kind == "none":
-        yield f"{given}: run={config.run} fine-tuned the whole model and has no base for adapters. Set run=A."
-    yield from _factor_problems(config, given)
+        yield f"{setting}: run={config.run} fine-tuned the whole model and has no base for adapters. Set run=A."
+    yield from _factor_problems(config, setting)
     if config.kept_checkpoint is not None:
-        yield f"{given}: checkpoint={config.kept_checkpoint} cannot be combined with adapters. Leave one out."
+        yield f"{setting}: checkpoint={config.kept_checkpoint} cannot be combined with adapters. Leave one out."
     if (config.combination == "svd") != (config.rank is not None):
         yield (
             f"combine={config.combine} rank={config.rank}: svd needs a rank, and only svd supports one. Set rank=32, "
@@ -438,13 +438,13 @@ def _combination_problems(config: ExportConfig) -> Iterator[str]:
         )
 
 
-def _factor_problems(config: ExportConfig, given: str) -> Iterator[str]:
+def _factor_problems(config: ExportConfig, setting: str) -> Iterator[str]:
     if len(config.factors) < len(config.adapters):
-        yield f"{given}: duplicate adapter. List it once, with the sum of its factors."
+        yield f"{setting}: duplicate adapter. List it once, with the sum of its factors."
     for name, factor in config.factors.items():
         if not math.isfinite(factor):
-            yield f"{given}: each adapter needs a finite factor after a colon, e.g. {name or 'RUN'}:0.5."
+            yield f"{setting}: each adapter needs a finite factor after a colon, e.g. {name or 'RUN'}:0.5."
         elif not (adapter_folder(name) / ADAPTER).is_file():
-            yield f"{given}: {name} has no {ADAPTER}. Give a run with an adapter, or the folder of an adapter."
+            yield f"{setting}: {name} has no {ADAPTER}. Give a run with an adapter, or the folder of an adapter."
     if not any(config.factors.values()):
-        yield f"{given}: all factors are 0. Set at least one to another value."
+        yield f"{setting}: all factors are 0. Set at least one to another value."

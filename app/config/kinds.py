@@ -58,21 +58,21 @@ def balance_notes(weights: Mapping[str, float], rows: Mapping[str, int]) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Columns that every row `needs`, columns that it `may` have, and the trained part."""
+    """Required (`needs`) and optional (`may`) columns, and the trained part."""
 
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
     content: Literal["chat", "answer", "text", "labels", "tags"] = "chat"  # chats are rendered by a chat template
-    train_on: tuple[str, ...] = ("auto", "assistant", "last", "all")  # what `dataset.train_on` can mean
-    overflow: Literal["drop", "split", "truncate"] = "drop"  # what `auto` does with longer samples
-    message: tuple[str, ...] = ()  # keys of the messages that its columns list: the role, and what one may hold
-    pairs: bool = False  # of a chosen and a rejected answer
-    learnt_by: tuple[str, ...] = ()  # recipes, if the format needs a preference loss
-    any_column: bool = False  # recognized whatever its column is called
+    train_on: tuple[str, ...] = ("auto", "assistant", "last", "all")  # accepted values of `dataset.train_on`
+    overflow: Literal["drop", "split", "truncate"] = "drop"  # dataset.on_overflow=auto for longer samples
+    message: tuple[str, ...] = ()  # keys of its messages: the role, then possible contents
+    pairs: bool = False  # rows have a chosen and a rejected answer
+    learnt_by: tuple[str, ...] = ()  # recipes for its preference loss, if it needs one
+    any_column: bool = False  # detected under any column name
 
     @property
     def holds(self) -> str:
-        """What its columns hold, in words."""
+        """Content of its columns as text."""
         if self.message:
             return f"lists of objects with {self.message[0]} and {self.message[1]}"
         return {"labels": "text and its label", "tags": "lists of words and of their tags"}.get(self.content, "text")
@@ -116,13 +116,15 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
         ("completion", "label"), ("prompt",), content="answer", train_on=_PAIR, learnt_by=_BY_LABELS
     ),
 }
-CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")
-PREFERENCE_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.learnt_by)
+CHAT_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.content == "chat")
+PREFERENCE_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.learnt_by)
 # for text formats: the format that renders the same answers with a chat template
 CHAT_OF = {"preference_text": "preference", "preference_label_text": "preference_label"}
-LABELED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
-TAGGED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "tags")
-WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels", "tags"))
+LABELED_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.content == "labels")
+TAGGED_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.content == "tags")
+WITHOUT_ANSWERS = tuple(
+    name for name, row_format in ROW_FORMATS.items() if row_format.content in ("text", "labels", "tags")
+)
 
 
 def fields_of(fmt: str) -> tuple[str, ...]:
@@ -140,11 +142,11 @@ THRESHOLD = 0.5  # minimum probability of a predicted label in multi-label class
 class Problem:
     """Interpretation of the outputs of a classification head."""
 
-    problem_type: str  # of config.json
-    values: str  # what `finetune generate` writes of each output, for its files
-    answer: Callable[[Mapping[str, float]], Any]  # from the value of each output
-    least_labels: int  # that a model must have
-    named: bool = True  # whether outputs are classes by their names, which may have weights
+    problem_type: str  # in config.json
+    values: str  # key of the outputs in files of finetune generate
+    answer: Callable[[Mapping[str, float]], Any]  # from output values by name to the prediction
+    least_labels: int  # minimum number of labels
+    named: bool = True  # outputs are named classes, which may have loss weights
 
 
 def text_of(answer: Any) -> str:
@@ -184,11 +186,11 @@ class Metric:
 
     name: str  # in metrics.jsonl and result.json
     label: str
-    format: str  # of Python's format()
+    format: str  # format specification
     better: Literal["lower", "higher"]
     meaning: str
-    logged: bool = True  # in each evaluation of a run; the others when a finished run is scored
-    told: bool = False  # at the end of a run; all shares are
+    logged: bool = True  # in every evaluation of a run; others only in finetune evaluate
+    in_summary: bool = False  # in the summary of a run; shares always are
 
     @property
     def is_share(self) -> bool:
@@ -198,10 +200,10 @@ class Metric:
     @property
     def may_lack(self) -> bool:
         """Whether the metric may be undefined: no answers, or constant values."""
-        return self.is_share or self.told
+        return self.is_share or self.in_summary
 
     def cost(self, value: float) -> float:
-        """Return the value with a sign such that lower is better; the cost of a cost is the value."""
+        """Return the value with a sign such that lower is better; cost(cost(x)) is x."""
         return value if self.better == "lower" else -value
 
     def text(self, value: float) -> str:
@@ -224,9 +226,9 @@ _ALL = (
     Metric("macro_f1", "macro F1", ".2%", "higher", "mean of the labels"),
     Metric("micro_f1", "micro F1", ".2%", "higher", "of all labels of all rows together"),
     Metric("entity_f1", "entity F1", ".2%", "higher", "of all entities of tagged words, by seqeval's rule"),
-    Metric("mae", "mean absolute error", ".4g", "lower", "mean over the numbers of the held-out rows", told=True),
-    Metric("pearson", "Pearson", ".4f", "higher", "correlation of true and predicted numbers", told=True),
-    Metric("spearman", "Spearman", ".4f", "higher", "correlation of their ranks", told=True),
+    Metric("mae", "mean absolute error", ".4g", "lower", "mean over the numbers of the held-out rows", in_summary=True),
+    Metric("pearson", "Pearson", ".4f", "higher", "correlation of true and predicted numbers", in_summary=True),
+    Metric("spearman", "Spearman", ".4f", "higher", "correlation of their ranks", in_summary=True),
 )
 
 
@@ -237,7 +239,7 @@ def cost_of(objective: float, name: str | None) -> float:
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 LOGGED = tuple(metric.name for metric in _ALL if metric.logged)
-TOLD = tuple(metric for metric in _ALL if metric.logged and metric.may_lack)
+SUMMARY_METRICS = tuple(metric for metric in _ALL if metric.logged and metric.may_lack)
 
 
 # ---- quantizations
@@ -304,7 +306,7 @@ class Tier:
 class ModelKinds:
     """Support table by task and model_type."""
 
-    transformers: str  # the version that its models were built with
+    transformers: str  # version that built the models
     tasks: dict[str, dict[str, Tier]]
 
     def facts(self, task: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from app.assets import PREFIX
 from app.config import conf_files
-from app.config.adapters import kept_settings
+from app.config.adapters import implied_settings
 from app.config.conf_files import literal, read_yaml
 from app.config.overrides import (
     RATE,
@@ -49,8 +49,8 @@ def _validated(data: Mapping[str, Any], typed: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def _of_own_rows(run: RunConfig) -> RunConfig:
-    """Return the run; refuse to evaluate a model trained on other rows on the included sample."""
+def _with_matching_eval_rows(run: RunConfig) -> RunConfig:
+    """Return the run; raise an error if the eval set is the included sample but the training rows are not."""
     path, held, fmt = run.dataset.path, run.dataset.eval_path, run.dataset.format
     if path is not None and not path.startswith(_SAMPLE) and str(held).startswith(_SAMPLE):
         chosen = "auto" if fmt == "messages" else fmt
@@ -98,36 +98,36 @@ def _checked_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _wrong_values(overrides: Sequence[str]) -> list[str]:
-    """Return the problems of the given keys only: others may follow from the rejected overrides."""
-    given = tuple(f"{key_of(text)}=" for text in overrides)
-    if not given:
+    """Return the problems of these overrides only: others may follow from the rejected ones."""
+    prefixes = tuple(f"{key_of(text)}=" for text in overrides)
+    if not prefixes:
         return []
     try:
         parse_section(RunConfig, _plain(_compose(overrides)))
     except ConfigError as wrong:
-        return [problem for problem in wrong.problems if problem.startswith(given)]
+        return [problem for problem in wrong.problems if problem.startswith(prefixes)]
     return []
 
 
 def _with_folder_model(overrides: list[str]) -> list[str]:
     """Select `model=folder` for a bare `model.path=...`, so that sizes and rates of the default model do not apply."""
-    given = {key_of(text): text.partition("=")[2] for text in overrides}
-    path = given.get("model.path", PREFIX)
-    if path.strip("'\"").startswith(PREFIX) or given.keys() & {"model", "experiment"}:
+    values = {key_of(text): text.partition("=")[2] for text in overrides}
+    path = values.get("model.path", PREFIX)
+    if path.strip("'\"").startswith(PREFIX) or values.keys() & {"model", "experiment"}:
         return overrides
     return ["model=folder", *overrides]
 
 
 def _composed(overrides: Sequence[str]) -> RunConfig:
-    config = _compose(_with_kept_settings(overrides))
+    config = _compose(_with_implied_settings(overrides))
     # validated as plain data: Hydra accepts `+key=...` despite a schema
-    return _of_own_rows(_validated(_plain(config), values_of(overrides)))
+    return _with_matching_eval_rows(_validated(_plain(config), values_of(overrides)))
 
 
-def _with_kept_settings(overrides: Sequence[str]) -> list[str]:
+def _with_implied_settings(overrides: Sequence[str]) -> list[str]:
     """Return the overrides with the settings implied by `adapter.start`."""
-    kept = kept_settings(values_of(overrides))
-    return [*overrides, *(f"++{key}={format_value(value).replace(' ', '')}" for key, value in kept.items())]
+    settings = implied_settings(values_of(overrides))
+    return [*overrides, *(f"++{key}={format_value(value).replace(' ', '')}" for key, value in settings.items())]
 
 
 # ---- changes to the run of a run.yaml
@@ -141,12 +141,12 @@ def is_varied(overrides: Sequence[str]) -> bool:
 def _varied_run(overrides: Sequence[str]) -> RunConfig:
     """Return the run of `from=RUN` with the other overrides, in a new folder and from step 0."""
     changes = values_of(check_overrides(overrides))
-    given = format_value(changes["varied_from"])
-    file = Path(given).expanduser() / "run.yaml"
+    source = format_value(changes["varied_from"])
+    file = Path(source).expanduser() / "run.yaml"
     if not file.is_file():
-        raise CheckpointError(f"from={given}: no run.yaml found. Give the output_dir of a run.")
+        raise CheckpointError(f"from={source}: no run.yaml found. Give the output_dir of a run.")
     refuse(
-        f"{key}={changes[key]}: dependent rates and sizes would keep the values of from={given}. Set the keys to "
+        f"{key}={changes[key]}: dependent rates and sizes would keep the values of from={source}. Set the keys to "
         f"change, or repeat that run's command (in its manifest.json) with {key}={changes[key]}."
         for key in ("model", "recipe", "experiment", "debug")
         if key in changes
@@ -157,17 +157,17 @@ def _varied_run(overrides: Sequence[str]) -> RunConfig:
         **dict.fromkeys(("resume", "training.stop_after", "tracker.name")),
         "dry_run": False,
         **replaced_alternatives(changes),
-        **kept_settings(changes),
+        **implied_settings(changes),
         **({RATE: run.optimizer.lr} if "optimizer" in changes else {}),
-        **({_PROCESSES: run.launch.num_processes} if _resumes(given, changes) else {}),
+        **({_PROCESSES: run.launch.num_processes} if _resumes(source, changes) else {}),
     }
-    return _of_own_rows(_validated(apply_changes(run, changes, over), changes))
+    return _with_matching_eval_rows(_validated(apply_changes(run, changes, over), changes))
 
 
-def _resumes(given: str, changes: Mapping[str, Any]) -> bool:
+def _resumes(source: str, changes: Mapping[str, Any]) -> bool:
     """Return whether `from=RUN` resumes the run in its own folder."""
     place = Path(str(changes.get("output_dir", ""))).expanduser()
-    return changes.get("resume") is not None and place.resolve() == Path(given).expanduser().resolve()
+    return changes.get("resume") is not None and place.resolve() == Path(source).expanduser().resolve()
 
 
 def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,14 +180,14 @@ def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str,
     sections = {group: load_choice(group, choice) for group, choice in choices.items()}
     config = OmegaConf.create({**literal(asdict(run)), **sections})
     defaults = {**_OFF, **dict(flat("", read_yaml(conf_files.CONF / "config.yaml")))}
-    own = {key: defaults[key] for key in leaf_keys(RunConfig) if typed_only(RunConfig, key) == RUNS_CODE}
+    trusted_values = {key: defaults[key] for key in leaf_keys(RunConfig) if typed_only(RunConfig, key) == RUNS_CODE}
     processes = run.launch.num_processes
     if processes != defaults[_PROCESSES] and _PROCESSES not in {**over, **changes}:
         raise ConfigError(
             f"{_PROCESSES}={processes} in run.yaml is not accepted from a file. "
             f"Type {_PROCESSES}={processes}, or another number."
         )
-    for key, value in {**own, **over, **changes}.items():
+    for key, value in {**trusted_values, **over, **changes}.items():
         if key not in choices:
             OmegaConf.update(config, key, value, merge=True)
     return _plain(config)

@@ -20,7 +20,7 @@ PROGRAMS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("converted_files.yaml").read_text("utf-8")
 )
 UNSET: tuple[Any, ...] = (None, "", [], {}, False, "none", "None")
-OF_ADAPTERS = ("lora", "qlora", "full")  # recipes that follow from the adapter and the quantization of the file
+ADAPTER_RECIPES = ("lora", "qlora", "full")  # recipes selected by the adapter and quantization of a file
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,9 +30,9 @@ class Conversion:
     program: str
     settings: Mapping[str, Any]
     words: dict[str, Any] = field(default_factory=dict)
-    carried: dict[str, str] = field(default_factory=dict)
-    needless: dict[str, str] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
+    converted: dict[str, str] = field(default_factory=dict)
+    not_needed: dict[str, str] = field(default_factory=dict)
+    not_converted: dict[str, str] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
 
     @property
@@ -44,80 +44,82 @@ class Conversion:
         """Return the first of some settings that is set; empty if none is."""
         return next((name for name in names if self.settings.get(name) not in UNSET), "")
 
-    def carry(self, name: str, **words: Any) -> None:
-        """Convert a setting to keys and values; a dot in a key is written as two underscores."""
-        given = {key.replace("__", "."): value for key, value in words.items()}
-        self.words |= given
-        self.carried[name] = " ".join(f"{key}={format_value(value)}" for key, value in given.items())
+    def convert(self, name: str, **words: Any) -> None:
+        """Record the converted keys and values of a setting; `__` in a keyword stands for a dot."""
+        overrides = {key.replace("__", "."): value for key, value in words.items()}
+        self.words |= overrides
+        self.converted[name] = " ".join(f"{key}={format_value(value)}" for key, value in overrides.items())
 
 
-def lost(conversion: Conversion, name: str, value: Any) -> None:
+def record_advice(conversion: Conversion, name: str, value: Any) -> None:
     """Record a setting that is not converted, with the advice in its table row."""
     row = setting_of(conversion.facts["columns"], name, value)
     if value in UNSET or (as_number(value) == 1 and name.endswith(("size", "degree", "dim"))):
-        conversion.needless[name] = "not set"
+        conversion.not_needed[name] = "not set"
     else:
-        conversion.lost[name] = f"{row['here']}: {row['remark']}"
+        conversion.not_converted[name] = f"{row['here']}: {row['remark']}"
 
 
 def by_table(conversion: Conversion, name: str, value: Any) -> None:
-    """Convert a setting by the table row of its name or of name and value, else by its name."""
+    """Convert a setting by the table row of its name or of name=value, else by a key of the same name."""
     facts = conversion.facts
-    known = facts.get("alias", {}).get(name, name)
-    needless = facts["needless"].split()
-    row = {} if name in needless else setting_of(facts["columns"], known, value)
+    lookup_name = facts.get("alias", {}).get(name, name)
+    not_needed = facts["not_needed"].split()
+    row = {} if name in not_needed else setting_of(facts["columns"], lookup_name, value)
     here, remark = row.get("here", ""), row.get("remark", "")
-    section = _mapping_of(conversion, known)
-    if not row and any(fnmatch(name, pattern) for pattern in needless):
-        conversion.needless[name] = "no equivalent"
+    section = _mapping_of(conversion, lookup_name)
+    if not row and any(fnmatch(name, pattern) for pattern in not_needed):
+        conversion.not_needed[name] = "no equivalent"
     elif here == "cache_dir":
-        conversion.needless[name] = f"set {here} on the command line"
-    elif typed := [key for key in (known, f"model.{known}", here) if typed_only(RunConfig, key)]:
-        conversion.lost[name] = f"set on the command line only: {typed[0]}={format_value(value)}" if value else "off"
-    elif section and not row and known.partition(".")[2].isidentifier():
-        conversion.carry(name, **{f"{section}.{known.partition('.')[2]}": value})
-    elif not row and (value is None or (value is False and known in choices_by_group())):
-        conversion.needless[name] = "not set"
-    elif is_key(RunConfig, known) and not row:
-        conversion.carry(name, **{known: value})
+        conversion.not_needed[name] = f"set {here} on the command line"
+    elif typed := [key for key in (lookup_name, f"model.{lookup_name}", here) if typed_only(RunConfig, key)]:
+        conversion.not_converted[name] = (
+            f"set on the command line only: {typed[0]}={format_value(value)}" if value else "off"
+        )
+    elif section and not row and lookup_name.partition(".")[2].isidentifier():
+        conversion.convert(name, **{f"{section}.{lookup_name.partition('.')[2]}": value})
+    elif not row and (value is None or (value is False and lookup_name in choices_by_group())):
+        conversion.not_needed[name] = "not set"
+    elif is_key(RunConfig, lookup_name) and not row:
+        conversion.convert(name, **{lookup_name: value})
     elif not here and (value in UNSET or remark.endswith("Leave it out.")):
-        conversion.needless[name] = remark or ("off" if value is False else "not set")
+        conversion.not_needed[name] = remark or ("off" if value is False else "not set")
     elif not here:
-        conversion.lost[name] = remark or "no equivalent setting; see docs/keys.md"
+        conversion.not_converted[name] = remark or "no equivalent setting; see docs/keys.md"
     else:
-        is_exact = bool(setting_of(facts["columns"], f"{known}={value}", ""))
-        _carry_here(conversion, name, value, here, is_exact=is_exact)
+        is_exact = bool(setting_of(facts["columns"], f"{lookup_name}={value}", ""))
+        _convert_by_row(conversion, name, value, here, is_exact=is_exact)
 
 
 def _mapping_of(conversion: Conversion, name: str) -> str:
-    """Return the key for a mapping setting, given one of its entries."""
+    """Return the key of the mapping that contains a setting; empty if there is none."""
     key = setting_of(conversion.facts["columns"], name.partition(".")[0], "").get("here", "") if "." in name else ""
     return str(key) if field_types(RunConfig).get(key) == dict[str, Any] else ""
 
 
-def _carry_here(conversion: Conversion, name: str, value: Any, here: str, *, is_exact: bool) -> None:
+def _convert_by_row(conversion: Conversion, name: str, value: Any, here: str, *, is_exact: bool) -> None:
     """Convert a setting by its table row."""
     words = dict(word.partition("=")[::2] for word in here.split())
     is_switch = any(words.values())
     count = as_number(value) if here.startswith("training.max_") else None
-    if words.get("recipe") in OF_ADAPTERS:
+    if words.get("recipe") in ADAPTER_RECIPES:
         del words["recipe"]
     if value is None or (value in UNSET and is_switch and not is_exact) or (count is not None and count < 1):
-        conversion.needless[name] = "not set"
+        conversion.not_needed[name] = "not set"
     elif not words:
-        conversion.needless[name] = "set by the recipe"
+        conversion.not_needed[name] = "set by the recipe"
     elif is_switch:
-        conversion.carry(
+        conversion.convert(
             name, **{key: value if text == "NAME" else yaml.safe_load(text) for key, text in words.items()}
         )
     elif here in choices_by_group() and value not in choices_by_group()[here]:
-        conversion.lost[name] = (
+        conversion.not_converted[name] = (
             f"{here}={format_value(value)} is not supported. Choose one of {', '.join(choices_by_group()[here])}"
         )
     elif isinstance(value, str) and field_types(RunConfig).get(here) == list[str]:
-        conversion.carry(name, **{here: [each.strip() for each in value.split(",")]})
+        conversion.convert(name, **{here: [part.strip() for part in value.split(",")]})
     else:
-        conversion.carry(name, **{here: value})
+        conversion.convert(name, **{here: value})
     if count is not None and count >= 1:
         conversion.changed.append(
             f"{name}: {format_value(value)}: a run ends after this or training.epochs, whichever comes first"
@@ -127,18 +129,20 @@ def _carry_here(conversion: Conversion, name: str, value: Any, here: str, *, is_
 # ---- special settings
 
 
-_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # of torchtune
+_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # torchtune names
 _MLP = ["gate_proj", "up_proj", "down_proj"]
-_NAMES_OF_ROWS = {"completion": "text", "pretrain": "text"}  # type of Axolotl's rows that is no chat
+_NAMES_OF_ROWS = {"completion": "text", "pretrain": "text"}  # Axolotl row types that are not chats
 _COLUMNS = (
     *("messages", "instruction", "input", "output", "system"),
     *("prompt", "chosen", "rejected", "completion", "label"),
 )
-_FILE_TYPES = ("json", "csv", "parquet", "text")  # as a path: its data_files are the rows
+_FILE_TYPES = ("json", "csv", "parquet", "text")  # as `path`: the rows are in data_files
 _MESSAGE_KEYS = [
-    dict(zip(("role", "content"), each.message, strict=False)) for each in ROW_FORMATS.values() if each.message
+    dict(zip(("role", "content"), row_format.message, strict=False))
+    for row_format in ROW_FORMATS.values()
+    if row_format.message
 ]
-_STAGE = re.compile(r"z(?:ero)?_?(?:stage)?_?([123])")  # of DeepSpeed, in the name of its file
+_STAGE = re.compile(r"z(?:ero)?_?(?:stage)?_?([123])")  # in the name of a DeepSpeed config file
 
 
 def translate(conversion: Conversion, name: str, value: Any) -> None:
@@ -146,44 +150,44 @@ def translate(conversion: Conversion, name: str, value: Any) -> None:
     if name in (conversion.facts["rows"], conversion.facts["adapter"][0], *conversion.facts["four_bits"]):
         return
     special = _SPECIAL.get((conversion.program, name)) or _SPECIAL.get(("", name.rpartition(".")[2]))
-    is_lost = name in conversion.facts.get("lost", "").split()
-    (special or (lost if is_lost else by_table))(conversion, name, value)
+    has_advice = name in conversion.facts.get("not_converted", "").split()
+    (special or (record_advice if has_advice else by_table))(conversion, name, value)
 
 
 def _datasets(conversion: Conversion, name: str, value: Any) -> None:
     """Convert a list of datasets of Axolotl or TRL; `type` may be a mapping of columns."""
     sources = value if isinstance(value, list) else []
-    if not all(isinstance(each, Mapping) and "path" in each for each in sources) or not sources:
-        conversion.lost[name] = "entries without path"
+    if not all(isinstance(entry, Mapping) and "path" in entry for entry in sources) or not sources:
+        conversion.not_converted[name] = "entries without path"
         return
     read = [
-        _source(conversion, f"{name}[{number}]", one)
-        for number, each in enumerate(sources)
-        for one in _of_one_file(each)
+        _source(conversion, f"{name}[{number}]", source)
+        for number, entry in enumerate(sources)
+        for source in _split_by_file(entry)
     ]
     if len(read) == 1:
         words = {f"dataset.{key}": text for key, text in read[0].items() if key != "format"}
-        conversion.carry(name, dataset=read[0].get("format", "auto"), **words)
+        conversion.convert(name, dataset=read[0].get("format", "auto"), **words)
     else:
-        mix = {f"dataset.mix.source{n}.{key}": text for n, each in enumerate(read, 1) for key, text in each.items()}
-        conversion.carry(name, dataset="mix", dataset__format="auto", **mix)
+        mix = {f"dataset.mix.source{n}.{key}": text for n, source in enumerate(read, 1) for key, text in source.items()}
+        conversion.convert(name, dataset="mix", dataset__format="auto", **mix)
 
 
-def _of_one_file(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _split_by_file(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one dataset per file if `path` is a file type."""
-    files = given.get("data_files")
+    files = entry.get("data_files")
     names = files if isinstance(files, list) else [files]
-    if given["path"] not in _FILE_TYPES or not all(isinstance(each, str) for each in names):
-        return [{**given}]
-    return [{**{key: text for key, text in given.items() if key != "data_files"}, "path": each} for each in names]
+    if entry["path"] not in _FILE_TYPES or not all(isinstance(file, str) for file in names):
+        return [{**entry}]
+    return [{**{key: text for key, text in entry.items() if key != "data_files"}, "path": file} for file in names]
 
 
-def _source(conversion: Conversion, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _source(conversion: Conversion, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of one dataset; its other settings are not converted."""
-    columns = {"field": "text", **{f"field_{each}": each for each in _COLUMNS}}
-    kind = given.get("type")
-    source = {**given, **(kind if isinstance(kind, Mapping) else {})}
-    if conversion.has("rl"):  # the messages are what both answers follow
+    columns = {"field": "text", **{f"field_{column}": column for column in _COLUMNS}}
+    kind = entry.get("type")
+    source = {**entry, **(kind if isinstance(kind, Mapping) else {})}
+    if conversion.has("rl"):  # the messages are the prompt of both answers
         columns["field_messages"] = "prompt"
         if kind == "chat_template.default":
             source.setdefault("field_messages", "messages")
@@ -191,7 +195,7 @@ def _source(conversion: Conversion, name: str, given: Mapping[str, Any]) -> dict
     keys |= {theirs: f"columns.{ours}" for theirs, ours in columns.items()}
     for key, value in source.items():
         if key not in (*keys, "type", "ds_type") and not _is_default(key, value):
-            conversion.lost[f"{name}.{key}"] = f"{format_value(value)}: dataset.columns and dataset.format"
+            conversion.not_converted[f"{name}.{key}"] = f"{format_value(value)}: dataset.columns and dataset.format"
     rows = _NAMES_OF_ROWS.get(str(kind))
     read = {keys[key]: value for key, value in source.items() if key in keys and keys[key] != f"columns.{value}"}
     return read | ({"format": rows} if rows else {})
@@ -207,14 +211,14 @@ def _is_default(key: str, value: Any) -> bool:
 def _held_out(conversion: Conversion, name: str, value: Any) -> None:
     """Convert Axolotl's list of eval datasets."""
     if value in UNSET:
-        conversion.needless[name] = "not set"
+        conversion.not_needed[name] = "not set"
         return
     if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], Mapping) or "path" not in value[0]:
-        conversion.lost[name] = "dataset.eval_path accepts one file"
+        conversion.not_converted[name] = "dataset.eval_path accepts one file"
         return
     source = _source(conversion, f"{name}[0]", value[0])
-    conversion.carry(name, dataset__eval_path=source.pop("path"))
-    conversion.lost |= {
+    conversion.convert(name, dataset__eval_path=source.pop("path"))
+    conversion.not_converted |= {
         f"{name}[0].{key}": "eval rows use the format of the training rows"
         for key, text in source.items()
         if key != "format" and conversion.words.get(f"dataset.{key}") != text
@@ -224,34 +228,34 @@ def _held_out(conversion: Conversion, name: str, value: Any) -> None:
 def _dataset(conversion: Conversion, name: str, value: Any) -> None:
     """Convert a dataset path; names in LLaMA-Factory's dataset_info.json are not paths."""
     if value in UNSET:
-        conversion.needless[name] = "not set"
+        conversion.not_needed[name] = "not set"
     elif conversion.program == "llama_factory":
         key = "dataset.eval_path" if name.startswith("eval") else "dataset"
-        conversion.lost[name] = (
+        conversion.not_converted[name] = (
             f"{format_value(value)}: a name in dataset_info.json. Set {key}=FILE, or a hub ID ORG/NAME"
         )
     else:
-        conversion.carry(name, dataset="auto", dataset__path=value)
+        conversion.convert(name, dataset="auto", dataset__path=value)
 
 
 def _targets(conversion: Conversion, name: str, value: Any) -> None:
     """Convert the layers of an adapter, a list or text."""
     names = value.split(",") if isinstance(value, str) else value
     if value in UNSET:
-        conversion.needless[name] = "not set"
-    elif not isinstance(names, list) or not all(isinstance(each, str | int) for each in names):
-        conversion.lost[name] = f"{format_value(value)}: not a list of names"
+        conversion.not_needed[name] = "not set"
+    elif not isinstance(names, list) or not all(isinstance(layer, str | int) for layer in names):
+        conversion.not_converted[name] = f"{format_value(value)}: not a list of names"
     elif {"all", "all-linear"} & {*names} or conversion.has("lora_target_linear"):
-        conversion.carry(name, adapter__targets=["all-linear"])
-    elif not all(LAYER_NAME.fullmatch(str(each).strip()) for each in names):
-        conversion.lost[name] = (
+        conversion.convert(name, adapter__targets=["all-linear"])
+    elif not all(LAYER_NAME.fullmatch(str(layer).strip()) for layer in names):
+        conversion.not_converted[name] = (
             f"{format_value(value)}: regular expressions are not supported, and all linear layers are the default. "
             "Set layer names or suffixes: adapter.targets=[q_proj,v_proj]"
         )
     else:
         mlp = _MLP if conversion.settings.get("model.apply_lora_to_mlp") else []
-        conversion.carry(
-            name, adapter__targets=[_LAYERS.get(str(each).strip(), str(each).strip()) for each in names] + mlp
+        conversion.convert(
+            name, adapter__targets=[_LAYERS.get(str(layer).strip(), str(layer).strip()) for layer in names] + mlp
         )
 
 
@@ -259,21 +263,21 @@ def _per_epoch(conversion: Conversion, name: str, value: Any) -> None:
     """Convert a number of times per epoch."""
     count = as_number(value)
     if count:
-        conversion.carry(name, **{_every(name): f"{1 / count:.3g}epoch"})
+        conversion.convert(name, **{_every(name): f"{1 / count:.3g}epoch"})
     elif value in UNSET:
-        conversion.needless[name] = "not set"
+        conversion.not_needed[name] = "not set"
     else:
-        conversion.lost[name] = f"{format_value(value)}: not a number"
+        conversion.not_converted[name] = f"{format_value(value)}: not a number"
 
 
 def _strategy(conversion: Conversion, name: str, value: Any) -> None:
     """Convert `epoch`, `no`, or `steps`, whose number is another setting."""
     if value in ("epoch", "no", False):
-        conversion.carry(name, **{_every(name): "1epoch" if value == "epoch" else 0})
+        conversion.convert(name, **{_every(name): "1epoch" if value == "epoch" else 0})
     elif value in ("steps", None):
-        conversion.needless[name] = "set by the number of steps"
+        conversion.not_needed[name] = "set by the number of steps"
     else:
-        conversion.lost[name] = (
+        conversion.not_converted[name] = (
             f"{value}: {_every(name)} takes a number of steps, or a fraction of an epoch like 0.5epoch"
         )
 
@@ -282,9 +286,9 @@ def _steps(conversion: Conversion, name: str, value: Any) -> None:
     """Convert steps between evaluations or checkpoints, which only the strategy `steps` uses."""
     kind = name.partition("_")[0]
     strategies = (f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
-    other = next((each for each in strategies if conversion.settings.get(each) not in ("steps", None)), "")
+    other = next((strategy for strategy in strategies if conversion.settings.get(strategy) not in ("steps", None)), "")
     if other:
-        conversion.needless[name] = f"set by {other}"
+        conversion.not_needed[name] = f"set by {other}"
     else:
         by_table(conversion, name, value)
 
@@ -297,9 +301,9 @@ def _steps_per_epoch(conversion: Conversion, name: str, value: Any) -> None:
     """Convert torchtune's steps per epoch."""
     steps, epochs = as_number(value), as_number(conversion.settings.get("epochs", 1))
     if steps and epochs and math.isfinite(steps * epochs):
-        conversion.carry(name, training__max_steps=round(steps * epochs))
+        conversion.convert(name, training__max_steps=round(steps * epochs))
     else:
-        conversion.needless[name] = "not set"
+        conversion.not_needed[name] = "not set"
 
 
 def _warm_up(conversion: Conversion, name: str, value: Any) -> None:
@@ -307,11 +311,11 @@ def _warm_up(conversion: Conversion, name: str, value: Any) -> None:
     steps = as_number(value)
     ratio = name.replace("steps", "ratio")
     if name == ratio and conversion.has(name.replace("ratio", "steps")):
-        conversion.needless[name] = f"set by {name.replace('ratio', 'steps')}"
+        conversion.not_needed[name] = f"set by {name.replace('ratio', 'steps')}"
     elif not steps and name != ratio and conversion.settings.get(ratio) is not None:
-        conversion.needless[name] = f"set by {ratio}"
+        conversion.not_needed[name] = f"set by {ratio}"
     elif steps is not None and 0 < steps < 1:
-        conversion.carry(name, schedule__warmup_fraction=steps)
+        conversion.convert(name, schedule__warmup_fraction=steps)
     else:
         by_table(conversion, name, value)
 
@@ -319,9 +323,9 @@ def _warm_up(conversion: Conversion, name: str, value: Any) -> None:
 def _precision(conversion: Conversion, name: str, value: Any) -> None:
     """Convert `bf16: auto` and similar settings."""
     if value in (True, "auto", "full", "true"):
-        conversion.carry(name, precision="auto" if value == "auto" else name.rpartition(".")[2])
+        conversion.convert(name, precision="auto" if value == "auto" else name.rpartition(".")[2])
     else:
-        conversion.needless[name] = "off"
+        conversion.not_needed[name] = "off"
 
 
 def _other_precision(conversion: Conversion, name: str, value: Any) -> None:
@@ -330,19 +334,19 @@ def _other_precision(conversion: Conversion, name: str, value: Any) -> None:
     if conversion.program == "trl" and value == "float32" and conversion.settings.get("bf16") is not False:
         decided = "bf16"  # on by default
     if decided:
-        conversion.needless[name] = f"set by {decided}"
+        conversion.not_needed[name] = f"set by {decided}"
     else:
         by_table(conversion, name, value)
 
 
 def _bits(conversion: Conversion, name: str, value: Any) -> None:
     """Convert settings of a 4-bit base."""
-    if not any(conversion.settings.get(each) in (True, 4) for each in conversion.facts["four_bits"]):
-        conversion.needless[name] = "the base is not quantized"
+    if not any(conversion.settings.get(setting) in (True, 4) for setting in conversion.facts["four_bits"]):
+        conversion.not_needed[name] = "the base is not quantized"
     elif name.endswith("quant_type"):
-        conversion.carry(name, quantization=value)
+        conversion.convert(name, quantization=value)
     else:
-        conversion.carry(name, quantization__double_quant=value)
+        conversion.convert(name, quantization__double_quant=value)
 
 
 def _deepspeed(conversion: Conversion, name: str, value: Any) -> None:
@@ -350,36 +354,36 @@ def _deepspeed(conversion: Conversion, name: str, value: Any) -> None:
     text = str(value).rpartition("/")[2].lower()
     stage = _STAGE.search(text)
     if value in UNSET:
-        conversion.needless[name] = "not set"
+        conversion.not_needed[name] = "not set"
     elif stage is None:
-        conversion.lost[name] = (
+        conversion.not_converted[name] = (
             f"{format_value(value)}: no ZeRO stage in the name. Set parallel=zero2 or parallel=zero3"
         )
     else:
         offload = {"parallel__offload": True} if "offload" in text else {}
-        conversion.carry(name, parallel="zero3" if stage[1] == "3" else "zero2", **offload)
+        conversion.convert(name, parallel="zero3" if stage[1] == "3" else "zero2", **offload)
 
 
 def _attention(conversion: Conversion, name: str, _value: Any) -> None:
-    conversion.needless[name] = "attention=auto selects the fastest backend for packed documents"
+    conversion.not_needed[name] = "attention=auto selects the fastest backend for packed documents"
 
 
 def _template(conversion: Conversion, name: str, value: Any) -> None:
     """Convert a chat template name."""
     if value in (*UNSET, "tokenizer_default", "default"):
-        conversion.needless[name] = "the tokenizer's own template is used"
+        conversion.not_needed[name] = "the tokenizer's own template is used"
     else:
-        conversion.lost[name] = f"{value}: the tokenizer's own template is used, or model.chat_template=FILE"
+        conversion.not_converted[name] = f"{value}: the tokenizer's own template is used, or model.chat_template=FILE"
 
 
 def _stage(conversion: Conversion, name: str, value: Any) -> None:
     """Convert LLaMA-Factory's training stage."""
     if value == "sft":
-        conversion.needless[name] = "default"
+        conversion.not_needed[name] = "default"
     elif value == "dpo" and setting_of(["llama_factory"], "pref_loss", conversion.settings.get("pref_loss")).get(
         "here"
     ):
-        conversion.needless[name] = "set by pref_loss"
+        conversion.not_needed[name] = "set by pref_loss"
     else:
         by_table(conversion, name, value)
 
@@ -389,7 +393,7 @@ def _loss_of_pairs(conversion: Conversion, name: str, value: Any) -> None:
     if conversion.settings.get("stage") == "dpo":
         by_table(conversion, name, value)
     else:
-        conversion.needless[name] = "used with stage: dpo only"
+        conversion.not_needed[name] = "used with stage: dpo only"
 
 
 def _one_of_a_list(conversion: Conversion, name: str, value: Any) -> None:
@@ -401,25 +405,25 @@ def _wandb(conversion: Conversion, name: str, value: Any) -> None:
     if not conversion.settings.get(
         "logging.enable_wandb" if conversion.program == "unsloth" else "use_wandb", conversion.program == "axolotl"
     ):
-        conversion.needless[name] = "wandb is off"
+        conversion.not_needed[name] = "wandb is off"
     elif name.endswith("enable_wandb"):
-        conversion.carry(name, tracker="wandb")
+        conversion.convert(name, tracker="wandb")
     else:
         by_table(conversion, name, value)
 
 
 def _length(conversion: Conversion, name: str, value: Any) -> None:
     if value is None:
-        conversion.lost[name] = "unlimited length is not supported. Set dataset.max_length=NUMBER"
+        conversion.not_converted[name] = "unlimited length is not supported. Set dataset.max_length=NUMBER"
     else:
         by_table(conversion, name, value)
 
 
 def _data_of_code(conversion: Conversion, name: str, value: Any) -> None:
     if "dataset.source" in conversion.settings:
-        conversion.needless[name] = "dataset=auto detects the format"
+        conversion.not_needed[name] = "dataset=auto detects the format"
         return
-    conversion.lost[name] = f"{value}: dataset defined by code. Set dataset=FILE, or a hub ID ORG/NAME"
+    conversion.not_converted[name] = f"{value}: dataset defined by code. Set dataset=FILE, or a hub ID ORG/NAME"
 
 
 def _component(conversion: Conversion, name: str, value: Any) -> None:
@@ -428,15 +432,15 @@ def _component(conversion: Conversion, name: str, value: Any) -> None:
     kind = str(value).rpartition(".")[2]
     logger = kind.removesuffix("Logger").lower()
     if here.startswith("optimizer="):
-        conversion.carry(name, optimizer=here.partition("=")[2])
+        conversion.convert(name, optimizer=here.partition("=")[2])
     elif "cosine" in kind:
-        conversion.carry(name, schedule="cosine")
+        conversion.convert(name, schedule="cosine")
     elif logger in choices_by_group()["tracker"]:
-        conversion.carry(name, tracker=logger)
+        conversion.convert(name, tracker=logger)
     elif logger in ("disk", "stdout"):
-        conversion.needless[name] = "metrics are in metrics.jsonl and on the terminal"
+        conversion.not_needed[name] = "metrics are in metrics.jsonl and on the terminal"
     else:
-        conversion.lost[name] = f"{value}: not supported"
+        conversion.not_converted[name] = f"{value}: not supported"
 
 
 _SPECIAL = {
@@ -453,23 +457,23 @@ _SPECIAL = {
     ("llama_factory", "pref_loss"): _loss_of_pairs,
     ("torchtune", "dataset._component_"): _data_of_code,
     ("torchtune", "dataset.source"): _dataset,
-    **{("torchtune", f"{each}._component_"): _component for each in ("optimizer", "lr_scheduler", "metric_logger")},
+    **{("torchtune", f"{name}._component_"): _component for name in ("optimizer", "lr_scheduler", "metric_logger")},
     ("torchtune", "model.lora_attn_modules"): _targets,
     ("torchtune", "max_steps_per_epoch"): _steps_per_epoch,
-    **{("", each): _targets for each in ("lora_target", "lora_target_modules", "target_modules")},
-    **{("", each): _per_epoch for each in ("evals_per_epoch", "saves_per_epoch")},
-    **{("", each): _strategy for each in ("eval_strategy", "evaluation_strategy", "save_strategy")},
-    **{("", each): _steps for each in ("eval_steps", "save_steps")},
-    **{("", each): _warm_up for each in ("warmup_steps", "warmup_ratio")},
-    **{("", each): _precision for each in ("bf16", "fp16")},
-    **{("", each): _other_precision for each in ("tf32", "torch_dtype", "bnb_4bit_compute_dtype")},
+    **{("", name): _targets for name in ("lora_target", "lora_target_modules", "target_modules")},
+    **{("", name): _per_epoch for name in ("evals_per_epoch", "saves_per_epoch")},
+    **{("", name): _strategy for name in ("eval_strategy", "evaluation_strategy", "save_strategy")},
+    **{("", name): _steps for name in ("eval_steps", "save_steps")},
+    **{("", name): _warm_up for name in ("warmup_steps", "warmup_ratio")},
+    **{("", name): _precision for name in ("bf16", "fp16")},
+    **{("", name): _other_precision for name in ("tf32", "torch_dtype", "bnb_4bit_compute_dtype")},
     ("trl", "dtype"): _other_precision,
     ("trl", "max_length"): _length,
     ("axolotl", "wandb_project"): _wandb,
     ("unsloth", "logging.wandb_project"): _wandb,
     ("unsloth", "logging.enable_wandb"): _wandb,
-    **{("", each): _bits for each in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "double_quantization")},
+    **{("", name): _bits for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "double_quantization")},
     ("", "deepspeed"): _deepspeed,
-    **{("", each): _one_of_a_list for each in ("report_to", "loss_type", "dpo_loss_type")},
-    **{("", each): _attention for each in ("flash_attention", "flash_attn", "attn_implementation", "sdp_attention")},
+    **{("", name): _one_of_a_list for name in ("report_to", "loss_type", "dpo_loss_type")},
+    **{("", name): _attention for name in ("flash_attention", "flash_attn", "attn_implementation", "sdp_attention")},
 }

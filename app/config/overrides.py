@@ -33,7 +33,7 @@ from app.config.validate import (
 from app.errors import ConfigError, gist, refuse
 
 WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
-_ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run has one key of each; the others have this value
+_ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run uses one key of each; the others have this value
     dict.fromkeys(WARMUPS),
     {f"dataset.{name}": none for name, none in WITHOUT_HELD_OUT_ROWS.items()},
 )
@@ -50,8 +50,8 @@ def names_file(word: str) -> bool:
     return word.startswith(_FROM) and (place.suffix in (".yaml", ".yml") or os.path.isfile(place))  # noqa: PTH113
 
 
-def _place(given: str) -> Path:
-    return Path(os.path.expanduser(given))  # noqa: PTH111 (Path's raises for an unknown user)
+def _place(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (Path's raises for an unknown user)
 
 
 def with_settings(words: Sequence[str], typed: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -63,16 +63,16 @@ def with_settings(words: Sequence[str], typed: Mapping[str, Any]) -> tuple[list[
     notes: list[str] = []
     problems: list[str] = []
     replaced = {*typed, *replaced_alternatives(typed)}
-    for given in (word.removeprefix(_FROM).strip("'\"") for word in words if names_file(word)):
-        content = _settings(given)
+    for path in (word.removeprefix(_FROM).strip("'\"") for word in words if names_file(word)):
+        content = _settings(path)
         unused = {key: group for key in content if (group := _typed_group(key, typed)) and key not in typed}
         used = {key: value for key, value in content.items() if key not in {*replaced, *unused}}
-        problems += untrusted_problems(used, given)
+        problems += untrusted_problems(used, path)
         settings |= used
         for group in dict.fromkeys(unused.values()):
             keys = [key for key in unused if unused[key] == group]
             word = next(word for word in reversed(words) if word.lstrip("+").startswith(f"{group}="))
-            notes.append(f"from={given}: {word} replaces {', '.join(keys)}")
+            notes.append(f"from={path}: {word} replaces {', '.join(keys)}")
     refuse(problems)
     of_files = [f"{key}={as_override(value)}" for key, value in settings.items()]
     return [*of_files, *(word for word in words if not names_file(word))], notes
@@ -110,20 +110,18 @@ def untrusted_problems(settings: Mapping[str, Any], place: str, allowed: Collect
             )
 
 
-def _settings(given: str) -> dict[str, Any]:
-    file = _place(given)
+def _settings(path: str) -> dict[str, Any]:
+    file = _place(path)
     if file.name == "run.yaml" and (file.parent / "manifest.json").is_file():
-        raise ConfigError(f"from={given}: this is the run.yaml of a run. Use its folder: from={file.parent}")
+        raise ConfigError(f"from={path}: this is the run.yaml of a run. Use its folder: from={file.parent}")
     try:
         data = read_yaml(file)
     except FileNotFoundError:
-        raise ConfigError(
-            f"from={given}: no such file. Give a YAML settings file or the output_dir of a run."
-        ) from None
+        raise ConfigError(f"from={path}: no such file. Give a YAML settings file or the output_dir of a run.") from None
     except (OSError, ValueError, YAMLError) as fault:
-        raise ConfigError(f"from={given}: settings cannot be read: {gist(fault)}. Fix the file.") from fault
+        raise ConfigError(f"from={path}: settings cannot be read: {gist(fault)}. Fix the file.") from fault
     if not isinstance(data, Mapping):
-        raise ConfigError(f"from={given}: the file has no settings. Write them as key: value, e.g. recipe: lora.")
+        raise ConfigError(f"from={path}: the file has no settings. Write them as key: value, e.g. recipe: lora.")
     return dict(flat("", literal(data)))
 
 
@@ -164,7 +162,7 @@ _PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a f
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
-    """Return whether `-m` is given; invalid arguments are reported as those of a single run."""
+    """Return whether the arguments contain `-m`; invalid ones are reported as those of a single run."""
     try:
         return _starts_sweep(_read(arguments)[1])
     except ConfigError:
@@ -321,8 +319,8 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _parsed(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not key or not (equals or text.startswith("~")):
-        meant = f" Did you mean from={text}?" if text.endswith((".yaml", ".yml")) else ""
-        raise ConfigError(f"Unrecognized argument {text!r}. Settings are key=value.{meant}")
+        suggestion = f" Did you mean from={text}?" if text.endswith((".yaml", ".yml")) else ""
+        raise ConfigError(f"Unrecognized argument {text!r}. Settings are key=value.{suggestion}")
     try:
         return parse_override(text)
     except HydraException as fault:
@@ -355,7 +353,7 @@ def _problems(override: Override, text: str) -> Iterator[str]:
 
 
 def unknown_user(text: str) -> Iterator[str]:
-    """Yield the problem of `key=~NAME/folder` if there is no such user: pathlib would raise."""
+    """Yield the problem of `key=~NAME/folder` for an unknown user: pathlib would raise."""
     place = text.partition("=")[2].strip("'\"")
     if place.startswith("~") and os.path.expanduser(place) == place:  # noqa: PTH111
         yield f"{text}: unknown user {place.partition('/')[0][1:]}. Write the full path, or ./{place}."
@@ -373,12 +371,12 @@ def _other_command(section: str, text: str) -> str | None:
 
 
 def _sweep_problem(key: str, value: str) -> str:
-    kind, meant = _KEYS.get(key), ""
+    kind, suggestion = _KEYS.get(key), ""
     if kind == list[str]:
-        meant = f" For a list write {key}=[{value}]."
+        suggestion = f" For a list write {key}=[{value}]."
     elif key not in choices_by_group() and takes_text(kind):
-        meant = f" For text with a comma write '{key}=\"{value}\"'."
-    return f"{key}={value}: several values make a sweep; add -m: finetune train -m {key}=...{meant}"
+        suggestion = f" For text with a comma write '{key}=\"{value}\"'."
+    return f"{key}={value}: several values make a sweep; add -m: finetune train -m {key}=...{suggestion}"
 
 
 def wrong_choice(group: str, choice: Any) -> Iterator[str]:
@@ -386,20 +384,20 @@ def wrong_choice(group: str, choice: Any) -> Iterator[str]:
     names = choices_by_group().get(group)
     if names is None or isinstance(choice, dict) or choice in names or (choice is None and group in _OPTIONAL_GROUPS):
         return
-    given = format_value(choice)
-    meant = of_other_program(group, given) or did_you_mean(given, names, listing=False)
+    value = format_value(choice)
+    suggestion = of_other_program(group, value) or did_you_mean(value, names, listing=False)
     _, place = _PLACES.get(group, ("", ""))
     others = f", or give {place}" if place else ""
-    yield f"{group}={given}: unknown {group}.{meant} Choose one of {', '.join(names)}{others}."
+    yield f"{group}={value}: unknown {group}.{suggestion} Choose one of {', '.join(names)}{others}."
 
 
 def unknown_key(key: str, value: str, options: Iterable[str] = ()) -> str:
     """Return the problem of an unknown key, with the most similar run setting or command option."""
-    groups, known = choices_by_group(), {*options, *_KEYS}
-    near = [] if of_other_program(key, value) else nearest_keys(key, {*known, *groups})
+    groups, keys = choices_by_group(), {*options, *_KEYS}
+    near = [] if of_other_program(key, value) else nearest_keys(key, {*keys, *groups})
     if near and near[0] in groups:
         return f"Unknown setting {key}. Did you mean {near[0]}={'|'.join(groups[near[0]])}?"
-    return f"Unknown setting {key}.{did_you_mean_key(key, known, value)}"
+    return f"Unknown setting {key}.{did_you_mean_key(key, keys, value)}"
 
 
 def _composable(override: Override) -> str:
@@ -408,9 +406,9 @@ def _composable(override: Override) -> str:
     text = override.input_line or ""
     if override.is_delete():
         return text
-    given = text.partition("=")[2]
+    raw_value = text.partition("=")[2]
     if key in choices_by_group() and not isinstance(value, dict):
-        return f"~{key}" if value is None else f"{key}={given}"
+        return f"~{key}" if value is None else f"{key}={raw_value}"
     if isinstance(value, int | float) and takes_text(_KEYS.get(key)):
-        return f'++{key}="{given}"'  # `model.revision=12e4567` is text
-    return f"++{key}={given}"
+        return f'++{key}="{raw_value}"'  # `model.revision=12e4567` is text
+    return f"++{key}={raw_value}"

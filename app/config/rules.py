@@ -45,7 +45,7 @@ def settings_obstacles(run: RunConfig) -> Iterator[Obstacle]:
         )
 
 
-def compiled_layers_suit_the_run(run: RunConfig) -> Iterator[str]:
+def compile_problems(run: RunConfig) -> Iterator[str]:
     """Yield conflicts of the compile settings."""
     backend, mode, graphs = run.compile.backend, run.compile.mode, run.compile.graphs
     if run.compile.kind == BLOCKS:
@@ -102,20 +102,20 @@ def is_unread(run: RunConfig, key: str) -> bool:
 def unread_problems(run: RunConfig, typed: Mapping[str, Any]) -> Iterator[str]:
     """Yield problems with `typed` keys that have no effect; unused values in YAML files are allowed."""
     for key, value in typed.items():
-        given, section = f"{key}={format_value(value)}", key.partition(".")[0]
+        setting, section = f"{key}={format_value(value)}", key.partition(".")[0]
         if key.startswith("model.architecture") and run.model.weights == "pretrained":
             yield (
-                f"{given} has no effect with model.weights=pretrained, which reads the architecture from config.json. "
-                "Add model.weights=random for a randomly initialized model."
+                f"{setting} has no effect with model.weights=pretrained, which reads the architecture from config.json."
+                " Add model.weights=random for a randomly initialized model."
             )
         elif key.startswith("dataset.random.") and RANDOM not in paths_read(run.dataset):
-            yield f"{given} has no effect without dataset=random. Leave it out, or choose dataset=random."
+            yield f"{setting} has no effect without dataset=random. Leave it out, or choose dataset=random."
         elif is_unread(run, key):
             kind = f"{section}={getattr(run, section).kind}"
             cause, remedy = f"{kind} ignores it", f"{section}={' or '.join(readers_of(key))}"
             if section == "adapter" and typed.get("recipe") == "full" and "adapter" not in typed:
                 cause, remedy = "recipe=full trains no adapter", "recipe=lora"
-            yield f"{given}: {cause}. Leave it out, or choose {remedy}."
+            yield f"{setting}: {cause}. Leave it out, or choose {remedy}."
 
 
 # ---- rules
@@ -131,7 +131,7 @@ def problems_of(run: RunConfig) -> list[str]:
     return [problem for rule in RULES for problem in rule(run)]
 
 
-def _rows_fit_the_model(run: RunConfig) -> Iterator[str]:
+def _position_problems(run: RunConfig) -> Iterator[str]:
     positions = run.model.architecture.get("max_position_embeddings")
     if run.model.weights == "random" and positions and run.dataset.max_length > positions:
         yield (
@@ -140,7 +140,7 @@ def _rows_fit_the_model(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
+def _bin_problems(run: RunConfig) -> Iterator[str]:
     batching, longest = run.batching, run.dataset.max_length
     if batching.tokens != "auto":
         if batching.packing and longest > batching.bin_tokens:
@@ -168,7 +168,7 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _own_attention_is_of_padded_rows(run: RunConfig) -> Iterator[str]:
+def _attention_problems(run: RunConfig) -> Iterator[str]:
     if run.attention.kind == OWN and run.batching.packing is True:
         yield (
             "attention=own (the model's own attention) cannot separate packed documents (batching.packing=true). "
@@ -176,7 +176,7 @@ def _own_attention_is_of_padded_rows(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _answers_have_their_loss(run: RunConfig) -> Iterator[str]:
+def _preference_problems(run: RunConfig) -> Iterator[str]:
     kind, task = run.preference.kind, run.task.kind
     if PREFERENCE_KINDS[kind].task == task or (kind == "none" and task not in _TASKS_OF_ANSWERS):
         return
@@ -188,7 +188,7 @@ def _answers_have_their_loss(run: RunConfig) -> Iterator[str]:
     )
 
 
-def _pairs_fit_their_bins(run: RunConfig) -> Iterator[str]:
+def _pair_length_problems(run: RunConfig) -> Iterator[str]:
     batching, longest = run.batching, run.dataset.max_length
     learns_pairs = TASKS[run.task.kind].documents > 1
     if learns_pairs and batching.packing and batching.tokens != "auto" and (2 * longest > batching.bin_tokens):
@@ -199,7 +199,7 @@ def _pairs_fit_their_bins(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _reference_has_no_noise(run: RunConfig) -> Iterator[str]:
+def _reference_noise_problems(run: RunConfig) -> Iterator[str]:
     for key, value in (("adapter.dropout", run.adapter.dropout), ("training.neftune", run.training.neftune)):
         if run.preference.has_reference and value:
             yield (
@@ -208,32 +208,32 @@ def _reference_has_no_noise(run: RunConfig) -> Iterator[str]:
             )
 
 
-def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
-    wants = ["checkpoint.final=best"] if run.checkpoint.final == "best" else []
-    wants += [f"eval.patience={run.eval.patience}"] if run.eval.patience else []
-    judged = [f"eval.objective={run.eval.objective}"] if run.eval.objective != "eval_loss" else []
-    of_rows = [*wants, *judged, *(["eval.at_start=true"] if run.eval.at_start is True else [])]
-    if of_rows and not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
-        yield f"{' and '.join(of_rows)} needs an eval set. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
-    elif wants and run.eval.every == 0:
-        yield f"{' and '.join(wants)} needs evaluations during training. Set eval.every=100."
+def _best_checkpoint_problems(run: RunConfig) -> Iterator[str]:
+    settings = ["checkpoint.final=best"] if run.checkpoint.final == "best" else []
+    settings += [f"eval.patience={run.eval.patience}"] if run.eval.patience else []
+    objective = [f"eval.objective={run.eval.objective}"] if run.eval.objective != "eval_loss" else []
+    options = [*settings, *objective, *(["eval.at_start=true"] if run.eval.at_start is True else [])]
+    if options and not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
+        yield f"{' and '.join(options)} needs an eval set. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
+    elif settings and run.eval.every == 0:
+        yield f"{' and '.join(settings)} needs evaluations during training. Set eval.every=100."
 
 
-def _new_tokens_are_trained(run: RunConfig) -> Iterator[str]:
+def _new_token_problems(run: RunConfig) -> Iterator[str]:
     texts, trained = run.model.add_tokens, run.adapter.train_tokens
-    given = f"model.add_tokens=[{', '.join(texts)}]"
+    setting = f"model.add_tokens=[{', '.join(texts)}]"
     if any(not text.strip() for text in texts) or len(set(texts)) < len(texts):
-        yield f"{given}: duplicate or empty token. Give each text once."
+        yield f"{setting}: duplicate or empty token. Give each text once."
     elif texts and run.adapter.kind != "none" and not trained:
         other = "adapter=lora " if run.adapter.kind == "peft" else ""
         yield (
-            f"{given}: adapters do not train the new embeddings. Set {other}adapter.train_tokens=new, or recipe=full."
+            f"{setting}: adapters do not train the new embeddings. Set {other}adapter.train_tokens=new, or recipe=full."
         )
     elif trained == "new" and not texts:
         yield "adapter.train_tokens=new without new tokens. Set model.add_tokens=[...], or list token IDs."
 
 
-def _also_is_beside_held_out_rows(run: RunConfig) -> Iterator[str]:
+def _eval_also_problems(run: RunConfig) -> Iterator[str]:
     if run.eval.also is None:
         return
     if run.preference.kind != "none":
@@ -247,7 +247,7 @@ def _also_is_beside_held_out_rows(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _offload_needs_recomputed_layers(run: RunConfig) -> Iterator[str]:
+def _offload_problems(run: RunConfig) -> Iterator[str]:
     if run.training.offload and run.training.recompute in (False, 0):
         yield (
             "training.offload=true needs gradient checkpointing, but training.recompute="
@@ -255,7 +255,7 @@ def _offload_needs_recomputed_layers(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _quantization_suits_what_is_trained(run: RunConfig) -> Iterator[str]:
+def _quantization_problems(run: RunConfig) -> Iterator[str]:
     trains = QUANTIZATION_KINDS[run.quantization.kind].trains
     if trains and run.adapter.kind != "none":
         yield (
@@ -270,7 +270,7 @@ def _quantization_suits_what_is_trained(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _narrow_numbers_go_with_narrow_arithmetic(run: RunConfig) -> Iterator[str]:
+def _precision_problems(run: RunConfig) -> Iterator[str]:
     trained, norm, precision = run.precision.trained, run.model.norm, run.precision.kind
     if trained != "fp32" and run.adapter.kind == "none" and precision != "bf16":
         yield (
@@ -284,7 +284,7 @@ def _narrow_numbers_go_with_narrow_arithmetic(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _full_fine_tuning_has_its_own_settings(run: RunConfig) -> Iterator[str]:
+def _full_fine_tuning_problems(run: RunConfig) -> Iterator[str]:
     has_adapter = f"adapter.kind={run.adapter.kind}"
     trained, norm, states = run.precision.trained, run.model.norm, run.optimizer.embedding_states
     if run.adapter.kind == "none":
@@ -329,20 +329,20 @@ def _conflicts(key: str, reason: str, faults: list[tuple[bool, str, str]]) -> It
         )
 
 
-def _weights_stepped_together_are_fp32(run: RunConfig) -> Iterator[str]:
-    optimizer, given, remedy = run.optimizer, "optimizer=adamw_apex", "optimizer=adamw"
+def _optimizer_step_problems(run: RunConfig) -> Iterator[str]:
+    optimizer, setting, remedy = run.optimizer, "optimizer=adamw_apex", "optimizer=adamw"
     if optimizer.kind != "adamw_apex":
-        given, remedy = f"optimizer.implementation={optimizer.implementation}", "optimizer.implementation=fused"
+        setting, remedy = f"optimizer.implementation={optimizer.implementation}", "optimizer.implementation=fused"
     singly = {
         "optimizer.in_backward=true": optimizer.in_backward,
         "precision.trained=bf16": run.precision.trained == "bf16",
     }
-    if given != remedy and any(singly.values()):
+    if setting != remedy and any(singly.values()):
         names = " and ".join(name for name, is_set in singly.items() if is_set)
-        yield f"{given} steps all weights at once, but {names} steps them one by one. Set {remedy}."
+        yield f"{setting} steps all weights at once, but {names} steps them one by one. Set {remedy}."
 
 
-def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
+def _in_backward_problems(run: RunConfig) -> Iterator[str]:
     if not run.optimizer.in_backward or run.adapter.kind != "none":
         return
     accumulation, processes = run.batching.accumulation, run.launch.num_processes
@@ -358,7 +358,7 @@ def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
     )
 
 
-def _recorded_graphs_are_of_one_step(run: RunConfig) -> Iterator[str]:
+def _cuda_graph_problems(run: RunConfig) -> Iterator[str]:
     recompute, accumulation = run.training.recompute, run.batching.accumulation
     profile_step = run.training.profile_step  # operations inside a recorded graph have no names
     faults = [
@@ -373,7 +373,7 @@ def _recorded_graphs_are_of_one_step(run: RunConfig) -> Iterator[str]:
         yield from _conflicts("compile.graphs", reason, faults)
 
 
-def _models_are_divided_by_layers_alone(run: RunConfig) -> Iterator[str]:
+def _parallel_problems(run: RunConfig) -> Iterator[str]:
     if run.parallel.tensor > 1:
         yield (
             f"parallel.tensor={run.parallel.tensor}: tensor parallelism is not supported because PEFT adapters break "
@@ -401,7 +401,7 @@ def _models_are_divided_by_layers_alone(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _random_weights_are_of_numbers(run: RunConfig) -> Iterator[str]:
+def _random_weight_problems(run: RunConfig) -> Iterator[str]:
     if run.model.weights == "random" and "model_type" not in run.model.architecture:
         yield "model.weights=random needs model.architecture with model_type and the other config.json values."
     if run.model.weights == "random" and Path(run.model.path).expanduser().is_dir():
@@ -411,7 +411,7 @@ def _random_weights_are_of_numbers(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _warmup_has_one_length(run: RunConfig) -> Iterator[str]:
+def _warmup_problems(run: RunConfig) -> Iterator[str]:
     steps, fraction = run.schedule.warmup_steps, run.schedule.warmup_fraction
     if steps is not None and fraction is not None:
         yield (
@@ -420,7 +420,7 @@ def _warmup_has_one_length(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
+def _resume_problems(run: RunConfig) -> Iterator[str]:
     if run.resume in (None, "auto"):
         return
     path = Path(run.resume).expanduser()
@@ -430,26 +430,26 @@ def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
-    compiled_layers_suit_the_run,
-    _rows_fit_the_model,
-    _rows_fit_their_bins,
-    _own_attention_is_of_padded_rows,
-    _answers_have_their_loss,
-    _pairs_fit_their_bins,
-    _reference_has_no_noise,
-    _best_needs_eval_rows,
-    _also_is_beside_held_out_rows,
-    _new_tokens_are_trained,
+    compile_problems,
+    _position_problems,
+    _bin_problems,
+    _attention_problems,
+    _preference_problems,
+    _pair_length_problems,
+    _reference_noise_problems,
+    _best_checkpoint_problems,
+    _eval_also_problems,
+    _new_token_problems,
     lambda run: ADAPTER_KINDS[run.adapter.kind].problems(run),
-    _offload_needs_recomputed_layers,
-    _quantization_suits_what_is_trained,
-    _narrow_numbers_go_with_narrow_arithmetic,
-    _full_fine_tuning_has_its_own_settings,
-    _weights_stepped_together_are_fp32,
-    _steps_in_backward_see_one_gradient,
-    _models_are_divided_by_layers_alone,
-    _recorded_graphs_are_of_one_step,
-    _random_weights_are_of_numbers,
-    _warmup_has_one_length,
-    _resume_needs_its_folder,
+    _offload_problems,
+    _quantization_problems,
+    _precision_problems,
+    _full_fine_tuning_problems,
+    _optimizer_step_problems,
+    _in_backward_problems,
+    _parallel_problems,
+    _cuda_graph_problems,
+    _random_weight_problems,
+    _warmup_problems,
+    _resume_problems,
 )

@@ -8,7 +8,7 @@ from app.config.adapters import METHODS
 from app.config.conf_files import as_number, choices_by_group, literal
 from app.config.kinds import PREFERENCE_KINDS, recipes_of
 from app.config.load import compose_run
-from app.config.other_programs import OF_ADAPTERS, PROGRAMS, UNSET, Conversion, translate
+from app.config.other_programs import ADAPTER_RECIPES, PROGRAMS, UNSET, Conversion, translate
 from app.config.overrides import WARMUPS, as_override, flat, split_arguments
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
@@ -21,41 +21,41 @@ _ROWS = "dataset.path=rows.jsonl"  # placeholder for a path missing in the file
 def converted(data: Mapping[str, Any]) -> Conversion:
     """Convert the settings of a file; settings that a run rejects are left out."""
     settings = dict(flat("", data))
-    program = next((name for name, facts in PROGRAMS.items() if {*facts["known_by"]} & {*settings, *data}), None)
+    program = next((name for name, facts in PROGRAMS.items() if {*facts["identified_by"]} & {*settings, *data}), None)
     if program is None:
         labels = ", ".join(facts["label"] for facts in PROGRAMS.values())
         raise ConfigError(f"The file is not a config of {labels}: it has none of their settings.")
     conversion = Conversion(program=program, settings=settings)
     for name, value in settings.items():
         translate(conversion, name, value)
-    refuse(_lost_objectives(conversion))
+    refuse(_unsupported_objectives(conversion))
     _infer_preference(conversion)
     _choose_recipe(conversion)
     defaults = _defaults(conversion)
     conversion.words |= defaults
     _count_rows(conversion)
     run = _leave_out_refused(conversion)
-    _tell_replacements(conversion, run)
+    _add_replacements(conversion, run)
     left = " ".join(f"{key}={format_value(value)}" for key, value in defaults.items() if key in conversion.words)
     if left:
         conversion.changed.append(f"{conversion.facts['label']} defaults made explicit: {left}")
     if (
         "remark" in conversion.facts
         and "dataset.train_on" not in conversion.words
-        and conversion.words["recipe"] in OF_ADAPTERS
+        and conversion.words["recipe"] in ADAPTER_RECIPES
     ):
         conversion.changed.append(conversion.facts["remark"])
     return conversion
 
 
-def _lost_objectives(conversion: Conversion) -> Iterator[str]:
+def _unsupported_objectives(conversion: Conversion) -> Iterator[str]:
     """Yield a problem for each setting that selects the training objective and cannot be converted."""
     patterns = conversion.facts.get("objective", "").split()
     losses = ", ".join(kind for kind in PREFERENCE_KINDS if kind != "none")
     for name, value in conversion.settings.items():
-        is_lost = name in conversion.lost and any(fnmatch(name, pattern) for pattern in patterns)
-        if is_lost or (
-            name not in conversion.carried and any(fnmatch(f"{name}={value}", pattern) for pattern in patterns)
+        is_not_converted = name in conversion.not_converted and any(fnmatch(name, pattern) for pattern in patterns)
+        if is_not_converted or (
+            name not in conversion.converted and any(fnmatch(f"{name}={value}", pattern) for pattern in patterns)
         ):
             yield (
                 f"{name}: {format_value(value)}: this training objective is not supported. Supported: supervised "
@@ -80,13 +80,13 @@ def _choose_recipe(conversion: Conversion) -> None:
     """Set recipe=full, lora or qlora; a preference recipe keeps its name, with the adapter and quantization."""
     facts, settings = conversion.facts, conversion.settings
     name, *without = facts["adapter"]
-    given = settings.get(name)
-    bits = {each: settings[each] for each in facts["four_bits"] if each in settings and each != name}
+    adapter = settings.get(name)
+    bits = {key: settings[key] for key in facts["four_bits"] if key in settings and key != name}
     if conversion.program == "torchtune":
-        is_adapted = "lora" in str(given)
+        is_adapted = "lora" in str(adapter)
     else:
-        is_adapted = facts["default"] == "lora" if given in UNSET else given not in without
-    four = "qlora" in str(given) or any(each in (True, 4) for each in bits.values() or [facts.get("packs")])
+        is_adapted = facts["default"] == "lora" if adapter in UNSET else adapter not in without
+    four = "qlora" in str(adapter) or any(value in (True, 4) for value in bits.values() or [facts.get("packs")])
     recipe = ("qlora" if four else "lora") if is_adapted else "full"
     recipe_words = {"recipe": recipe}
     if "recipe" in conversion.words:
@@ -95,42 +95,42 @@ def _choose_recipe(conversion: Conversion) -> None:
             recipe_words["quantization"] = conversion.words.get("quantization", "nf4")
         elif recipe == "full":
             recipe_words["adapter"] = "none"
-    if str(given).upper() in METHODS:
-        recipe_words |= {"adapter": "peft", "adapter__method": str(given).upper()}
+    if str(adapter).upper() in METHODS:
+        recipe_words |= {"adapter": "peft", "adapter__method": str(adapter).upper()}
     label = name if name in settings else f"{name} (not set)"
-    conversion.carry(label, **recipe_words)
-    if given == "freeze":
+    conversion.convert(label, **recipe_words)
+    if adapter == "freeze":
         conversion.changed.append(f"{name}: freeze: all layers are trained; training.freeze=[NAMES] freezes weights")
     if recipe == "full":
         _leave_out_adapter(conversion)
-    _tell_bits(conversion, bits, conversion.carried[label], is_adapted=is_adapted)
+    _record_bits(conversion, bits, conversion.converted[label], is_adapted=is_adapted)
 
 
-def _tell_bits(conversion: Conversion, bits: Mapping[str, Any], recipe: str, *, is_adapted: bool) -> None:
+def _record_bits(conversion: Conversion, bits: Mapping[str, Any], recipe: str, *, is_adapted: bool) -> None:
     """Record the conversion of the base quantization, which is part of the recipe."""
-    for each, value in bits.items():
+    for name, value in bits.items():
         if value in UNSET:
-            conversion.needless[each] = "off"
+            conversion.not_needed[name] = "off"
         elif value == 8 and is_adapted:
-            conversion.carry(each, quantization="int8")
+            conversion.convert(name, quantization="int8")
         elif value in (True, 4) and is_adapted:
-            conversion.carried[each] = recipe
+            conversion.converted[name] = recipe
         else:
             why = "a base has 4, 8 or 16 bits" if is_adapted else "the file trains no adapter"
-            conversion.lost[each] = f"{format_value(value)}: {why}"
+            conversion.not_converted[name] = f"{format_value(value)}: {why}"
 
 
 def _leave_out_adapter(conversion: Conversion) -> None:
     keys = [key for key in conversion.words if key.startswith("adapter.")]
     for key in keys:
         del conversion.words[key]
-    for name in [name for name in conversion.carried if {*_keys_of(conversion, name)} & {*keys}]:
-        del conversion.carried[name]
-        conversion.needless[name] = "the file trains no adapter"
+    for name in [name for name in conversion.converted if {*_keys_of(conversion, name)} & {*keys}]:
+        del conversion.converted[name]
+        conversion.not_needed[name] = "the file trains no adapter"
 
 
 def _keys_of(conversion: Conversion, name: str) -> list[str]:
-    return [word.partition("=")[0] for word in conversion.carried[name].split()]
+    return [word.partition("=")[0] for word in conversion.converted[name].split()]
 
 
 def _defaults(conversion: Conversion) -> dict[str, Any]:
@@ -138,21 +138,21 @@ def _defaults(conversion: Conversion) -> dict[str, Any]:
     words = conversion.words
     has = {
         "adapter.": words["recipe"] != "full" and words.get("adapter", "lora") == "lora",
-        "optimizer.lr": words["recipe"] in OF_ADAPTERS or conversion.program != "trl",  # which has one for each loss
+        "optimizer.lr": words["recipe"] in ADAPTER_RECIPES or conversion.program != "trl",  # TRL: one per loss
         "preference.": words["recipe"] == "simpo",
         "schedule.warmup": not {*WARMUPS} & {*words},
-        "dataset.max_length": "max_length" not in conversion.lost,
+        "dataset.max_length": "max_length" not in conversion.not_converted,
     }
-    given = {
+    defaults = {
         key: 2 * (as_number(words.get("adapter.r")) or 8) if value == "2r" else value
         for key, value in conversion.facts.get("defaults", {}).items()
         if key not in words and all(is_read for prefix, is_read in has.items() if key.startswith(prefix))
     }
-    if {**given, **words}.get("schedule", "cosine") == "cosine" and "schedule.final_fraction" not in words:
-        given["schedule.final_fraction"] = 0.0
+    if {**defaults, **words}.get("schedule", "cosine") == "cosine" and "schedule.final_fraction" not in words:
+        defaults["schedule.final_fraction"] = 0.0
     if {"dataset.eval_path", "dataset.eval_split"} & {*words} and "dataset.eval_fraction" not in words:
-        given["dataset.eval_fraction"] = 0.0
-    return given
+        defaults["dataset.eval_fraction"] = 0.0
+    return defaults
 
 
 def _count_rows(conversion: Conversion) -> None:
@@ -162,25 +162,25 @@ def _count_rows(conversion: Conversion) -> None:
     length = conversion.words.get("dataset.max_length")
     if rows in UNSET:
         if name in conversion.settings:
-            conversion.needless[name] = "not set"
+            conversion.not_needed[name] = "not set"
     elif type(rows) is not int:
-        conversion.lost[name] = (
+        conversion.not_converted[name] = (
             f"{format_value(rows)}: not a whole number. batching.tokens=auto uses as many tokens as fit"
         )
     elif conversion.words.get("batching.packing") is False:
-        conversion.carry(name, **{"batching.rows": rows})
+        conversion.convert(name, **{"batching.rows": rows})
     elif isinstance(length, int):
-        kind = PREFERENCE_KINDS.get(conversion.words["recipe"])  # recipes of preference losses have their names
+        kind = PREFERENCE_KINDS.get(conversion.words["recipe"])  # recipes are named after the losses
         answers = TASKS[kind.task].documents if kind else 1
         tokens = answers * rows * length
-        conversion.carry(name, **{"batching.tokens": tokens})
+        conversion.convert(name, **{"batching.tokens": tokens})
         conversion.changed.append(
             f"{name}: {rows}: rows are packed, so a micro-batch is a bin of {rows} x {length} "
             f"{f'x {answers} answers ' if answers > 1 else ''}= {tokens} tokens with more than {rows} rows; "
             f"batching.packing=false batching.rows={rows} pads rows as before"
         )
     else:
-        conversion.lost[name] = f"no length in the file: set batching.tokens to {rows} x dataset.max_length"
+        conversion.not_converted[name] = f"no length in the file: set batching.tokens to {rows} x dataset.max_length"
 
 
 def _leave_out_refused(conversion: Conversion) -> RunConfig:
@@ -192,35 +192,35 @@ def _leave_out_refused(conversion: Conversion) -> RunConfig:
             else [_ROWS]
         )
         has_no_rows = bool(rows)
-        rows = rows if "dataset" in conversion.words else [f"dataset=auto {each}" for each in rows]
+        rows = rows if "dataset" in conversion.words else [f"dataset=auto {word}" for word in rows]
         try:
             words = [f"{key}={as_override(literal(value))}" for key, value in conversion.words.items()]
             run = compose_run(split_arguments([*" ".join(rows).split(), *words])[0])
         except ConfigError as refusal:
-            wrong = {
+            rejected = {
                 key: problem
                 for problem in refusal.problems
                 for key in conversion.words
                 if problem.startswith((f"{key}=", f"{key}.kind="))
             }
-            if not wrong:
+            if not rejected:
                 raise
-            for key, problem in wrong.items():
+            for key, problem in rejected.items():
                 del conversion.words[key]
-                for name in [name for name in conversion.carried if key in _keys_of(conversion, name)]:
-                    del conversion.carried[name]
-                    conversion.lost[name] = problem
+                for name in [name for name in conversion.converted if key in _keys_of(conversion, name)]:
+                    del conversion.converted[name]
+                    conversion.not_converted[name] = problem
         else:
             if has_no_rows:
                 conversion.changed.append("no supported dataset in the file: add dataset=FILE next to from=")
             return run
 
 
-def _tell_replacements(conversion: Conversion, run: RunConfig) -> None:
+def _add_replacements(conversion: Conversion, run: RunConfig) -> None:
     """Add the choice that replaces an unsupported one, such as the optimizer of the recipe."""
-    for name, reason in conversion.lost.items():
+    for name, reason in conversion.not_converted.items():
         is_group = name in choices_by_group()
         group = name if is_group else setting_of(conversion.facts["columns"], name, "").get("here", "")
         kind = getattr(getattr(run, group, None), "kind", "")
         if kind:
-            conversion.lost[name] = f"{reason.rstrip('.')}. {group}={kind} is used"
+            conversion.not_converted[name] = f"{reason.rstrip('.')}. {group}={kind} is used"

@@ -12,23 +12,23 @@ class Task:
     """Properties of a training task: model head, row formats and messages."""
 
     name: str
-    description: str  # of a model that can do it
-    examples: str
-    auto_class: str  # of transformers
-    mapping: str  # transformers' table of classes by configuration
-    pipeline: str  # of the hub
+    description: str  # models for the task
+    examples: str  # model types
+    auto_class: str  # in transformers
+    mapping: str  # transformers' table of classes by config
+    pipeline: str  # pipeline tag of the hub
     peft_type: str | None  # in adapter_config.json
     sees: Literal["before", "both", "either"]  # which tokens a token attends to
-    unit: Literal["token", "word", "class"]  # what has an answer; a class is one answer for each document
-    writes_text: bool  # whether the model generates
-    formats: tuple[str, ...]  # rows that it learns from
-    other_rows: str  # what is wrong with rows of another format, and the remedy
-    documents: int = 1  # of a data row
-    one_label: str = ""  # what to do where all rows have the same label
-    labeling: str = "single"  # what a label is in its rows, where no `task.problem` says it
-    tokenizer: str = "asset:tiny"  # that ships, of random weights
-    labels: tuple[str, ...] = ()  # class names, where the run decides them
-    problem: str | None = None  # what a label of a document is, where the run decides it
+    unit: Literal["token", "word", "class"]  # unit of a prediction; class: one per document
+    writes_text: bool  # the model generates text
+    formats: tuple[str, ...]  # supported row formats
+    other_rows: str  # error message for other formats
+    documents: int = 1  # documents per row
+    one_label: str = ""  # error message if all rows have the same label
+    labeling: str = "single"  # label type of the rows without `task.problem`
+    tokenizer: str = "asset:tiny"  # included tokenizer for random weights
+    labels: tuple[str, ...] = ()  # class names of the run
+    problem: str | None = None  # classification problem of the run
 
     @property
     def pooled(self) -> bool:
@@ -65,7 +65,7 @@ _ALL = (
         auto_class="AutoModelForMaskedLM",
         mapping="MODEL_FOR_MASKED_LM_MAPPING",
         pipeline="fill-mask",
-        peft_type=None,  # PEFT has no name for it
+        peft_type=None,  # PEFT has no type for it
         sees="both",
         unit="token",
         writes_text=False,

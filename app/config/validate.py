@@ -53,9 +53,9 @@ def number(default: Any = MISSING, kind: Any = None, **limits: float) -> Any:
 
 
 _MAX_LISTED_NAMES = 12
-_MIN_LEAF_RATIO = 0.5  # keys with the same section are similar by that alone
+_MIN_LEAF_RATIO = 0.5  # the shared section alone makes keys similar
 PROGRAMS = ("axolotl", "llama_factory", "trl", "torchtune", "others")
-_OF_RUNS = "optimizer.lr"  # a key that only runs have
+_OF_RUNS = "optimizer.lr"  # key that only run schemas have
 
 
 @cache
@@ -78,7 +78,9 @@ def of_other_program(name: str, value: str = "") -> str:
 @cache
 def _rows_by_name(programs: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return table rows by setting name; earlier programs take precedence."""
-    return {name.lower(): row for each in reversed(programs) for row in other_programs() for name in row.get(each, ())}
+    return {
+        name.lower(): row for program in reversed(programs) for row in other_programs() for name in row.get(program, ())
+    }
 
 
 def setting_of(programs: Iterable[str], name: str, value: Any) -> dict[str, Any]:
@@ -86,43 +88,43 @@ def setting_of(programs: Iterable[str], name: str, value: Any) -> dict[str, Any]
     rows = _rows_by_name(tuple(programs))
     leaf = name.rpartition(".")[2]
     text = str(value).lower()
-    wanted = (f"{name}={text}", name, f"{leaf}={text}", leaf)
-    return next((rows[each.lower()] for each in wanted if each.lower() in rows), {})
+    candidates = (f"{name}={text}", name, f"{leaf}={text}", leaf)
+    return next((rows[candidate.lower()] for candidate in candidates if candidate.lower() in rows), {})
 
 
-def nearest(given: str, names: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the most similar name; a name with the same first letter may differ more."""
-    by_lower = {name.lower(): name for name in sorted(names)}
-    initial = [name for name in by_lower if name[:1] == given[:1].lower()]
-    near = get_close_matches(given.lower(), by_lower, n=1, cutoff=0.6) or get_close_matches(
-        given.lower(), initial, n=1, cutoff=0.4
+    by_lower = {other.lower(): other for other in sorted(names)}
+    initial = [other for other in by_lower if other[:1] == name[:1].lower()]
+    near = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6) or get_close_matches(
+        name.lower(), initial, n=1, cutoff=0.4
     )
     return by_lower[near[0]] if near else None
 
 
-def nearest_keys(given: str, keys: Iterable[str]) -> list[str]:
+def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     """Return the most similar keys: nearly equal, same prefix, same last part, or similar within the section."""
-    known = sorted(keys)
-    section, _, leaf = given.rpartition(".")
-    nearly_equal = get_close_matches(given, known, n=1, cutoff=0.88)
+    names = sorted(keys)
+    section, _, leaf = key.rpartition(".")
+    nearly_equal = get_close_matches(key, names, n=1, cutoff=0.88)
     if nearly_equal and SequenceMatcher(None, leaf, nearly_equal[0].rpartition(".")[2]).ratio() > _MIN_LEAF_RATIO:
         return nearly_equal
-    longer = [key for key in known if key.startswith(f"{given}_")]
-    same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
+    longer = [other for other in names if other.startswith(f"{key}_")]
+    same_leaf = [other for other in names if other.rpartition(".")[2] == leaf]
     if longer or same_leaf:
-        return [*longer, *sorted(same_leaf, key=lambda key: -SequenceMatcher(None, given, key).ratio())][:3]
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+        return [*longer, *sorted(same_leaf, key=lambda other: -SequenceMatcher(None, key, other).ratio())][:3]
+    siblings = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == section}
     near = nearest(leaf, siblings)
     return [siblings[near]] if near else []
 
 
-def did_you_mean(given: str, known: Iterable[str], *, listing: bool = True) -> str:
+def did_you_mean(name: str, names: Iterable[str], *, listing: bool = True) -> str:
     """Return ` Did you mean x?` if a name is similar, else (`listing`) the first valid names."""
-    names = sorted(known)
-    near = nearest(given, names)
+    choices = sorted(names)
+    near = nearest(name, choices)
     if near:
         return f" Did you mean {near}?"
-    return _listed(names) if listing else ""
+    return _listed(choices) if listing else ""
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -130,18 +132,18 @@ def _listed(names: Sequence[str]) -> str:
     return f" Choose one of {listed}." if names else ""
 
 
-def did_you_mean_key(given: str, known: Iterable[str], value: str = "") -> str:
+def did_you_mean_key(key: str, keys: Iterable[str], value: str = "") -> str:
     """Return a suggestion for a dotted key, which may be just its last part (`lr` for `optimizer.lr`)."""
-    keys = sorted(known)
-    meant = of_other_program(given, value) if _OF_RUNS in keys else ""
-    if meant:
-        return meant
-    near = nearest_keys(given, keys)
+    names = sorted(keys)
+    suggestion = of_other_program(key, value) if _OF_RUNS in names else ""
+    if suggestion:
+        return suggestion
+    near = nearest_keys(key, names)
     if near:
         return f" Did you mean {' or '.join(near)}?"
-    section = given.rpartition(".")[0]
-    siblings = [key for key in keys if section and key.rpartition(".")[0] == section]
-    return _listed(siblings) if siblings else did_you_mean(given, keys)
+    section = key.rpartition(".")[0]
+    siblings = [other for other in names if section and other.rpartition(".")[0] == section]
+    return _listed(siblings) if siblings else did_you_mean(key, names)
 
 
 # ---- validate
@@ -153,8 +155,8 @@ Section = TypeVar("Section")
 def parse_section(schema: type[Section], data: Mapping[str, Any], prefix: str = "") -> Section:
     """Validate `data` as a `schema` object; raise one ConfigError with all problems, whose keys have the `prefix`."""
     problems: list[str] = []
-    known = [f"{prefix}{key}" for key in field_types(schema)]
-    result: Section = _section(schema, data, prefix, known, problems)
+    valid_keys = [f"{prefix}{key}" for key in field_types(schema)]
+    result: Section = _section(schema, data, prefix, valid_keys, problems)
     refuse(problems)
     return result
 
@@ -162,11 +164,11 @@ def parse_section(schema: type[Section], data: Mapping[str, Any], prefix: str = 
 def field_types(schema: Any) -> dict[str, Any]:
     """Return the type of each dotted key of a schema, including sections."""
     types: dict[str, Any] = {}
-    for each in fields(schema):
-        section = section_type(each.type)
-        types[each.name] = section or each.metadata.get(TYPE, each.type)
+    for schema_field in fields(schema):
+        section = section_type(schema_field.type)
+        types[schema_field.name] = section or schema_field.metadata.get(TYPE, schema_field.type)
         if section:
-            types |= {f"{each.name}.{inner}": kind for inner, kind in field_types(section).items()}
+            types |= {f"{schema_field.name}.{inner}": kind for inner, kind in field_types(section).items()}
     return types
 
 
@@ -183,68 +185,70 @@ def leaf_keys(schema: Any) -> tuple[str, ...]:
 
 def is_key(schema: Any, key: str) -> bool:
     """Return whether `schema` has a dotted key, as a value, a section, or inside a mapping with free keys."""
-    known = field_types(schema)
-    return key in known or any(key.startswith(f"{m}.") for m, kind in known.items() if kind == dict[str, Any])
+    types = field_types(schema)
+    return key in types or any(key.startswith(f"{m}.") for m, kind in types.items() if kind == dict[str, Any])
 
 
 def typed_only(schema: Any, key: str) -> str:
     """Return why a key or its section is accepted only on the command line; empty if accepted everywhere."""
     name, _, inner = key.partition(".")
-    each = next((each for each in fields(schema) if each.name == name), None)
-    if each is None:
+    schema_field = next((schema_field for schema_field in fields(schema) if schema_field.name == name), None)
+    if schema_field is None:
         return ""
-    reason: str = each.metadata.get(TYPED_ONLY, "")
-    return reason or (typed_only(each.type, inner) if is_dataclass(each.type) else "")
+    reason: str = schema_field.metadata.get(TYPED_ONLY, "")
+    return reason or (typed_only(schema_field.type, inner) if is_dataclass(schema_field.type) else "")
 
 
-def _section(schema: Any, data: Any, prefix: str, known: Collection[str], problems: list[str]) -> Any:
+def _section(schema: Any, data: Any, prefix: str, valid_keys: Collection[str], problems: list[str]) -> Any:
     """Return a `schema` object, or None if there are problems."""
-    own = {each.name: each for each in fields(schema)}
-    known = {*known, *(f"{prefix}{name}" for name in own)}
+    schema_fields = {schema_field.name: schema_field for schema_field in fields(schema)}
+    valid_keys = {*valid_keys, *(f"{prefix}{name}" for name in schema_fields)}
     if not isinstance(data, Mapping):
-        path, example = prefix.rstrip("."), f"{prefix}{next(iter(own))}"
+        path, example = prefix.rstrip("."), f"{prefix}{next(iter(schema_fields))}"
         problems.append(f"{path}={format_value(data)}: {path} is a section. Set its keys, e.g. {example}=...")
         return None
-    unknown = [f"{prefix}{key}" for key in data if key not in own]
-    problems += [f"Unknown setting {path}.{did_you_mean_key(path, known)}" for path in unknown]
+    unknown = [f"{prefix}{key}" for key in data if key not in schema_fields]
+    problems += [f"Unknown setting {path}.{did_you_mean_key(path, valid_keys)}" for path in unknown]
     values: dict[str, Any] = {}
-    for name, each in own.items():
-        path, given = f"{prefix}{name}", data.get(name, MISSING)
-        if section := section_type(each.type):
-            is_absent = given == MISSING and is_optional(each.type)
+    for name, schema_field in schema_fields.items():
+        path, value = f"{prefix}{name}", data.get(name, MISSING)
+        if section := section_type(schema_field.type):
+            is_absent = value == MISSING and is_optional(schema_field.type)
             values[name] = (
-                None if is_absent else _section(section, {} if given == MISSING else given, f"{path}.", known, problems)
+                None
+                if is_absent
+                else _section(section, {} if value == MISSING else value, f"{path}.", valid_keys, problems)
             )
-        elif SECTIONS in each.metadata and isinstance(given, Mapping):
-            schema_of_each = each.metadata[SECTIONS]
+        elif SECTIONS in schema_field.metadata and isinstance(value, Mapping):
+            entry_schema = schema_field.metadata[SECTIONS]
             values[name] = {
-                str(key): _section(schema_of_each, inner, f"{path}.{key}.", known, problems)
-                for key, inner in given.items()
+                str(key): _section(entry_schema, inner, f"{path}.{key}.", valid_keys, problems)
+                for key, inner in value.items()
             }
         else:
-            values[name] = _value(path, given, each, problems)
+            values[name] = _value(path, value, schema_field, problems)
     return None if problems else schema(**values)
 
 
-def _value(path: str, given: Any, each: Field[Any], problems: list[str]) -> Any:
-    if given == MISSING:
-        if each.default_factory is not NO_DEFAULT:
-            return each.default_factory()
-        if each.default in (NO_DEFAULT, MISSING):
-            choices = " or ".join(f"{path}={name}" for name in _choices(path, each.metadata))
+def _value(path: str, raw: Any, schema_field: Field[Any], problems: list[str]) -> Any:
+    if raw == MISSING:
+        if schema_field.default_factory is not NO_DEFAULT:
+            return schema_field.default_factory()
+        if schema_field.default in (NO_DEFAULT, MISSING):
+            choices = " or ".join(f"{path}={name}" for name in _choices(path, schema_field.metadata))
             problems.append(f"{path}= is required. Set {f'{choices}.' if choices else f'{path}=...'}")
-        return each.default
+        return schema_field.default
     try:
-        value = convert(given, each.metadata.get(TYPE, each.type))
+        value = convert(raw, schema_field.metadata.get(TYPE, schema_field.type))
     except ValueError as expected:
-        or_zero = " Use 0 for none." if given is None and each.metadata.get(LIMITS) == {"at_least": 0} else ""
-        problems.append(f"{path}={format_value(given)}: expected {expected}.{or_zero}")
+        or_zero = " Use 0 for none." if raw is None and schema_field.metadata.get(LIMITS) == {"at_least": 0} else ""
+        problems.append(f"{path}={format_value(raw)}: expected {expected}.{or_zero}")
         return None
-    if value == "" and each.default != "":
-        or_null = f", or {path}=null" if is_optional(each.type) else ""
+    if value == "" and schema_field.default != "":
+        or_null = f", or {path}=null" if is_optional(schema_field.type) else ""
         problems.append(f"{path}= is empty. Set a value{or_null}.")
     else:
-        problems += _value_problems(path, value, each.metadata)
+        problems += _value_problems(path, value, schema_field.metadata)
     return value
 
 
@@ -359,11 +363,11 @@ _TYPES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]
     # not floats: `12e4567`, a revision, would silently become `inf`
     str: ((int, str), str, ("text (quote it if it looks like another type)",)),
     TokenChoice: ((str,), {"all": "all", "new": "new"}.__getitem__, ("all", "new")),
-    list[int]: ((list, tuple), lambda value: [_read(each, int) for each in value], ("a list like [3, 17]",)),
-    list[str]: ((list, tuple), lambda value: [_read(each, str) for each in value], ("a list like [a, b]",)),
+    list[int]: ((list, tuple), lambda value: [_read(item, int) for item in value], ("a list like [3, 17]",)),
+    list[str]: ((list, tuple), lambda value: [_read(item, str) for item in value], ("a list like [a, b]",)),
     list[float]: (
         (list, tuple),
-        lambda value: [_read(each, float) for each in value],
+        lambda value: [_read(item, float) for item in value],
         ("a list of numbers like [1, 2.5]",),
     ),
     dict[str, Any]: ((Mapping,), dict, ("a mapping like {a: 1, b: 2}",)),

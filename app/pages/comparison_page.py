@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from app.config.kinds import LOGGED, METRICS, TOLD, cost_of
+from app.config.kinds import LOGGED, METRICS, SUMMARY_METRICS, cost_of
 from app.config.overrides import flat
 from app.config.validate import format_value
 from app.pages.charts import DotChart, Quantity
@@ -31,7 +31,7 @@ _UNCOMPARED_KEYS = ("output_dir", "resume")
 _OF_HELD_OUT_ROWS = (*LOGGED, "objective")
 _RESULTS = (
     ("eval loss", "eval_loss", METRICS["eval_loss"].text, min),
-    *((metric.label, metric.name, metric.text, min if metric.better == "lower" else max) for metric in TOLD),
+    *((metric.label, metric.name, metric.text, min if metric.better == "lower" else max) for metric in SUMMARY_METRICS),
     ("final training loss", "train_loss_last", format_number, min),
     ("best objective", "objective", format_number, None),
     ("steps", "steps", format_integer, None),

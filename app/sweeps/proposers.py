@@ -50,8 +50,8 @@ _RESULT_KEYS = (
     *("steps", "seconds", "samples_per_second", "memory_predicted_bytes", "memory_measured_bytes"),
     *("device_used_bytes", "train_loss_last", "eval_loss", "accuracy"),
 )
-_LIMITS_OF_SPEED = ("max_sm_mhz", "power_limit_watts")  # in `clocks` of the manifest; the others change with the load
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of CUDA, ROCm and WSL 2; torch is not loaded here
+_LIMITS_OF_SPEED = ("max_sm_mhz", "power_limit_watts")  # in `clocks` of the manifest; other clocks vary with the load
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm and WSL 2; torch is not loaded here
 
 
 class Ladder(Grid):
@@ -78,10 +78,12 @@ class Ladder(Grid):
     def check(self, runs: Mapping[int, RunConfig], problems: Mapping[int, Sequence[str]]) -> None:
         """Store the runs of the valid rungs by number, and refuse the others with their problems."""
         if not runs:  # an error in the command or the file
-            raise ConfigError(list(dict.fromkeys(problem for each in problems.values() for problem in each)))
+            raise ConfigError(
+                list(dict.fromkeys(problem for trial_problems in problems.values() for problem in trial_problems))
+            )
         self._runs = runs
-        refused = {number: "\n".join(each) for number, each in problems.items()}
-        self.points = [replace(each, refused=refused.get(each.number, each.refused)) for each in self.points]
+        refused = {number: "\n".join(trial_problems) for number, trial_problems in problems.items()}
+        self.points = [replace(point, refused=refused.get(point.number, point.refused)) for point in self.points]
 
     def compared(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """Return `ladder` of sweep.json: the results of each rung, next to the claims of the source."""
@@ -97,7 +99,7 @@ class Ladder(Grid):
             if run is not None and outcome.status == FINISHED:
                 facts |= _measured(run, Path(outcome.folder))
                 first = rungs[0] if rungs else facts
-                speed, base = facts["tokens_per_second"], first.get("tokens_per_second")  # of rows, without padding
+                speed, base = facts["tokens_per_second"], first.get("tokens_per_second")  # without padding
                 are_whole = not (facts["splits"] or first.get("splits"))
                 ratio = speed / base if speed and base and are_whole else None
                 facts |= {"ratio": ratio, "as_first": _as_first(facts, first)}
@@ -214,13 +216,13 @@ class Search:
     """Proposer of trials by TPE."""
 
     def __init__(self, dimensions: Sequence[Dimension], config: SweepConfig) -> None:
-        self._given = tuple(d.texts[0] for d in dimensions if isinstance(d, Setting) and not d.is_swept)
+        self._fixed = tuple(d.texts[0] for d in dimensions if isinstance(d, Setting) and not d.is_swept)
         self._dimensions = [dimension for dimension in dimensions if dimension.is_swept]
         self._relative = {dimension.key for dimension in self._dimensions if dimension.is_relative}
         self._seed = config.seed
         self.count = int(min(config.trials, math.prod(map(_count, self._dimensions))))
         self._recalled: Sequence[Trial] = []
-        combinations = as_read([(*self._given, *texts) for texts in corners(self._dimensions)], self._dimensions)
+        combinations = as_read([(*self._fixed, *texts) for texts in corners(self._dimensions)], self._dimensions)
         self.points: Sequence[Trial] = [
             Trial(0, texts, self._swept(texts), "") for texts in multiply_out(combinations, self._relative)
         ]
@@ -241,22 +243,22 @@ class Search:
         number = len(ended) + 1
         if number <= len(self._recalled):
             return self._recalled[number - 1]
-        has_only_dry_runs = number > STARTUP_TRIALS and all(each.status == DRY_RUN for each in ended)
+        has_only_dry_runs = number > STARTUP_TRIALS and all(outcome.status == DRY_RUN for outcome in ended)
         if number > self.count or has_only_dry_runs:
             return None
-        observed = [(each.proposed or {}, each.cost) for each in ended]
+        observed = [(outcome.proposed or {}, outcome.cost) for outcome in ended]
         first = self._first() if number == 1 else None
         return self._trial(number, first or suggest(self._dimensions, observed, seed=self._seed, number=number))
 
     def _trial(self, number: int, point: Mapping[str, Any]) -> Trial:
         texts = (d.text(point[d.key]) if isinstance(d, Range) else point[d.key] for d in self._dimensions)
-        (overrides,) = multiply_out(as_read([(*self._given, *texts)], self._dimensions), self._relative)
+        (overrides,) = multiply_out(as_read([(*self._fixed, *texts)], self._dimensions), self._relative)
         swept = self._swept(overrides)
         return Trial(number, overrides, swept, name_of(number, _TRIAL_NUMBER_DIGITS, swept), point)
 
     def _recorded(self, trial: Mapping[str, Any]) -> Trial:
         swept = tuple(trial["swept"])
-        fixed = (text for text in self._given if key_of(text) not in self._relative)
+        fixed = (text for text in self._fixed if key_of(text) not in self._relative)
         (overrides,) = as_read([(*fixed, *swept)], self._dimensions)
         return Trial(trial["number"], overrides, swept, Path(trial["folder"]).name, trial["proposed"])
 
@@ -266,9 +268,9 @@ class Search:
 
     def _first(self) -> Mapping[str, Any] | None:
         """Return the values of the run without the sweep, so that the best trial is never worse; None if outside."""
-        run = compose_or_error(self._given)
+        run = compose_or_error(self._fixed)
         assert isinstance(run, RunConfig)
-        point = {dimension.key: _own_value(dimension, run) for dimension in self._dimensions}
+        point = {dimension.key: _run_value(dimension, run) for dimension in self._dimensions}
         return None if None in point.values() else point
 
 
@@ -304,11 +306,11 @@ def suggest(
         sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "big"), n_startup_trials=startup)
         study = optuna.create_study(direction="minimize", sampler=sampler)
         study.add_trials(earlier)
-        asked = study.ask(space).params
-        point = {d.key: d.rounded(asked[d.key]) if isinstance(d, Range) else asked[d.key] for d in dimensions}
+        params = study.ask(space).params
+        point = {d.key: d.rounded(params[d.key]) if isinstance(d, Range) else params[d.key] for d in dimensions}
         if point not in used:
             return point
-    keys = [each.key for each in dimensions]  # a continuous space has no used points
+    keys = [dimension.key for dimension in dimensions]  # a continuous space has no used points
     every = (dict(zip(keys, values, strict=True)) for values in itertools.product(*map(_values, dimensions)))
     return next(point for point in every if point not in used)
 
@@ -334,11 +336,11 @@ def _values(dimension: Dimension) -> Sequence[Any]:
     return dimension.texts if isinstance(dimension, Setting) else [*map(dimension.number, range(int(dimension.count)))]
 
 
-def _own_value(dimension: Dimension, run: RunConfig) -> Any:
+def _run_value(dimension: Dimension, run: RunConfig) -> Any:
     """Return the value of the run in the dimension; the first choice for a group, None if outside."""
     value = 1.0 if dimension.is_relative else value_in(run, dimension.key)
     if isinstance(dimension, Range):
         return value if value is not None and dimension.has(value) else None
-    meant = (lambda text: parse_multiple(text.partition("=")[2])) if dimension.is_relative else value_of
+    parse = (lambda text: parse_multiple(text.partition("=")[2])) if dimension.is_relative else value_of
     default = dimension.texts[0] if dimension.key in choices_by_group() else None
-    return next((text for text in dimension.texts if meant(text) == value), default)
+    return next((text for text in dimension.texts if parse(text) == value), default)

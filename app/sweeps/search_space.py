@@ -79,18 +79,18 @@ def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
             settings.append(_typed_setting(text))
         except ConfigError as problem:
             problems += problem.problems
-    return settings, [*problems, *_given_twice(settings), *too_many(settings)]
+    return settings, [*problems, *_duplicate_problems(settings), *too_many(settings)]
 
 
 def wrong_overrides(texts: Iterable[str]) -> dict[str, Sequence[str]]:
     """Return the problems of single overrides, independent of other overrides."""
-    wrong: dict[str, Sequence[str]] = {}
+    problems: dict[str, Sequence[str]] = {}
     for text in dict.fromkeys(texts):
         try:
             check_overrides([text])
         except ConfigError as problem:
-            wrong[text] = problem.problems
-    return wrong
+            problems[text] = problem.problems
+    return problems
 
 
 def too_many(settings: Sequence[Setting]) -> Iterator[str]:
@@ -101,11 +101,11 @@ def too_many(settings: Sequence[Setting]) -> Iterator[str]:
         yield f"{keys}: more than {MAX_TRIALS:,} trials in one sweep. Use fewer values."
 
 
-def _given_twice(settings: Sequence[Setting]) -> Iterator[str]:
+def _duplicate_problems(settings: Sequence[Setting]) -> Iterator[str]:
     count = Counter(setting.key for setting in settings)
     for key in dict.fromkeys(setting.key for setting in settings if setting.is_swept):
         if count[key] > 1:
-            yield f"{key} is swept and set {count[key]} times. Set it once."
+            yield f"{key} has several values and is set {count[key]} times. Set it once."
 
 
 def _typed_setting(text: str) -> Setting:
@@ -117,9 +117,9 @@ def _typed_setting(text: str) -> Setting:
     if not override.is_sweep_override():
         return Setting(override.key_or_group, (text,))
     values = _values(override, text)
-    twice = [value for value, count in Counter(values).items() if count > 1]
-    if twice:
-        raise ConfigError(f"{text}: duplicate value {twice[0]}.")
+    duplicates = [value for value, count in Counter(values).items() if count > 1]
+    if duplicates:
+        raise ConfigError(f"{text}: duplicate value {duplicates[0]}.")
     return Setting(override.key_or_group, tuple(f"{override.get_key_element()}={value}" for value in values))
 
 
@@ -152,7 +152,7 @@ def _values(override: Override, text: str) -> list[str]:
         return matches
     if isinstance(value, RangeSweep):
         numbers = itertools.islice(override.sweep_iterator(), MAX_TRIALS + 1)
-        return [f"{each:.12g}" if isinstance(each, float) else str(each) for each in numbers]
+        return [f"{item:.12g}" if isinstance(item, float) else str(item) for item in numbers]
     return list(override.sweep_string_iterator())
 
 
@@ -162,7 +162,7 @@ def _values(override: Override, text: str) -> list[str]:
 _MULTIPLE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)x", re.IGNORECASE)
 _UNQUOTED = re.compile(r"[A-Za-z0-9_./+-]+", re.ASCII)
 _STEP_TOLERANCE = 1e-9  # fraction of a step
-_SIGNIFICANT_DIGITS = 4  # of a proposed number
+_SIGNIFICANT_DIGITS = 4  # in a proposed number
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +243,10 @@ def dimensions_in(space: Mapping[str, Any]) -> tuple[list[Dimension], list[str]]
 def corners(dimensions: Sequence[Dimension]) -> list[tuple[str, ...]]:
     """Return each value, or end of a range, with the first of the other dimensions and every choice of the groups."""
     groups = choices_by_group()
-    firsts = itertools.product(*(each.texts if each.key in groups else each.texts[:1] for each in dimensions))
-    places = [(at, text) for at, each in enumerate(dimensions) for text in each.texts]
+    firsts = itertools.product(
+        *(dimension.texts if dimension.key in groups else dimension.texts[:1] for dimension in dimensions)
+    )
+    places = [(at, text) for at, dimension in enumerate(dimensions) for text in dimension.texts]
     return list(dict.fromkeys((*first[:at], text, *first[at + 1 :]) for first in firsts for at, text in places)) or [()]
 
 
@@ -270,7 +272,7 @@ def as_read(combinations: Iterable[tuple[str, ...]], dimensions: Sequence[Dimens
     If no group is swept, all trials use the same keys, and an unused key is refused as in a run.
     """
     groups = choices_by_group()
-    if not any(each.is_swept and each.key.removesuffix(".kind") in groups for each in dimensions):
+    if not any(dimension.is_swept and dimension.key.removesuffix(".kind") in groups for dimension in dimensions):
         return list(combinations)
     return list(dict.fromkeys(map(without_unread, combinations)))
 
@@ -316,20 +318,20 @@ def _multiplied(text: str, run: RunConfig) -> str:
     return f"{key}={base * factor:.{_SIGNIFICANT_DIGITS}g}"
 
 
-def _as_typed(key: str, given: Any) -> str:
-    return f"sweep.space.{key}={format_value(given)}"
+def _as_typed(key: str, value: Any) -> str:
+    return f"sweep.space.{key}={format_value(value)}"
 
 
-def _yaml_setting(key: str, given: Any) -> Setting:
-    if not isinstance(given, list) or not given:
-        raise ConfigError(f"{_as_typed(key, given)}: expected values, [a, b], or a range, {{low: 1, high: 2}}.")
-    factors = [parse_multiple(value) for value in given]
+def _yaml_setting(key: str, values: Any) -> Setting:
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{_as_typed(key, values)}: expected values, [a, b], or a range, {{low: 1, high: 2}}.")
+    factors = [parse_multiple(value) for value in values]
     is_relative = any(factor is not None for factor in factors)
-    settings, problems = settings_of([f"{key}={','.join(map(_as_override_value, given))}"])
+    settings, problems = settings_of([f"{key}={','.join(map(_as_override_value, values))}"])
     if is_relative:
-        _number_type(key, given)
+        _number_type(key, values)
         if not all(factors):
-            problems.append(f"{_as_typed(key, given)}: multiples (0.5x, above 0) and values cannot be mixed.")
+            problems.append(f"{_as_typed(key, values)}: multiples (0.5x, above 0) and values cannot be mixed.")
     elif settings:
         problems += _override_problems(settings[0].texts)
     refuse(problems)
@@ -340,26 +342,26 @@ def _override_problems(texts: Sequence[str]) -> list[str]:
     return [problem for several in wrong_overrides(texts).values() for problem in several]
 
 
-def _number_type(key: str, given: Any) -> type[int] | type[float]:
+def _number_type(key: str, value: Any) -> type[int] | type[float]:
     """Return int or float for a key; raise if it is not a number."""
     kind = field_types(RunConfig).get(key)
     if kind is None and key not in choices_by_group():
         raise ConfigError(_override_problems([f"{key}=1"]))
     type_ = number_type(kind)
     if type_ is None:
-        raise ConfigError(f"{_as_typed(key, given)}: {key} is not a number. Set a list of values.")
+        raise ConfigError(f"{_as_typed(key, value)}: {key} is not a number. Set a list of values.")
     return type_
 
 
-def _range(key: str, given: Mapping[str, Any]) -> Range:
-    typed = _as_typed(key, given)
-    takes_whole = _number_type(key, given) is int
-    if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:
+def _range(key: str, bounds: Mapping[str, Any]) -> Range:
+    typed = _as_typed(key, bounds)
+    takes_whole = _number_type(key, bounds) is int
+    if not {"low", "high"} <= bounds.keys() <= {"low", "high", "log", "step"}:
         raise ConfigError(f"{typed}: expected low: and high:, optionally log: true or step:.")
-    multiples = parse_multiple(given["low"]), parse_multiple(given["high"])
+    multiples = parse_multiple(bounds["low"]), parse_multiple(bounds["high"])
     is_relative = any(multiples)
-    low, high = multiples if is_relative else (as_number(given["low"]), as_number(given["high"]))
-    log, step = bool(given.get("log")), as_number(given.get("step"))
+    low, high = multiples if is_relative else (as_number(bounds["low"]), as_number(bounds["high"]))
+    log, step = bool(bounds.get("log")), as_number(bounds.get("step"))
     if low is None or high is None or not math.isfinite(high - low):
         raise ConfigError(
             f"{typed}: low and high must be numbers, or both multiples of the value of the run, e.g. 0.1x and 10x."
@@ -368,9 +370,9 @@ def _range(key: str, given: Mapping[str, Any]) -> Range:
     faults = {
         "low must be below high.": low >= high,
         "low must be above 0 for log.": log and low <= 0,
-        "log must be true or false.": not isinstance(given.get("log", False), bool),
-        "step must be a number above 0, without log.": "step" in given and (log or not step or step < 0),
-        "expected whole numbers.": is_whole and any(each % 1 for each in (low, high, step or 0)),
+        "log must be true or false.": not isinstance(bounds.get("log", False), bool),
+        "step must be a number above 0, without log.": "step" in bounds and (log or not step or step < 0),
+        "expected whole numbers.": is_whole and any(bound % 1 for bound in (low, high, step or 0)),
     }
     refuse(f"{typed}: {fault}" for fault, is_there in faults.items() if is_there)
     return Range(key, low, high, log, step, is_whole=is_whole, is_relative=is_relative)
@@ -419,7 +421,7 @@ class SweepConfig:
     trials: int = number(12, at_least=1, at_most=MAX_TRIALS)
     seed: int = number(0, at_least=0, at_most=2**32 - 1)
     size: str = choice("full", "small", default="full")
-    source: str = ""  # of the claimed figures, with its hardware
+    source: str = ""  # source of the claimed figures, with its hardware
     base: list[str] = field(default_factory=list)
     small: list[str] = field(default_factory=list)
     rungs: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: Rung})
@@ -449,7 +451,7 @@ def read_preset(words: Sequence[str]) -> Preset:
         return NO_PRESET
     name = _name(overrides)
     data = conf_files.read_choice(GROUP, name)
-    changes = {each.key_or_group: each.value() for each in overrides if each.key_or_group != GROUP}
+    changes = {override.key_or_group: override.value() for override in overrides if override.key_or_group != GROUP}
     whole = {key: value for key, value in changes.items() if not key.startswith(_SPACE)}
     data |= {
         key.removeprefix(f"{GROUP}."): dict(value) if isinstance(value, Mapping) else value
@@ -484,17 +486,19 @@ def dimensions_of(
     """
     fixed = {setting.key: setting for setting in settings}
     candidates = [
-        each for each in space if each.key not in fixed or (each.is_relative and not fixed[each.key].is_swept)
+        dimension
+        for dimension in space
+        if dimension.key not in fixed or (dimension.is_relative and not fixed[dimension.key].is_swept)
     ]
     unused = _unused(candidates, settings, extra)
-    varied = [each for each in candidates if each.key not in unused]
+    varied = [dimension for dimension in candidates if dimension.key not in unused]
     if preset.name and not varied:
-        reasons = {each.key: "is already set" for each in space} | unused
+        reasons = {dimension.key: "is already set" for dimension in space} | unused
         why = "; ".join(f"{key} {reason}" for key, reason in reasons.items())
         raise ConfigError(f"sweep={preset.name} has nothing to vary: {why or 'its space is empty'}.")
     if preset.config.proposer == "grid":
-        refuse(too_many([*settings, *(each for each in varied if isinstance(each, Setting))]))
-    lines = [*map(_describe, varied), *(f"not {key}: it {reason}" for key, reason in unused.items())]
+        refuse(too_many([*settings, *(dimension for dimension in varied if isinstance(dimension, Setting))]))
+    lines = [*map(_describe, varied), *(f"{key} is not varied: it {reason}" for key, reason in unused.items())]
     return [*settings, *varied], [f"{'' if i else 'varied':8}{line}" for i, line in enumerate(lines)]
 
 
@@ -517,11 +521,11 @@ def _parsed(words: Sequence[str]) -> list[Override]:
 
 def _name(overrides: Sequence[Override]) -> str:
     names = conf_files.choices_by_group()[GROUP]
-    chosen = [each.value() for each in overrides if each.key_or_group == GROUP]
+    chosen = [override.value() for override in overrides if override.key_or_group == GROUP]
     if not chosen:
         raise ConfigError(f"{overrides[0].key_or_group} also needs sweep=NAME. Choose one of {', '.join(names)}.")
     if chosen[-1] not in names:
-        near = did_you_mean(str(chosen[-1]), names).partition(" Known")[0]
+        near = did_you_mean(str(chosen[-1]), names, listing=False)
         raise ConfigError(
             f"sweep={format_value(chosen[-1])}: unknown sweep.{near} Choose one of {', '.join(names)}; "
             "or list values without a name: optimizer.lr=1e-3,3e-4."
@@ -531,11 +535,11 @@ def _name(overrides: Sequence[Override]) -> str:
 
 def _unused(space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]) -> dict[str, str]:
     """Return keys that no trial uses, such as adapter keys in full fine-tuning, with the reason."""
-    keys = [each.key for each in space if readers_of(each.key)]
+    keys = [dimension.key for dimension in space if readers_of(dimension.key)]
     combinations = as_read(itertools.product(*(setting.texts for setting in settings)), settings) if keys else ()
     runs = [run for texts in combinations if isinstance(run := compose_or_error((*texts, *extra)), RunConfig)]
     sections = {key: key.partition(".")[0] for key in keys if runs and all(is_unread(run, key) for run in runs)}
-    return {key: f"has no effect with {each}.kind={value_in(runs[0], each)}" for key, each in sections.items()}
+    return {key: f"has no effect with {section}.kind={value_in(runs[0], section)}" for key, section in sections.items()}
 
 
 def _describe(dimension: Dimension) -> str:

@@ -100,7 +100,7 @@ class Runner:
         self._console = Console()
         self._ended: list[Outcome] = []
         before = folder.read().get("trials", [])
-        self._seconds_before: dict[int, float] = {each["number"]: each["seconds"] for each in before}
+        self._seconds_before: dict[int, float] = {trial["number"]: trial["seconds"] for trial in before}
         self._expected = [self._finished(trial) or self._new(trial) for trial in proposer.recall(before)]
 
     def run(self) -> int:
@@ -117,7 +117,7 @@ class Runner:
                     self._say(f"trial {trial.number}/{count}  {changes}".rstrip())
                     self._wait_for_lock(self._place(trial), request)
                     if request.exit_code is None:
-                        self._ended.append(self._known(trial) or self._run(trial, request))
+                        self._ended.append(self._earlier_outcome(trial) or self._run(trial, request))
                         self._console.progress(len(self._ended), "")
                         self._write()
             finally:
@@ -127,7 +127,7 @@ class Runner:
     def _say(self, text: str) -> None:
         self._console.say(redact_text(text))
 
-    def _known(self, trial: Trial) -> Outcome | None:
+    def _earlier_outcome(self, trial: Trial) -> Outcome | None:
         """Return the outcome of a trial that finished earlier."""
         outcome = self._finished(trial)
         if outcome:
@@ -173,14 +173,14 @@ class Runner:
 
     def _follow(self, process: TrialProcess, printed: TrialLog, request: StopRequest) -> int:
         """Wait for the end of a trial. A stop request is passed on; a trial that stops without one stops the sweep."""
-        is_asked = False
+        is_requested = False
         try:
             while (code := process.wait(_POLL_SECONDS)) is None:
                 self._console.progress(len(self._ended), printed.latest())
-                if request.exit_code is not None and not is_asked:
-                    is_asked = True
+                if request.exit_code is not None and not is_requested:
+                    is_requested = True
                     self._say("  Stopping: saving the trial. Ctrl-C again to kill it.")
-                    process.ask(request.exit_code)
+                    process.request_stop(request.exit_code)
         except KeyboardInterrupt:
             return process.kill()
         except BaseException:
@@ -353,7 +353,7 @@ def read_ladder(overrides: Sequence[str]) -> Ladder:
 
 def _left_out(dimensions: Sequence[Dimension], proposer: Proposer) -> Iterator[str]:
     """Yield notes on keys that are not in every trial."""
-    for key in dict.fromkeys(each.key for each in dimensions):
+    for key in dict.fromkeys(dimension.key for dimension in dimensions):
         if any(key not in map(key_of, trial.overrides) for trial in proposer.points):
             yield f"{'note':8}{key} is ignored in trials that do not use it; equal trials run once"
 
@@ -362,11 +362,11 @@ def proposer_of(dimensions: Sequence[Dimension], config: SweepConfig) -> Propose
     """Return a search or a grid."""
     if config.proposer == "tpe":
         return Search(dimensions, config)
-    settings = [each for each in dimensions if isinstance(each, Setting)]
+    settings = [dimension for dimension in dimensions if isinstance(dimension, Setting)]
     refuse(
-        f"sweep.space.{each.key}: a grid needs a list of values, not a range. Set [a, b], or choose sweep=optuna."
-        for each in dimensions
-        if isinstance(each, Range)
+        f"sweep.space.{dimension.key}: a grid needs a list of values, not a range. Set [a, b], or choose sweep=optuna."
+        for dimension in dimensions
+        if isinstance(dimension, Range)
     )
     combinations = as_read(itertools.product(*(setting.texts for setting in settings)), settings)
     relative = {setting.key for setting in settings if setting.is_relative}

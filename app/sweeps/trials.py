@@ -62,7 +62,7 @@ class Outcome:
     proposed: Mapping[str, Any] | None = None
     status: str = PENDING
     objective: float | None = None
-    objective_is: str | None = None  # the metric; None: the loss of training
+    objective_is: str | None = None  # the metric; None: the training loss
     steps: int | None = None
     tokens_per_second: float | None = None
     samples_per_second: float | None = None
@@ -111,15 +111,15 @@ class SweepFolder(ClaimedFolder):
     """Folder of a sweep; only a folder from `claim` may be written to."""
 
     @classmethod
-    def claim(cls, given: str, identity: str) -> "SweepFolder":
+    def claim(cls, output_dir: str, identity: str) -> "SweepFolder":
         """Lock the folder for this process."""
-        path = Path(given).expanduser()
-        folder = cls._claim(given, path, lambda names: _refuse_foreign(given, names))
+        path = Path(output_dir).expanduser()
+        folder = cls._claim(output_dir, path, lambda names: _refuse_foreign(output_dir, names))
         try:
             before = folder.read()
             if before and before["identity"] != identity:
                 raise ConfigError(
-                    f"output_dir={given}: the folder has another sweep; choose another output_dir, or resume "
+                    f"output_dir={output_dir}: the folder has another sweep; choose another output_dir, or resume "
                     f"that sweep: {shlex.join(before['command'])}"
                 )
         except AppError:
@@ -147,21 +147,21 @@ class SweepFolder(ClaimedFolder):
 
     def write(self, facts: dict[str, Any], trials: Sequence[Outcome]) -> None:
         """Replace sweep.json atomically, for programs that read it."""
-        write_json(self.content, redact({**facts, "trials": [asdict(each) for each in trials]}))
+        write_json(self.content, redact({**facts, "trials": [asdict(trial) for trial in trials]}))
 
 
-def _refuse_foreign(given: str, names: Sequence[str]) -> None:
+def _refuse_foreign(output_dir: str, names: Sequence[str]) -> None:
     """Raise if the folder is neither empty nor of a sweep."""
     if names and _CONTENT not in names:
         raise ConfigError(
-            f"output_dir={given}: the folder is not empty and not a sweep (found {listed(names, 4)}); "
+            f"output_dir={output_dir}: the folder is not empty and not a sweep (found {listed(names, 4)}); "
             "choose a new or empty folder"
         )
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return outcomes sorted by objective, the best first and those without one (failed, NaN) last."""
-    return sorted(outcomes, key=lambda each: (each.cost is None, each.cost or 0.0, each.number))
+    return sorted(outcomes, key=lambda outcome: (outcome.cost is None, outcome.cost or 0.0, outcome.number))
 
 
 def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
@@ -180,22 +180,22 @@ def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
 
 def leaderboard(outcomes: Sequence[Outcome]) -> str:
     """Return a table with a row for each trial and a column for each swept setting."""
-    keys = list(dict.fromkeys(key_of(text) for each in outcomes for text in each.swept))
+    keys = list(dict.fromkeys(key_of(text) for outcome in outcomes for text in outcome.swept))
     names = ("rank", "trial", "objective", "steps", "tokens/s", "samples/s", "time")
     rows: list[Sequence[str]] = [(*names, *keys, "status")]
-    for rank, each in enumerate(ranked(outcomes), 1):
-        values = {key_of(text): text.partition("=")[2] for text in each.swept}
+    for rank, outcome in enumerate(ranked(outcomes), 1):
+        values = {key_of(text): text.partition("=")[2] for text in outcome.swept}
         rows.append(
             (
-                NO_VALUE if each.objective is None else str(rank),
-                str(each.number),
-                format_or(each.objective, "{:.4f}".format) or NO_VALUE,
-                format_integer(each.steps) or NO_VALUE,
-                format_or(each.tokens_per_second, format_count) or NO_VALUE,
-                format_or(each.samples_per_second, format_count) or NO_VALUE,
-                format_or(each.seconds or None, format_duration) or NO_VALUE,
+                NO_VALUE if outcome.objective is None else str(rank),
+                str(outcome.number),
+                format_or(outcome.objective, "{:.4f}".format) or NO_VALUE,
+                format_integer(outcome.steps) or NO_VALUE,
+                format_or(outcome.tokens_per_second, format_count) or NO_VALUE,
+                format_or(outcome.samples_per_second, format_count) or NO_VALUE,
+                format_or(outcome.seconds or None, format_duration) or NO_VALUE,
                 *(values.get(key, NO_VALUE) for key in keys),
-                f"{each.status} ({each.exit_code})" if each.status == FAILED else each.status,
+                f"{outcome.status} ({outcome.exit_code})" if outcome.status == FAILED else outcome.status,
             )
         )
     return align_columns(rows, gap=2)
@@ -233,8 +233,8 @@ class TrialProcess:
         except TimeoutExpired:
             return None
 
-    def ask(self, exit_code: int) -> None:
-        """Request it to save and exit with that code, by SIGINT like a terminal or SIGTERM like a scheduler."""
+    def request_stop(self, exit_code: int) -> None:
+        """Request a checkpoint and this exit code, by SIGINT like a terminal or SIGTERM like a scheduler."""
         if exit_code == CTRL_C:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGINT)

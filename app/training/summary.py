@@ -11,7 +11,7 @@ from app.base.base_model import open_base
 from app.base.source import base_fingerprint, fetch_folder
 from app.base.tokenizer import tokenizer_hash
 from app.config.dataset import formats_of, has_held_out_rows
-from app.config.kinds import TOLD, balance_notes, without_numbers
+from app.config.kinds import SUMMARY_METRICS, balance_notes, without_numbers
 from app.config.rules import BLOCKS
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
@@ -256,7 +256,7 @@ def closing_facts(
 
 def _shares(metrics: Mapping[str, float], start: Mapping[str, float]) -> Iterator[str]:
     """Yield the share of correct answers, and its value before the first step."""
-    for share in TOLD:
+    for share in SUMMARY_METRICS:
         if share.name in metrics:
             was = f" (was {share.text(start[share.name])})" if share.name in start else ""
             yield f", {share.label} {share.text(metrics[share.name])}{was}"

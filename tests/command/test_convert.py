@@ -647,11 +647,11 @@ def conversion(name: str) -> Conversion:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_setting_is_carried_needless_or_lost(name: str, tmp_path: Path) -> None:
+def test_every_setting_is_converted_not_needed_or_not_converted(name: str, tmp_path: Path) -> None:
     found, (_, wanted, lost) = conversion(name), FILES[name]
     assert {key: found.words.get(key) for key in wanted} == wanted
-    assert {*found.lost} == lost, found.lost
-    told = {*found.carried, *found.needless, *{each.partition("[")[0] for each in found.lost}}
+    assert {*found.not_converted} == lost, found.not_converted
+    told = {*found.converted, *found.not_needed, *{each.partition("[")[0] for each in found.not_converted}}
     assert {*found.settings} <= told
     (tmp_path / "mine.yaml").write_text(as_file(found, name))
     words = split_arguments([f"from={tmp_path / 'mine.yaml'}"])[0]  # which a run has accepted
@@ -667,11 +667,11 @@ def test_meaning_that_changes_is_told() -> None:
         "max_steps: 100: a run e",
         "TRL defaults made expli",
     ]
-    assert conversion("trl_full").changed[-1].endswith("dataset.train_on=all trains as before")
+    assert conversion("trl_full").changed[-1].endswith("dataset.train_on=all does the same")
 
 
 def test_conversion_lost_choice_names_the_one_used() -> None:
-    lost = conversion("axolotl_vision").lost
+    lost = conversion("axolotl_vision").not_converted
     assert lost["optimizer"].startswith("4-bit optimizer states are not supported.")
     assert lost["optimizer"].endswith(" optimizer=paged_adamw_8bit is used")
     assert lost["lr_scheduler"].endswith(" schedule=cosine is used")

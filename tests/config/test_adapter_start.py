@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from app.config.adapters import _from_hub, check_start, kept_settings, start_folder
+from app.config.adapters import _from_hub, check_start, implied_settings, start_folder
 from app.config.load import compose_run
 from app.config.schema import AdapterConfig
 from app.errors import ConfigError
@@ -58,7 +58,7 @@ def test_composed_run_has_method_fields_and_layers_of_its_start(tmp_path: Path) 
 
 @pytest.mark.parametrize("odd", [{"r": "4"}, {"target_modules": ".*"}, {"target_modules": ["a b"]}])
 def test_settings_of_other_types_are_not_taken(odd: dict[str, Any], tmp_path: Path) -> None:
-    kept = kept_settings({"adapter.start": str(adapter_in(tmp_path / "first", **odd))})
+    kept = implied_settings({"adapter.start": str(adapter_in(tmp_path / "first", **odd))})
     assert len(kept) == 2
 
 
@@ -67,8 +67,8 @@ def test_resumed_run_that_lost_its_start_keeps_what_it_began_with(tmp_path: Path
     wanted = {"adapter.r": 8, "adapter.alpha": 2.0, "adapter.targets": ["k_proj"]}
     for resume in ("auto", str(tmp_path), str(tmp_path / "checkpoints" / "step-000003")):
         typed = {"adapter.start": "gone", "resume": resume, "output_dir": str(tmp_path)}
-        assert kept_settings(typed) == wanted
-    assert kept_settings({"adapter.start": "gone", "output_dir": str(tmp_path)}) == {}
+        assert implied_settings(typed) == wanted
+    assert implied_settings({"adapter.start": "gone", "output_dir": str(tmp_path)}) == {}
 
 
 @pytest.mark.parametrize("start", ["a" * 300, "a" * 300 + "/b"])
@@ -88,5 +88,5 @@ def test_start_may_be_an_adapter_of_the_hub(tmp_path: Path, monkeypatch: pytest.
     found = start_folder(AdapterConfig(kind="lora", start="org/small"))
     assert found is not None
     assert found.name == "0123abc"
-    assert kept_settings({"adapter.start": "org/small"})["adapter.r"] == 4
+    assert implied_settings({"adapter.start": "org/small"})["adapter.r"] == 4
     assert start_folder(AdapterConfig(kind="lora", start="org/other")) == Path("org/other"), "which check_start refuses"

@@ -148,8 +148,8 @@ def test_report_folder_names_with_commas(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).mkdir()
     assert folders_in("1-lr=1,r=2,plain,2-lr=1,r=4") == ["1-lr=1,r=2", "plain", "2-lr=1,r=4"]
     assert folders_in("plain,absent,1-lr=1,r=2") == ["plain", "absent", "1-lr=1,r=2"]
-    given = REPORT.parse(["runs=1-lr=1,r=2,plain"]).given
-    assert given == [("runs=1-lr=1,r=2", Path("1-lr=1,r=2")), ("runs=plain", Path("plain"))]
+    folders = REPORT.parse(["runs=1-lr=1,r=2,plain"]).folders
+    assert folders == [("runs=1-lr=1,r=2", Path("1-lr=1,r=2")), ("runs=plain", Path("plain"))]
 
 
 # ---- finetune check

@@ -1,4 +1,4 @@
-"""The settings of other programs, and what a mistyped line is told of them."""
+"""Settings of other programs in error messages for unknown keys and values."""
 
 from collections import Counter
 
@@ -36,45 +36,39 @@ TOLD = [
     ("lr_scheduler_type=polynomial", "Did you mean schedule=constant|cosine|linear|wsd?"),
     ("warmup_steps=10", "Did you mean schedule.warmup_steps=10?"),
     ("use_dora=true", "Unknown setting use_dora. Did you mean adapter.dora=true?"),
-    ("--config my.yaml", "Unknown option --config. Did you mean from=FILE.yaml? A file of settings has"),
+    ("--config my.yaml", "Unknown option --config. Did you mean from=FILE.yaml? A settings file uses"),
     ("my.yaml", "Unrecognized argument 'my.yaml'. Settings are key=value. Did you mean from=my.yaml?"),
     (
         "parallel=deepspeed",
-        "Did you mean parallel=zero3? By torch's FSDP2; parallel=zero2 for stage 2. DeepSpeed is not",
+        "Did you mean parallel=zero3? Uses torch's FSDP2; parallel=zero2 for stage 2. DeepSpeed is not",
     ),
-    ("parallel=megatron", "Did you mean parallel=fsdp? Megatron is not offered, because it trains models that are"),
-    (
-        "parallel=nvme",
-        "Did you mean parallel=fsdp parallel.offload=true? Memory of the host is offered, disks are not.",
-    ),
+    ("parallel=megatron", "Did you mean parallel=fsdp? Megatron is not supported because it needs models written"),
+    ("parallel=nvme", "Did you mean parallel=fsdp parallel.offload=true? Offloading to CPU RAM is supported, to disk"),
     (
         "optimizer=galore_adamw",
-        "GaLore and APOLLO are not offered, because their states are objects that no safetensors",
+        "GaLore and APOLLO are not supported because their states cannot be saved as safetensors.",
     ),
     ("precision=fp8", "Did you mean recipe=lora quantization=fp8? The frozen base is computed in fp8"),
     (
         "compile.backend=nvfuser",
         "compile.backend=nvfuser: expected one of inductor, aot_eager, eager, cudagraphs. Did you mean",
     ),
-    (
-        "task=distillation",
-        "task=distillation: unknown task. Distillation is not offered. Answers that another model wrote",
-    ),
+    ("task=distillation", "task=distillation: unknown task. Distillation is not supported. Train on the answers"),
     ("optimizer=adamw_torch_fused", "unknown optimizer. Did you mean optimizer=adamw? Choose one of"),
-    ("optimizer=galore", "unknown optimizer. GaLore and APOLLO are not offered, because their states are"),
+    ("optimizer=galore", "unknown optimizer. GaLore and APOLLO are not supported because their"),
     ("optimizer.foreach=true", "Unknown setting optimizer.foreach. Did you mean optimizer.implementation=foreach?"),
-    ("attention=eager", "Did you mean attention=sdpa? The numbers are those of eager attention, without keeping its"),
-    ("parallel=tensor", "Did you mean parallel=fsdp? Tensor and context parallelism are not offered, because PEFT's"),
+    ("attention=eager", "Did you mean attention=sdpa? Same results as eager attention, without storing its"),
+    ("parallel=tensor", "Did you mean parallel=fsdp? Tensor and context parallelism are not supported because PEFT"),
     ("precision=high", "Did you mean precision=tf32? Choose one of"),
     ("torch_compile_mode=default", "Did you mean compile.mode=default?"),
-    ("dataloader_pin_memory=true", "Batches are made while the GPU is busy, in pinned memory. Leave it out."),
+    ("dataloader_pin_memory=true", "Batches are prepared while the GPU is busy, in pinned memory. Leave it out."),
     ("--unheard-of 3", "Unknown option --unheard-of. Settings are written without dashes: unheard_of=3"),
-    ("adapter.fused=true", "Unknown setting adapter.fused. Did you mean compile=auto? The fused layers were removed"),
+    ("adapter.fused=true", "Unknown setting adapter.fused. Did you mean compile=auto? Fused layers were removed"),
 ]
 
 
 @pytest.mark.parametrize(("line", "message"), TOLD, ids=[line for line, _ in TOLD])
-def test_setting_of_other_program_told_with_ours(line: str, message: str) -> None:
+def test_setting_of_other_program_suggests_equivalent(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         compose_run(split_arguments(line.split())[0])
     (problem,) = refusal.value.problems

@@ -73,8 +73,8 @@ def test_preset_unused_keys_left_out() -> None:
     assert notes == [
         "varied  optimizer.lr from 0.1x to 10x, log",
         "        schedule.warmup_fraction 0.0 0.03 0.1",
-        "        not adapter.r: it has no effect with adapter.kind=none",
-        "        not adapter.dropout: it has no effect with adapter.kind=none",
+        "        adapter.r is not varied: it has no effect with adapter.kind=none",
+        "        adapter.dropout is not varied: it has no effect with adapter.kind=none",
     ]
 
 

@@ -92,7 +92,7 @@ def test_setting_unsweepable_refused(text: str, message: str) -> None:
 def test_settings_too_many_or_given_twice_refused() -> None:
     _, problems = settings_of(["seed=range(40)", "record.every=range(1,41)", "recipe=lora", "recipe=lora,full"])
     assert problems == [
-        "recipe is swept and set 2 times. Set it once.",
+        "recipe has several values and is set 2 times. Set it once.",
         "seed, record.every, recipe: more than 1,000 trials in one sweep. Use fewer values.",
     ]
     assert settings_of(["seed=1", "seed=2", "recipe=lora,full"])[1] == []
