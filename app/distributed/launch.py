@@ -363,9 +363,9 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
     The agent ends the others by SIGTERM; a failure without text followed the flag of another.
     """
-    by_time = sorted(failures, key=lambda each: (each.code == -signal.SIGTERM, not each.text, each.at))
-    dead = [each for each in by_time if each.code < 0 and each.code != -signal.SIGTERM]
-    killed = [each for each in dead if each.at - by_time[0].at < _SECONDARY_SECONDS]
+    by_time = sorted(failures, key=lambda failure: (failure.code == -signal.SIGTERM, not failure.text, failure.at))
+    dead = [failure for failure in by_time if failure.code < 0 and failure.code != -signal.SIGTERM]
+    killed = [failure for failure in dead if failure.at - by_time[0].at < _SECONDARY_SECONDS]
     return (killed or by_time)[0]
 
 
@@ -554,8 +554,8 @@ def child_pids() -> list[int]:
 def _report(failed: Any, count: int, received: list[int], folder: Path) -> int:
     """Print one message for all ended processes; none after a stop signal."""
     first = root_cause(
-        read_failure(folder, rank) or Failure(rank, each.exitcode, float(each.timestamp or time.time()))
-        for rank, each in failed.failures.items()
+        read_failure(folder, rank) or Failure(rank, failure.exitcode, float(failure.timestamp or time.time()))
+        for rank, failure in failed.failures.items()
     )
     if first.code in _SAVED_CODES and not first.text:
         return first.code
