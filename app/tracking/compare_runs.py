@@ -56,7 +56,7 @@ class MetricDifference:
     def __str__(self) -> str:
         is_visible = self.relative > _MIN_VISIBLE_DIFFERENCE  # else all digits are shown
         values = (self.then, self.now)
-        then, now = (format_number(each) if each is not None and is_visible else str(each) for each in values)
+        then, now = (format_number(value) if value is not None and is_visible else str(value) for value in values)
         return f"{self.name} at step {self.step}: {then} then, {now} now (relative difference {self.relative:.1e})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def compare_lines(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, 
         lines=len(shared),
         last_step=shared[-1][0] if shared else None,
         first=differences[0] if differences else None,
-        largest=max(differences, key=lambda each: each.relative, default=None),
+        largest=max(differences, key=lambda diff: diff.relative, default=None),
     )
 
 
