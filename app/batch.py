@@ -108,9 +108,9 @@ class Batch:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors, which are what a device receives."""
-        found: list[Tensor] = []
-        self.map_tensors(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        return found
+        tensors: list[Tensor] = []
+        self.map_tensors(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return tensors
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to `device`; the host does not wait if the tensors are pinned."""
@@ -129,5 +129,5 @@ class Batch:
             elif isinstance(value, PackedSequences | LossWeights):
                 changed[field.name] = value.map_tensors(change)
             elif field.name == "mean_of":
-                changed[field.name] = tuple(each.map_tensors(change) for each in value)
+                changed[field.name] = tuple(batch.map_tensors(change) for batch in value)
         return replace(self, **changed)
