@@ -102,13 +102,13 @@ def start_hash(adapter: AdapterConfig) -> dict[str, str]:
     return {} if weights is None or not weights.is_file() else {"adapter.start (as a hash)": sha256(weights)[:12]}
 
 
-def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the differences between a checkpoint and a run, in the keys that both have (a hash needs its files)."""
-    keys = saved.keys() & own.keys()
+    keys = saved.keys() & current.keys()
     if _BASE in keys:
         keys -= {"model.path"}  # the same weights in another place
     return [
-        f"{key}: the checkpoint has {saved[key]}, this run has {own[key]}"
+        f"{key}: the checkpoint has {saved[key]}, this run has {current[key]}"
         for key in sorted(keys)
-        if saved[key] != own[key]
+        if saved[key] != current[key]
     ]

@@ -186,7 +186,7 @@ class Forecast:
     text: str
 
     @classmethod
-    def made(cls, predict: Callable[..., Predicted], *arguments: Any) -> "Forecast":
+    def estimate(cls, predict: Callable[..., Predicted], *arguments: Any) -> "Forecast":
         """Estimate the peak; a model without an estimate can still be trained."""
         try:
             predicted = predict(*arguments)
