@@ -75,7 +75,7 @@ class AllReduce(GradientReduction):
     """Reduction with a full model per process, by DistributedDataParallel. Frozen weights and buffers are equal by
     construction and are not sent.
 
-    Gradients are views of its buckets, so they need no extra memory; the buckets are the same in every start.
+    Gradients are views of the DDP buckets, so they need no extra memory; the buckets are the same in every start.
     `overlap`: reduce during the last backward pass of a step, which then cannot be repeated.
     """
 
