@@ -86,7 +86,7 @@ def compare_lines(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, 
     """Compare the lines of two metrics.jsonl with equal step and kind."""
     before, after = _by_step(then), _by_step(now)
     shared = sorted(before.keys() & after.keys())
-    differences = [diff for place in shared for diff in _apart(place[0], before[place], after[place])]
+    differences = [diff for place in shared for diff in _metric_differences(place[0], before[place], after[place])]
     return LineComparison(
         lines=len(shared),
         last_step=shared[-1][0] if shared else None,
@@ -121,7 +121,7 @@ def _by_step(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, bool], Mappi
     return {(line["step"], "eval_loss" in line): line for line in lines}
 
 
-def _apart(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[MetricDifference]:
+def _metric_differences(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[MetricDifference]:
     for name in COMPARED:
         before, after = then.get(name), now.get(name)
         if before != after:

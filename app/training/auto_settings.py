@@ -323,8 +323,8 @@ class AutoSettings:
         """Return how many layers must be recomputed for a run to fit; None without an estimate."""
 
         def ask(planner: RunPlanner) -> tuple[int | None, str]:
-            asked = with_recompute(run, AUTO, memory_budget(run.compile))
-            (count, _), remark = planner.recompute(asked, self.choices, largest(), run.batching.accumulation, layers)
+            variant = with_recompute(run, AUTO, memory_budget(run.compile))
+            (count, _), remark = planner.recompute(variant, self.choices, largest(), run.batching.accumulation, layers)
             return count, remark
 
         return self._decide(ask, None, "")

@@ -310,21 +310,21 @@ class Checkpoints:
             "progress": asdict(progress),
             "scaler": None if stepper.scale is None else stepper.scale.state_dict(),
         }
-        with checksummed_folder(target) as aside:
+        with checksummed_folder(target) as temporary:
             if sharding is not None:
                 host_group.wait_for_all()
-                sharded.save(named_tensors(stepper), aside / SHARDS, host_group.group)
+                sharded.save(named_tensors(stepper), temporary / SHARDS, host_group.group)
                 state |= {"optimizer": {key: value for states in plains for key, value in states.items()}}
             else:
                 tensors, plain = flatten(stepper.optimizer.state_dict())
-                _save_tensors(stepper.model.trained(), aside / WEIGHTS)
-                _save_tensors(tensors, aside / OPTIMIZER)
+                _save_tensors(stepper.model.trained(), temporary / WEIGHTS)
+                _save_tensors(tensors, temporary / OPTIMIZER)
                 state |= {"optimizer": plain}
             by_rank = {
                 f"{rank}.{name}": tensor for rank, states in enumerate(random) for name, tensor in states.items()
             }
-            save_file(by_rank, aside / _RANDOM)
-            (aside / STATE).write_text(json.dumps(state))
+            save_file(by_rank, temporary / _RANDOM)
+            (temporary / STATE).write_text(json.dumps(state))
         self._is_intact[target] = True
         old = [folder for folder in self._old() if folder != self._place(progress.best_step)]
         return [remark for folder in old if (remark := delete_folder(folder))]
@@ -360,9 +360,9 @@ class Checkpoints:
     def note_depth(self, depth: int) -> None:
         """Store a deeper split for the next start: this one cannot repeat its micro-batch."""
         self.folder.mkdir(exist_ok=True)
-        aside = temp_dir_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several processes may write at once
-        aside.write_text(json.dumps(depth))
-        aside.rename(self.folder / DEPTH)
+        temporary = temp_dir_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several processes may write at once
+        temporary.write_text(json.dumps(depth))
+        temporary.rename(self.folder / DEPTH)
 
     def noted_depth(self) -> int:
         return read_depth(self.folder / DEPTH)
@@ -416,7 +416,7 @@ def damage_of(save: Path) -> str | None:
     if fault is not None:
         return fault
     try:
-        is_whole = _is_of_a_run(_read_state(save))
+        is_whole = _has_valid_values(_read_state(save))
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError, AppError):
         is_whole = False
     if not is_whole:
@@ -430,7 +430,7 @@ def damage_of(save: Path) -> str | None:
     return None
 
 
-def _is_of_a_run(state: Mapping[str, Any]) -> bool:
+def _has_valid_values(state: Mapping[str, Any]) -> bool:
     """Return whether all values have the types and ranges of a run."""
     if not all(isinstance(state[key], kind) for key, kind in _STATE_TYPES.items()):
         return False

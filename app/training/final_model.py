@@ -161,7 +161,7 @@ def _load_best(trainer: Trainer) -> bool:
 # ---- stand in
 
 
-_OWN = {"final", "result.json", "run.yaml", "checkpoints"}
+_REPLACED = {"final", "result.json", "run.yaml", "checkpoints"}
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def _save_checkpoint(folder: Path, save: Path, run: RunConfig, target: Path) -> 
 def _linked(folder: Path, place: Path, run: RunConfig, result: Mapping[str, Any]) -> Path:
     """Link the other files of the run, and write run.yaml and result.json of the other weights."""
     for file in folder.iterdir():
-        if file.name not in _OWN:
+        if file.name not in _REPLACED:
             (place / file.name).symlink_to(file.resolve())
     write_text(place / "run.yaml", to_yaml(asdict(run)))
     write_json(place / "result.json", {**read_result(folder), **result})

@@ -165,11 +165,11 @@ def read_start(folder: Path) -> dict[str, Tensor]:
 _FILE = "answers.safetensors"
 _CODE_VERSION = 1  # of the code that determines the scores
 
-Reference = Mapping[int, tuple[float, ...]]  # by the hash of a row: log-probabilities of its answers
+Reference = Mapping[int, tuple[float, ...]]  # row hash: log-probabilities of the answers
 
 
 def with_reference(plan: Plan, model: TrainingModel, folder: Path, fingerprint: str | None) -> Plan:
-    """Return the plan with the reference of its loss, if any; a resumed run reads it from `folder`."""
+    """Return the plan with reference log-probabilities if the loss needs them; a resumed run reads `folder`."""
     if not plan.run.preference.has_reference:
         return plan
     place = plan.start.kept_with_run(folder)

@@ -142,7 +142,7 @@ def _scored(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, de
 def _in_lockstep(
     scores: Callable[[Batch], tuple[Tensor, Tensor]], batches: Iterable[Batch], host_group: HostGroup, depth: int
 ) -> _Scored:
-    """Make the same number of passes on all ranks: one with fewer batches repeats one uncounted."""
+    """Make the same number of passes on all ranks: a rank with fewer batches repeats one, without counting it."""
     parts = [part for batch in batches for part in split_batch(batch, depth)]
     mine = replace(parts[0], step_mean=None) if parts else None  # in CPU memory only
     spare = next(batch for batch in host_group.all_gather_object(mine) if batch is not None)

@@ -212,21 +212,21 @@ class Trainer:
             result = self.take_step()
             if progress.step == config.training.stop_after:
                 request.exit_code = START_ME_AGAIN
-            asked = self._is_asked_to_stop(request)
+            must_stop = self._is_stop_requested(request)
             due = self._due(config.record.every) or self._due(config.eval.every)
-            if asked or due or self._at_end() or progress.step == 1:
+            if must_stop or due or self._at_end() or progress.step == 1:
                 self._report(result)
             improved = self._evaluate_if_due()
             ended = self._has_ended()
             to_keep = improved and config.checkpoint.final == "best"
-            if asked or ended or to_keep or self._due(config.checkpoint.every):
+            if must_stop or ended or to_keep or self._due(config.checkpoint.every):
                 self._save()
-            if asked or ended:
+            if must_stop or ended:
                 return ended
         return True
 
-    def _is_asked_to_stop(self, request: StopRequest) -> bool:
-        """Return whether any process was: signals arrive at different times, and all must stop after the same step."""
+    def _is_stop_requested(self, request: StopRequest) -> bool:
+        """Return whether any process got a stop signal: all must stop after the same step."""
         code = int(self.parts.runtime.host_group.max(request.exit_code or 0))
         self.stopped_by = code or None
         return code > 0
