@@ -1,4 +1,4 @@
-"""The batch that data builds, and that model and training use."""
+"""Micro-batch of token ids and labels, from data to model and training."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,36 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORE = -100  # the target of a row that only fills up
+IGNORE = -100  # target of a padding row
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """The documents of a packed row, or of all rows one after another, between which attention must not look.
+    """Documents of a packed row, or of all rows in order; attention must not cross their boundaries.
 
-    The size of `cu_seqlens` and the value of `max_seqlen` are equal in every batch of a run, so that one compiled
-    graph serves all of them and a GPU's allocator sees nothing new.
+    The size of `cu_seqlens` and the value of `max_seqlen` are equal in all batches of a run, so that one compiled graph
+    serves all of them and the GPU allocator reuses its blocks.
     """
 
-    lengths: tuple[int, ...]  # none is 0; they add up to S
-    cu_seqlens: Tensor  # int32: where each document begins and the last one ends; S repeated means empty ones
-    max_seqlen: int  # no document has more tokens: kernels would leave the rest uncomputed, without an error
+    lengths: tuple[int, ...]  # above 0; their sum is S
+    cu_seqlens: Tensor  # int32: start of each document, then the end of the last; a repeated S: empty documents
+    max_seqlen: int  # at least the longest document: kernels silently skip tokens beyond it
 
     @classmethod
     def from_lengths(
         cls, lengths: Sequence[int], max_seqlen: int | None = None, max_documents: int | None = None
     ) -> "PackedSequences":
-        """Build from document lengths. The two limits are those of the whole run; by default those of `lengths`."""
+        """Build from document lengths. `max_seqlen` and `max_documents`: limits of the run; default: of `lengths`."""
         max_seqlen = max(lengths) if max_seqlen is None else max_seqlen
         max_documents = len(lengths) if max_documents is None else max_documents
         assert max(lengths) <= max_seqlen, "a document is longer than max_seqlen"
-        assert len(lengths) <= max_documents, "there are more documents than max_documents"
+        assert len(lengths) <= max_documents, "more documents than max_documents"
         ends = list(accumulate(lengths, initial=0))
         padded = ends + ends[-1:] * (max_documents - len(lengths))
         return cls(tuple(lengths), torch.tensor(padded, dtype=torch.int32), max_seqlen)
 
     def are_longest(self, tokens: int) -> bool:
-        """Whether all documents of any batch of so many tokens have `max_seqlen` of them; reads no lengths."""
+        """Return whether every document of any batch of `tokens` tokens has `max_seqlen`; reads no lengths."""
         return (self.cu_seqlens.shape[0] - 1) * self.max_seqlen == tokens
 
     def to(self, device: torch.device) -> "PackedSequences":
@@ -49,10 +49,10 @@ class PackedSequences:
 
 @dataclass(frozen=True, slots=True)
 class LossWeights:
-    """How much each target of a batch counts in the loss."""
+    """Loss weights of the targets of a batch."""
 
     per_target: Tensor  # [N] float32
-    total: float  # a host value
+    total: float  # on the host
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "LossWeights":
         return replace(self, per_target=change(self.per_target))
@@ -60,35 +60,35 @@ class LossWeights:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: R lines of S positions, with the documents of some data rows, in their order.
+    """One micro-batch: R lines of S positions, with the documents of some data rows, in order.
 
-    Padded, each line is one document followed by padding, and `documents` is None if no token sees those after it,
-    else the documents and paddings of all lines in turn. Packed, R is 1 and the line is `documents` side by side; the
-    last of them may be filling. What decides shapes or control flow is a host value, so that nothing data-dependent
-    runs on the device.
+    Padded: each line is one document followed by padding; `documents` is None with causal attention, else the documents
+    and paddings of all lines in order. Packed: R is 1, and the line is the concatenated `documents`, of which the last
+    may be padding. Values that decide shapes or control flow are on the host, so that no data-dependent code runs on
+    the device.
     """
 
     ids: Tensor  # [R, S] token ids
-    positions: Tensor  # [R, S] position of each token within its document
-    label_rows: Tensor  # [N] flat index (r * S + s) of each hidden state that predicts a token, or a class
-    targets: Tensor  # [N] the token, class or number it must predict, IGNORE where the row only fills up, at the end
-    lengths: tuple[int, ...]  # tokens of each document, without padding
+    positions: Tensor  # [R, S] position of each token in its document
+    label_rows: Tensor  # [N] flat index (r * S + s) of each hidden state that predicts a token or class
+    targets: Tensor  # [N] the token, class or number to predict; IGNORE for padding rows, at the end
+    lengths: tuple[int, ...]  # tokens per document, without padding
     num_labels: int  # targets that are not IGNORE
     num_tokens: int  # tokens without padding
     documents: PackedSequences | None = None
-    rows: tuple[int, ...] = ()  # documents of each data row; (): one
-    samples: tuple[int, ...] = ()  # of an evaluation: which row of the data each one is
-    weights: LossWeights | None = None  # None: each target counts 1
-    token_type_ids: Tensor | None = None  # [R, S] of pairs: 1 where the second text is, else 0
-    document_of_label: Tensor | None = None  # [N] of a loss over documents; D for a target that only fills up
-    document_values: Tensor | None = None  # [D, K] float64, what such a loss reads of each document: its reference, ...
-    mean_of: tuple["Batch", ...] = ()  # other documents, of which such a loss asks for a mean; (): of its own
-    step_mean: Tensor | None = None  # a scalar in float64 that such a loss asks for: one number of the whole step
+    rows: tuple[int, ...] = ()  # documents per data row; (): one each
+    samples: tuple[int, ...] = ()  # of an evaluation: index of each data row
+    weights: LossWeights | None = None  # None: all weights are 1
+    token_type_ids: Tensor | None = None  # [R, S] for text pairs: 1 for the second text, else 0
+    document_of_label: Tensor | None = None  # [N] for a loss over documents; D for padding targets
+    document_values: Tensor | None = None  # [D, K] float64, for such a loss: reference values of each document, ...
+    mean_of: tuple["Batch", ...] = ()  # other documents for the mean in such a loss; (): its own
+    step_mean: Tensor | None = None  # float64 scalar for such a loss: one value per step
 
     @property
     def label_weight(self) -> float:
-        """What the loss of a step is divided by, summed over its batches: the weight of all labels, or the data rows
-        where the loss is one over documents.
+        """Divisor of the loss, summed over the batches of a step: the weight of all labels, or for a loss over
+        documents the number of data rows.
         """
         if self.document_of_label is not None:
             return float(len(self.documents_of_rows)) if self.num_labels else 0.0
@@ -96,21 +96,21 @@ class Batch:
 
     @property
     def documents_of_rows(self) -> tuple[int, ...]:
-        """The number of documents of each data row."""
+        """Number of documents of each data row."""
         return self.rows or (1,) * len(self.lengths)
 
     @property
     def starts(self) -> list[int]:
-        """The flat index (r * S + s) at which each document begins; `lengths` says where it ends."""
+        """Flat index (r * S + s) of the start of each document, which has `lengths` tokens."""
         lines, width = self.ids.shape
         return list(accumulate(self.lengths[:-1], initial=0)) if lines == 1 else [r * width for r in range(lines)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, which are what a device receives."""
-        found: list[Tensor] = []
-        self.map_tensors(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        return found
+        """All tensors, to be copied to a device."""
+        tensors: list[Tensor] = []
+        self.map_tensors(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return tensors
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to `device`; the host does not wait if the tensors are pinned."""
@@ -120,7 +120,7 @@ class Batch:
         return self.map_tensors(Tensor.pin_memory)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """Apply `change` to every tensor; host values stay."""
+        """Apply `change` to every tensor; host values are unchanged."""
         changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -129,5 +129,5 @@ class Batch:
             elif isinstance(value, PackedSequences | LossWeights):
                 changed[field.name] = value.map_tensors(change)
             elif field.name == "mean_of":
-                changed[field.name] = tuple(each.map_tensors(change) for each in value)
+                changed[field.name] = tuple(batch.map_tensors(change) for batch in value)
         return replace(self, **changed)

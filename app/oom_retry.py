@@ -46,9 +46,9 @@ def try_or_none(work: Callable[..., Result], *arguments: Any) -> Result | None:
     return None
 
 
-def out_of_memory_error(what: str, kept: Mapping[str, int]) -> EnvironmentProblem:
-    """Return the error that ends a run. `kept` has the bytes allocated between steps, by part."""
-    parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in kept.items() if size)
+def out_of_memory_error(what: str, sizes: Mapping[str, int]) -> EnvironmentProblem:
+    """Return the error that ends a run. `sizes` has the bytes allocated between steps, by part."""
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in sizes.items() if size)
     addition = f" next to the memory kept between steps ({parts})" if parts else ""
     return EnvironmentProblem(
         f"out of memory: {what} does not fit{addition}. Cheapest options first: "

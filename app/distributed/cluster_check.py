@@ -65,12 +65,12 @@ def check_cluster(here: World, versions: Mapping[str, str]) -> dict[str, Any]:
             with _group(store, here, device):
                 _by_rank(0.0)  # a barrier, so that clocks are read together
                 clocks = _by_rank(time.time())
-                for each, clock, speed in zip(ranks, clocks, _by_rank(_matmul_flops(device)), strict=True):
-                    each |= {"clock_offset_seconds": clock - clocks[0], "matmul_flops": speed}
+                for facts, clock, speed in zip(ranks, clocks, _by_rank(_matmul_flops(device)), strict=True):
+                    facts |= {"clock_offset_seconds": clock - clocks[0], "matmul_flops": speed}
                 collectives = [row for name in _COLLECTIVES for row in _timed_sizes(name, device)]
     return {
         "processes": here.size,
-        "machines": len({each["host"] for each in ranks}),
+        "machines": len({facts["host"] for facts in ranks}),
         "backend": "nccl" if device.type == "cuda" else "gloo",
         "ranks": ranks,
         "collectives": collectives,
@@ -89,45 +89,45 @@ def stops_of(ranks: Sequence[Facts]) -> list[str]:
 
 
 def _version_stops(ranks: Sequence[Facts]) -> Iterator[str]:
-    for name in sorted({name for each in ranks for name in each["versions"]}):
-        values = [each["versions"].get(name, "none") for each in ranks]
+    for name in sorted({name for facts in ranks for name in facts["versions"]}):
+        values = [facts["versions"].get(name, "none") for facts in ranks]
         for other in dict.fromkeys(values):
             if other != values[0]:
-                who = _processes([each for each, value in zip(ranks, values, strict=True) if value == other])
+                who = _processes([facts for facts, value in zip(ranks, values, strict=True) if value == other])
                 yield f"{name}={values[0]}: {who} has {other}. Install the same versions on every machine."
 
 
 def _device_stops(ranks: Sequence[Facts]) -> Iterator[str]:
     users: dict[str, list[Facts]] = {}
-    for each in ranks:
-        if each["device"]["id"] is not None:
-            users.setdefault(each["device"]["id"], []).append(each)
+    for facts in ranks:
+        if facts["device"]["id"] is not None:
+            users.setdefault(facts["device"]["id"], []).append(facts)
     for device, members in users.items():
         if len(members) > 1:
             yield (
                 f"device={device}: {_processes(members)} share this GPU. Start one process per GPU on each machine, "
                 "and let each process see all GPUs or a different one."
             )
-    without = [each for each in ranks if each["device"]["id"] is None]
+    without = [facts for facts in ranks if facts["device"]["id"] is None]
     if users and without:
         yield f"device=cpu: {_processes(without)} found no GPU, but others did. Fix the driver, or exclude it."
 
 
 def notes_of(ranks: Sequence[Facts]) -> Iterator[str]:
     """Yield notes on processes less than half as fast as others with the same device, and on clocks that differ."""
-    for each in ranks:
-        name, speed = each["device"]["name"], each["matmul_flops"]
+    for facts in ranks:
+        name, speed = facts["device"]["name"], facts["matmul_flops"]
         best = max(other["matmul_flops"] for other in ranks if other["device"]["name"] == name)
         if speed < _SLOW_RATIO * best:
-            yield f"{_processes([each])} has {speed / best:.0%} of the speed of the fastest {name} and slows all down"
-        if abs(each["clock_offset_seconds"]) > _MAX_CLOCK_SECONDS:
-            yield f"the clock of {_processes([each])} differs from process 0 by {each['clock_offset_seconds']:+.1f} s"
+            yield f"{_processes([facts])} has {speed / best:.0%} of the speed of the fastest {name} and slows all down"
+        if abs(facts["clock_offset_seconds"]) > _MAX_CLOCK_SECONDS:
+            yield f"the clock of {_processes([facts])} differs from process 0 by {facts['clock_offset_seconds']:+.1f} s"
 
 
 def _processes(members: Sequence[Facts]) -> str:
     """Return e.g. `processes 1, 3 (gpu2)`."""
-    hosts = ", ".join(sorted({each["host"] for each in members}))
-    return f"{_numbered([each['rank'] for each in members])} ({hosts})"
+    hosts = ", ".join(sorted({facts["host"] for facts in members}))
+    return f"{_numbered([facts['rank'] for facts in members])} ({hosts})"
 
 
 def _numbered(ranks: Sequence[int]) -> str:

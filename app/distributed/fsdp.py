@@ -42,7 +42,7 @@ def mesh_sizes_of(parallel: ParallelConfig, processes: int, local_processes: int
     """Return the mesh; None if every process has the full model. `auto`: fsdp shards over all, hsdp over a machine."""
     if not parallel.divides or processes == 1:
         return None
-    shard, replicate = (None if each == "auto" else int(each) for each in (parallel.shard, parallel.replicate))
+    shard, replicate = (None if size == "auto" else int(size) for size in (parallel.shard, parallel.replicate))
     if shard is None:
         shard = processes // replicate if replicate else (local_processes if parallel.kind == "hsdp" else processes)
     if replicate is None:
@@ -149,7 +149,7 @@ class Sharding:
         """
         sharded, gathered = self._trained_of_one_unit()
         gradients: dict[str, Tensor] = {}
-        hooks = [each.register_hook(partial(_store_gradient, gradients, name)) for name, each in gathered.items()]
+        hooks = [weight.register_hook(partial(_store_gradient, gradients, name)) for name, weight in gathered.items()]
         backward()
         for hook in hooks:
             hook.remove()
@@ -172,12 +172,12 @@ class Sharding:
         for unit in reversed(self.units):
             module = _module(unit)
             unit.reshard()
-            sharded = {name: each for name, each in module.named_parameters() if each.requires_grad}
+            sharded = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
             unit.unshard()
-            gathered = {name: each for name, each in module.named_parameters() if name in sharded}
+            gathered = {name: weight for name, weight in module.named_parameters() if name in sharded}
             unit.reshard()
             names = sorted(
-                (name for name, each in gathered.items() if not is_sharded(each)), key=lambda n: sharded[n].numel()
+                (name for name, weight in gathered.items() if not is_sharded(weight)), key=lambda n: sharded[n].numel()
             )
             small = [name for name in names if sharded[name].numel() <= _MAX_COMPARED_WEIGHTS] or names[:1]
             if small:
@@ -187,8 +187,8 @@ class Sharding:
     @contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
         """Gather the weights of a module on all processes, inside a pass of the model, which gathers the root."""
-        layers = (each for each in self.units if each is not self._root)
-        unit = next((each for each in layers if any(module is inner for inner in _module(each).modules())), None)
+        layers = (layer for layer in self.units if layer is not self._root)
+        unit = next((layer for layer in layers if any(module is inner for inner in _module(layer).modules())), None)
         if unit is None:
             yield
             return

@@ -75,7 +75,7 @@ class AllReduce(GradientReduction):
     """Reduction with a full model per process, by DistributedDataParallel. Frozen weights and buffers are equal by
     construction and are not sent.
 
-    Gradients are views of its buckets, so they need no extra memory; the buckets are the same in every start.
+    Gradients are views of the DDP buckets, so they need no extra memory; the buckets are the same in every start.
     `overlap`: reduce during the last backward pass of a step, which then cannot be repeated.
     """
 
@@ -132,9 +132,9 @@ class ShardedGradients(GradientReduction):
         self._sharding = sharding
         # plain parameters in the memory of the shards, for optimizers without DTensor support; empty shards have none
         self.local = {
-            each: nn.Parameter(local(each.detach()), requires_grad=each.requires_grad)
-            for each in (() if whole_matrices else parameters)
-            if local(each).numel()
+            parameter: nn.Parameter(local(parameter.detach()), requires_grad=parameter.requires_grad)
+            for parameter in (() if whole_matrices else parameters)
+            if local(parameter).numel()
         }
         super().__init__(parameters if whole_matrices else list(self.local.values()))
 
@@ -150,7 +150,7 @@ class ShardedGradients(GradientReduction):
     def gradients(self) -> list[Tensor]:
         for parameter, shard in self.local.items():
             shard.grad = None if parameter.grad is None else local(parameter.grad)
-        gradients = [local(each.grad) for each in self._parameters if each.grad is not None]
+        gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         return [gradient for gradient in gradients if gradient.numel()]
 
     def total(self, squares: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class _NoPass(nn.Module):
         self.reduced = nn.ParameterList(parameters)
 
     def forward(self, *, one_by_one: bool = False) -> Tensor:
-        groups = [[each] for each in self.reduced] if one_by_one else [self.reduced]
+        groups = [[parameter] for parameter in self.reduced] if one_by_one else [self.reduced]
         zeros: list[Tensor] = [_Zero.apply(*group) for group in groups]  # type: ignore[no-untyped-call]
         return torch.stack(zeros).sum()
 

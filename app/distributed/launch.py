@@ -105,14 +105,14 @@ def _first_host(nodes: str) -> str:
 # ---- failures
 
 
-FOLDER = "APP_LAUNCH_FOLDER"  # environment variable: where processes of our own launcher write their failures
+FOLDER = "APP_LAUNCH_FOLDER"  # environment variable: folder for the failures of processes of our own launcher
 POLL_SECONDS = 0.5
-MEETING_SECONDS = 3600.0  # for the store to answer at the start: process 0 may come late
-AGENT_SECONDS = 5.0  # the same if the elastic agent holds it, which starts before the processes
-FAILING_CONNECT_SECONDS = 2.0  # and at a failure: it may have died with the process that held it
+MEETING_SECONDS = 3600.0  # for the store to answer at the start: process 0 may start late
+AGENT_SECONDS = 5.0  # the same if the elastic agent hosts it, which starts before the processes
+FAILING_CONNECT_SECONDS = 2.0  # and at a failure: its host may have died
 UNMET_CONNECT_SECONDS = 5.0  # and at a failure before the processes are connected: process 0 may fail a moment later
 GRACE_SECONDS = 2.5  # for a process that noticed the failure to close its records
-READ_SECONDS = 1.0  # for others to read the flag before the process that holds the store may end
+READ_SECONDS = 1.0  # for others to read the flag before the host of the store exits
 _LAST_LINES = 20
 _SECONDARY_SECONDS = 5.0  # in which others fail because a peer was killed
 
@@ -123,7 +123,7 @@ _CONNECTED = threading.Event()  # the watching thread, to the store
 _SEEN: list["_Raised"] = []  # the failure of another process that ends this one
 
 
-# ---- the end of this process
+# ---- exit of this process
 
 
 @contextmanager
@@ -213,7 +213,7 @@ class FailureFlag:
 
     def watch(self) -> None:
         """Start one thread that ends this process within seconds after another raises the flag, with its code, or
-        after its launcher or the holder of the store has died.
+        after its launcher or the host of the store has died.
         """
         if _WATCHING.is_set():
             return
@@ -231,12 +231,12 @@ class FailureFlag:
             store = self._store_at_failure(has_met=has_met)
             first = _Raised.parse(store.compare_set(self._key, "", str(mine)))
             store.add(f"{self._key}/read", 1)
-        except RuntimeError:  # the process that held the store has ended, or never started
+        except RuntimeError:  # the host of the store has ended, or never started
             return None
         return None if first == mine else first
 
     def let_others_read(self) -> None:
-        """Wait after `raise_first`, before this process ends: it may hold the store."""
+        """Wait after `raise_first`, before this process ends: it may host the store."""
         if self._hosted is None:
             time.sleep(READ_SECONDS)
             return
@@ -245,7 +245,7 @@ class FailureFlag:
             time.sleep(POLL_SECONDS / 5)
 
     def _store_at_failure(self, *, has_met: bool) -> "TCPStore":
-        """Connect to the store. Without a launcher, process 0 holds it, before the processes connect from here."""
+        """Connect to the store. Without a launcher, process 0 hosts it, here if the processes are not connected yet."""
         if has_met or _has_agent_store():
             return _store(FAILING_CONNECT_SECONDS)
         if self._rank > 0:
@@ -270,7 +270,7 @@ class FailureFlag:
             if not was_reached:  # the process itself reports that it cannot reach the others
                 return
         if not _ENDING.wait(POLL_SECONDS):  # a peer that ended normally may be a moment ahead
-            sys.stderr.write(f"process {self._rank}: the launcher, or the process that holds the store, has ended\n")
+            sys.stderr.write(f"process {self._rank}: the launcher, or the process that hosts the store, has ended\n")
             if FOLDER in os.environ:
                 shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
             self._end(1, 0)
@@ -294,7 +294,7 @@ def stop_watching() -> None:
 
 
 def _has_agent_store() -> bool:
-    """Return whether the elastic agent that started this process holds the store."""
+    """Return whether the elastic agent that started this process hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -319,7 +319,7 @@ def _wait_until_answered(address: tuple[str, int], seconds: float) -> None:
         time.sleep(POLL_SECONDS / 5)
 
 
-# ---- what a launcher reads
+# ---- failures of processes, for their launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,9 +344,9 @@ def report_failure(rank: int, code: int, text: str) -> None:
         sys.stderr.write(f"{text}\n(process {rank})\n")
         return
     facts = {"at": time.time(), "code": code, "text": text}
-    aside = Path(folder) / f".rank-{rank}"
-    aside.write_text(json.dumps(facts))
-    aside.rename(Path(folder) / f"rank-{rank}.json")
+    temporary = Path(folder) / f".rank-{rank}"
+    temporary.write_text(json.dumps(facts))
+    temporary.rename(Path(folder) / f"rank-{rank}.json")
 
 
 def read_failure(folder: Path, rank: int) -> Failure | None:
@@ -363,9 +363,9 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
     The agent ends the others by SIGTERM; a failure without text followed the flag of another.
     """
-    by_time = sorted(failures, key=lambda each: (each.code == -signal.SIGTERM, not each.text, each.at))
-    dead = [each for each in by_time if each.code < 0 and each.code != -signal.SIGTERM]
-    killed = [each for each in dead if each.at - by_time[0].at < _SECONDARY_SECONDS]
+    by_time = sorted(failures, key=lambda failure: (failure.code == -signal.SIGTERM, not failure.text, failure.at))
+    dead = [failure for failure in by_time if failure.code < 0 and failure.code != -signal.SIGTERM]
+    killed = [failure for failure in dead if failure.at - by_time[0].at < _SECONDARY_SECONDS]
     return (killed or by_time)[0]
 
 
@@ -390,7 +390,7 @@ MAX_DEPTH = 20  # of splits: a million parts
 _SAVED_CODES = frozenset(CODES.values())  # the processes have printed their messages
 
 
-# ---- in a process that was started
+# ---- in a started process
 
 
 def launched_run() -> tuple[RunConfig, str] | None:
@@ -427,7 +427,7 @@ def check(run: RunConfig) -> Iterator[str]:
         )
 
 
-# ---- in the process that starts them
+# ---- in the launcher
 
 
 def processes_to_start(launch: LaunchConfig) -> int:
@@ -531,7 +531,7 @@ def forwarding_signals() -> Iterator[list[int]]:
     def forward(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         children = child_pids()
-        if not children:  # not yet
+        if not children:  # none started yet
             raise Stopped(number)
         for child in children:
             with contextlib.suppress(ProcessLookupError):
@@ -554,8 +554,8 @@ def child_pids() -> list[int]:
 def _report(failed: Any, count: int, received: list[int], folder: Path) -> int:
     """Print one message for all ended processes; none after a stop signal."""
     first = root_cause(
-        read_failure(folder, rank) or Failure(rank, each.exitcode, float(each.timestamp or time.time()))
-        for rank, each in failed.failures.items()
+        read_failure(folder, rank) or Failure(rank, failure.exitcode, float(failure.timestamp or time.time()))
+        for rank, failure in failed.failures.items()
     )
     if first.code in _SAVED_CODES and not first.text:
         return first.code

@@ -53,7 +53,7 @@ class HostGroup:
 
     def max(self, value: float) -> float:
         """Return the maximum over all processes."""
-        return max(each for (each,) in self.gathered([value]))
+        return max(number for (number,) in self.gathered([value]))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return a plain object of every process, by rank."""
@@ -214,8 +214,8 @@ def fake_device_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh]:
         dimensions = {f"fake_replicate_{number}": ranks[:, 0]} | dimensions
     groups = [
         # with local synchronization no other process needs to take part
-        dist.new_group(each.tolist(), backend="fake", use_local_synchronization=True)
-        for each in dimensions.values()
+        dist.new_group(members.tolist(), backend="fake", use_local_synchronization=True)
+        for members in dimensions.values()
     ]
     try:
         yield DeviceMesh.from_group(

@@ -43,7 +43,7 @@ class _Writer(FileSystemWriter):
             raise error from fault
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        places = {each.index: each.storage_data for of_rank in results for each in of_rank}
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         (Path(self.path) / METADATA).write_text(json.dumps(_described(metadata.state_dict_metadata, places)))
 
 
@@ -98,18 +98,18 @@ def _metadata(tensors: Mapping[str, Any]) -> Metadata:
 
 def _is_whole(chunks: Sequence[ChunkStorageMetadata], whole: torch.Size) -> bool:
     """Return whether the chunks are row ranges that cover a tensor without gap or overlap."""
-    if any(len(each.offsets) != len(whole) or len(each.sizes) != len(whole) for each in chunks):
+    if any(len(chunk.offsets) != len(whole) or len(chunk.sizes) != len(whole) for chunk in chunks):
         return False
     if not whole:
         return len(chunks) == 1
-    spans = sorted((each.offsets[0], each.offsets[0] + each.sizes[0]) for each in chunks if each.sizes[0])
+    spans = sorted((chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks if chunk.sizes[0])
     ends = [0, *(end for _, end in spans)]
-    has_whole_rows = all(not any(each.offsets[1:]) and each.sizes[1:] == whole[1:] for each in chunks)
+    has_whole_rows = all(not any(chunk.offsets[1:]) and chunk.sizes[1:] == whole[1:] for chunk in chunks)
     return has_whole_rows and ends == [*(first for first, _ in spans), whole[0]]
 
 
 def _size(numbers: Any) -> torch.Size:
-    if not isinstance(numbers, list) or any(type(each) is not int or each < 0 for each in numbers):
+    if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"{numbers} are not sizes")
     return torch.Size(numbers)
 
@@ -122,7 +122,7 @@ def save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
     try:
         state_dict_saver.save(dict(tensors), storage_writer=_Writer(folder), process_group=group)
     except CheckpointException as fault:
-        cause = next((each for each, _ in fault.failures.values() if isinstance(each, OSError)), None)
+        cause = next((error for error, _ in fault.failures.values() if isinstance(error, OSError)), None)
         raise (cause or fault) from fault
 
 
@@ -134,7 +134,7 @@ def load(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
             warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
             state_dict_loader.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as fault:
-        cause = next((each for each, _ in fault.failures.values()), fault)
+        cause = next((error for error, _ in fault.failures.values()), fault)
         raise CheckpointError(f"{folder} cannot be read ({type(cause).__name__}: {cause}). {_REMEDY}.") from fault
 
 

@@ -56,7 +56,7 @@ class MetricDifference:
     def __str__(self) -> str:
         is_visible = self.relative > _MIN_VISIBLE_DIFFERENCE  # else all digits are shown
         values = (self.then, self.now)
-        then, now = (format_number(each) if each is not None and is_visible else str(each) for each in values)
+        then, now = (format_number(value) if value is not None and is_visible else str(value) for value in values)
         return f"{self.name} at step {self.step}: {then} then, {now} now (relative difference {self.relative:.1e})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,12 +86,12 @@ def compare_lines(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, 
     """Compare the lines of two metrics.jsonl with equal step and kind."""
     before, after = _by_step(then), _by_step(now)
     shared = sorted(before.keys() & after.keys())
-    differences = [diff for place in shared for diff in _apart(place[0], before[place], after[place])]
+    differences = [diff for place in shared for diff in _metric_differences(place[0], before[place], after[place])]
     return LineComparison(
         lines=len(shared),
         last_step=shared[-1][0] if shared else None,
         first=differences[0] if differences else None,
-        largest=max(differences, key=lambda each: each.relative, default=None),
+        largest=max(differences, key=lambda diff: diff.relative, default=None),
     )
 
 
@@ -121,7 +121,7 @@ def _by_step(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, bool], Mappi
     return {(line["step"], "eval_loss" in line): line for line in lines}
 
 
-def _apart(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[MetricDifference]:
+def _metric_differences(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[MetricDifference]:
     for name in COMPARED:
         before, after = then.get(name), now.get(name)
         if before != after:

@@ -67,7 +67,8 @@ def evaluation_line(values: Mapping[str, Any]) -> str:
 def samples_text(step: int, samples: Sequence[Sample]) -> str:
     """Return all samples as text."""
     blocks = [
-        align([("prompt", each.prompt), ("expected", each.expected), ("answer", each.answer_text)]) for each in samples
+        align([("prompt", sample.prompt), ("expected", sample.expected), ("answer", sample.answer_text)])
+        for sample in samples
     ]
     return f"samples at step {step}\n" + "\n\n".join(blocks)
 

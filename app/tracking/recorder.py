@@ -242,7 +242,9 @@ class Recorder:
         """Record answers of the model; answers of the first and last step are printed at the end of the run."""
         if not self.enabled or not samples:
             return
-        safe = [redact({key: value for key, value in asdict(each).items() if value is not None}) for each in samples]
+        safe = [
+            redact({key: value for key, value in asdict(sample).items() if value is not None}) for sample in samples
+        ]
         for sample in safe:
             self._samples.write({"step": step, **sample})
         text = samples_text(step, [Sample(**sample) for sample in safe])

@@ -193,8 +193,8 @@ def _comet(start: RunStart) -> dict[str, Any]:
     from comet_ml import ExperimentConfig
 
     off = ("code", "graph", "git_metadata", "git_patch", "env_details")
-    quiet: dict[str, Any] = {f"log_{each}": False for each in off}
-    quiet |= {f"auto_{each}": False for each in ("output_logging", "param_logging", "metric_logging", "log_co2")}
+    quiet: dict[str, Any] = {f"log_{name}": False for name in off}
+    quiet |= {f"auto_{name}": False for name in ("output_logging", "param_logging", "metric_logging", "log_co2")}
     folder = str(start.folder / "comet")
     config = ExperimentConfig(
         name=start.name, parse_args=False, display_summary_level=0, offline_directory=folder, **quiet

@@ -167,7 +167,7 @@ def choose_compile(facts: CompileFacts) -> CompileChoice:
     if not reasons and not facts.flops:
         reasons.append("every layer has a recurrent mixer, whose rows have many shapes")
     elif not reasons and facts.stored is None and facts.flops < REPAYING_FLOPS:
-        of_run, repaying = (each / 1e15 for each in (facts.flops, REPAYING_FLOPS))
+        of_run, repaying = (flops / 1e15 for flops in (facts.flops, REPAYING_FLOPS))
         reasons.append(f"too few steps to repay compilation ({of_run:.2g} PFLOP, at least {repaying:g})")
     return CompileChoice(NONE, tuple(reasons)) if reasons else CompileChoice(BLOCKS)
 
@@ -208,7 +208,7 @@ def compile_facts(
         flops = math.inf
     return CompileFacts(
         device,
-        obstacles=(*filter(None, [compile_obstacle(run.adapter)]), *(each.reason for each in all_obstacles)),
+        obstacles=(*filter(None, [compile_obstacle(run.adapter)]), *(obstacle.reason for obstacle in all_obstacles)),
         is_rocm=torch.version.hip is not None,
         trains_experts=run.adapter.kind != "none" and run.adapter.experts,
         router_coefficient=coefficient_of(run.task, run.adapter, lm) if run.task.router_loss == AUTO else 0.0,
@@ -323,8 +323,8 @@ class AutoSettings:
         """Return how many layers must be recomputed for a run to fit; None without an estimate."""
 
         def ask(planner: RunPlanner) -> tuple[int | None, str]:
-            asked = with_recompute(run, AUTO, memory_budget(run.compile))
-            (count, _), remark = planner.recompute(asked, self.choices, largest(), run.batching.accumulation, layers)
+            variant = with_recompute(run, AUTO, memory_budget(run.compile))
+            (count, _), remark = planner.recompute(variant, self.choices, largest(), run.batching.accumulation, layers)
             return count, remark
 
         return self._decide(ask, None, "")

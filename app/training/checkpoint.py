@@ -59,7 +59,7 @@ _PER_PROCESS_MARK = "@"
 def named_tensors(stepper: Stepper) -> dict[str, Tensor]:
     """Return the tensors to save, as `weights/NAME` and `states/NAME/KEY`."""
     trained = stepper.model.trained()
-    named: dict[str, Tensor] = {f"weights/{name}": each.detach() for name, each in trained.items()}
+    named: dict[str, Tensor] = {f"weights/{name}": parameter.detach() for name, parameter in trained.items()}
     for name, states in _states(stepper).items():
         tensors = ((key, value) for key, value in states.items() if isinstance(value, Tensor))
         for key, value in tensors:
@@ -93,16 +93,16 @@ def load_sharded(folder: Path, plain: Mapping[str, Any], stepper: Stepper, host_
     """Load if the checkpoint, this run or both are sharded."""
     if not stepper.optimizer.state:
         stepper.allocate_states()
-    wanted = named_tensors(stepper)
+    tensors = named_tensors(stepper)
     shards = folder / SHARDS
     if shards.is_dir():
-        _require_names(folder, wanted, sharded_checkpoint.names_in(shards), host_group)
-        sharded_checkpoint.load(wanted, shards, host_group.group)
+        _require_names(folder, tensors, sharded_checkpoint.names_in(shards), host_group)
+        sharded_checkpoint.load(tensors, shards, host_group.group)
         numbers = dict(plain)
     else:
         names = {place: without_optimizer(name) for place, name in saved_names(plain).items()}
         numbers = _renamed(plain, names)
-        _load_rows(folder, names, wanted, host_group)
+        _load_rows(folder, names, tensors, host_group)
     for name, states in _states(stepper).items():
         states |= {key: numbers[f"{name}/{key}"] for key in states if f"{name}/{key}" in numbers}
     if STEPS_ROUNDED in numbers:
@@ -111,10 +111,10 @@ def load_sharded(folder: Path, plain: Mapping[str, Any], stepper: Stepper, host_
 
 def load_weights(folder: Path, trained: Mapping[str, nn.Parameter], host_group: HostGroup) -> None:
     """Load the trained weights of a checkpoint into the parameters of the same names."""
-    wanted: dict[str, Tensor] = {f"weights/{name}": each.detach() for name, each in trained.items()}
+    tensors: dict[str, Tensor] = {f"weights/{name}": parameter.detach() for name, parameter in trained.items()}
     shards = folder / SHARDS
     if shards.is_dir():
-        sharded_checkpoint.load(wanted, shards, host_group.group)
+        sharded_checkpoint.load(tensors, shards, host_group.group)
         return
     with safe_open(folder / WEIGHTS, framework="pt") as saved, torch.no_grad():
         names = set(saved.keys())
@@ -130,9 +130,9 @@ def _states(stepper: Stepper) -> dict[str, dict[str, Any]]:
     return {without_optimizer(name): states for name, states in named_states(stepper.optimizer).items()}
 
 
-def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], host_group: HostGroup) -> None:
+def _require_names(folder: Path, tensors: Mapping[str, Tensor], have: set[str], host_group: HostGroup) -> None:
     """Raise for missing tensors on all ranks together: each checks its own shards."""
-    missing = sorted({name for each in host_group.all_gather_object(sorted(wanted.keys() - have)) for name in each})
+    missing = sorted({name for names in host_group.all_gather_object(sorted(tensors.keys() - have)) for name in names})
     if not missing:
         return
     saved_by = {name.rpartition(".")[2] for name in have if _PER_PROCESS_MARK in name} or {"1"}
@@ -145,7 +145,7 @@ def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], h
     raise CheckpointError(f"{folder} has other weights than this run trains (e.g. {missing[0]}).")
 
 
-def _load_rows(folder: Path, names: Mapping[str, str], wanted: Mapping[str, Tensor], host_group: HostGroup) -> None:
+def _load_rows(folder: Path, names: Mapping[str, str], tensors: Mapping[str, Tensor], host_group: HostGroup) -> None:
     """Read the rows of this rank from files of full tensors."""
     with (
         safe_open(folder / WEIGHTS, framework="pt") as weights,
@@ -155,8 +155,8 @@ def _load_rows(folder: Path, names: Mapping[str, str], wanted: Mapping[str, Tens
         for path in states.keys():  # noqa: SIM118
             place, key = _split_path(path)
             places[f"states/{names.get(place, place)}/{key}"] = (states, path)
-        _require_names(folder, wanted, set(places), host_group)
-        for name, tensor in wanted.items():
+        _require_names(folder, tensors, set(places), host_group)
+        for name, tensor in tensors.items():
             _copy_rows(*places[name], tensor)
 
 
@@ -249,7 +249,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
             f"resume=auto: every checkpoint in {folder} is damaged. "
             "Start again with another output_dir, or move the folder away. " + "; ".join(remarks)
         )
-    elsewhere = [Path(each) for each in read_object(folder / RESUMED) if Path(each).is_absolute()]
+    elsewhere = [Path(place) for place in read_object(folder / RESUMED) if Path(place).is_absolute()]
     if not elsewhere:
         return None, []
     save = elsewhere[0]
@@ -282,7 +282,7 @@ class Checkpoints:
         self._config = config
         self._identity = dict(identity)
         self._choices = dict(choices)
-        self._known: dict[Path, bool] = {}  # checkpoints written or read in this start: whether they are intact
+        self._is_intact: dict[Path, bool] = {}  # checkpoints written or read in this start: whether they are intact
 
     def keep_choices(self, choices: Mapping[str, str]) -> None:
         """Store other choices from now on."""
@@ -310,20 +310,22 @@ class Checkpoints:
             "progress": asdict(progress),
             "scaler": None if stepper.scale is None else stepper.scale.state_dict(),
         }
-        with checksummed_folder(target) as aside:
+        with checksummed_folder(target) as temporary:
             if sharding is not None:
                 host_group.wait_for_all()
-                sharded.save(named_tensors(stepper), aside / SHARDS, host_group.group)
-                state |= {"optimizer": {key: value for each in plains for key, value in each.items()}}
+                sharded.save(named_tensors(stepper), temporary / SHARDS, host_group.group)
+                state |= {"optimizer": {key: value for states in plains for key, value in states.items()}}
             else:
                 tensors, plain = flatten(stepper.optimizer.state_dict())
-                _save_tensors(stepper.model.trained(), aside / WEIGHTS)
-                _save_tensors(tensors, aside / OPTIMIZER)
+                _save_tensors(stepper.model.trained(), temporary / WEIGHTS)
+                _save_tensors(tensors, temporary / OPTIMIZER)
                 state |= {"optimizer": plain}
-            by_rank = {f"{rank}.{name}": each for rank, states in enumerate(random) for name, each in states.items()}
-            save_file(by_rank, aside / _RANDOM)
-            (aside / STATE).write_text(json.dumps(state))
-        self._known[target] = True
+            by_rank = {
+                f"{rank}.{name}": tensor for rank, states in enumerate(random) for name, tensor in states.items()
+            }
+            save_file(by_rank, temporary / _RANDOM)
+            (temporary / STATE).write_text(json.dumps(state))
+        self._is_intact[target] = True
         old = [folder for folder in self._old() if folder != self._place(progress.best_step)]
         return [remark for folder in old if (remark := delete_folder(folder))]
 
@@ -333,7 +335,7 @@ class Checkpoints:
         self._require_same_run(folder, state)
         # facts unknown in this start, such as the hash of a deleted start adapter, stay in later checkpoints
         self._identity = {**state["identity"], **self._identity}
-        self._known[folder] = True
+        self._is_intact[folder] = True
         if stepper.model.sharding is None and not (folder / SHARDS).is_dir():
             load_weights(folder, stepper.model.trained(), host_group)
             load_state(stepper.optimizer, load_file(folder / OPTIMIZER), state["optimizer"])
@@ -358,9 +360,9 @@ class Checkpoints:
     def note_depth(self, depth: int) -> None:
         """Store a deeper split for the next start: this one cannot repeat its micro-batch."""
         self.folder.mkdir(exist_ok=True)
-        aside = temp_dir_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several processes may write at once
-        aside.write_text(json.dumps(depth))
-        aside.rename(self.folder / DEPTH)
+        temporary = temp_dir_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several processes may write at once
+        temporary.write_text(json.dumps(depth))
+        temporary.rename(self.folder / DEPTH)
 
     def noted_depth(self) -> int:
         return read_depth(self.folder / DEPTH)
@@ -387,9 +389,9 @@ class Checkpoints:
         saves, intact = checkpoints_in(self.folder), 0
         while len(saves) > self._config.keep - intact > 0:
             save = saves.pop()
-            if save not in self._known:
-                self._known[save] = damage_of(save) is None
-            intact += self._known[save]
+            if save not in self._is_intact:
+                self._is_intact[save] = damage_of(save) is None
+            intact += self._is_intact[save]
         return saves if intact == self._config.keep else []
 
 
@@ -414,7 +416,7 @@ def damage_of(save: Path) -> str | None:
     if fault is not None:
         return fault
     try:
-        is_whole = _is_of_a_run(_read_state(save))
+        is_whole = _has_valid_values(_read_state(save))
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError, AppError):
         is_whole = False
     if not is_whole:
@@ -428,7 +430,7 @@ def damage_of(save: Path) -> str | None:
     return None
 
 
-def _is_of_a_run(state: Mapping[str, Any]) -> bool:
+def _has_valid_values(state: Mapping[str, Any]) -> bool:
     """Return whether all values have the types and ranges of a run."""
     if not all(isinstance(state[key], kind) for key, kind in _STATE_TYPES.items()):
         return False
@@ -462,4 +464,4 @@ def _command_of(run: Path) -> str:
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, file)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)

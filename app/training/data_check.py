@@ -332,8 +332,8 @@ def _template(check: DataCheck) -> Iterator[Advice]:
         ends = f"no special token ends the answer in {many(counts.endless, 'sample')}"
         yield f"model.chat_template={check.other_template}", f"{ends}: the model will not learn to stop"
     if counts.unseen:
-        said = f"the content of {many(counts.unseen, 'system, user or tool message')}"
-        yield f"model.chat_template={check.other_template}", f"this template omits {said}"
+        omitted = f"the content of {many(counts.unseen, 'system, user or tool message')}"
+        yield f"model.chat_template={check.other_template}", f"this template omits {omitted}"
     if counts.glued:
         yield (
             "dataset.columns.prompt=...",

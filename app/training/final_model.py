@@ -139,7 +139,7 @@ def _experts(trainer: Trainer) -> dict[str, int]:
     """Count the experts with adapters, and those of them that received no tokens."""
     parts = trainer.parts
     of_all = parts.runtime.host_group.all_gather_object(moved_experts(parts.stepper.model.network, local))
-    moved = [any(each) for modules in zip(*of_all, strict=True) for each in zip(*modules, strict=True)]
+    moved = [any(flags) for modules in zip(*of_all, strict=True) for flags in zip(*modules, strict=True)]
     return {"total": len(moved), "untrained": moved.count(False)}
 
 
@@ -161,16 +161,16 @@ def _load_best(trainer: Trainer) -> bool:
 # ---- stand in
 
 
-_OWN = {"final", "result.json", "run.yaml", "checkpoints"}
+_REPLACED = {"final", "result.json", "run.yaml", "checkpoints"}
 
 
 @contextmanager
-def at_checkpoint(folder: Path, wanted: str | None, run: RunConfig) -> Iterator[Path]:
+def at_checkpoint(folder: Path, checkpoint: str | None, run: RunConfig) -> Iterator[Path]:
     """Yield the run folder, or a stand-in with the weights of a kept checkpoint: `best` or a step number."""
-    if wanted is None:
+    if checkpoint is None:
         yield folder
         return
-    save = kept_checkpoint(folder, wanted)
+    save = kept_checkpoint(folder, checkpoint)
     with TemporaryDirectory(prefix="checkpoint-") as place:
         _save_checkpoint(folder, save, run, Path(place) / "final")
         progress = progress_of(save)
@@ -209,16 +209,16 @@ def combined(folder: Path, parts: Mapping[str, float], how: str, rank: int | Non
         yield _linked(folder, Path(place), run, {**unknown, "combined": facts})
 
 
-def kept_checkpoint(folder: Path, wanted: str) -> Path:
+def kept_checkpoint(folder: Path, checkpoint: str) -> Path:
     """Return the checkpoint of a step or of the best evaluation; raise if it was not kept or is damaged."""
     checkpoints = checkpoints_in(folder / "checkpoints")
-    steps = sorted(int(checkpoint.name.removeprefix("step-")) for checkpoint in checkpoints)
-    setting = f"checkpoint={wanted}"
+    steps = sorted(int(path.name.removeprefix("step-")) for path in checkpoints)
+    setting = f"checkpoint={checkpoint}"
     if not checkpoints:
         raise CheckpointError(f"{setting}: run={folder} has no checkpoints. Omit checkpoint= to use final/.")
-    step = progress_of(checkpoints[-1]).best_step if wanted == "best" else int(wanted)
+    step = progress_of(checkpoints[-1]).best_step if checkpoint == "best" else int(checkpoint)
     if step not in steps:
-        what = f"the checkpoint of the best evaluation (step {step})" if wanted == "best" else "this checkpoint"
+        what = f"the checkpoint of the best evaluation (step {step})" if checkpoint == "best" else "this checkpoint"
         raise CheckpointError(
             f"{setting}: {what} was not kept. run={folder} has checkpoints of steps {', '.join(map(str, steps))}."
         )
@@ -261,7 +261,7 @@ def _save_checkpoint(folder: Path, save: Path, run: RunConfig, target: Path) -> 
 def _linked(folder: Path, place: Path, run: RunConfig, result: Mapping[str, Any]) -> Path:
     """Link the other files of the run, and write run.yaml and result.json of the other weights."""
     for file in folder.iterdir():
-        if file.name not in _OWN:
+        if file.name not in _REPLACED:
             (place / file.name).symlink_to(file.resolve())
     write_text(place / "run.yaml", to_yaml(asdict(run)))
     write_json(place / "result.json", {**read_result(folder), **result})

@@ -16,7 +16,7 @@ COMPARED = "compared"  # the resolved value itself
 SETTLED = "settled"  # the result of the value: `Plan.identity`
 FREE = "free"  # may differ: location, speed and memory of the same computation
 
-# of every key of a run, or of its section
+# by key of a run, or by section
 ROLES = {
     "output_dir": FREE,
     "seed": COMPARED,
@@ -43,7 +43,7 @@ ROLES = {
     "batching": SETTLED,  # by the rows or bins of a step
     "batching.order": COMPARED,
     "adapter": COMPARED,
-    "adapter.start": SETTLED,  # by the hash of its weights
+    "adapter.start": SETTLED,  # by the hash of the adapter weights
     "quantization": COMPARED,
     "optimizer": COMPARED,
     "optimizer.in_backward": FREE,
@@ -74,7 +74,7 @@ _BASE = "the base (as a hash)"
 
 
 def role_of(key: str) -> str | None:
-    """Return the role of a schema key, else of its section."""
+    """Return the role of a schema key, else of the nearest section with a role."""
     section = key.rpartition(".")[0]
     return ROLES.get(key) or (role_of(section) if section else None)
 
@@ -102,13 +102,13 @@ def start_hash(adapter: AdapterConfig) -> dict[str, str]:
     return {} if weights is None or not weights.is_file() else {"adapter.start (as a hash)": sha256(weights)[:12]}
 
 
-def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the differences between a checkpoint and a run, in the keys that both have (a hash needs its files)."""
-    keys = saved.keys() & own.keys()
+    keys = saved.keys() & current.keys()
     if _BASE in keys:
         keys -= {"model.path"}  # the same weights in another place
     return [
-        f"{key}: the checkpoint has {saved[key]}, this run has {own[key]}"
+        f"{key}: the checkpoint has {saved[key]}, this run has {current[key]}"
         for key in sorted(keys)
-        if saved[key] != own[key]
+        if saved[key] != current[key]
     ]

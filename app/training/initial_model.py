@@ -76,18 +76,18 @@ def base_hash_of(folder: Path) -> str | None:
 
 def _require_same_base(run: RunConfig, folder: Path, fingerprint: str | None, named: str) -> list[str]:
     """Raise if the base is not that of the adapter; return a remark if its hash is unknown."""
-    setting, known, file = f"adapter.start={run.adapter.start}", base_hash_of(folder), folder.parent / "run.yaml"
+    setting, base_hash, file = f"adapter.start={run.adapter.start}", base_hash_of(folder), folder.parent / "run.yaml"
     first = read_run(file) if file.is_file() else None
     if first is not None and first.model.weights == run.model.weights == "random":
         is_same = (first.seed, first.model.architecture) == (run.seed, run.model.architecture)
     else:
-        is_same = known in (None, fingerprint)
+        is_same = base_hash in (None, fingerprint)
     if not is_same:
         raise ConfigError(
             f"{setting} was trained on another base (different weight hash, or different seed or architecture of "
             "random weights). Set model.path to the base of that adapter."
         )
-    is_known = known is not None or first is not None
+    is_known = base_hash is not None or first is not None
     unknown = f"{setting}: the hash of its base is unknown, so only shapes were compared (its base: {named})"
     return [] if is_known else [unknown]
 
@@ -95,7 +95,7 @@ def _require_same_base(run: RunConfig, folder: Path, fingerprint: str | None, na
 @torch.no_grad()
 def _load(folder: Path, run: RunConfig, targets: list[str], model: TrainingModel, names: Names) -> None:
     """Load the tensors saved by PEFT; raise if it adapts other layers, or layers of other shapes."""
-    named = {names.of_adapter(name): each.detach() for name, (_, each) in adapter_tensors(model).items()}
+    named = {names.of_adapter(name): tensor.detach() for name, (_, tensor) in adapter_tensors(model).items()}
     setting = f"adapter.start={run.adapter.start}"
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as saved:
         odd = sorted(named.keys() ^ set(saved.keys()))
@@ -127,9 +127,9 @@ def drawn_start(plan: Plan, model: TrainingModel) -> dict[str, Tensor]:
     """Return copies of the initial adapter matrices, by their names in files; call it before loading a checkpoint."""
     if not changes_base(plan.run.adapter):
         return {}
-    named = {name: each.detach() for name, each in saved_tensors(model).items() if ".lora_" in name}
+    named = {name: tensor.detach() for name, tensor in saved_tensors(model).items() if ".lora_" in name}
     tensors = named.items() if model.sharding is None else whole_tensors(named)
-    return {name.replace(".default.", "."): each.to("cpu", copy=True) for name, each in tensors if world().is_first}
+    return {name.replace(".default.", "."): tensor.to("cpu", copy=True) for name, tensor in tensors if world().is_first}
 
 
 def keep_start(drawn: dict[str, Tensor], plan: Plan, folder: Path) -> None:
@@ -140,7 +140,7 @@ def keep_start(drawn: dict[str, Tensor], plan: Plan, folder: Path) -> None:
         return
     place = plan.start.kept_with_run(folder)
     saved = read_start(place) if plan.start.checkpoint else drawn
-    if saved.keys() != drawn.keys() or not all(torch.equal(saved[name], each) for name, each in drawn.items()):
+    if saved.keys() != drawn.keys() or not all(torch.equal(saved[name], tensor) for name, tensor in drawn.items()):
         raise CheckpointError(
             f"adapter.init={plan.run.adapter.init}: the initial adapter weights computed here differ from "
             f"{place}. Resume on the machine and with the packages of the first start, or start again in another "
@@ -165,15 +165,15 @@ def read_start(folder: Path) -> dict[str, Tensor]:
 _FILE = "answers.safetensors"
 _CODE_VERSION = 1  # of the code that determines the scores
 
-Reference = Mapping[int, tuple[float, ...]]  # by the hash of a row: log-probabilities of its answers
+Reference = Mapping[int, tuple[float, ...]]  # row hash: log-probabilities of the answers
 
 
 def with_reference(plan: Plan, model: TrainingModel, folder: Path, fingerprint: str | None) -> Plan:
-    """Return the plan with the reference of its loss, if any; a resumed run reads it from `folder`."""
+    """Return the plan with reference log-probabilities if the loss needs them; a resumed run reads `folder`."""
     if not plan.run.preference.has_reference:
         return plan
     place = plan.start.kept_with_run(folder)
-    reference = read_reference(place) if plan.start.checkpoint else _made(plan, model, fingerprint)
+    reference = read_reference(place) if plan.start.checkpoint else _scored_reference(plan, model, fingerprint)
     splits = (rows for rows in (plan.rows.data.train, plan.rows.data.eval) if rows is not None)
     return plan.with_objective(comparing(plan.rows.objective, reference, *splits))
 
@@ -185,11 +185,11 @@ def keep_reference(plan: Plan, folder: Path) -> None:
         _write(folder, objective.reference)
 
 
-def comparing(objective: Objective, reference: Reference, *rows: TokenRows) -> Objective:
+def comparing(objective: Objective, reference: Reference, *splits: TokenRows) -> Objective:
     """Return the objective with a reference; raise if it lacks any of `rows`."""
     assert isinstance(objective, Compared)
-    scored = (part for each in rows for part in compared_rows(objective, each))
-    unknown = sum(each not in reference for part in scored for each in part.content_hashes.tolist())
+    scored = (part for rows in splits for part in compared_rows(objective, rows))
+    unknown = sum(content_hash not in reference for part in scored for content_hash in part.content_hashes.tolist())
     if unknown:
         raise CheckpointError(
             f"dataset.eval_path: the run has no reference for {unknown:,} of these rows, and it cannot be computed "
@@ -223,7 +223,7 @@ def _write(folder: Path, reference: Reference) -> None:
         save_arrays({"rows": np.array([*reference], np.uint64), "log_probabilities": values}, target / _FILE)
 
 
-def _made(plan: Plan, model: TrainingModel, fingerprint: str | None) -> Reference:
+def _scored_reference(plan: Plan, model: TrainingModel, fingerprint: str | None) -> Reference:
     """Score the answers of both splits, or use the scores of another run with the same rows and base."""
     place = Path(plan.run.cache_dir).expanduser() / "references" / _key(plan, fingerprint)
     cached = read_reference(place) if world().is_first and not verify_checksums(place, (_FILE,)) else {}

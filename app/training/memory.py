@@ -66,7 +66,7 @@ def device_used_bytes() -> int | None:
     device = world().local_rank
     with suppress(Exception):  # nvidia-ml-py is missing, or raises its own errors
         used = int(torch.cuda.device_memory_used(device))
-        return None if _asked(_uuid(), _has_others) else used
+        return None if _nvml_query(_uuid(), _has_others) else used
     free, total = torch.cuda.mem_get_info(device)  # creates the CUDA context of this process if there is none
     return total - free
 
@@ -80,7 +80,7 @@ def _has_others(driver: Any, gpu: Any) -> bool:
 
 def clocks() -> dict[str, float] | None:
     """Return clocks in MHz and the power limit in watts, if the driver reports them; None without a driver."""
-    return _asked(_uuid(), _clocks) if torch.cuda.is_available() else None
+    return _nvml_query(_uuid(), _clocks) if torch.cuda.is_available() else None
 
 
 def _clocks(driver: Any, gpu: Any) -> dict[str, float]:
@@ -117,10 +117,10 @@ def taken_by_driver(uuid: str) -> Taken | None:
         used_here = processes.pop(os.getpid(), None) or 0
         return Taken(memory.total, max(0, memory.used - used_here), tuple(sorted(processes.items())))
 
-    return _asked(uuid, taken)
+    return _nvml_query(uuid, taken)
 
 
-def _asked(uuid: str, query: Callable[[Any, Any], Answer]) -> Answer | None:
+def _nvml_query(uuid: str, query: Callable[[Any, Any], Answer]) -> Answer | None:
     """Return the result of an NVML query on a GPU; None if nvidia-ml-py is missing or the driver has no answer."""
     try:
         import pynvml
@@ -186,7 +186,7 @@ class Forecast:
     text: str
 
     @classmethod
-    def made(cls, predict: Callable[..., Predicted], *arguments: Any) -> "Forecast":
+    def estimate(cls, predict: Callable[..., Predicted], *arguments: Any) -> "Forecast":
         """Estimate the peak; a model without an estimate can still be trained."""
         try:
             predicted = predict(*arguments)

@@ -109,11 +109,11 @@ def read_rows(
     grown = _with_new_rows(packed, of_labels, tokenizer, say)
     vocabulary = grown.model.vocab_size
     same_rows = vocabulary == base.config.vocab_size
-    known = of_labels if same_rows else replace(of_labels, config=replace(base.config, vocab_size=vocabulary))
-    objective = build_objective(task, tokenizer, run.seed, bidirectional=known.is_bidirectional)
-    report(_unknown_ids(grown, known, data.train, data.eval))
-    settled = replace(grown, dataset=dataset, task=task, adapter=_with_names_of_model(grown.adapter, known))
-    rows = Rows(settled, known, tokenizer, data, objective)
+    resized = of_labels if same_rows else replace(of_labels, config=replace(base.config, vocab_size=vocabulary))
+    objective = build_objective(task, tokenizer, run.seed, bidirectional=resized.is_bidirectional)
+    report(_unknown_ids(grown, resized, data.train, data.eval))
+    settled = replace(grown, dataset=dataset, task=task, adapter=_with_names_of_model(grown.adapter, resized))
+    rows = Rows(settled, resized, tokenizer, data, objective)
     if not trains:
         return rows
     metrics = metrics_of(settled)
@@ -209,14 +209,14 @@ def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str
 
 def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, list[str]]:
     """Return the weight of each label, set or balanced, and problems of the weights."""
-    given, labels = task.class_weights, task.labels
-    if isinstance(given, list):
+    weights, labels = task.class_weights, task.labels
+    if isinstance(weights, list):
         listed = ", ".join(labels)
         wrong = (
-            f"task.class_weights has {len(given)} numbers, but there are {len(labels)} labels: {listed}. Set one for "
+            f"task.class_weights has {len(weights)} numbers, but there are {len(labels)} labels: {listed}. Set one for "
             "each label."
         )
-        return given, [wrong] if len(given) != len(labels) else []
+        return weights, [wrong] if len(weights) != len(labels) else []
     try:
         return class_weights(labeling_of(task), labels, data.train.class_counts(), len(data.train)), []
     except ValueError as fault:
@@ -228,20 +228,20 @@ def _class_weights(task: TaskConfig, data: Data) -> tuple[list[float] | None, li
 
 def _with_new_rows(run: RunConfig, base: BaseModel, tokenizer: Any, say: Callable[[str], None]) -> RunConfig:
     """Return the run with the IDs of new tokens for `train_tokens=new`, and with embedding rows for all of them."""
-    ids, given = new_ids(run.model, tokenizer), run.model.vocab_size
+    ids, vocab_size = new_ids(run.model, tokenizer), run.model.vocab_size
     last = max(ids, default=-1)
     rows = base.vocabulary(last) if ids else 0
-    if last >= rows and given is not None:
+    if last >= rows and vocab_size is not None:
         raise ConfigError(
-            f"model.vocab_size={given}: new tokens have ids up to {last}. Set {last + 1} or more, or null."
+            f"model.vocab_size={vocab_size}: new tokens have ids up to {last}. Set {last + 1} or more, or null."
         )
     if last >= rows:
-        given = (last // ROWS_MULTIPLE + 1) * ROWS_MULTIPLE
+        vocab_size = (last // ROWS_MULTIPLE + 1) * ROWS_MULTIPLE
     adapter = replace(run.adapter, train_tokens=ids) if run.adapter.train_tokens == "new" else run.adapter
-    run = replace(run, model=replace(run.model, vocab_size=given), adapter=adapter)
+    run = replace(run, model=replace(run.model, vocab_size=vocab_size), adapter=adapter)
     refuse(_resizing_problems(run, base))
     if last >= rows:
-        say(f"note    model.vocab_size={given}: the base has {rows} rows; new rows start as their mean")
+        say(f"note    model.vocab_size={vocab_size}: the base has {rows} rows; new rows start as their mean")
     return run
 
 

@@ -126,10 +126,10 @@ def sampler(plan: Plan, model: TrainingModel, recorder: Recorder) -> Callable[[i
             recorder.samples(step, model.within(answers))
             model.sharding.at_rest()
             return
-        found = try_or_none(answers)
-        if found is None:
+        samples = try_or_none(answers)
+        if samples is None:
             recorder.message(f"step {step}: out of memory, eval samples skipped; set eval.samples=0")
         else:
-            recorder.samples(step, found)
+            recorder.samples(step, samples)
 
     return show

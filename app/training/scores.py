@@ -44,7 +44,7 @@ def score(
         row_sums = _shared(row_sums, runtime.host_group, counts.of_all)
     used = [(a, b) for top, below in counts.ratios.values() for a, b in ((top, top), (top, below), (below, below))]
     mine = [*row_sums.sum(axis=0), *(row_sums[:, a] @ row_sums[:, b] for a, b in used), len(row_sums)]
-    totals = np.array(runtime.host_group.totals([float(each) for each in mine]))
+    totals = np.array(runtime.host_group.totals([float(value) for value in mine]))
     sums, products, rows = np.split(totals, [row_sums.shape[1], -1])
     metrics = {key: float(value) for key, value in counts.metrics(sums).items()}
     return metrics | _margins(metrics, counts, sums, products.reshape(-1, 3), float(rows[0]))
@@ -75,14 +75,16 @@ def _margins(
     return margins
 
 
-def score_documents(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, each: int) -> Sums:
-    """Return the log-probabilities of `each` documents per row for `rows` rows, in order, on every process."""
-    samples, values = list[int](), [torch.zeros(0, each, dtype=torch.float64, device=runtime.device)]
+def score_documents(
+    model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, documents_per_row: int
+) -> Sums:
+    """Return the log-probabilities of the documents of `rows` rows, in order, on every process."""
+    samples, values = list[int](), [torch.zeros(0, documents_per_row, dtype=torch.float64, device=runtime.device)]
     with evaluating(model):
         for part, (losses, _) in _scored(model, batches, runtime, depth=0):
             samples += part.samples
-            values.append(log_probabilities(losses, part.to(runtime.device)).view(-1, each))
-    total, mine = np.zeros((rows, each)), (samples, torch.cat(values).cpu().numpy())
+            values.append(log_probabilities(losses, part.to(runtime.device)).view(-1, documents_per_row))
+    total, mine = np.zeros((rows, documents_per_row)), (samples, torch.cat(values).cpu().numpy())
     for numbers, sums in runtime.host_group.all_gather_object(mine):
         total[numbers] = sums
     return total
@@ -106,8 +108,8 @@ def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runt
     if of_step is None:
         return batches
     batches = [*batches]
-    scored = [each for batch in batches for each in batch.mean_of or (batch,)]
-    parts = scored if model.sharding is not None else [each for batch in scored for each in split_batch(batch, depth)]
+    scored = [part for batch in batches for part in batch.mean_of or (batch,)]
+    parts = scored if model.sharding is not None else [part for batch in scored for part in split_batch(batch, depth)]
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # sum and number of terms
     with evaluating(model):
         for part, (losses, _) in _scored(model, parts, runtime, depth):
@@ -140,10 +142,10 @@ def _scored(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, de
 def _in_lockstep(
     scores: Callable[[Batch], tuple[Tensor, Tensor]], batches: Iterable[Batch], host_group: HostGroup, depth: int
 ) -> _Scored:
-    """Make the same number of passes on all ranks: one with fewer batches repeats one uncounted."""
+    """Make the same number of passes on all ranks: a rank with fewer batches repeats one, without counting it."""
     parts = [part for batch in batches for part in split_batch(batch, depth)]
     mine = replace(parts[0], step_mean=None) if parts else None  # in CPU memory only
-    spare = next(each for each in host_group.all_gather_object(mine) if each is not None)
+    spare = next(batch for batch in host_group.all_gather_object(mine) if batch is not None)
     for part in host_group.lockstep(parts):
         result = try_or_none(scores, part or spare)
         if result is None:
@@ -158,7 +160,7 @@ def _of_rows(
 ) -> tuple[NDArray[np.int64], Sums]:
     """Return the number of each data row, and its sums, which stay on the device until the last batch."""
     samples, device = list[int](), runtime.device
-    own = [torch.zeros(0, counts.num_own, dtype=torch.bool, device=device)]  # the dtype follows the next parts
+    task_counts = [torch.zeros(0, counts.num_own, dtype=torch.bool, device=device)]  # the dtype follows the next parts
     host_sums, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     batches = with_step_mean(model, batches, runtime, depth)
     with evaluating(model):
@@ -173,11 +175,11 @@ def _of_rows(
                 on_host[2] = 1.0
             sums.append(on_device)
             host_sums.append(on_host)
-            own.append(counts.own(batch, losses, chosen))
+            task_counts.append(counts.own(batch, losses, chosen))
     loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()
     labels, answered, weight = np.concatenate(host_sums, axis=1)
     basic = np.stack([loss, labels, hits, answered, exact, weight], axis=1)
-    return np.array(samples, np.int64), np.hstack([basic, torch.cat(own).cpu().numpy()])
+    return np.array(samples, np.int64), np.hstack([basic, torch.cat(task_counts).cpu().numpy()])
 
 
 def _row_sums(batch: Batch, losses: Tensor, correct: Tensor, *, answers: bool) -> tuple[Tensor, NDArray[np.float64]]:

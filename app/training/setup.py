@@ -70,7 +70,7 @@ def set_up(
     context_bytes = _context_bytes(runtime)
     model = _build(planned, base_path(run.model, folder.base))
     fingerprint = _shared_fingerprint(planned)
-    identity = planned.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
+    identity = planned.identity(sum(parameter.numel() for parameter in model.trained().values()), fingerprint)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, planned.stored_choices())
     with split_depth_noted(checkpoints):  # after OOM, the next start uses smaller parts
         depth = checkpoints.noted_depth()
@@ -105,7 +105,9 @@ def forecast_of(plan: Plan, planner: RunPlanner | None) -> Forecast:
     """Estimate the peak memory on rank 0: the micro-batches of all ranks have the same shape."""
     if planner is None or not world().is_first:
         return Forecast(None, "")
-    return Forecast.made(planner.predict, plan.run, plan.choices, *plan.largest_micro_batch(), plan.runtime.device.type)
+    return Forecast.estimate(
+        planner.predict, plan.run, plan.choices, *plan.largest_micro_batch(), plan.runtime.device.type
+    )
 
 
 def _build(plan: Plan, place: str) -> TrainingModel:
@@ -127,7 +129,7 @@ def _without_failed_layers(
     """
     layers = model.compiled_layers
     faults = [] if layers is None else planned.runtime.host_group.all_gather_object(layers.fault)
-    fault = next((each for each in faults if each is not None), None)
+    fault = next((fault for fault in faults if fault is not None), None)
     if layers is None or fault is None:
         return None
     layers.give_up(fault)
@@ -252,7 +254,7 @@ def stepper_of(model: TrainingModel, run: RunConfig, runtime: Runtime, precision
     reduction, shards = GradientReduction(trained), None
     if model.sharding is not None:
         reduction = sharded = ShardedGradients(trained, model.sharding, whole_matrices=whole)
-        shards = None if whole else {each: (shard, first_number(each)) for each, shard in sharded.local.items()}
+        shards = None if whole else {weight: (shard, first_number(weight)) for weight, shard in sharded.local.items()}
     elif runtime.processes > 1:
         reduction = AllReduce(trained, overlap=run.parallel.overlap)
     optimizer = build_optimizer(run.optimizer, model, run.seed, shards, lr_factor(run.adapter))

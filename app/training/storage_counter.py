@@ -30,11 +30,11 @@ def kept_bytes(model: TrainingModel, optimizer: Optimizer | None) -> dict[str, i
     """Return the bytes of this process by part; gradients as at the end of a step, none with in_backward or without an
     optimizer.
     """
-    kept = kept_tensors(model, optimizer)
-    states = kept.pop("optimizer_states")
+    by_part = kept_tensors(model, optimizer)
+    states = by_part.pop("optimizer_states")
     gradients = [] if optimizer is None or steps_in_backward(optimizer) else stepped_by(optimizer)
-    tensors: dict[str, Iterable[Tensor]] = {**kept, "gradients": gradients, "optimizer_states": states}
-    return {part: sum(local(each).nbytes for each in tensors[part]) for part in tensors}
+    tensors: dict[str, Iterable[Tensor]] = {**by_part, "gradients": gradients, "optimizer_states": states}
+    return {part: sum(local(tensor).nbytes for tensor in tensors[part]) for part in tensors}
 
 
 def kept_tensors(model: TrainingModel, optimizer: Optimizer | None) -> dict[str, list[Tensor]]:
@@ -56,8 +56,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         yield from _tensors(value.values())
     elif isinstance(value, Iterable) and not isinstance(value, str):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
 
 
 # ---- every storage
@@ -83,7 +83,7 @@ class StorageCounter(TorchDispatchMode):
         self.phases: list[tuple[int, str]] = []  # by the index of their first event
         self.current = self.peak = 0
         self._as_on_gpu = as_on_gpu
-        self._known: dict[int, tuple[int, int, Any]] = {}  # by the address of the C++ storage
+        self._storages: dict[int, tuple[int, int, Any]] = {}  # by the address of the C++ storage
         self._gathered: dict[int, tuple[int, int]] = {}  # serial and bytes by address
         self._serial = 0
 
@@ -105,7 +105,7 @@ class StorageCounter(TorchDispatchMode):
         self.phases.append((len(self.events), phase))
 
     def serial_of(self, tensor: Tensor) -> int | None:
-        entry = self._known.get(local(tensor).untyped_storage()._cdata)
+        entry = self._storages.get(local(tensor).untyped_storage()._cdata)
         return None if entry is None else entry[0]
 
     def kind_of(self, tensor: Tensor) -> str | None:
@@ -120,9 +120,9 @@ class StorageCounter(TorchDispatchMode):
             return NotImplemented  # its operations on local tensors come back here
         self._forget_resharded()
         out = func(*args, **kwargs)
-        for each in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(each, Tensor):
-                self._see(each)
+        for value in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(value, Tensor):
+                self._see(value)
         name = func._overloadpacket._qualified_op_name
         if name == _ALL_GATHERED:
             self._see_gathered(kwargs["out"])
@@ -136,7 +136,7 @@ class StorageCounter(TorchDispatchMode):
         if tensor.device.type != "cpu":
             return None
         storage = tensor.untyped_storage()
-        entry = self._known.get(storage._cdata)
+        entry = self._storages.get(storage._cdata)
         if entry is not None:
             return entry[0]
         size = storage.nbytes()
@@ -146,30 +146,30 @@ class StorageCounter(TorchDispatchMode):
         for tensor in tensors:
             self._see(tensor)
             address = tensor.untyped_storage()._cdata
-            if address in self._known:
-                serial, size, _ = self._known[address]
+            if address in self._storages:
+                serial, size, _ = self._storages[address]
                 self._gathered[address] = serial, size
                 self.kinds[serial] = GATHERED
 
     def _forget_resharded(self) -> None:
         for address, (serial, size) in list(self._gathered.items()):
-            entry = self._known.get(address)
+            entry = self._storages.get(address)
             if entry is None or entry[0] != serial:  # freed
                 del self._gathered[address]
             elif entry[2]().nbytes() == 0:
-                del self._gathered[address], self._known[address]
+                del self._gathered[address], self._storages[address]
                 self._count(serial, -size)
 
     def _add(self, storage: Any, size: int) -> int:
         self._serial += 1
         serial, address = self._serial, storage._cdata
-        self._known[address] = serial, size, ref(storage, partial(self._gone, address, serial, size))
+        self._storages[address] = serial, size, ref(storage, partial(self._gone, address, serial, size))
         self._count(serial, size)
         return serial
 
     def _gone(self, address: int, serial: int, size: int, _storage: Any) -> None:
-        if self._known.get(address, (None,))[0] == serial:
-            del self._known[address]
+        if self._storages.get(address, (None,))[0] == serial:
+            del self._storages[address]
         self._count(serial, -size)
 
     def _pass(self, size: int) -> None:

@@ -211,7 +211,7 @@ class Stepper:
             self._begin("update")
             updated = try_or_none(self._reduction.apply, self._update)
             if updated is None:
-                raise out_of_memory_error("the optimizer step", self._kept())
+                raise out_of_memory_error("the optimizer step", self._sizes_between_steps())
             norm, skipped = updated
         else:
             norm, skipped = torch.zeros(2).unbind()
@@ -232,7 +232,7 @@ class Stepper:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             if try_or_none(allocate_states, self.optimizer) is None:
-                raise out_of_memory_error("the optimizer step", self._kept())
+                raise out_of_memory_error("the optimizer step", self._sizes_between_steps())
             self.forget_gradients()
 
     def forget_gradients(self) -> None:
@@ -278,14 +278,14 @@ class Stepper:
                 return
         if not any(halve(part) for batch in batches for part in split_batch(batch, self.split_depth)):
             longest = max(max(batch.lengths, default=0) for batch in batches)
-            raise out_of_memory_error(f"a single document of {longest} tokens", self._kept())
+            raise out_of_memory_error(f"a single document of {longest} tokens", self._sizes_between_steps())
         self.split_depth += 1
 
     def _begin(self, phase: str) -> None:
         if self.on_phase is not None:
             self.on_phase(phase)
 
-    def _kept(self) -> dict[str, int]:
+    def _sizes_between_steps(self) -> dict[str, int]:
         return kept_bytes(self.model, self.optimizer)
 
     def _update(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ def profiled(
         wait()
         seconds = time.perf_counter() - step_started
     operations = operations_of(profiler, on_gpu=runtime.device.type == "cuda")
-    kinds = {kind: sum(each["seconds"] for each in operations if each["kind"] == kind) for kind in (*KINDS, OTHER)}
+    kinds = {kind: sum(row["seconds"] for row in operations if row["kind"] == kind) for kind in (*KINDS, OTHER)}
     busy = sum(kinds.values())  # more than the step if threads or streams run in parallel
     kinds[BETWEEN] = max(0.0, seconds - busy)
     facts = {"seconds": busy + kinds[BETWEEN], "kinds": kinds, "operations": operations}
@@ -88,25 +88,25 @@ def profiled(
 def operations_of(profiler: Any, *, on_gpu: bool) -> list[dict[str, Any]]:
     """Return the self time of operations, on a GPU that of their kernels, slowest first."""
     operations, of_device = list[tuple[str, int, float]](), 0.0
-    for each in profiler.key_averages():
-        if each.device_type.name == "CPU":
-            seconds = each.self_device_time_total if on_gpu else each.self_cpu_time_total
-            operations.append((each.key, each.count, seconds))
-        elif not each.is_user_annotation:
-            of_device += each.self_device_time_total
+    for event in profiler.key_averages():
+        if event.device_type.name == "CPU":
+            seconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            operations.append((event.key, event.count, seconds))
+        elif not event.is_user_annotation:
+            of_device += event.self_device_time_total
     if on_gpu:
         operations.append(("launched by no operation", 1, of_device - sum(took for *_, took in operations)))
     return [
         {"name": name, "kind": kind_of(name), "calls": calls, "seconds": took / 1e6}
-        for name, calls, took in sorted(operations, key=lambda each: -each[2])
+        for name, calls, took in sorted(operations, key=lambda operation: -operation[2])
         if took > 0
     ]
 
 
 def _table(title: str, facts: Mapping[str, Any]) -> str:
     rows = [(title, "seconds", "share", "top operations")]
-    for kind, seconds in sorted(facts["kinds"].items(), key=lambda each: -each[1]):
-        names = [each["name"].removeprefix("aten::") for each in facts["operations"] if each["kind"] == kind]
+    for kind, seconds in sorted(facts["kinds"].items(), key=lambda item: -item[1]):
+        names = [row["name"].removeprefix("aten::") for row in facts["operations"] if row["kind"] == kind]
         if seconds:
             rows.append((kind, f"{seconds:.4f}", f"{seconds / facts['seconds']:.1%}", ", ".join(names[:_SHOWN_NAMES])))
     return align_columns([*rows, ("all", f"{facts['seconds']:.4f}", "", "")])
@@ -167,12 +167,12 @@ class Prefetch:
 
     def batches(self, step: int) -> list[Batch]:
         ready, self.ready = self.ready, None
-        return ready[1] if ready is not None and ready[0] == step else self._made(step)
+        return ready[1] if ready is not None and ready[0] == step else self._pinned_batches(step)
 
     def prepare(self, step: int) -> None:
-        self.ready = step, self._made(step)
+        self.ready = step, self._pinned_batches(step)
 
-    def _made(self, step: int) -> list[Batch]:
+    def _pinned_batches(self, step: int) -> list[Batch]:
         batches = self._make(step)
         pinned = try_or_none(lambda: [batch.pinned() for batch in batches]) if self._pins else None
         return batches if pinned is None else pinned  # pinning may fail if host memory is short
@@ -212,21 +212,21 @@ class Trainer:
             result = self.take_step()
             if progress.step == config.training.stop_after:
                 request.exit_code = START_ME_AGAIN
-            asked = self._is_asked_to_stop(request)
+            must_stop = self._is_stop_requested(request)
             due = self._due(config.record.every) or self._due(config.eval.every)
-            if asked or due or self._at_end() or progress.step == 1:
+            if must_stop or due or self._at_end() or progress.step == 1:
                 self._report(result)
             improved = self._evaluate_if_due()
             ended = self._has_ended()
             to_keep = improved and config.checkpoint.final == "best"
-            if asked or ended or to_keep or self._due(config.checkpoint.every):
+            if must_stop or ended or to_keep or self._due(config.checkpoint.every):
                 self._save()
-            if asked or ended:
+            if must_stop or ended:
                 return ended
         return True
 
-    def _is_asked_to_stop(self, request: StopRequest) -> bool:
-        """Return whether any process was: signals arrive at different times, and all must stop after the same step."""
+    def _is_stop_requested(self, request: StopRequest) -> bool:
+        """Return whether any process got a stop signal: all must stop after the same step."""
         code = int(self.parts.runtime.host_group.max(request.exit_code or 0))
         self.stopped_by = code or None
         return code > 0
@@ -262,7 +262,7 @@ class Trainer:
     def _check_gradients(self) -> None:
         """Stop in the first steps if an adapter gets no gradient."""
         trained = self.parts.stepper.model.trained().items()
-        gradients = {name: None if each.grad is None else local(each.grad) for name, each in trained}
+        gradients = {name: None if parameter.grad is None else local(parameter.grad) for name, parameter in trained}
         layers = layers_without_gradient(self._config.adapter, gradients, self._updates)
         of_all = [set(names) for names in self.parts.runtime.host_group.all_gather_object(layers)]
         # their rows may be on other ranks
@@ -281,8 +281,8 @@ class Trainer:
 
     def _evaluate_at_start(self) -> None:
         """Score the eval set and answer prompts before the first step; this is never the best evaluation."""
-        wanted, every = self._config.eval.at_start, self._config.eval.every
-        if self.parts.eval_batches is not None and (every != 0 if wanted == "auto" else wanted):
+        at_start, every = self._config.eval.at_start, self._config.eval.every
+        if self.parts.eval_batches is not None and (every != 0 if at_start == "auto" else at_start):
             self.progress.start_metrics = finite(self._evaluated(self.parts.eval_batches))
         else:
             self.parts.show_samples(0)
@@ -312,7 +312,7 @@ class Trainer:
         """Write a line of metrics.jsonl, for which the host waits for the device."""
         runtime, progress = self.parts.runtime, self.progress
         self._count_skipped()
-        sums = [float(each) for each in (result.loss_sum, result.router_sum) if each is not None]
+        sums = [float(tensor) for tensor in (result.loss_sum, result.router_sum) if tensor is not None]
         loss, *routers = map(result.mean, runtime.host_group.totals(sums))
         seconds = time.perf_counter() - self._window.started
         self._tokens += self._window.tokens

@@ -22,7 +22,7 @@ for name in NODES NODE RENDEZVOUS RUN_ID; do
   [[ ${!name:-} ]] || missing+=("$name")
 done
 if ((${#missing[@]})); then
-  printf 'error: %s: no value; the head of %s tells what each one is\n' "${missing[*]}" "$0" >&2
+  printf 'error: %s: not set. The comments at the top of %s explain each variable\n' "${missing[*]}" "$0" >&2
   exit 2
 fi
 restarts=${RESTARTS:-3}
@@ -100,12 +100,12 @@ while run_torchrun "$@"; do
   end_ranks "${over:+20}"
   if [[ $over || $asked ]] || ((code <= 128 || restarts == 0)); then break; fi
   restarts=$((restarts - 1))
-  say "torchrun was killed by signal $((code - 128)): it is started again, to join the others"
+  say "torchrun was killed by signal $((code - 128)). Starting it again to rejoin the others"
 done
 if [[ -f $APP_NODE_FOLDER/code ]]; then
   code=$(<"$APP_NODE_FOLDER/code")
 elif [[ $asked ]] && ((code)); then
-  say "ended as asked; the last checkpoint is what there is"
+  say "Stopped as requested. Resume from the last checkpoint"
   code=143
 fi
 exit "$code"

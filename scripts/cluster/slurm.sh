@@ -22,11 +22,12 @@ fail() {
   exit 2
 }
 
-root=${APP_ROOT:-$SLURM_SUBMIT_DIR} # Slurm runs a copy of this file, which lies elsewhere
+root=${APP_ROOT:-$SLURM_SUBMIT_DIR} # Slurm runs a copy of this file in another folder
 [[ -x $root/scripts/cluster/node.sh ]] ||
-  fail "$root is not the folder of the program: call sbatch from there, or give APP_ROOT=DIR"
-[[ " $*" == *" output_dir="* ]] || fail "output_dir has no value that all machines share: give output_dir=DIR"
-[[ " $*" != *" resume="* ]] || fail "resume: it is always auto here; leave it out"
+  fail "$root is not the folder of the program. Call sbatch there, or set APP_ROOT=DIR"
+[[ " $*" == *" output_dir="* ]] ||
+  fail "output_dir= is required, on a disk shared by all machines, e.g. output_dir=/shared/runs/mine"
+[[ " $*" != *" resume="* ]] || fail "resume= is always auto here. Leave it out"
 APP_PYTHON=$("$root/scripts/setup" core)
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export APP_PYTHON RENDEZVOUS="${hosts[0]}:$((20000 + SLURM_JOB_ID % 20000))"
@@ -50,6 +51,6 @@ while woken="" code=0; do
 done
 
 if [[ $asked ]] && ((code == 75)); then
-  scontrol requeue "$SLURM_JOB_ID" || printf 'saved; sbatch the same again to go on\n' >&2
+  scontrol requeue "$SLURM_JOB_ID" || printf 'Saved. Submit the same sbatch command to resume.\n' >&2
 fi
 exit "$code"

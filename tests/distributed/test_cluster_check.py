@@ -39,18 +39,18 @@ def member(rank: int, **changes: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_cluster_check_one_process_differs_run_is_stopped(changes: dict[str, Any], stops: list[str]) -> None:
-    found = [*(member(rank) for rank in range(3)), member(3, **changes)]
-    told = stops_of(found)
-    assert len(told) == len(stops), told
-    for text, expected in zip(told, stops, strict=True):
+    ranks = [*(member(rank) for rank in range(3)), member(3, **changes)]
+    problems = stops_of(ranks)
+    assert len(problems) == len(stops), problems
+    for text, expected in zip(problems, stops, strict=True):
         assert text.startswith(expected)
 
 
 def test_cluster_notes_name_slow_process_and_wrong_clock() -> None:
-    found = [member(0), member(1, matmul_flops=40.0), member(2, clock_offset_seconds=-3.25)]
-    told = list(notes_of(found))
-    assert told[0].startswith("process 1 (gpu0) has 40% of the speed of the fastest H100")
-    assert told[1:] == ["the clock of process 2 (gpu1) differs from process 0 by -3.2 s"]
+    ranks = [member(0), member(1, matmul_flops=40.0), member(2, clock_offset_seconds=-3.25)]
+    notes = list(notes_of(ranks))
+    assert notes[0].startswith("process 1 (gpu0) has 40% of the speed of the fastest H100")
+    assert notes[1:] == ["the clock of process 2 (gpu1) differs from process 0 by -3.2 s"]
     assert list(notes_of([member(0), member(1, device={"name": "L4"}, matmul_flops=9.0)])) == []
 
 
@@ -67,6 +67,6 @@ def test_cluster_check_unreachable_store_is_reported_with_remedy(rank: int, monk
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cluster_check, "CONNECT_TIMEOUT", timedelta(milliseconds=100))
-    told = rf"rendezvous=127\.0\.0\.1:{port}: process {rank} of 2 on .* could not reach the others \(.*GLOO_SOCKET"
-    with pytest.raises(Unreachable, match=told):
+    message = rf"rendezvous=127\.0\.0\.1:{port}: process {rank} of 2 on .* could not reach the others \(.*GLOO_SOCKET"
+    with pytest.raises(Unreachable, match=message):
         check_cluster(World(rank, 2), {})

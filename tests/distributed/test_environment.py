@@ -31,7 +31,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def given(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+def set_variables(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
     for name, value in values.items():
         monkeypatch.setenv(name, value)
 
@@ -42,9 +42,9 @@ def test_world_without_variables_is_one_process() -> None:
     assert not world().is_joined
 
 
-@pytest.mark.parametrize("told", [TORCHRUN, SLURM], ids=["torchrun", "srun"])
-def test_world_of_each_launcher_is_read(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, told)
+@pytest.mark.parametrize("variables", [TORCHRUN, SLURM], ids=["torchrun", "srun"])
+def test_world_of_each_launcher_is_read(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, variables)
     assert world() == World(rank=5, size=8, local_rank=1, local_size=4)
     assert world().is_joined
 
@@ -60,17 +60,17 @@ def test_world_of_each_launcher_is_read(told: dict[str, str], monkeypatch: pytes
     ],
 )
 def test_world_of_srun_names_the_first_host_and_a_port(nodes: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, SLURM | {"SLURM_STEP_NODELIST": nodes})
+    set_variables(monkeypatch, SLURM | {"SLURM_STEP_NODELIST": nodes})
     world()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (first, str(20_000 + 1234567 % 20_000))
 
 
 def test_world_of_slurm_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
+    set_variables(monkeypatch, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
     assert world() == World()
 
 
 def test_world_with_missing_variables_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, {"WORLD_SIZE": "2", "RANK": "0"})
+    set_variables(monkeypatch, {"WORLD_SIZE": "2", "RANK": "0"})
     with pytest.raises(EnvironmentProblem, match="LOCAL_RANK and MASTER_ADDR and MASTER_PORT is not set"):
         world()

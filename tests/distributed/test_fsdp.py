@@ -43,15 +43,15 @@ def divided(runtime: Runtime, method: str) -> tuple[TrainingModel, Sharding]:
 def gathered_units(runtime: Runtime, method: str) -> list[int]:
     """Layers and rest of the model that are gathered after each check, and when all are done."""
     model, sharding = divided(runtime, method)
-    batch, found = packed(documents_of((20, 5, 11))), []
+    batch, counts = packed(documents_of((20, 5, 11))), []
     layers = repeated_layers(model.language_model)
-    of_layers = {id(each) for layer in layers for each in layer.modules()}
+    of_layers = {id(module) for layer in layers for module in layer.modules()}
 
     def count() -> None:
         rest = [part for part in model.modules() if id(part) not in of_layers]
-        own = [[p for part in layer.modules() for p in part._parameters.values()] for layer in layers]
-        own.append([p for part in rest for p in part._parameters.values()])
-        found.append(sum(any(p is not None and not is_sharded(p) for p in unit) for unit in own))
+        units = [[p for part in layer.modules() for p in part._parameters.values()] for layer in layers]
+        units.append([p for part in rest for p in part._parameters.values()])
+        counts.append(sum(any(p is not None and not is_sharded(p) for p in unit) for unit in units))
 
     def check() -> None:
         for work in (check_head, choose_loss_head, check_packing):
@@ -61,7 +61,7 @@ def gathered_units(runtime: Runtime, method: str) -> list[int]:
     with sharding.checking():
         model.within(check)
     count()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -95,12 +95,12 @@ def difference_or_refusal(runtime: Runtime, method: str, is_wrong: bool) -> floa
             unit.set_gradient_divide_factor(float(PROCESSES))  # a mean, as FSDP does by itself
     try:
         with scarce("backward", tokens=4 * 9):  # few rows are enough
-            found = check_reduction(model, sharding, packed(documents_of((9,) * 30)))
+            comparison = check_reduction(model, sharding, packed(documents_of((9,) * 30)))
     except EnvironmentProblem as refusal:
         return str(refusal)
     assert model.training
-    assert all(each.grad is None for each in model.trained().values())
-    return found.difference
+    assert all(parameter.grad is None for parameter in model.trained().values())
+    return comparison.difference
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -118,10 +118,10 @@ def checked_where_few_rows_fit(runtime: Runtime, depth: int, tokens: int) -> tup
     loader: Any = SimpleNamespace(with_most_rows=lambda: batch)
     try:
         with scarce("backward", tokens):
-            found = check_on_loader(model, lora(), loader, torch.device("cpu"), depth)
+            comparisons = check_on_loader(model, lora(), loader, torch.device("cpu"), depth)
     except AppError as fault:
         return (fault.exit_code, str(fault))
-    return [each.what for each in found]
+    return [comparison.what for comparison in comparisons]
 
 
 def test_checks_out_of_memory_next_start_takes_few_rows(processes: ProcessesByCount) -> None:
@@ -152,8 +152,8 @@ def rows(step: int, rank: int, micro_batch: int) -> Tensor:
 
 
 def loss(network: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = network(x).square().sum()
-    return found
+    total: Tensor = network(x).square().sum()
+    return total
 
 
 def expected(step: int) -> list[Tensor]:
@@ -166,10 +166,10 @@ def expected(step: int) -> list[Tensor]:
 
 def accumulate(network: nn.Module, reduction: AllReduce, step: int, rank: int) -> None:
     for micro_batch in range(MICRO_BATCHES):
-        found = loss(network, rows(step, rank, micro_batch))
+        loss_sum = loss(network, rows(step, rank, micro_batch))
         if micro_batch == MICRO_BATCHES - 1:
-            found = reduction.last_loss(found)
-        found.backward()
+            loss_sum = reduction.last_loss(loss_sum)
+        loss_sum.backward()
     reduction.finish()
 
 
@@ -181,7 +181,7 @@ def gradients_of_steps(runtime: Runtime, overlap: bool, failing_step: int | None
     """Rank 1 fails midway in a backward pass of `failing_step`, and repeats its micro-batches."""
     network, unused = layers(), nn.Parameter(torch.ones(7))
     reduction = AllReduce([*network.parameters(), unused], overlap=overlap, bucket_mb=SMALL_BUCKETS_MB)
-    found = []
+    gradients = []
     for step in range(STEPS):
         reduction.begin()
         if step == failing_step and runtime.rank == 1:
@@ -194,8 +194,8 @@ def gradients_of_steps(runtime: Runtime, overlap: bool, failing_step: int | None
         accumulate(network, reduction, step, runtime.rank)
         assert unused.grad is not None
         assert not unused.grad.any()
-        found.append(copies(network))
-    return found
+        gradients.append(copies(network))
+    return gradients
 
 
 def run_out_of_memory(_module: nn.Module, _gradient: object) -> None:
@@ -206,8 +206,8 @@ def test_all_reduce_gives_sums_and_one_process_repeats_its_passes(processes: Pro
     several = processes(PROCESSES)
     undisturbed, *others = several.run(gradients_of_steps, False, None)
     for step in range(STEPS):
-        for found, exact in zip(undisturbed[step], expected(step), strict=True):
-            torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+        for gradient, exact in zip(undisturbed[step], expected(step), strict=True):
+            torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-5)
     disturbed = several.run(gradients_of_steps, False, 1)
     overlapping = several.run(gradients_of_steps, True, None)
     for other in (*others, *disturbed, *overlapping):
@@ -219,12 +219,12 @@ def first_equals_second(runtime: Runtime) -> bool:
     """Whether the gradient of a batch is the same as the first one of a start and as a later one."""
     network = layers()
     reduction = AllReduce(list(network.parameters()), bucket_mb=SMALL_BUCKETS_MB)
-    found = []
+    gradients = []
     for _ in range(2):
         reduction.begin()
         accumulate(network, reduction, 0, runtime.rank)
-        found.append(copies(network))
-    return all(map(torch.equal, *found))
+        gradients.append(copies(network))
+    return all(map(torch.equal, *gradients))
 
 
 def test_all_reduce_sums_in_one_order_from_the_first_step(processes: ProcessesByCount) -> None:

@@ -38,10 +38,10 @@ def test_root_cause_is_not_what_followed(failures: list[Failure], cause: Failure
 def test_report_failure_is_read_by_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     report_failure(3, 2, "error: no such file")
-    found = read_failure(tmp_path, 3)
-    assert found is not None
-    assert (found.rank, found.code, found.exit_code) == (3, 2, 2)
-    assert failure_message(found, 4, printed="") == "error: no such file\n(process 3 of 4)"
+    failure = read_failure(tmp_path, 3)
+    assert failure is not None
+    assert (failure.rank, failure.code, failure.exit_code) == (3, 2, 2)
+    assert failure_message(failure, 4, printed="") == "error: no such file\n(process 3 of 4)"
     assert read_failure(tmp_path, 0) is None
 
 
@@ -55,8 +55,8 @@ def test_report_failure_without_launcher_is_printed(
 
 def test_failure_message_of_a_killed_process_has_its_last_lines() -> None:
     assert KILLED.exit_code == 137
-    told = failure_message(Failure(1, -signal.SIGSEGV, at=1.0), 2, printed="one\ntwo\n")
-    assert told == "process 1 of 2 was killed by SIGSEGV. Last output:\none\ntwo"
+    message = failure_message(Failure(1, -signal.SIGSEGV, at=1.0), 2, printed="one\ntwo\n")
+    assert message == "process 1 of 2 was killed by SIGSEGV. Last output:\none\ntwo"
     assert failure_message(Failure(1, 7, at=1.0), 2, printed="") == "process 1 of 2 exited with code 7."
 
 

@@ -26,14 +26,14 @@ from tests.harness.runs import Zygote
     ],
 )
 def test_machine_notes(gpus: int, processes: int, kind: str, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"RANK": 0, "WORLD_SIZE": processes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": processes}
-    for name, value in {**given, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+    variables = {"RANK": 0, "WORLD_SIZE": processes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": processes}
+    for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
     notes = list(machine_notes(composed(f"parallel={kind}").parallel, processes))
     assert len(notes) == bool(note)
-    assert all(each.startswith(note) for each in notes)
+    assert all(text.startswith(note) for text in notes)
 
 
 def test_accelerate_does_not_take_over(monkeypatch: pytest.MonkeyPatch) -> None:

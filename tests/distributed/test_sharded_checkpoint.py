@@ -30,7 +30,7 @@ class Harmful:
 
 
 def loaded(folder: Path) -> dict[str, Tensor]:
-    tensors = {name: torch.zeros_like(each) for name, each in TENSORS.items()}
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     sharded_checkpoint.load(tensors, folder, None)
     return tensors
 

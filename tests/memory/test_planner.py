@@ -446,7 +446,7 @@ def test_prediction_equals_measured_peak() -> None:
     measured.run(stepper, [batch], 1e-3)
     assert measured.bytes is not None
     assert abs(predicted.bytes - measured.bytes) <= 4096
-    assert predicted.where in Forecast.made(lambda *_: predicted, run, PREDICTED_CHOICES, batch, 1, "cpu").text
+    assert predicted.where in Forecast.estimate(lambda *_: predicted, run, PREDICTED_CHOICES, batch, 1, "cpu").text
 
 
 def test_measured_run_of_one_step_has_peak() -> None:
@@ -460,7 +460,7 @@ def test_failed_prediction_is_one_line() -> None:
         raise ValueError("no such shape\nand more")
 
     batch: Batch = batch_of(PACKED)
-    forecast = Forecast.made(fails, small_run(), PREDICTED_CHOICES, batch, 1, "cpu")
+    forecast = Forecast.estimate(fails, small_run(), PREDICTED_CHOICES, batch, 1, "cpu")
     assert forecast.predicted is None
     assert forecast.rows() == [("memory", "no estimate for this model (ValueError: no such shape)")]
     assert forecast.facts() == {}

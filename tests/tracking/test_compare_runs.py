@@ -29,7 +29,7 @@ def test_compare_programs_names_differences() -> None:
         "packages": {"torch": "2.14.0", "wandb": "0.20"},
         "hardware": {"device": "cuda", "gpu": "a card", "cpu": "AVX2"},
     }
-    assert [str(each) for each in compare_programs(THEN, now)] == [
+    assert [str(difference) for difference in compare_programs(THEN, now)] == [
         "python: 3.11.9 then, 3.12.1 now",
         "torch: 2.13.0 then, 2.14.0 now",
         "peft: 0.21.2 then, none now",
@@ -39,17 +39,17 @@ def test_compare_programs_names_differences() -> None:
         "gpu: none then, a card now",
     ]
     installed = {**THEN, "program": {"version": "0.2", "git": None}}
-    assert [each.name for each in compare_programs(THEN, installed)] == ["program", "commit"]
+    assert [difference.name for difference in compare_programs(THEN, installed)] == ["program", "commit"]
 
 
 def test_compare_content_names_differences() -> None:
     now = {"hashes": {"train": "2" * 64, "eval": "9" * 64, "tokenizer": "3" * 64, "base": "4" * 64}}
-    assert [str(each) for each in compare_content(THEN, now)] == [
+    assert [str(difference) for difference in compare_content(THEN, now)] == [
         f"training data: {'1' * 12} then, {'2' * 12} now",
         f"eval data: none then, {'9' * 12} now",
     ]
     with_base = {"hashes": {"base": "5" * 64}}
-    assert [each.name for each in compare_content(with_base, now)] == ["weights of the base"]
+    assert [difference.name for difference in compare_content(with_base, now)] == ["weights of the base"]
 
 
 def line(step: int, loss: float | None, **more: float) -> dict[str, Any]:
@@ -59,25 +59,25 @@ def line(step: int, loss: float | None, **more: float) -> dict[str, Any]:
 def test_compare_lines_ignores_clocks_and_missing_lines() -> None:
     then = [line(1, 7.0), line(2, 6.0), {"step": 2, "eval_loss": 5.0}, line(3, None)]
     now = [line(1, 7.0, tokens_per_second=9.0), {"step": 2, "eval_loss": 5.0}, line(3, None), line(4, 1.0)]
-    found = compare_lines(then, now)
-    assert (found.lines, found.last_step, found.first, found.largest) == (3, 3, None, None)
-    assert found.summary() == "3 lines up to step 3, bit-identical"
+    comparison = compare_lines(then, now)
+    assert (comparison.lines, comparison.last_step, comparison.first, comparison.largest) == (3, 3, None, None)
+    assert comparison.summary() == "3 lines up to step 3, bit-identical"
 
 
 def test_compare_lines_first_and_largest() -> None:
     then = [line(1, 8.0), line(2, 6.0), {"step": 2, "eval_loss": 5.0}]
-    found = compare_lines(then, [line(1, 8.0), line(2, 6.0, grad_norm=2.002), {"step": 2, "eval_loss": 4.0}])
-    assert found.first is not None
-    assert found.largest is not None
-    assert (found.first.step, found.first.name) == (2, "grad_norm")
-    assert found.first.relative == pytest.approx(1e-3, rel=1e-2)
-    assert (found.largest.name, found.largest.then, found.largest.now) == ("eval_loss", 5.0, 4.0)
-    assert found.largest.relative == pytest.approx(0.2)
-    assert "first:   grad_norm at step 2: 2.0 then, 2.002 now (relative difference 1.0e-03)" in found.summary()
+    comparison = compare_lines(then, [line(1, 8.0), line(2, 6.0, grad_norm=2.002), {"step": 2, "eval_loss": 4.0}])
+    assert comparison.first is not None
+    assert comparison.largest is not None
+    assert (comparison.first.step, comparison.first.name) == (2, "grad_norm")
+    assert comparison.first.relative == pytest.approx(1e-3, rel=1e-2)
+    assert (comparison.largest.name, comparison.largest.then, comparison.largest.now) == ("eval_loss", 5.0, 4.0)
+    assert comparison.largest.relative == pytest.approx(0.2)
+    assert "first:   grad_norm at step 2: 2.0 then, 2.002 now (relative difference 1.0e-03)" in comparison.summary()
 
 
 def test_compare_lines_missing_number_is_infinite() -> None:
-    found = compare_lines([line(1, None)], [line(1, 3.0)])
-    assert found.largest is not None
-    assert found.largest.relative == math.inf
-    assert json.dumps(found.largest.as_dict(), allow_nan=False)
+    comparison = compare_lines([line(1, None)], [line(1, 3.0)])
+    assert comparison.largest is not None
+    assert comparison.largest.relative == math.inf
+    assert json.dumps(comparison.largest.as_dict(), allow_nan=False)

@@ -42,14 +42,14 @@ def test_claim_creates_folder_with_documented_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resume", "said"), [(None, "resume=auto"), ("elsewhere/checkpoints/step-000010", "another run")]
+    ("resume", "expected"), [(None, "resume=auto"), ("elsewhere/checkpoints/step-000010", "another run")]
 )
-def test_claim_folder_with_run_refused(resume: str | None, said: str, tmp_path: Path) -> None:
+def test_claim_folder_with_run_refused(resume: str | None, expected: str, tmp_path: Path) -> None:
     before = everything_in(a_run(tmp_path))
     with pytest.raises(ConfigError) as refusal:
         RunFolder.claim(str(tmp_path), resume)
     assert everything_in(tmp_path) == before
-    for part in (f"output_dir={tmp_path}", "checkpoints, run.yaml", said, "another output_dir"):
+    for part in (f"output_dir={tmp_path}", "checkpoints, run.yaml", expected, "another output_dir"):
         assert part in refusal.value.report()
 
 
@@ -90,7 +90,7 @@ def test_claim_dangling_link_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(EnvironmentProblem, match="link: not a folder"):
         RunFolder.claim(str(tmp_path / "link"), None)
-    assert [each.name for each in tmp_path.iterdir()] == ["link"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["link"]
 
 
 @pytest.mark.parametrize("name", ["final", "log.txt", ".lock", ".run.yaml.partial", "checkpoints"])

@@ -42,8 +42,8 @@ with (
 @pytest.fixture
 def no_login(tmp_path: Path) -> dict[str, str]:
     """An environment without any login, and without the warnings of wandb's own imports."""
-    kept = {name: "" for name in os.environ if name.startswith("WANDB")}
-    return {**kept, "HOME": str(tmp_path / "home"), "WANDB_MODE": "offline", "PYTHONWARNINGS": "default"}
+    cleared = {name: "" for name in os.environ if name.startswith("WANDB")}
+    return {**cleared, "HOME": str(tmp_path / "home"), "WANDB_MODE": "offline", "PYTHONWARNINGS": "default"}
 
 
 @pytest.mark.parametrize("kind", sorted(TRACKERS.keys() - {"none"}))
@@ -73,15 +73,15 @@ def test_check_wandb_without_login_reported(tmp_path: Path, no_login: dict[str, 
     assert (returncode, err) == (0, "")
     nothing, offline, key, short_key = out.splitlines()
     assert offline == key == "[]"
-    for said in ("tracker=wandb: not logged in", "`wandb login`", "WANDB_API_KEY", "tracker=none"):
-        assert said in nothing
+    for part in ("tracker=wandb: not logged in", "`wandb login`", "WANDB_API_KEY", "tracker=none"):
+        assert part in nothing
     assert "WANDB_API_KEY invalid" in short_key
     assert "WANDB_MODE=offline" in short_key
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    return [(each.step, each.value) for each in events.Scalars(tag)]
+    return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
 def logged(path: Path, step: int, *steps: int) -> str:
@@ -89,17 +89,17 @@ def logged(path: Path, step: int, *steps: int) -> str:
     screen = StringIO()
     config = TrackerConfig(kind="tensorboard")
     with Recorder.open(RunFolder(path), config, {}, {}, Console(screen), step) as recorder:
-        for each in steps:
-            values = {"step": each, "loss": each / 4, "epoch": 1, "nothing": None, "nan": float("nan")}
+        for number in steps:
+            values = {"step": number, "loss": number / 4, "epoch": 1, "nothing": None, "nan": float("nan")}
             recorder.step(values)
         recorder.finish("finished")
     return screen.getvalue()
 
 
 def test_tensorboard_resumed_run_purges_later_steps(tmp_path: Path) -> None:
-    said = logged(tmp_path, -1, 1, 2, 3)
-    assert said.startswith(f"tracker: tensorboard --logdir {tmp_path / 'tensorboard'}\n")
-    assert said.endswith(f"tracker tensorboard --logdir {tmp_path / 'tensorboard'}\n")
+    printed = logged(tmp_path, -1, 1, 2, 3)
+    assert printed.startswith(f"tracker: tensorboard --logdir {tmp_path / 'tensorboard'}\n")
+    assert printed.endswith(f"tracker tensorboard --logdir {tmp_path / 'tensorboard'}\n")
     assert scalars(tmp_path, "loss") == [(1, 0.25), (2, 0.5), (3, 0.75)]
     logged(tmp_path, 1, 2)
     assert scalars(tmp_path, "loss") == [(1, 0.25), (2, 0.5)]
@@ -109,21 +109,21 @@ def test_tensorboard_resumed_run_purges_later_steps(tmp_path: Path) -> None:
 
 def test_mlflow_says_where_its_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    given = "sqlite:///mlflow.db"
-    monkeypatch.setitem(sys.modules, "mlflow", cast(ModuleType, SimpleNamespace(get_tracking_uri=lambda: given)))
+    uri = "sqlite:///mlflow.db"
+    monkeypatch.setitem(sys.modules, "mlflow", cast(ModuleType, SimpleNamespace(get_tracking_uri=lambda: uri)))
     kind = TRACKERS["mlflow"]
     assert kind is not None
     assert kind.location is not None
     assert kind.location(None) == f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db"
-    given = "http://127.0.0.1:5000"
+    uri = "http://127.0.0.1:5000"
     assert kind.location(None) == "mlflow ui --backend-store-uri http://127.0.0.1:5000"
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "trackio", "aim", "dvclive"])
 @pytest.mark.parametrize("run_id", [None, "abc"])
 def test_trackers_arguments_match_accelerate(kind: str, run_id: str | None, tmp_path: Path) -> None:
-    found = TRACKERS[kind]
-    assert found is not None
-    arguments = found.arguments(RunStart("project", "name", tmp_path, run_id, step=-1))
-    inspect.signature(LOGGER_TYPE_TO_CLASS[found.name]).bind(**arguments)
-    assert run_id is None or found.run_id is None or run_id in arguments.values()
+    kind_of_tracker = TRACKERS[kind]
+    assert kind_of_tracker is not None
+    arguments = kind_of_tracker.arguments(RunStart("project", "name", tmp_path, run_id, step=-1))
+    inspect.signature(LOGGER_TYPE_TO_CLASS[kind_of_tracker.name]).bind(**arguments)
+    assert run_id is None or kind_of_tracker.run_id is None or run_id in arguments.values()

@@ -9,7 +9,7 @@ from app.tracking.vllm import in_vllm
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "expected"),
     [
         ({"r": 16}, "takes it with --enable-lora (rules"),
         ({"r": 40, "use_rslora": True}, "takes it with --enable-lora --max-lora-rank 64 (rules"),
@@ -24,8 +24,8 @@ from app.tracking.vllm import in_vllm
         ({"target_parameters": ["experts.down_proj"]}, "ignores stacked experts, experts.down_proj"),
     ],
 )
-def test_adapter_meets_the_rules_of_vllm(given: dict[str, Any], said: str) -> None:
-    assert said in in_vllm(LoraConfig(target_modules=["q_proj"], **given).to_dict() | {"peft_type": "LORA"})
+def test_adapter_meets_the_rules_of_vllm(settings: dict[str, Any], expected: str) -> None:
+    assert expected in in_vllm(LoraConfig(target_modules=["q_proj"], **settings).to_dict() | {"peft_type": "LORA"})
 
 
 def test_other_method_is_refused() -> None:

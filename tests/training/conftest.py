@@ -51,8 +51,8 @@ def small_run(*overrides: str, folder: Path | None = None) -> RunConfig:
     if "recipe=qlora" in overrides:  # blocks of 64 weights must fill rows
         overrides = ("model.architecture.hidden_size=64", *overrides)
     trains_all = {"recipe=full", "adapter=none"} & {*overrides}
-    given = {text.partition("=")[0] for text in overrides} | ({"adapter.r"} if trains_all else set())
-    return composed(*(text for text in SMALL if text.partition("=")[0] not in given), *overrides, folder=folder)
+    names = {text.partition("=")[0] for text in overrides} | ({"adapter.r"} if trains_all else set())
+    return composed(*(text for text in SMALL if text.partition("=")[0] not in names), *overrides, folder=folder)
 
 
 @pytest.fixture(scope="session")
@@ -126,9 +126,9 @@ def plan_of(run: RunConfig, checkpoints: Path, planner: Any = None) -> Plan:
 @pytest.fixture
 def stepper(runtime: Runtime, loader_of: Callable[..., Loader]) -> Stepper:
     """A stepper that has made one step."""
-    made = stepper_of(small_run("recipe=lora"), runtime)
-    made.run(loader_of(4, 1).batches(0), 1e-2)
-    return made
+    stepper = stepper_of(small_run("recipe=lora"), runtime)
+    stepper.run(loader_of(4, 1).batches(0), 1e-2)
+    return stepper
 
 
 @pytest.fixture

@@ -19,5 +19,7 @@ class FixedPlanner:
 
 def planner(**answers: Any) -> Any:
     """A planner with these answers, or functions that give them."""
-    given = {name: each if callable(each) else (lambda *_, each=each: each) for name, each in answers.items()}
-    return FixedPlanner(**given)
+    methods = {
+        name: answer if callable(answer) else (lambda *_, answer=answer: answer) for name, answer in answers.items()
+    }
+    return FixedPlanner(**methods)

@@ -14,17 +14,17 @@ Row = tuple[Sequence[int], Sequence[bool]]  # its tokens, and which of them are 
 def token_rows(rows: Sequence[Row]) -> TokenRows:
     """Each row is on a side of its own, unless it is a copy of another."""
     samples = [Tokens(np.array(ids, np.int32), np.array(trained, np.bool_)) for ids, trained in rows]
-    columns = [as_columns(f"f:{at}", each, digest(each.ids)) for at, each in enumerate(samples)]
+    columns = [as_columns(f"f:{at}", labeled, digest(labeled.ids)) for at, labeled in enumerate(samples)]
     return TokenRows(RecordBatchView(record_batch(columns)))
 
 
 def stretches(trained: NDArray[np.bool_]) -> list[slice]:
     """Trained tokens that nothing interrupts, one by one."""
-    found, start = [], None
-    for at, each in enumerate([*trained.tolist(), False]):
-        if each and start is None:
+    spans, start = [], None
+    for at, is_trained in enumerate([*trained.tolist(), False]):
+        if is_trained and start is None:
             start = at
-        if not each and start is not None:
-            found.append(slice(start, at))
+        if not is_trained and start is not None:
+            spans.append(slice(start, at))
             start = None
-    return found
+    return spans

@@ -73,8 +73,8 @@ def test_auto_bins_planned_stored_or_typed() -> None:
     run = asked("batching.accumulation=4")
     planned = auto_settings().with_bins(run).batching
     assert (planned.tokens, planned.accumulation) == (512, 2)
-    kept = auto_settings(tokens="1024").with_bins(run).batching
-    assert (kept.tokens, kept.accumulation) == (1024, 1)
+    batching = auto_settings(tokens="1024").with_bins(run).batching
+    assert (batching.tokens, batching.accumulation) == (1024, 1)
     typed = composed("model.weights=random")
     assert auto_settings(tokens="512").with_bins(typed) == typed
 
@@ -101,8 +101,8 @@ def test_auto_memory_budget_planned_stored_or_typed(
 ) -> None:
     run = composed("model.weights=random", "training.recompute=0", *words)
     settled = auto_settings(planner(recompute=((3, 0.4), "so")), **stored)
-    found = settled.with_recompute(run, largest=lambda: None, layers=4)  # type: ignore[arg-type,return-value]
-    assert (found.compile.memory_budget, found.training.recompute) == (expected, 0)
+    planned = settled.with_recompute(run, largest=lambda: None, layers=4)  # type: ignore[arg-type,return-value]
+    assert (planned.compile.memory_budget, planned.training.recompute) == (expected, 0)
 
 
 def test_auto_settings_of_a_model_that_cannot_be_planned_fall_back() -> None:
@@ -141,7 +141,7 @@ def test_auto_parallel_planned_stored_or_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (("model=llama",), None),
         (("model=tiny",), None),
@@ -159,10 +159,10 @@ def test_auto_parallel_planned_stored_or_typed() -> None:
         ),
     ],
 )
-def test_sizes_that_miss_multiples_are_told(words: tuple[str, ...], told: str | None) -> None:
+def test_sizes_that_miss_multiples_are_told(words: tuple[str, ...], expected: str | None) -> None:
     run = composed("model.weights=random", *words)
     notes = list(size_notes(run, BaseModel(run.model, task_of(run.task))))
-    assert [note.endswith(told) for note in notes] == [True] if told else notes == []
+    assert [note.endswith(expected) for note in notes] == [True] if expected else notes == []
 
 
 def training(epochs: float, max_steps: int | None = None) -> TrainingConfig:
@@ -212,9 +212,9 @@ def test_auto_precision_is_bf16_only_with_cpu_flags(flags: str, expected: str, m
 
 
 def test_stored_choices_replace_auto() -> None:
-    kept = {"precision": "fp16", "attention": "sdpa"}
-    assert chosen_without_model("auto", kept) == "fp16"
-    assert chosen_without_model("fp32", kept) == "fp32"
+    stored = {"precision": "fp16", "attention": "sdpa"}
+    assert chosen_without_model("auto", stored) == "fp16"
+    assert chosen_without_model("fp32", stored) == "fp32"
 
 
 def test_auto_attention_depends_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +224,10 @@ def test_auto_attention_depends_on_the_model(monkeypatch: pytest.MonkeyPatch) ->
         run = small_run("precision=bf16", "attention=auto", *overrides)
         chosen = choose(run, base_of(run), {})
         assert chosen.attention == expected
-    kept = {"precision": "fp32", "attention": "varlen"}
+    stored = {"precision": "fp32", "attention": "varlen"}
     auto = small_run("precision=auto", "attention=auto")
-    with pytest.raises(ConfigError, match="attention=varlen does not support float32 arithmetic"):
-        choose(auto, base_of(auto), kept)
+    with pytest.raises(ConfigError, match="attention=varlen cannot do float32 arithmetic"):
+        choose(auto, base_of(auto), stored)
 
 
 @pytest.mark.parametrize(("compiled", "expected"), [("auto", "varlen"), ("blocks", "varlen"), ("none", "flash")])
@@ -247,9 +247,9 @@ def test_max_length_is_limited_to_positions(tmp_path: Path, key: str) -> None:
     (tmp_path / "model.safetensors").touch()
     run = small_run()
     run = replace(run, model=replace(run.model, path=str(tmp_path), weights="pretrained"))
-    said: list[str] = []
-    assert within_positions(run.dataset, base_of(run), said.append).max_length == 100
-    assert said == [f"note    dataset.max_length=256 -> 100: model.path={tmp_path} reads 100 tokens at most"]
+    notes: list[str] = []
+    assert within_positions(run.dataset, base_of(run), notes.append).max_length == 100
+    assert notes == [f"note    dataset.max_length=256 -> 100: model.path={tmp_path} reads 100 tokens at most"]
     assert run.dataset.max_length == 256, "what the caller has is left alone"
 
 
@@ -257,37 +257,37 @@ def test_max_length_above_the_attention_chunk_is_refused_if_typed(tmp_path: Path
     numbers = {"model_type": "llama4_text", "attention_chunk_size": 16, "num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(numbers))
     (tmp_path / "model.safetensors").touch()
-    run, said = small_run(), list[str]()
+    run, notes = small_run(), list[str]()
     base = base_of(replace(run, model=replace(run.model, path=str(tmp_path), weights="pretrained")))
     limit = f"model.path={tmp_path} is trained on rows of one attention chunk, 16 tokens at most"
     with pytest.raises(ConfigError) as refusal:
-        within_positions(replace(run.dataset, max_length=64), base, said.append)
+        within_positions(replace(run.dataset, max_length=64), base, notes.append)
     assert str(refusal.value) == f"dataset.max_length=64: {limit}. Set dataset.max_length=16."
-    assert within_positions(replace(run.dataset, max_length=16), base, said.append).max_length == 16
-    assert said == []
-    assert within_positions(run.dataset, base, said.append).max_length == 16, "the default"
-    assert said == [f"note    dataset.max_length=256 -> 16: {limit}"]
+    assert within_positions(replace(run.dataset, max_length=16), base, notes.append).max_length == 16
+    assert notes == []
+    assert within_positions(run.dataset, base, notes.append).max_length == 16, "the default"
+    assert notes == [f"note    dataset.max_length=256 -> 16: {limit}"]
 
 
-@pytest.mark.parametrize("told", [{"pad_token_id": 1}, {}])
-def test_max_length_excludes_unused_positions_of_roberta(tmp_path: Path, told: dict[str, int]) -> None:
+@pytest.mark.parametrize("padding", [{"pad_token_id": 1}, {}])
+def test_max_length_excludes_unused_positions_of_roberta(tmp_path: Path, padding: dict[str, int]) -> None:
     """Its padding token is 1 whether or not config.json says so."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    numbers = {"model_type": "roberta", "max_position_embeddings": 100, "vocab_size": 300, **sizes, **told}
+    numbers = {"model_type": "roberta", "max_position_embeddings": 100, "vocab_size": 300, **sizes, **padding}
     (tmp_path / "config.json").write_text(json.dumps(numbers))
     (tmp_path / "model.safetensors").touch()
     run = small_run()
     encoder = replace(run.model, path=str(tmp_path), weights="pretrained")
     run = replace(run, model=encoder, task=replace(run.task, kind="masked", mask_share=0.15))
-    for length, kept in ((97, 97), (98, 98), (99, 98), (100, 98), (256, 98)):
+    for length, limit in ((97, 97), (98, 98), (99, 98), (100, 98), (256, 98)):
         longer = replace(run.dataset, max_length=length)
-        assert within_positions(longer, base_of(run), lambda _note: None).max_length == kept
+        assert within_positions(longer, base_of(run), lambda _note: None).max_length == limit
 
 
 def test_max_length_within_positions_stays() -> None:
-    run, said = small_run(), list[str]()
-    assert within_positions(run.dataset, base_of(run), said.append) is run.dataset
-    assert said == []
+    run, notes = small_run(), list[str]()
+    assert within_positions(run.dataset, base_of(run), notes.append) is run.dataset
+    assert notes == []
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -302,27 +302,27 @@ def run_of(kind: str, *overrides: str) -> RunConfig:
 
 
 def settled(run: RunConfig) -> tuple[RunConfig, list[str]]:
-    said: list[str] = []
-    return with_packing(run, base_of(run), said.append), said
+    notes: list[str] = []
+    return with_packing(run, base_of(run), notes.append), notes
 
 
 def test_packing_auto_is_true_for_a_proven_kind_and_says_nothing() -> None:
-    run, said = settled(run_of("llama"))
-    assert (run.batching.packing, said) == (True, [])
+    run, notes = settled(run_of("llama"))
+    assert (run.batching.packing, notes) == (True, [])
 
 
 @pytest.mark.parametrize(("kind", "attention"), [("nemotron", "sdpa"), ("bloom", "own")])
 def test_packing_auto_pads_other_kinds_aloud(kind: str, attention: str) -> None:
-    run, said = settled(run_of(kind))
+    run, notes = settled(run_of(kind))
     assert run.batching.packing is False
-    assert len(said) == 1
-    assert said[0].startswith(f"note    batching: padded rows, because {kind} models do not separate documents")
+    assert len(notes) == 1
+    assert notes[0].startswith(f"note    batching: padded rows, because {kind} models do not separate documents")
     assert choose(run, base_of(run), {}).attention == attention
 
 
 def test_packing_auto_goes_with_the_attention_that_is_typed() -> None:
-    run, said = settled(run_of("llama", "attention=own"))
-    assert (run.batching.packing, len(said)) == (False, 1)
+    run, notes = settled(run_of("llama", "attention=own"))
+    assert (run.batching.packing, len(notes)) == (False, 1)
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,11 @@ def test_check_on_loader_first_bin_of_one_document_still_checks_packing(data: Da
     longest = int(data.train.lengths.max())
     layout = Packed(longest, pad_id=0, max_length=longest)
     loaders = (Loader(data.train, layout, StepSplit(1), seed) for seed in range(100))
-    loader = next(each for each in loaders if len(each.batches(0)[0].lengths) == 1)
+    loader = next(candidate for candidate in loaders if len(candidate.batches(0)[0].lengths) == 1)
     run = small_run("recipe=full")
     model = trainee_of(run)
     comparisons = check_on_loader(model, run.adapter, loader, torch.device("cpu"))
-    assert any("packed documents" in each.what for each in comparisons)
+    assert any("packed documents" in comparison.what for comparison in comparisons)
     attention.register_kernel(leaking(0), attention.NAME)
     with pytest.raises(EnvironmentProblem, match=r"attention=sdpa: "):
         check_on_loader(model, run.adapter, loader, torch.device("cpu"))
@@ -130,19 +130,21 @@ def checked_within(
     tokens: int, where: str, model: TrainingModel, loader: Loader, depth: int = 0
 ) -> tuple[list[str], Scarce]:
     with scarce(where, tokens) as memory:
-        found = check_on_loader(model, small_run().adapter, loader, torch.device("cpu"), depth)
-    assert all(each.passed for each in found)
-    return [each.what for each in found], memory
+        comparisons = check_on_loader(model, small_run().adapter, loader, torch.device("cpu"), depth)
+    assert all(comparison.passed for comparison in comparisons)
+    return [comparison.what for comparison in comparisons], memory
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "recomputed"])
 def test_checks_out_of_memory_are_repeated_on_few_rows(where: str, packed_loader_of: Callable[..., Loader]) -> None:
     model, loader = trainee_of(small_run("recipe=lora")), packed_loader_of(256, 1)
     forwards = [layer.forward for layer in repeated_layers(model)]
-    expected = [each.what for each in check_on_loader(model, small_run().adapter, loader, torch.device("cpu"))]
+    expected = [
+        comparison.what for comparison in check_on_loader(model, small_run().adapter, loader, torch.device("cpu"))
+    ]
     few = few_rows(loader.with_most_rows(), 4).num_tokens
-    found, memory = checked_within(few, where, model, loader)
-    assert (found, memory.times) == (expected, 1)
+    names, memory = checked_within(few, where, model, loader)
+    assert (names, memory.times) == (expected, 1)
     assert model.training
     assert [layer.forward for layer in repeated_layers(model)] == forwards
     attention.register_kernel(leaking(0), attention.NAME)

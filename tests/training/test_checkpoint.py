@@ -72,10 +72,10 @@ def test_checkpoint_restores_every_bit(
 def kept(tmp_path_factory: pytest.TempPathFactory, data: Data) -> Path:
     """The saves of steps 1 and 2, each made once in a session."""
     folder = tmp_path_factory.mktemp("kept") / "checkpoints"
-    made = stepper_of(small_run("recipe=lora"), start(small_run().launch, "fp32", seed=0))
-    made.run(Loader(data.train, Padded(4, pad_id=0), StepSplit(1, 1, 0), seed=0).batches(0), 1e-2)
+    stepper = stepper_of(small_run("recipe=lora"), start(small_run().launch, "fp32", seed=0))
+    stepper.run(Loader(data.train, Padded(4, pad_id=0), StepSplit(1, 1, 0), seed=0).batches(0), 1e-2)
     for step in (1, 2):
-        saved(checkpoints(folder, steps=9), Progress(step=step), made)
+        saved(checkpoints(folder, steps=9), Progress(step=step), stepper)
     return folder
 
 
@@ -119,7 +119,7 @@ def test_damaged_checkpoint_is_detected(save: Path, folder: Path, name: str, hur
 
 
 @pytest.mark.parametrize(
-    ("hashes", "said"),
+    ("hashes", "message"),
     [
         ({}, "is not in manifest.json"),
         ({"weights.safetensors": None}, "weights.safetensors is not in manifest.json"),
@@ -133,7 +133,7 @@ def test_damaged_checkpoint_is_detected(save: Path, folder: Path, name: str, hur
     ],
 )
 def test_checkpoint_with_another_manifest_is_damaged(
-    save: Path, folder: Path, hashes: dict[str, str | None] | list[str] | str, said: str
+    save: Path, folder: Path, hashes: dict[str, str | None] | list[str] | str, message: str
 ) -> None:
     """A manifest may list more than it must, and lacks no file that is read."""
     (save / "notes.txt").write_text("mine")
@@ -142,9 +142,9 @@ def test_checkpoint_with_another_manifest_is_damaged(
     manifest = save / "manifest.json"
     if isinstance(hashes, dict) and hashes:
         all_hashes = json.loads(manifest.read_text()) | hashes
-        hashes = {name: each for name, each in all_hashes.items() if each is not None}
+        hashes = {name: value for name, value in all_hashes.items() if value is not None}
     manifest.write_text(hashes if isinstance(hashes, str) else json.dumps(hashes))
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         find_checkpoint(folder, str(save))
 
 
@@ -155,8 +155,8 @@ def test_resume_auto_takes_newest_intact_checkpoint(stepper: Stepper, folder: Pa
     assert find_checkpoint(folder, None) == (None, [])
     assert find_checkpoint(folder, "auto") == (saves[2], [])
     (saves[2] / "manifest.json").unlink()
-    found, remarks = find_checkpoint(folder, "auto")
-    assert found == saves[1]
+    save, remarks = find_checkpoint(folder, "auto")
+    assert save == saves[1]
     assert len(remarks) == 1
     assert "step-000010" in remarks[0]
     for save in saves[:2]:
@@ -194,8 +194,8 @@ def test_checkpoint_of_wrong_content_is_passed_over(
     older, newer = both
     with_valid_hashes(newer, name, content)
     assert verify_checksums(newer) is None
-    found, (remark,) = find_checkpoint(folder, "auto")
-    assert found == older
+    save, (remark,) = find_checkpoint(folder, "auto")
+    assert save == older
     assert cause in remark
     with pytest.raises(CheckpointError, match=cause):
         find_checkpoint(folder, str(newer))
@@ -225,8 +225,8 @@ def test_state_out_of_range_is_passed_over(both: list[Path], folder: Path, secti
     state = json.loads((newer / "state.json").read_text())
     state[section] = {**state[section], **changed} if isinstance(changed, dict) else changed
     with_valid_hashes(newer, "state.json", json.dumps(state).encode())
-    found, (remark,) = find_checkpoint(folder, "auto")
-    assert found == older
+    save, (remark,) = find_checkpoint(folder, "auto")
+    assert save == older
     assert "state.json is invalid" in remark
 
 
@@ -402,8 +402,8 @@ def test_every_key_has_a_role() -> None:
 
 
 def different(before: str, now: str, precision: str = "fp32") -> list[str]:
-    saved, own = (compared_settings(small_run(*words.split()), "fp32") for words in (before, now))
-    return [text.partition(":")[0] for text in differences(saved, {**own, "precision.kind": precision})]
+    saved, current = (compared_settings(small_run(*words.split()), "fp32") for words in (before, now))
+    return [text.partition(":")[0] for text in differences(saved, {**current, "precision.kind": precision})]
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def run_of(problem: str, folder: Path) -> RunConfig:
 
 
 def prepared(run: RunConfig) -> tuple[RunConfig, Data, Objective]:
-    found = read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)
-    return found.run, found.data, found.objective
+    rows = read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)
+    return rows.run, rows.data, rows.objective
 
 
 def plain_loss(run: RunConfig, logits: Tensor, targets: Tensor) -> Tensor:
@@ -129,15 +129,17 @@ def test_scores_equal_those_of_scikit_learn_for_any_batches(problem: str, tmp_pa
             parameter.mul_(30)  # so that all classes are chosen somewhere
     counts, count = counts_of(run), len(data.eval)
     layouts: list[Layout] = [Padded(3, 0, objective), Padded(100, 0, objective), Packed(96, 0, 96, objective)]
-    found = [score(model, eval_batches(data.eval, layout), runtime, counts) for layout in layouts]
+    metrics_by_layout = [score(model, eval_batches(data.eval, layout), runtime, counts) for layout in layouts]
     with torch.no_grad():
         pairs = [alone(model.language_model, data.eval, objective, i) for i in range(count)]
     logits, targets = (torch.stack(side) for side in zip(*pairs, strict=True))
     expected = {"eval_loss": float(plain_loss(run, logits, targets)), **by_scikit_learn(run, logits, targets)}
-    for each in found:
-        assert {key: each[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    for metrics in metrics_by_layout:
+        assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     sums = score_rows(model, eval_batches(data.eval, layouts[-1]), runtime, count, counts)
-    assert counts.metrics(sums.sum(axis=0)) == pytest.approx({key: found[0][key] for key in expected}, rel=1e-5)
+    assert counts.metrics(sums.sum(axis=0)) == pytest.approx(
+        {key: metrics_by_layout[0][key] for key in expected}, rel=1e-5
+    )
 
 
 def by_scikit_learn(run: RunConfig, logits: Tensor, targets: Tensor) -> dict[str, float]:
@@ -146,12 +148,12 @@ def by_scikit_learn(run: RunConfig, logits: Tensor, targets: Tensor) -> dict[str
 
     true = targets.numpy()
     if run.task.problem == "regression":
-        given = logits.numpy()
-        columns = list(zip(true.T, given.T, strict=True))
+        values = logits.numpy()
+        columns = list(zip(true.T, values.T, strict=True))
         return {
-            "mae": float(mean_absolute_error(true, given)),
-            "pearson": float(np.mean([pearsonr(*each)[0] for each in columns])),
-            "spearman": float(np.mean([spearmanr(*each)[0] for each in columns])),
+            "mae": float(mean_absolute_error(true, values)),
+            "pearson": float(np.mean([pearsonr(*pair)[0] for pair in columns])),
+            "spearman": float(np.mean([spearmanr(*pair)[0] for pair in columns])),
         }
     chosen = (logits.argmax(-1) if run.task.problem == "single" else (logits.sigmoid() >= 0.5).float()).numpy()
     scores = {
@@ -180,7 +182,7 @@ def gradients(model: TrainingModel, batches: list[Any]) -> list[float]:
     model.zero_grad()
     for batch in batches:
         model(batch)[0].backward()
-    return [float(each.grad.norm()) for each in model.parameters() if each.grad is not None]
+    return [float(parameter.grad.norm()) for parameter in model.parameters() if parameter.grad is not None]
 
 
 def test_macro_f1_ignores_absent_classes() -> None:
@@ -205,20 +207,20 @@ def test_balanced_weights_are_those_of_scikit_learn() -> None:
     assert class_weights("multi", [*counts], counts, 12) == pytest.approx([5 / 7, 5, 3])
 
 
-def problems(folder: Path, rows: list[Any], *given: str) -> str:
+def problems(folder: Path, rows: list[Any], *overrides: str) -> str:
     path = write_jsonl(folder / "rows.jsonl", [{"text": f"text {i}", "label": label} for i, label in enumerate(rows)])
     run = small_run(
         *("task=classification", "dataset=labelled_text", f"dataset.path={path}", "dataset.eval_fraction=0"),
-        *(f"cache_dir={folder / 'cache'}", "recipe=lora", *given),
+        *(f"cache_dir={folder / 'cache'}", "recipe=lora", *overrides),
         folder=folder,
     )
-    with pytest.raises((ConfigError, DataError)) as found:
+    with pytest.raises((ConfigError, DataError)) as refusal:
         read_rows(run, BaseModel(run.model, task_of(run.task)), lambda _note: None)
-    return " ".join(found.value.problems)
+    return " ".join(refusal.value.problems)
 
 
 @pytest.mark.parametrize(
-    ("rows", "given", "why"),
+    ("rows", "overrides", "why"),
     [
         ([0.5, "good"], ("task.problem=regression",), "rows.jsonl:2: column 'label' must be a number, found 'good'"),
         ([0.5, [1, 2]], ("task.problem=regression",), "rows.jsonl:2: column 'label' has 2 numbers, expected 1 per row"),
@@ -239,6 +241,6 @@ def problems(folder: Path, rows: list[Any], *given: str) -> str:
     ],
 )
 def test_labels_that_do_not_suit_the_problem_are_named(
-    rows: list[Any], given: tuple[str, ...], why: str, tmp_path: Path
+    rows: list[Any], overrides: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
-    assert why in problems(tmp_path, rows, *given)
+    assert why in problems(tmp_path, rows, *overrides)

@@ -102,8 +102,8 @@ BATCH: Batch = small.packed(small.documents_of((20, 5, 11)))
     ],
 )
 def test_compile_facts_obstacles_are_reasons_of_auto(words: tuple[str, ...], attention: str, reason: str) -> None:
-    (found,) = choose_compile(facts_of(run_of(*words), attention)).reasons
-    assert found.startswith(reason)
+    (text,) = choose_compile(facts_of(run_of(*words), attention)).reasons
+    assert text.startswith(reason)
 
 
 @pytest.mark.usefixtures("capable")
@@ -141,16 +141,16 @@ def test_with_planned_compile_of_a_gpu_needs_no_compiler_here() -> None:
 def settled(
     run: RunConfig, facts: CompileFacts, stored: Mapping[str, str] = NOTHING, group: HostGroup = ALONE
 ) -> CompileChoice:
-    return settle_compile(run, stored, group, lambda kept: replace(facts, stored=kept))
+    return settle_compile(run, stored, group, lambda stored_choice: replace(facts, stored=stored_choice))
 
 
 def test_settle_compile_decided_typed_or_stored() -> None:
-    run, kept = run_of(), {"precision": "bf16", "compile": "blocks", "memory_budget": "0.4"}
+    run, stored = run_of(), {"precision": "bf16", "compile": "blocks", "memory_budget": "0.4"}
     assert settled(run, LONG) == CompileChoice("blocks")
-    assert settled(run, replace(LONG, flops=1), kept) == CompileChoice("blocks")
+    assert settled(run, replace(LONG, flops=1), stored) == CompileChoice("blocks")
     for kind in ("none", "blocks"):
         typed = run_of(f"compile={kind}")
-        assert settled(typed, LONG, kept) == CompileChoice(kind)
+        assert settled(typed, LONG, stored) == CompileChoice(kind)
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ def test_compile_choice_noted_recorded_and_stored(
     resolved = plan_of(small_run("compile.memory_budget=0.5"), tmp_path / "checkpoints")
     assert resolved.sections.compile.kind == choice.kind
     notes = [text for name, text in run_table(resolved) if name == "note" and "compiled" in text]
-    told = f"layers are not compiled: {'; '.join(choice.reasons)} (compile=auto)"
-    assert notes == ([told] if choice.reasons else [])
+    note = f"layers are not compiled: {'; '.join(choice.reasons)} (compile=auto)"
+    assert notes == ([note] if choice.reasons else [])
     recorded = manifest_facts(resolved)["choices"]
     assert recorded["compile"] == choice.kind
     assert recorded.get("memory_budget") == (0.5 if choice.kind == "blocks" else None)

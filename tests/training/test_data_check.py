@@ -42,8 +42,8 @@ def talks(folder: Path, count: int, answer: str = "the answer is {}") -> str:
     return f"dataset.path={write_chats(folder / f'{count}.jsonl', *chats)}"
 
 
-def advised(found: DataCheck) -> dict[str, str]:
-    return dict(advice(found))
+def advised(check: DataCheck) -> dict[str, str]:
+    return dict(advice(check))
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_data_check_says_what_a_run_says(look: Look, tmp_path: Path, cache_dir: 
     rows: list[Any] = [{"messages": [*chat("<|end|>?"), answer], "score": n} for n in (1, 2)]
     path = write_jsonl(tmp_path / "a.jsonl", [*rows, {"messages": chat("Hi", "word " * 99)}])
     words = ("dataset=messages", f"dataset.path={path}", "dataset.max_length=32", "dataset.on_overflow=drop")
-    found = look(*words)
+    check = look(*words)
     run = replace(small_run(*words, *ALL_ROWS, folder=tmp_path), cache_dir=cache_dir)
     resolved = plan_of(run, tmp_path / "checkpoints")
-    [(_, said)] = [row for row in run_table(resolved) if row[0] == "data"]
-    assert found.facts()["lines"] == said.split("\n")
+    [(_, text)] = [row for row in run_table(resolved) if row[0] == "data"]
+    assert check.facts()["lines"] == text.split("\n")
     for part in (
         "such as reasoning) of 2",
         "special-token text",
@@ -89,7 +89,7 @@ def test_data_check_says_what_a_run_says(look: Look, tmp_path: Path, cache_dir: 
         "dropped",
         "duplicate",
     ):
-        assert part in said
+        assert part in text
 
 
 def test_bad_rows_are_counted_and_stop_a_run(look: Look, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_bad_rows_are_counted_and_stop_a_run(look: Look, tmp_path: Path) -> None
     facts = look(*words).facts()
     assert (facts["rows"], facts["bad_rows"], facts["samples"]) == (604, 3, 601)
     assert facts["duplicate_rows"] == 600
-    assert [(each["rows"], each["first"]) for each in facts["bad"]] == [(2, "a.jsonl:1"), (1, "a.jsonl:603")]
+    assert [(row["rows"], row["first"]) for row in facts["bad"]] == [(2, "a.jsonl:1"), (1, "a.jsonl:603")]
     assert facts["bad_places"] == ["a.jsonl:1", "a.jsonl:602", "a.jsonl:603"]
     assert len(facts["stops"]) == 2
     assert facts["stops"][0].startswith("a.jsonl:1 and 1 more row: message 0: unknown role 'nobody'")
@@ -124,15 +124,15 @@ def test_message_weights_are_summed(look: Look, tmp_path: Path) -> None:
 def test_overlong_rows_follow_the_policy(look: Look, tmp_path: Path, policy: str, lost: int) -> None:
     chats = [chat("Hi", "one two three"), chat("Hi", "word " * 1000)]
     words = ("dataset=messages", f"dataset.path={write_chats(tmp_path / 'a.jsonl', *chats)}")
-    found = look(*words, f"dataset.on_overflow={policy}", "dataset.eval_fraction=0")
-    facts = found.facts()
+    check = look(*words, f"dataset.on_overflow={policy}", "dataset.eval_fraction=0")
+    facts = check.facts()
     assert (facts["rows"], facts["overlong_rows"]) == (2, 1)
     longest = facts["length_percentiles"]["max"]
     assert longest > 1000
     assert facts["overlong_tokens"] == (longest - 256 if policy == "truncate" else longest) > lost
     assert facts["samples"] == (2 if policy == "truncate" else 1)
     assert bool(facts["stops"]) == (policy == "error")
-    assert sum(each["samples"] for each in facts["overlong_lengths"]) == 1
+    assert sum(bar["samples"] for bar in facts["overlong_lengths"]) == 1
 
 
 def test_mix_sources_are_judged_by_their_formats(look: Look, tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_mix_sources_are_judged_by_their_formats(look: Look, tmp_path: Path) -> 
     write_chats(tmp_path / "a.jsonl", *[chat("Hi", "Hello there")] * 8, chat("Hi", "long " * 400))
     (tmp_path / "b.txt").write_text("It was long ago. " * 400)
     mix = ("dataset=mix", f"dataset.mix.a.path={tmp_path / 'a.jsonl'}", f"dataset.mix.b.path={tmp_path / 'b.txt'}")
-    found = look(*mix, "dataset.mix.b.format=text", "dataset.mix.a.format=messages", "dataset.max_length=128")
-    (stopped,) = found.facts()["stops"]
+    check = look(*mix, "dataset.mix.b.format=text", "dataset.mix.a.format=messages", "dataset.max_length=128")
+    (stopped,) = check.facts()["stops"]
     assert "a.jsonl" in stopped
     assert "dataset.max_length=128" in stopped
-    assert not any("None" in key for key in advised(found))
-    facts = found.facts()
+    assert not any("None" in key for key in advised(check))
+    facts = check.facts()
     assert facts["format"] == "messages + text"
     chats, text = facts["sources"]
     assert (chats["name"], chats["rows"], chats["overlong_rows"], chats["dropped"]) == ("a", 9, 1, 1)
@@ -163,13 +163,13 @@ def test_preview_of_mix_shows_distinct_rows_of_each_source(look: Look, tmp_path:
         write_chats(tmp_path / f"{name}.jsonl", *[chat(f"{name} {n}?", f"It is {n}") for n in range(8)])
         words += [f"dataset.mix.{name}.path={tmp_path / name}.jsonl", f"dataset.mix.{name}.weight={weight}"]
         words.append(f"dataset.mix.{name}.format=messages")
-    found = look(*words)
-    places = [row["place"] for row in found.preview["rows"]]
+    check = look(*words)
+    places = [row["place"] for row in check.preview["rows"]]
     assert [place.partition(".")[0] for place in places] == ["a", "a", "b", "d"]
     assert places[:2] == ["a.jsonl:1", "a.jsonl:2"]
     assert places[3] == "d.jsonl:1"
-    shares = found.data.report.shares.values()
-    spread = preview(found.data.train, NEXT_TOKEN, load_tokenizer(found.run.model, needs_template=True), shares)["rows"]
+    shares = check.data.report.shares.values()
+    spread = preview(check.data.train, NEXT_TOKEN, load_tokenizer(check.run.model, needs_template=True), shares)["rows"]
     assert [row["place"] for row in spread][:2] == ["a.jsonl:1", "a.jsonl:8"]
 
 
@@ -184,20 +184,20 @@ def test_preview_of_mix_of_many_sources_shows_one_row_of_each(look: Look, tmp_pa
 def test_advice_omits_useless_max_length(look: Look, tmp_path: Path) -> None:
     """Rows that are longer by far than the model has positions."""
     path = write_chats(tmp_path / "a.jsonl", *[chat("Hi", "Hello")] * 9, chat("Hi", "long " * 4000))
-    found = look("dataset=messages", f"dataset.path={path}", "dataset.on_overflow=drop", "dataset.max_length=256")
-    assert found.facts()["dropped"] == 1
-    assert not [key for key in advised(found) if "max_length" in key]
-    assert "dataset.on_overflow=truncate" in advised(found)
+    check = look("dataset=messages", f"dataset.path={path}", "dataset.on_overflow=drop", "dataset.max_length=256")
+    assert check.facts()["dropped"] == 1
+    assert not [key for key in advised(check) if "max_length" in key]
+    assert "dataset.on_overflow=truncate" in advised(check)
 
 
 def test_long_text_is_split_without_loss(look: Look, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("Rain falls on the roof. " * 400)
-    found = look("dataset=text", f"dataset.path={tmp_path / 'book.txt'}", "dataset.max_length=64")
-    facts = found.facts()
+    check = look("dataset=text", f"dataset.path={tmp_path / 'book.txt'}", "dataset.max_length=64")
+    facts = check.facts()
     assert (facts["rows"], facts["overlong_rows"], facts["overlong_tokens"]) == (1, 1, 0)
     assert facts["length_percentiles"]["max"] == 64
     assert facts["stops"] == []
-    assert not [key for key in advised(found) if "max_length" in key]
+    assert not [key for key in advised(check) if "max_length" in key]
 
 
 def test_dataset_without_usable_rows_is_reported(look: Look, tmp_path: Path) -> None:
@@ -211,11 +211,11 @@ def test_dataset_without_usable_rows_is_reported(look: Look, tmp_path: Path) -> 
 
 def test_held_out_rows_in_training_are_counted(look: Look, tmp_path: Path) -> None:
     held = write_chats(tmp_path / "held.jsonl", chat("Question 3?", "the answer is 3"), chat("A?", "b"))
-    found = look("dataset=messages", talks(tmp_path, 20), f"dataset.eval_path={held}", "dataset.eval_fraction=0")
-    told = found.facts()["eval"]
-    assert (told["rows"], told["samples"], told["also_trained_on"]) == (2, 2, 1)
+    check = look("dataset=messages", talks(tmp_path, 20), f"dataset.eval_path={held}", "dataset.eval_fraction=0")
+    facts = check.facts()["eval"]
+    assert (facts["rows"], facts["samples"], facts["also_trained_on"]) == (2, 2, 1)
     assert (
-        "1 eval sample also in the training set" in advised(found)["dataset.eval_path=null dataset.eval_fraction=0.02"]
+        "1 eval sample also in the training set" in advised(check)["dataset.eval_path=null dataset.eval_fraction=0.02"]
     )
 
 
@@ -243,9 +243,9 @@ def test_advice_has_settings_to_type(look: Look, tmp_path: Path, name: str) -> N
     if name == "padding":
         chats = [chat("Hi", "word " * (1 + n)) for n in range(count)]
         path = f"dataset.path={write_chats(tmp_path / 'uneven.jsonl', *chats)}"
-    found = advised(look("dataset=messages", path, *words))
-    [told] = [text for each, text in found.items() if each.startswith(key)]
-    assert why in told
+    advised_settings = advised(look("dataset=messages", path, *words))
+    [reason] = [text for setting, text in advised_settings.items() if setting.startswith(key)]
+    assert why in reason
 
 
 def test_advised_max_length_fits_the_model(look: Look, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_advised_max_length_fits_the_model(look: Look, tmp_path: Path) -> None:
     )
     short = look(*words, "dataset.max_length=100", "batching.tokens=100")
     assert short.facts()["overlong_rows"] > 0
-    [key] = [each for each in advised(short) if each.startswith("dataset.max_length=")]
+    [key] = [setting for setting in advised(short) if setting.startswith("dataset.max_length=")]
     length = int(key.split()[0].partition("=")[2])
     assert key == f"dataset.max_length={length} batching.tokens={length}"
     after = look(*words, *key.split())
@@ -275,7 +275,7 @@ def test_lengths_of_pairs_are_those_of_the_longer_answer(look: Look, tmp_path: P
     short = look(*words, "dataset.on_overflow=drop", "dataset.max_length=64", "batching.tokens=128")
     lengths = short.facts()["length_percentiles"]
     assert lengths["p95"] <= lengths["max"]
-    [key] = [each for each in advised(short) if each.startswith("dataset.max_length=")]
+    [key] = [setting for setting in advised(short) if setting.startswith("dataset.max_length=")]
     after = look(*words, "dataset.on_overflow=drop", *key.split())
     assert after.facts()["overlong_rows"] <= 0.01 * len(rows)
 
@@ -283,18 +283,18 @@ def test_lengths_of_pairs_are_those_of_the_longer_answer(look: Look, tmp_path: P
 def test_default_length_of_pairs_has_a_note(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}])
     words = ("recipe=dpo", "dataset=auto", f"dataset.path={tmp_path / 'a.jsonl'}", f"cache_dir={tmp_path / 'cache'}")
-    said: list[str] = []
-    check_data(composed(*words), 1, said.append)
-    check_data(composed(*words, "dataset.max_length=100"), 1, said.append)
+    lines: list[str] = []
+    check_data(composed(*words), 1, lines.append)
+    check_data(composed(*words, "dataset.max_length=100"), 1, lines.append)
     note = "note    dataset.max_length=128: a bin of batching.tokens=256 must fit both answers of a pair."
-    assert [line.startswith(note) for line in said if "max_length" in line] == [True]
+    assert [line.startswith(note) for line in lines if "max_length" in line] == [True]
 
 
 def test_advice_ends_what_would_stop_again(look: Look, tmp_path: Path) -> None:
     chats = [chat("Hi", "word " * (100 if n % 2 else 900)) for n in range(40)]
     path = f"dataset.path={write_chats(tmp_path / 'a.jsonl', *chats)}"
     words = ("dataset=messages", path, "dataset.max_length=64", "batching.tokens=64")
-    [key] = [each for each in advised(look(*words)) if each.startswith("dataset.max_length=")]
+    [key] = [setting for setting in advised(look(*words)) if setting.startswith("dataset.max_length=")]
     assert key == "dataset.max_length=512 batching.tokens=512 dataset.on_overflow=drop"
     assert look(*words, *key.split()).stops == []
 
@@ -303,28 +303,28 @@ def test_advice_names_unread_texts_and_written_chats(look: Look, tmp_path: Path)
     row = {"text": "<s>[INST] Hi [/INST] Hello.</s>", "notes": "It rains on the roof. " * 9, "tag": "x y"}
     row |= {"more": "It is late. " * 10, "label": "good"}
     words = ("dataset=auto", f"dataset.path={write_jsonl(tmp_path / 'a.jsonl', [row] * 3)}")
-    found = advised(look(*words))
-    assert found["dataset.leave_out=[notes,more]"].startswith(
+    settings = advised(look(*words))
+    assert settings["dataset.leave_out=[notes,more]"].startswith(
         "not read: notes (198 characters per row), more (120 characters per row). dataset.columns.FIELD=NAME reads"
     )
     assert not [key for key in advised(look(*words, "dataset.leave_out=[notes,more]")) if "leave_out" in key]
     as_classes = "task=classification dataset=labelled_text dataset.columns.label=label"
-    assert found[as_classes].startswith("column label is not read; if it is the class of each text")
-    assert found["dataset=messages"].startswith("3 texts with [INST]: chats already rendered for a model")
-    assert not [key for key in found if "tag" in key]
+    assert settings[as_classes].startswith("column label is not read; if it is the class of each text")
+    assert settings["dataset=messages"].startswith("3 texts with [INST]: chats already rendered for a model")
+    assert not [key for key in settings if "tag" in key]
 
 
 def test_advice_names_split_that_is_not_read(look: Look, tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_chats(tmp_path / f"{split}.jsonl", chat("Hi", "Hello there"), chat("Bye", "See you"))
-    found = advised(look("dataset=messages", f"dataset.path={tmp_path}"))
-    assert found["dataset.eval_split=test dataset.eval_fraction=0"].endswith("the split test is not read")
+    settings = advised(look("dataset=messages", f"dataset.path={tmp_path}"))
+    assert settings["dataset.eval_split=test dataset.eval_fraction=0"].endswith("the split test is not read")
 
 
 def test_rows_scored_beside_are_read(look: Look, tmp_path: Path) -> None:
     general = tmp_path / "general.jsonl"
     general.write_text('{"text": "a plain text"}\n')
-    assert any(each.startswith("also: 1 row, ") for each in look(f"eval.also={general}").data.report.notes)
+    assert any(text.startswith("also: 1 row, ") for text in look(f"eval.also={general}").data.report.notes)
     general.write_text('{"odd": 1}\n')
     assert look(f"eval.also={general}").stops[0].startswith(f"eval.also={general}: ")
 
@@ -356,13 +356,13 @@ def test_data_check_rewriting_template_advises_join(look: Look, tmp_path: Path) 
     long = [chat(*("word " * 40 for _ in range(8))) for _ in range(2)]
     path = write_chats(tmp_path / "a.jsonl", chat("a", "b", "c", "d"), chat("e", "f", "g", "h"))
     words = ("dataset=messages", f"model.chat_template={template}")
-    found = look(*words, f"dataset.path={path}")
-    assert advised(found)["dataset.on_unstable_template=join"].startswith(
+    check = look(*words, f"dataset.path={path}")
+    assert advised(check)["dataset.on_unstable_template=join"].startswith(
         "the chat template rewrites earlier turns, so 2 conversations became 4 samples that repeat each other; `join`"
     )
     joined = look(*words, f"dataset.path={path}", "dataset.on_unstable_template=join")
     assert not any("on_unstable_template" in key for key in advised(joined))
-    assert joined.data.report.train.trained_tokens == found.data.report.train.trained_tokens
+    assert joined.data.report.train.trained_tokens == check.data.report.train.trained_tokens
     cut = look(*words, f"dataset.path={write_chats(tmp_path / 'b.jsonl', *long)}", "dataset.on_overflow=drop")
     assert "dataset.on_unstable_template=join dataset.on_overflow=truncate" in advised(cut)
     thinks = [{**m, "reasoning_content": "Hm."} if m["role"] == "assistant" else m for m in chat("a", "b", "c", "d")]

@@ -42,16 +42,16 @@ def conversation(lm: Any, draw: random.Random) -> tuple[Row, int]:
 
 def would_be_written(lm: Any, rows: TokenRows, ends: list[list[int]]) -> list[list[bool]]:
     """Of each row, whether each answer is what the real generation gives after the true conversation before it."""
-    found = []
+    by_row = []
     for i, of_row in enumerate(ends):
         ids = rows.ids(i).tolist()
-        told = []
+        is_exact = []
         for at in stretches(rows.loss_mask(i)):
             expected = ids[at]
             written = generate(lm, [ids[: at.start]], of_row, len(expected))[0]
-            told.append(written == (expected[:-1] if expected[-1] in of_row else expected))
-        found.append(told)
-    return found
+            is_exact.append(written == (expected[:-1] if expected[-1] in of_row else expected))
+        by_row.append(is_exact)
+    return by_row
 
 
 def layouts_of(longest: int) -> list[Layout]:
@@ -69,14 +69,16 @@ def sums_of(model: TrainingModel, rows: TokenRows, layout: Layout, runtime: Runt
 def test_exact_match_equals_greedy_answers(kind: str, runtime: Runtime) -> None:
     model = training_model_of(kind)
     draw = random.Random(1)
-    made = [conversation(model.language_model, draw) for _ in range(10)]
-    rows = token_rows([row for row, _ in made])
-    assert {end == ENDLESS for _, end in made} == {True, False}
-    expected = would_be_written(model.language_model, rows, [[] if end == ENDLESS else [end] for _, end in made])
-    assert len({len(told) for told in expected}) > 1
-    assert {right for told in expected for right in told} == {True, False}
+    conversations = [conversation(model.language_model, draw) for _ in range(10)]
+    rows = token_rows([row for row, _ in conversations])
+    assert {end == ENDLESS for _, end in conversations} == {True, False}
+    expected = would_be_written(
+        model.language_model, rows, [[] if end == ENDLESS else [end] for _, end in conversations]
+    )
+    assert len({len(row) for row in expected}) > 1
+    assert {right for row in expected for right in row} == {True, False}
     for layout in layouts_of(int(rows.lengths.max())):
-        found = sums_of(model, rows, layout, runtime)
-        assert found[:, ANSWERS].tolist() == [len(told) for told in expected]
-        assert found[:, EXACT].tolist() == [sum(told) for told in expected]
-        assert found[:, LABELS].tolist() == [int(rows.loss_mask(i).sum()) for i in range(len(rows))]
+        sums = sums_of(model, rows, layout, runtime)
+        assert sums[:, ANSWERS].tolist() == [len(row) for row in expected]
+        assert sums[:, EXACT].tolist() == [sum(row) for row in expected]
+        assert sums[:, LABELS].tolist() == [int(rows.loss_mask(i).sum()) for i in range(len(rows))]

@@ -46,9 +46,9 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def plain_adapter(folder: Path, **given: Any) -> Tensor:
+def plain_adapter(folder: Path, **settings: Any) -> Tensor:
     """Save an adapter of plain PEFT and return its logits."""
-    config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **{"init_lora_weights": False} | given)
+    config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **{"init_lora_weights": False} | settings)
     network = get_peft_model(built("llama", attention="eager"), config)
     network.save_pretrained(str(folder))
     return logits(network)
@@ -56,8 +56,8 @@ def plain_adapter(folder: Path, **given: Any) -> Tensor:
 
 @torch.no_grad()
 def logits(lm: Any) -> Tensor:
-    found: Tensor = lm.eval()(input_ids=IDS).logits
-    return found
+    logits: Tensor = lm.eval()(input_ids=IDS).logits
+    return logits
 
 
 def run_from(start: Path) -> RunConfig:
@@ -66,8 +66,8 @@ def run_from(start: Path) -> RunConfig:
 
 @pytest.mark.parametrize("case", CASES)
 def test_adapter_of_plain_peft_is_loaded_and_saved_for_it(case: str, base: Path, tmp_path: Path) -> None:
-    given, targets = CASES[case]
-    expected = plain_adapter(tmp_path / "first", **given)
+    settings, targets = CASES[case]
+    expected = plain_adapter(tmp_path / "first", **settings)
     config, run = model_config(path=str(base)), run_from(tmp_path / "first")
     run.adapter.targets = short_names(run.adapter.targets, BaseModel(config, CAUSAL).on_meta())
     assert sorted(run.adapter.targets) == targets
@@ -80,19 +80,19 @@ def test_adapter_of_plain_peft_is_loaded_and_saved_for_it(case: str, base: Path,
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         ({"bias": "all"}, r"bias=all \(it trains biases of the base\)"),
         ({"lora_bias": True}, r"lora_bias=True \(its layers have a bias\)"),
         ({"init_lora_weights": "pissa"}, r"init_lora_weights=pissa \(it changes the base, unless PEFT converted it"),
     ],
 )
-def test_adapter_of_plain_peft_that_is_more_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_adapter_of_plain_peft_that_is_more_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     plain_adapter(tmp_path / "first", target_modules=["q_proj"])
     file = tmp_path / "first" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | given))
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     model: Any = None
-    with pytest.raises(CheckpointError, match=rf"not supported: {said}.*merge it into its base with PEFT"):
+    with pytest.raises(CheckpointError, match=rf"not supported: {message}.*merge it into its base with PEFT"):
         load_start(run_from(tmp_path / "first"), model, None, Names())
 
 
@@ -116,8 +116,8 @@ def test_runs_that_end_at_once_share_one_whole_reference(tmp_path: Path) -> None
 
     with ThreadPoolExecutor(4) as runs:
         list(runs.map(share, range(20)))
-    assert sorted(each.name for each in tmp_path.iterdir()) == [f"kept-{number}" for number in range(5)]
-    assert all(read_reference(each) == scores for each in tmp_path.iterdir())
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"kept-{number}" for number in range(5)]
+    assert all(read_reference(folder) == scores for folder in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def test_labels_follow_the_state_before_them(rows: list[tuple[list[int], list[bo
     expected = {(r, t - 1, int(ids[t])) for r, (ids, trained) in enumerate(arrays) for t in np.flatnonzero(trained)}
     width = batch.ids.shape[1]
     pairs: Any = zip(batch.label_rows.tolist(), batch.targets.tolist(), strict=True)
-    found = {(row // width, row % width, target) for row, target in pairs if target != IGNORE}
-    assert found == expected
+    targets = {(row // width, row % width, target) for row, target in pairs if target != IGNORE}
+    assert targets == expected
     assert batch.num_labels == len(expected)
     assert batch.num_tokens == sum(len(ids) for ids, _ in arrays)
     assert batch.lengths == tuple(len(ids) for ids, _ in arrays)

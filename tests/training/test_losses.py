@@ -64,8 +64,8 @@ class Pairs:
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:
         documents = np.split(rows.ids(i), [rows.second_start(i)])
-        labeled = [label_next_tokens(each, np.arange(len(each)) >= ANSWERS_FROM) for each in documents]
-        return tuple(replace(each, values=(-4.0 * len(each.at) - i, i)) for each in labeled)
+        labeled = [label_next_tokens(document, np.arange(len(document)) >= ANSWERS_FROM) for document in documents]
+        return tuple(replace(tokens, values=(-4.0 * len(tokens.at) - i, i)) for tokens in labeled)
 
     def shown(self, rows: TokenRows, i: int) -> Any:
         raise NotImplementedError
@@ -74,7 +74,7 @@ class Pairs:
 class Rows:
     """Rows of two documents, one behind the other."""
 
-    lengths = np.array([sum(each) for each in LENGTHS], np.int32)
+    lengths = np.array([sum(documents) for documents in LENGTHS], np.int32)
 
     def __len__(self) -> int:
         return len(LENGTHS)
@@ -103,13 +103,13 @@ def model_of(adapter: Any = None, *, linear: bool = True, recompute: bool = Fals
 
 def formula(model: TrainingModel) -> Tensor:
     """The loss of each row, of its documents by themselves: all logits, log-probabilities in float64."""
-    found = []
+    terms = []
     for i in range(len(LENGTHS)):
         for document in documents_of(LENGTHS[i], seed=i):
             logits = model.language_model(input_ids=document[None], use_cache=False).logits[0]
             scores = logits.double().log_softmax(-1)[ANSWERS_FROM - 1 : -1]
-            found.append(scores.gather(1, document[ANSWERS_FROM:, None]).sum())
-    sums, whole = torch.stack(found), batch_of("padded")
+            terms.append(scores.gather(1, document[ANSWERS_FROM:, None]).sum())
+    sums, whole = torch.stack(terms), batch_of("padded")
     return preference(sums, replace(whole, step_mean=baseline(sums.detach(), whole).mean()))
 
 
@@ -133,8 +133,8 @@ def test_weighted_classes_are_summed_in_fp32_under_autocast(monkeypatch: pytest.
     head: Any = SimpleNamespace(class_logits=lambda states: states)
     batch.targets = None
     with torch.autocast("cpu", torch.float16):
-        found = class_loss(TaskConfig(), PreferenceConfig()).of_states(head, losses, batch)
-    assert float(found) == pytest.approx(float((losses.double() * weights).sum()), rel=1e-6)
+        total = class_loss(TaskConfig(), PreferenceConfig()).of_states(head, losses, batch)
+    assert float(total) == pytest.approx(float((losses.double() * weights).sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_loss_over_documents_equals_its_formula(
     loss, expected = outcome(model, lambda: formula(model).mean())
     batch = batch_of(layout)
     for parts in ([batch], split_batch(batch, 1), [batch_of(layout, rows) for rows in ((2,), (), (0, 1))]):
-        found, _ = step(model, parts, runtime)
-        assert found == pytest.approx(loss, rel=1e-6)
+        value, _ = step(model, parts, runtime)
+        assert value == pytest.approx(loss, rel=1e-6)
         assert distance(gradients(model), expected) <= 2e-6
 
 
@@ -165,9 +165,9 @@ def test_loss_over_documents_out_of_memory_stays_its_formula(layout: str, runtim
     model = model_of()
     loss, expected = outcome(model, lambda: formula(model).mean())
     with scarce("forward", tokens=35) as memory:
-        found, stepper = step(model, [batch_of(layout)], runtime)
+        value, stepper = step(model, [batch_of(layout)], runtime)
     assert memory.times > stepper.split_depth >= 1
-    assert found == pytest.approx(loss, rel=1e-6)
+    assert value == pytest.approx(loss, rel=1e-6)
     assert distance(gradients(model), expected) <= 2e-6
 
 
@@ -211,21 +211,21 @@ BETA = 0.4
 
 def kto_objective() -> LabeledAnswers:
     others = MismatchedRows(LABELED)
-    known = {int(h): (-9.0 - 20 * i,) for i, h in enumerate(LABELED.content_hashes)}
-    return LabeledAnswers(reference=known | {int(h): (-60.0 - i,) for i, h in enumerate(others.content_hashes)})
+    reference = {int(h): (-9.0 - 20 * i,) for i, h in enumerate(LABELED.content_hashes)}
+    return LabeledAnswers(reference=reference | {int(h): (-60.0 - i,) for i, h in enumerate(others.content_hashes)})
 
 
 def kto_model(adapter: Any = None) -> TrainingModel:
     model = model_of(adapter)
-    own = PreferenceConfig(kind="kto", beta=BETA, desirable=0.7, undesirable=1.3)
-    model.loss = LABELED_ANSWERS.loss(TaskConfig(kind="preference_label"), own)
+    config = PreferenceConfig(kind="kto", beta=BETA, desirable=0.7, undesirable=1.3)
+    model.loss = LABELED_ANSWERS.loss(TaskConfig(kind="preference_label"), config)
     return model
 
 
 def kto_batch(layout: str, rows: Sequence[int]) -> Batch:
     objective = kto_objective()
-    made: Layout = Packed(64, 0, 19, objective) if layout == "packed" else Padded(4, 0, objective)
-    return made.batch(LABELED, [np.array(rows, np.int64)], 8, epoch=0)
+    collator: Layout = Packed(64, 0, 19, objective) if layout == "packed" else Padded(4, 0, objective)
+    return collator.batch(LABELED, [np.array(rows, np.int64)], 8, epoch=0)
 
 
 def kto_formula(model: TrainingModel) -> Tensor:
@@ -234,16 +234,16 @@ def kto_formula(model: TrainingModel) -> Tensor:
     def ratio(rows: TokenRows, i: int) -> Tensor:
         ids, at = torch.from_numpy(np.array(rows.ids(i))).long(), np.flatnonzero(rows.loss_mask(i))
         scores = model.language_model(input_ids=ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-        found: Tensor = scores[at - 1].gather(1, ids[at, None]).sum() - known[int(rows.content_hashes[i])][0]
-        return found
+        log_ratio: Tensor = scores[at - 1].gather(1, ids[at, None]).sum() - reference[int(rows.content_hashes[i])][0]
+        return log_ratio
 
-    known, others = kto_objective().reference, MismatchedRows(LABELED)
+    reference, others = kto_objective().reference, MismatchedRows(LABELED)
     with torch.no_grad():
         mean = torch.stack([ratio(others, i) for i in range(4)]).mean()
     assert mean > 1.0, "or the test sees nothing of it"
     gains = BETA * (torch.stack([ratio(LABELED, i) for i in range(4)]) - mean)
-    wanted = torch.tensor([LABELED.class_of(i) == "true" for i in range(4)])
-    return torch.where(wanted, 0.7 * torch.sigmoid(-gains), 1.3 * torch.sigmoid(gains)).mean()
+    desirable = torch.tensor([LABELED.class_of(i) == "true" for i in range(4)])
+    return torch.where(desirable, 0.7 * torch.sigmoid(-gains), 1.3 * torch.sigmoid(gains)).mean()
 
 
 @pytest.mark.parametrize(("layout", "adapter"), [("packed", None), ("padded", lora())])
@@ -263,5 +263,5 @@ def test_mismatched_answers_are_packed_into_bins_of_their_own() -> None:
     (bin_of_all,) = whole.mean_of
     assert sorted(bin_of_all.lengths) == sorted(MismatchedRows(LABELED).lengths.tolist())
     narrow = Packed(40, 0, 19, kto_objective()).batch(LABELED, [np.array([0, 1], np.int64)], 3, epoch=0)
-    assert [each.ids.shape for each in narrow.mean_of] == [(1, 40)] * len(narrow.mean_of)
-    assert sum(len(each.lengths) for each in narrow.mean_of) == 2
+    assert [batch.ids.shape for batch in narrow.mean_of] == [(1, 40)] * len(narrow.mean_of)
+    assert sum(len(batch.lengths) for batch in narrow.mean_of) == 2

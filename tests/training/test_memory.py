@@ -71,9 +71,9 @@ def driver() -> Any:
 
 def test_driver_names_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver())
-    found = memory.taken_by_driver(UUID)
-    assert found == Taken(80_000_000_000, 22_400_000_000, ((77, None), (1234, 22_000_000_000)))
-    assert found.words == "other processes use 22.4 of 80.0 GB of GPU memory (pid 77, pid 1234: 22.0 GB)"
+    taken = memory.taken_by_driver(UUID)
+    assert taken == Taken(80_000_000_000, 22_400_000_000, ((77, None), (1234, 22_000_000_000)))
+    assert taken.words == "other processes use 22.4 of 80.0 GB of GPU memory (pid 77, pid 1234: 22.0 GB)"
     assert memory.taken_by_driver("another") is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert memory.taken_by_driver(UUID) is None
@@ -115,9 +115,9 @@ def test_memory_of_the_device_is_asked_of_cuda_where_the_driver_is_silent(monkey
 def test_device_used_bytes_beside_other_processes_is_none(
     running: list[int], reserved: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = driver()
-    given.nvmlDeviceGetComputeRunningProcesses = lambda _gpu: [SimpleNamespace(pid=pid) for pid in running]
-    monkeypatch.setitem(sys.modules, "pynvml", given)
+    nvml = driver()
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda _gpu: [SimpleNamespace(pid=pid) for pid in running]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     for name, value in (
         ("is_available", True),
         ("get_device_properties", SimpleNamespace(uuid=UUID)),
@@ -194,13 +194,13 @@ def test_in_fp32_with_adamw(data: Data, runtime: Runtime, recipe: str) -> None:
     stepper = after_a_step(data, runtime, f"recipe={recipe}")
     trained = list(stepper.model.trained().values())
     count = sum(weight.numel() for weight in trained)
-    found = found_in(stepper)
+    sizes = found_in(stepper)
     everything = sum(weight.numel() for weight in stepper.model.network.parameters())
     buffers = sum(buffer.nbytes for buffer in stepper.model.network.buffers())
-    assert found["trained_weights"] == found["gradients"] == 4 * count
-    assert found["frozen_weights"] == 4 * (everything - count) + buffers
-    assert found["optimizer_states"] == 8 * count + 4 * len(trained), "two moments, and a number of steps each"
-    assert found["quantization_constants"] == 0
+    assert sizes["trained_weights"] == sizes["gradients"] == 4 * count
+    assert sizes["frozen_weights"] == 4 * (everything - count) + buffers
+    assert sizes["optimizer_states"] == 8 * count + 4 * len(trained), "two moments, and a number of steps each"
+    assert sizes["quantization_constants"] == 0
     assert (everything == count) == (recipe == "full")
 
 
@@ -211,12 +211,12 @@ def test_packed_in_four_bits(data: Data, runtime: Runtime) -> None:
     count = 2 * sum(weight.numel() for weight in packed)  # two in a byte
     others = [w for w in network.parameters() if not w.requires_grad and not hasattr(w, "quant_state")]
     rest = [*others, *network.buffers()]
-    found = found_in(stepper)
+    sizes = found_in(stepper)
     assert count > 0
-    assert found["frozen_weights"] == count // 2 + sum(each.nbytes for each in rest)
+    assert sizes["frozen_weights"] == count // 2 + sum(tensor.nbytes for tensor in rest)
     doubled, each_table = count // BLOCK, 4 * (16 + 256)  # a byte a block, and the tables of both levels
     seconds = 4 * sum(-(-2 * weight.numel() // BLOCK // 256) + 1 for weight in packed)
-    assert found["quantization_constants"] == pytest.approx(doubled + len(packed) * each_table + seconds, rel=0.05)
+    assert sizes["quantization_constants"] == pytest.approx(doubled + len(packed) * each_table + seconds, rel=0.05)
 
 
 RECIPE = ("recipe=qlora", "model=llama", "model.weights=random", "precision=bf16", "launch.threads=1")
@@ -258,9 +258,9 @@ def two_steps(run: RunConfig) -> Stepper:
 def require_four_bits(stepper: Stepper, layers: int) -> None:
     from bitsandbytes.nn import Linear4bit
 
-    found: list[Any] = [m for m in stepper.model.network.modules() if isinstance(m, Linear4bit)]
-    assert len(found) == 7 * layers
-    for layer in found:
+    linears: list[Any] = [m for m in stepper.model.network.modules() if isinstance(m, Linear4bit)]
+    assert len(linears) == 7 * layers
+    for layer in linears:
         assert layer.weight.dtype == torch.uint8
         assert layer.weight.numel() == layer.in_features * layer.out_features / 2
         assert layer.weight.quant_state.nested

@@ -55,9 +55,9 @@ def rows_of(folder: Path, tokenizer: Any, weights: tuple[float | None, ...]) -> 
 
 @pytest.fixture(scope="module")
 def rows(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
-    made = rows_of(tmp_path_factory.mktemp("weighted"), tokenizer, WEIGHTS)
-    assert 0 < made.num_weighted < len(made) == 24
-    return made
+    weighted = rows_of(tmp_path_factory.mktemp("weighted"), tokenizer, WEIGHTS)
+    assert 0 < weighted.num_weighted < len(weighted) == 24
+    return weighted
 
 
 def layouts() -> list[tuple[Layout, int]]:
@@ -123,20 +123,20 @@ def test_weighted_evaluation_is_the_same_mean(rows: TokenRows, runtime: Runtime)
         ):
             assert sums[i, WEIGHT] == pytest.approx(float(weight.sum()), rel=1e-9)
             assert sums[i, LOSS] == pytest.approx(float((loss * weight).sum()), rel=1e-5)
-    assert len({each["token_accuracy"] for each in scores}) == 1
+    assert len({metrics["token_accuracy"] for metrics in scores}) == 1
 
 
 def test_weights_of_one_change_no_bit(tokenizer: Any, tmp_path: Path, runtime: Runtime) -> None:
     ones, none = (rows_of(tmp_path / name, tokenizer, weights) for name, weights in (("a", (1, 1.0)), ("b", (None,))))
     assert ones.fingerprint == none.fingerprint
-    found = []
-    for each in (ones, none):
+    losses = []
+    for rows in (ones, none):
         stepper = stepper_of(small_run("recipe=lora"), runtime)
-        loader = Loader(each, Packed(256, pad_id=0, max_length=LONGEST), StepSplit(2), seed=0)
+        loader = Loader(rows, Packed(256, pad_id=0, max_length=LONGEST), StepSplit(2), seed=0)
         batches = [loader.batches(step) for step in range(3)]
         assert all(batch.weights is None for step in batches for batch in step)
-        found.append([float(stepper.run(step, 1e-2).loss_sum) for step in batches])
-    assert found[0] == found[1]
+        losses.append([float(stepper.run(step, 1e-2).loss_sum) for step in batches])
+    assert losses[0] == losses[1]
 
 
 def test_preview_has_message_weights(rows: TokenRows, tokenizer: Any) -> None:

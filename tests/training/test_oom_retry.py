@@ -39,8 +39,8 @@ def batches(
 packed_and_padded = pytest.mark.parametrize("batches", ["packed", "padded"], indirect=True)
 
 
-def made(*overrides: str, runtime: Runtime) -> Stepper:
-    """With an adapter that has begun to learn: at the start B is zero, and the gradient of A with it."""
+def stepper_for(*overrides: str, runtime: Runtime) -> Stepper:
+    """Return a stepper whose adapter has a random B: at the start B is zero, and the gradient of A with it."""
     stepper = stepper_of(small_run(*overrides), runtime)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in stepper.model.trained().items():
@@ -88,13 +88,13 @@ def test_few_rows_are_first_ones_with_a_label(batches: list[Batch]) -> None:
 
 @packed_and_padded
 def test_split_parts_give_the_same_gradient(batches: list[Batch], runtime: Runtime) -> None:
-    stepper = made("recipe=lora", runtime=runtime)
+    stepper = stepper_for("recipe=lora", runtime=runtime)
     expected = total(stepper, batches)
     for depth, allowed in ((1, 1e-6), (3, 1e-6), (12, 5e-6)):  # at last each document by itself
         stepper.split_depth = depth
-        loss, found = total(stepper, batches)
+        loss, gradient = total(stepper, batches)
         assert loss == pytest.approx(expected[0], rel=1e-6)
-        assert relative(found, expected[1]) <= allowed
+        assert relative(gradient, expected[1]) <= allowed
 
 
 @pytest.mark.parametrize(
@@ -112,15 +112,15 @@ def test_step_out_of_memory_is_repeated_in_parts(
 ) -> None:
     """The second micro-batch runs out of memory, when the first one has left its gradient."""
     run = (f"recipe={recipe}", f"training.recompute={str(where == 'recomputed').lower()}")
-    stepper = made(*run, runtime=runtime)
+    stepper = stepper_for(*run, runtime=runtime)
     expected = total(stepper, batches)
     layers, per_batch = 2, 2 if where == "recomputed" else 1
     with scarce(where, tokens=scanty(batches), calls=layers * per_batch) as memory:
-        loss, found = total(stepper, batches)
+        loss, gradient = total(stepper, batches)
         total(stepper, batches)
     assert 1 <= memory.times == stepper.split_depth <= 2, "a later step begins split"
     assert loss == pytest.approx(expected[0], rel=1e-6)
-    assert relative(found, expected[1]) <= 1e-6
+    assert relative(gradient, expected[1]) <= 1e-6
 
 
 def test_sharded_evaluation_out_of_memory_asks_for_a_restart(data: Data, runtime: Runtime) -> None:
@@ -138,13 +138,13 @@ def test_sharded_evaluation_out_of_memory_asks_for_a_restart(data: Data, runtime
 
 def test_try_or_none_frees_memory(batches: list[Batch], runtime: Runtime) -> None:
     """Parts are made when nothing of the failed attempt is alive."""
-    stepper = made("recipe=lora", runtime=runtime)
+    stepper = stepper_for("recipe=lora", runtime=runtime)
     seen: list[int] = []
-    own = stepper.model.forward
+    forward = stepper.model.forward
 
     def counting(batch: Batch) -> Any:
-        seen.append(sum(1 for each in _alive() if each.grad_fn is not None and each.numel() > 1))
-        return own(batch)
+        seen.append(sum(1 for tensor in _alive() if tensor.grad_fn is not None and tensor.numel() > 1))
+        return forward(batch)
 
     stepper.model.forward = counting  # type: ignore[method-assign]
     gc.collect()  # what other tests have left would go in between
@@ -156,11 +156,11 @@ def test_try_or_none_frees_memory(batches: list[Batch], runtime: Runtime) -> Non
 
 
 def _alive() -> list[torch.Tensor]:
-    return [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    return [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
 
 
 def test_single_document_out_of_memory_is_an_error(batches: list[Batch], runtime: Runtime) -> None:
-    stepper = made("recipe=lora", runtime=runtime)
+    stepper = stepper_for("recipe=lora", runtime=runtime)
     with scarce("forward", tokens=4) as memory, pytest.raises(EnvironmentProblem) as refusal:
         stepper.run(batches, lr=0.0)
     assert 2 <= memory.times <= 10, "bounded"
@@ -173,7 +173,7 @@ def test_single_document_out_of_memory_is_an_error(batches: list[Batch], runtime
 def test_optimizer_out_of_memory_is_an_error(
     batches: list[Batch], runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stepper = made("recipe=lora", runtime=runtime)
+    stepper = stepper_for("recipe=lora", runtime=runtime)
 
     def step(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError
@@ -195,10 +195,10 @@ def test_evaluation_in_parts_gives_the_same_scores(layout: str, data: Data, runt
 
     expected = scored()
     with scarce("forward", tokens=60) as memory:
-        found = scored()
+        metrics = scored()
     assert memory.times > 1
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert (found["token_accuracy"], found["exact_match"]) == (expected["token_accuracy"], expected["exact_match"])
+    assert metrics == pytest.approx(expected, rel=1e-6)
+    assert (metrics["token_accuracy"], metrics["exact_match"]) == (expected["token_accuracy"], expected["exact_match"])
 
 
 @pytest.mark.parametrize(

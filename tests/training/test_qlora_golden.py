@@ -52,15 +52,15 @@ def losses(run: RunConfig, data: Data) -> list[float]:
     stepper = stepper_of(model, run, runtime, run.precision.kind)
     loader = Loader(data.train, Packed(TOKENS, pad_id=0, max_length=TOKENS), StepSplit(1), seed=0)
     assert loader.steps_per_epoch == EPOCH
-    found = []
+    by_step = []
     for step in range(len(GOLDEN)):
         result = stepper.run(loader.batches(step), LR)
-        found.append(float(result.loss_sum) / result.labels)
-    return found
+        by_step.append(float(result.loss_sum) / result.labels)
+    return by_step
 
 
 def test_qlora_losses_on_cpu_are_golden(tmp_path: Path, data: Data) -> None:
-    found = losses(run_on_a_saved_base(tmp_path), data)
-    assert found == pytest.approx(GOLDEN, rel=1e-4)
-    first, second = (mean(found[at : at + EPOCH]) for at in (0, EPOCH))  # the same rows in both
+    by_step = losses(run_on_a_saved_base(tmp_path), data)
+    assert by_step == pytest.approx(GOLDEN, rel=1e-4)
+    first, second = (mean(by_step[at : at + EPOCH]) for at in (0, EPOCH))  # the same rows in both
     assert second < 0.95 * first

@@ -48,7 +48,7 @@ def bound_in(tree: ast.FunctionDef) -> Iterator[str]:
 @pytest.mark.parametrize("function", [train_in, read_rows, make_plan])
 def test_functions_of_the_chain_bind_each_name_once(function: Callable[..., Any]) -> None:
     tree = syntax_of(function)
-    arguments = [each.arg for each in (*tree.args.args, *tree.args.kwonlyargs)]
+    arguments = [argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)]
     assert [name for name, count in Counter([*arguments, *bound_in(tree)]).items() if count > 1] == []
 
 
@@ -74,20 +74,20 @@ def test_closing_facts_scores_and_command(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a b")
     result = {"memory_predicted_bytes": 2e6, "memory_measured_bytes": 1.9e6, "peak_memory_bytes": 9e8}
     progress.metrics = {"eval_loss": 0.5, "exact_match": 0.9424}
-    told = dict(closing_facts(run, folder, result, progress))
+    facts = dict(closing_facts(run, folder, result, progress))
     scores = "eval loss 0.5000, exact match 94.24% (was 0.00%); the run was already complete"
-    assert told["done"] == f"1 step, loss 2.0000 -> 1.0000, {scores}"
-    assert told["adapter"] == str(folder.final)
-    assert told["memory"].startswith("tensors: 2 MB estimated, 2 MB measured")
-    assert shlex.split(told["Try it:"])[1:] == ["-m", "app.generate", f"run={folder.path}", "prompt=..."]
+    assert facts["done"] == f"1 step, loss 2.0000 -> 1.0000, {scores}"
+    assert facts["adapter"] == str(folder.final)
+    assert facts["memory"].startswith("tensors: 2 MB estimated, 2 MB measured")
+    assert shlex.split(facts["Try it:"])[1:] == ["-m", "app.generate", f"run={folder.path}", "prompt=..."]
     model.trust_remote_code, progress.metrics = True, {}
     start["chosen_log_probability"] = -1.0  # of rows that this start does not hold out
     assert "model.trust_remote_code=true prompt=" in dict(closing_facts(run, folder, result, progress))["Try it:"]
     run.task.kind, model.trust_remote_code = "masked", False  # it answers nothing
     result |= {"tokens_per_second": 5200.4, "samples_per_second": 8.861, "seconds": 57.82}
-    told = dict(closing_facts(run, folder, result, progress))
-    assert told["speed"] == "5,200 tokens/s, 8.86 samples/s, 57.8 s"
-    assert shlex.split(told["Try it:"])[1:] == ["-m", "app.evaluate", f"run={folder.path}", "dataset.path=..."]
+    facts = dict(closing_facts(run, folder, result, progress))
+    assert facts["speed"] == "5,200 tokens/s, 8.86 samples/s, 57.8 s"
+    assert shlex.split(facts["Try it:"])[1:] == ["-m", "app.evaluate", f"run={folder.path}", "dataset.path=..."]
     dataset.eval_fraction = 0.1
     assert dict(closing_facts(run, folder, result, progress))["Try it:"].endswith(f"{folder.path}'")
 

@@ -29,11 +29,11 @@ class Letters:
     """A tokenizer that drops a space at the beginning, as some do."""
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(chr(each) for each in ids).removeprefix(" ")
+        return "".join(chr(code) for code in ids).removeprefix(" ")
 
 
 def letters(text: str) -> list[int]:
-    return [ord(each) for each in text]
+    return [ord(letter) for letter in text]
 
 
 def test_preview_of_shipped_rows_has_their_labels(data: Data, tokenizer: Any) -> None:
@@ -91,7 +91,7 @@ def test_preview_masks_tokens_of_the_first_epoch() -> None:
     labels = MaskedTokens(0.3, ord("_"), np.array([0]), np.array(letters("xyz"), np.int32), seed=1)
     shown = preview(rows, labels, Letters())
     marked = "".join(piece["text"] for piece in shown["rows"][0]["pieces"] if piece["trained"])
-    assert sorted(marked) == sorted(chr(each) for each in labels.label(rows, 0, epoch=0)[0].targets)
+    assert sorted(marked) == sorted(chr(code) for code in labels.label(rows, 0, epoch=0)[0].targets)
     assert len(marked) == 3
     assert "masked" in shown["marked"]
 
@@ -118,6 +118,6 @@ def test_answers_that_do_not_fit_into_memory_are_left_out(
     rows = SimpleNamespace(data=data, objective=NEXT_TOKEN, tokenizer=tokenizer)
     plan: Any = SimpleNamespace(run=run, rows=rows)
     sampler(plan, model, notebook)(3)
-    (said,) = notebook.messages
-    assert "step 3: out of memory" in said
+    (message,) = notebook.messages
+    assert "step 3: out of memory" in message
     assert model.training

@@ -30,7 +30,7 @@ def test_scores_do_not_depend_on_batches(data: Data, runtime: Runtime, loader_of
         *(Packed(t, pad_id=0, max_length=t) for t in (64, 256)),
     ]
     scores = [score(model, eval_batches(rows, layout), runtime, counts) for layout in layouts]
-    losses = [each["eval_loss"] for each in scores]
+    losses = [metrics["eval_loss"] for metrics in scores]
     assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-6)
     assert model.training, "training goes on with dropout"
 
@@ -45,10 +45,10 @@ def test_scores_do_not_depend_on_batches(data: Data, runtime: Runtime, loader_of
         right += int((logits.argmax(-1) == ids[1:])[trained].sum())
     assert losses[0] == pytest.approx(float(torch.cat(parts).mean()), rel=1e-6)
     assert right > 0
-    assert [each["token_accuracy"] for each in scores] == [right / rows.num_trained] * len(layouts)
-    residuals = [float(each.sum()) - losses[0] * len(each) for each in parts]
-    error = (len(parts) / (len(parts) - 1) * sum(each**2 for each in residuals)) ** 0.5 / rows.num_trained
-    assert [each["eval_loss_margin"] for each in scores] == pytest.approx([1.96 * error] * len(layouts), rel=1e-4)
+    assert [metrics["token_accuracy"] for metrics in scores] == [right / rows.num_trained] * len(layouts)
+    residuals = [float(part.sum()) - losses[0] * len(part) for part in parts]
+    error = (len(parts) / (len(parts) - 1) * sum(residual**2 for residual in residuals)) ** 0.5 / rows.num_trained
+    assert [metrics["eval_loss_margin"] for metrics in scores] == pytest.approx([1.96 * error] * len(layouts), rel=1e-4)
 
 
 def test_metrics_of_rows_without_answers_omit_exact_match() -> None:

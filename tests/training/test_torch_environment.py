@@ -36,7 +36,7 @@ def test_expandable_segments_user_settings_stay(
 ) -> None:
     monkeypatch.setenv(name, value)
     use_expandable_segments()
-    assert {each: os.environ[each] for each in ALLOCATOR if each in os.environ} == {name: value}
+    assert {variable: os.environ[variable] for variable in ALLOCATOR if variable in os.environ} == {name: value}
     assert has_expandable_segments() == expandable
 
 

@@ -65,7 +65,7 @@ def test_gradient_does_not_depend_on_micro_batches(
     recipe: str, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     run = small_run(f"recipe={recipe}", "training.clip=0")
-    found = {}
+    results = {}
     for rows, micro in ((8, 1), (4, 2), (2, 4), (1, 8)):
         loader = loader_of(rows, micro)
         stepper = stepper_of(run, runtime)
@@ -73,9 +73,9 @@ def test_gradient_does_not_depend_on_micro_batches(
         for step in range(2):
             result = stepper.run(loader.batches(step), 1e-3)
             losses.append(float(result.loss_sum) / result.labels)
-        found[rows, micro] = gradients(stepper), losses
-    reference, reference_losses = found[8, 1]
-    for grads, losses in found.values():
+        results[rows, micro] = gradients(stepper), losses
+    reference, reference_losses = results[8, 1]
+    for grads, losses in results.values():
         assert relative(grads, reference) <= 1e-6
         assert losses == pytest.approx(reference_losses, rel=1e-6)
 
@@ -113,8 +113,8 @@ def test_nonfinite_gradient_skips_the_step(optimizer: str, runtime: Runtime, loa
     result = stepper.run(loader.batches(2), 1e-3)
     hook.remove()
     assert bool(result.skipped)
-    for each in (stepper, untouched):
-        assert not bool(each.run(loader.batches(3), 1e-3).skipped)
+    for candidate in (stepper, untouched):
+        assert not bool(candidate.run(loader.batches(3), 1e-3).skipped)
     pairs = zip(stepper.model.trained().values(), untouched.model.trained().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
@@ -168,7 +168,7 @@ def test_lr_ratio_trains_as_lora_plus_of_peft(runtime: Runtime, loader_of: Calla
         theirs.step()
     assert {group["lr"] for group in stepper.optimizer.param_groups} == {1e-3, 16e-3}
     plain = model.trained()
-    assert all(relative([each], [plain[name]]) <= 1e-5 for name, each in stepper.model.trained().items())
+    assert all(relative([parameter], [plain[name]]) <= 1e-5 for name, parameter in stepper.model.trained().items())
 
 
 @pytest.mark.parametrize(("recipe", "tokens"), [("full", 64), ("lora", 256), ("qlora", 64)])
@@ -184,13 +184,13 @@ def test_packed_gradient_equals_padded(
     padded = loader_of(64, 1)
     packed = packed_loader_of(tokens, packed_loader_of(tokens, 1).num_units)
     assert padded.steps_per_epoch == packed.steps_per_epoch == 1
-    stepper, found = warm(stepper_of(run, runtime), padded), []
+    stepper, results = warm(stepper_of(run, runtime), padded), []
     for loader in (padded, packed):
         result = stepper.run(loader.batches(0), 0.0)
-        found.append((gradients(stepper), float(result.loss_sum) / result.labels, result.tokens))
-    assert relative(found[1][0], found[0][0]) <= 1e-6
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
-    assert found[1][2] == found[0][2]
+        results.append((gradients(stepper), float(result.loss_sum) / result.labels, result.tokens))
+    assert relative(results[1][0], results[0][0]) <= 1e-6
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-6)
+    assert results[1][2] == results[0][2]
 
 
 FULL = ("recipe=full", "training.clip=0", "training.recompute=1")
@@ -267,9 +267,9 @@ def test_in_backward_retries_a_forward_pass_in_parts(runtime: Runtime, loader_of
     tokens = int(0.8 * loader.batches(0)[0].ids.numel())
     expected = whole.run(loader.batches(0), 1e-2)
     with scarce("forward", tokens=tokens) as memory:
-        found = parts.run(loader.batches(0), 1e-2)
+        result = parts.run(loader.batches(0), 1e-2)
     assert memory.times == parts.split_depth >= 1
-    assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
+    assert float(result.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
     for a, b in zip(weights(parts), weights(whole), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     assert all(p.grad is None for p in parts.model.parameters())
@@ -317,18 +317,18 @@ EVERYTHING = ("eval.every=2", "checkpoint.every=2", "checkpoint.keep=9", "record
 
 def rehearsed(loop: Trainer, micro_batches: int = 1) -> Rehearsal:
     parts = loop.parts
-    found = rehearse(parts.stepper, parts.runtime, parts.loader.largest(), micro_batches, parts.try_evaluation)
-    loop.progress.depth = found.depth
-    return found
+    rehearsal = rehearse(parts.stepper, parts.runtime, parts.loader.largest(), micro_batches, parts.try_evaluation)
+    loop.progress.depth = rehearsal.depth
+    return rehearsal
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-def ended(made: tuple[Trainer, Notebook], folder: Path) -> tuple[list[Any], dict[str, bytes]]:
+def ended(loop_and_notebook: tuple[Trainer, Notebook], folder: Path) -> tuple[list[Any], dict[str, bytes]]:
     """All numbers of a run, and all bytes of its checkpoints."""
-    loop, notebook = made
+    loop, notebook = loop_and_notebook
     assert loop.fit(StopRequest())
     lines = [{k: v for k, v in line.items() if k not in CLOCKS} for line in notebook.steps]
     return [*lines, *notebook.evaluations], files(folder)
@@ -360,11 +360,11 @@ def check_rehearsal(make_loop: MakeLoop, folder: Path, *settings: str) -> None:
     for file in sorted(folder.rglob("*"), reverse=True):
         file.unlink() if file.is_file() else file.rmdir()
     torch.manual_seed(5)
-    made = make_loop(run, STEPS)
+    loop_and_notebook = make_loop(run, STEPS)
     torch.manual_seed(5)
-    found = rehearsed(made[0], micro_batches=2)
-    assert (found.depth, found.deepened, found.evaluated) == (0, False, True)
-    assert ended(made, folder) == (expected, saved)
+    rehearsal = rehearsed(loop_and_notebook[0], micro_batches=2)
+    assert (rehearsal.depth, rehearsal.deepened, rehearsal.evaluated) == (0, False, True)
+    assert ended(loop_and_notebook, folder) == (expected, saved)
     assert any("optimizer" in name for name in saved)
 
 
@@ -372,11 +372,11 @@ def test_rehearsal_keeps_restored_optimizer_states(make_loop: MakeLoop) -> None:
     loop, _ = make_loop(small_run("recipe=lora", "eval.every=0", "checkpoint.every=0"), 2)
     loop.fit(StopRequest())
     state = loop.parts.stepper.optimizer.state
-    before = {p: {name: value.clone() for name, value in each.items()} for p, each in state.items()}
+    before = {p: {name: value.clone() for name, value in values.items()} for p, values in state.items()}
     rehearsed(loop)
     assert before
-    for parameter, each in before.items():
-        assert all(torch.equal(state[parameter][name], value) for name, value in each.items())
+    for parameter, values in before.items():
+        assert all(torch.equal(state[parameter][name], value) for name, value in values.items())
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -385,8 +385,8 @@ def test_rehearsal_out_of_memory_splits_before_step_one(where: str, make_loop: M
     loop, notebook = make_loop(run, STEPS)
     tokens = int(0.8 * loop.parts.loader.largest().ids.numel())
     with scarce(where, tokens) as memory:
-        found = rehearsed(loop)
-        assert (found.depth, found.deepened) == (1, True)
+        rehearsal = rehearsed(loop)
+        assert (rehearsal.depth, rehearsal.deepened) == (1, True)
         assert memory.times >= 1
         before = memory.times
         loop.fit(StopRequest())
@@ -394,9 +394,9 @@ def test_rehearsal_out_of_memory_splits_before_step_one(where: str, make_loop: M
         assert memory.times - before <= 2 * len(notebook.evaluations)
     else:
         assert memory.times == before, "no step runs out of memory any more"
-    told = rehearsal_message(found)
-    assert "rehearsed a step and an evaluation" in told
-    assert "fits only in parts: micro-batches are split by document from the first step" in told
+    message = rehearsal_message(rehearsal)
+    assert "rehearsed a step and an evaluation" in message
+    assert "fits only in parts: micro-batches are split by document from the first step" in message
 
 
 def test_rehearsal_recomputes_more_layers_before_it_splits(
@@ -405,7 +405,7 @@ def test_rehearsal_recomputes_more_layers_before_it_splits(
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     loop, _ = make_loop(small_run("recipe=lora", "training.recompute=1", "eval.every=0", "checkpoint.every=0"), STEPS)
-    stepper, own = loop.parts.stepper, cast("Any", LlamaAttention.__call__)
+    stepper, forward = loop.parts.stepper, cast("Any", LlamaAttention.__call__)
     more: list[int] = []
 
     def recompute_more() -> int:
@@ -415,13 +415,13 @@ def test_rehearsal_recomputes_more_layers_before_it_splits(
     def limited(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not more:
             raise torch.OutOfMemoryError
-        return own(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "__call__", limited)  # a module of a run may have a forward of its own
     stepper.recompute_rest = recompute_more
-    found = rehearsed(loop)
-    assert (found.depth, found.deepened, found.recomputed_more) == (0, False, 1)
-    assert rehearsal_message(found).endswith("fits, with gradient checkpointing of 1 more layer than estimated")
+    rehearsal = rehearsed(loop)
+    assert (rehearsal.depth, rehearsal.deepened, rehearsal.recomputed_more) == (0, False, 1)
+    assert rehearsal_message(rehearsal).endswith("fits, with gradient checkpointing of 1 more layer than estimated")
     assert loop.fit(StopRequest())
     assert stepper.split_depth == 0
 

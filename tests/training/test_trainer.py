@@ -85,10 +85,12 @@ def test_evaluation_at_start_when_wanted_changes_no_number(
     words: tuple[str, ...], steps: list[int], make_loop: MakeLoop
 ) -> None:
     always = ("recipe=lora", "adapter.dropout=0.3", "record.every=1", "checkpoint.every=2")
-    (plain, expected), (loop, notebook) = (make_loop(small_run(*always, *each), 4) for each in (QUIET[1:2], words))
-    for each in (plain, loop):
+    (plain, expected), (loop, notebook) = (
+        make_loop(small_run(*always, *setting), 4) for setting in (QUIET[1:2], words)
+    )
+    for trainer in (plain, loop):
         torch.manual_seed(1)
-        each.fit(StopRequest())
+        trainer.fit(StopRequest())
     assert [line["step"] for line in notebook.evaluations] == steps
     assert notebook.sampled == sorted({0, *steps}), "answers of the untrained model are always shown"
     assert [line["loss"] for line in notebook.steps] == [line["loss"] for line in expected.steps]
@@ -113,7 +115,7 @@ def test_intervals_in_parts_of_an_epoch(make_loop: MakeLoop, folder: Path) -> No
     assert loop.fit(StopRequest())
     assert [line["step"] for line in notebook.evaluations] == [0, 2, 4, 6, 8, 10, 12]
     assert saved(folder) == [4, 8, 12]
-    assert [loop.parts.plan.every(each) for each in (0, 7, "0.001epoch", "2epoch")] == [0, 7, 1, 16]
+    assert [loop.parts.plan.every(interval) for interval in (0, 7, "0.001epoch", "2epoch")] == [0, 7, 1, 16]
 
 
 def test_patience_ends_a_run_without_gain(make_loop: MakeLoop, folder: Path) -> None:
@@ -132,8 +134,8 @@ def test_patience_ends_a_run_without_gain(make_loop: MakeLoop, folder: Path) -> 
 def test_first_evaluation_not_finite_is_not_the_best(
     losses: list[float], best_step: int, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = iter([0.5, *losses])  # the model before the first step is never the best
-    monkeypatch.setattr("app.training.trainer.score", lambda *_, **__: {"eval_loss": next(found)})
+    remaining = iter([0.5, *losses])  # the model before the first step is never the best
+    monkeypatch.setattr("app.training.trainer.score", lambda *_, **__: {"eval_loss": next(remaining)})
     loop, _ = make_loop(small_run("eval.every=2", "checkpoint.every=0", "checkpoint.final=best"), 4)
     assert loop.fit(StopRequest())
     assert loop.progress.best_step == best_step
@@ -190,9 +192,9 @@ def test_trainer_eta_equals_the_time_that_passes(make_loop: MakeLoop, monkeypatc
     now, lines = [100.0], []
 
     def costs(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             now[0] += seconds
-            return function(*given, **named)
+            return function(*arguments, **named)
 
         return timed
 
@@ -209,10 +211,10 @@ def test_trainer_eta_equals_the_time_that_passes(make_loop: MakeLoop, monkeypatc
 
     monkeypatch.setattr(notebook, "step", step)
     loop.fit(StopRequest())
-    known = slice(5, None)  # from here on one evaluation and one save have been measured
+    measured = slice(5, None)  # from here on one evaluation and one save have been measured
     assert len(notebook.left) == 10
     assert notebook.left[0] is None
-    assert notebook.left[known] == pytest.approx([now[0] - at for at in lines[known]])
+    assert notebook.left[measured] == pytest.approx([now[0] - at for at in lines[measured]])
 
 
 def test_skipped_step_reports_no_adapter(make_loop: MakeLoop) -> None:
@@ -248,8 +250,8 @@ def test_prefetch_without_memory_to_pin_gives_pageable_batches(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     loader = packed_loader_of(256, 1)
-    (batch,), (made,) = Prefetch(loader.batches, GPU).batches(0), loader.batches(0)
-    assert all(torch.equal(a, b) for a, b in zip(batch.tensors, made.tensors, strict=True))
+    (batch,), (expected,) = Prefetch(loader.batches, GPU).batches(0), loader.batches(0)
+    assert all(torch.equal(a, b) for a, b in zip(batch.tensors, expected.tensors, strict=True))
 
 
 class Readings(TorchDispatchMode):
@@ -368,7 +370,7 @@ def test_profiled_step_changes_no_number_and_does_not_count_in_the_speed(make_lo
     facts = json.loads((tmp_path / "profile.json").read_text())
     assert (facts["step"], facts["device"]) == (3, "cpu")
     assert sum(facts["kinds"].values()) == pytest.approx(facts["seconds"])
-    of_operations = sum(each["seconds"] for each in facts["operations"])
+    of_operations = sum(row["seconds"] for row in facts["operations"])
     assert of_operations == pytest.approx(facts["seconds"] - facts["kinds"][BETWEEN])
     assert all(facts["kinds"][kind] > 0 for kind in ("contractions", "normalisations", "element-wise", "copies"))
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

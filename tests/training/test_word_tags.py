@@ -64,8 +64,8 @@ def prepared(run: RunConfig) -> Rows:
 def test_tags_are_learnt_as_a_plain_loop_of_transformers_learns_them(
     weights: str, tmp_path: Path, runtime: Runtime
 ) -> None:
-    found = prepared(run_of(tmp_path, f"task.class_weights={weights}"))
-    run, names = found.run, found.run.task.labels
+    prepared_rows = prepared(run_of(tmp_path, f"task.class_weights={weights}"))
+    run, names = prepared_rows.run, prepared_rows.run.task.labels
     assert sorted(names) == sorted(TAGS)
     stepper = stepper_of(run, runtime)
     lm = copy.deepcopy(stepper.model.language_model).train()
@@ -73,20 +73,20 @@ def test_tags_are_learnt_as_a_plain_loop_of_transformers_learns_them(
     assert lm.config.id2label == dict(enumerate(names))
     lm.set_attn_implementation("eager")
     plain = torch.optim.SGD(lm.parameters(), LR, momentum=run.optimizer.momentum)
-    loader = Loader(found.data.train, Packed(96, 0, 96, found.objective), StepSplit(2), seed=0)
-    told = {f"names.jsonl:{number}": each for number, each in enumerate(read(run), 1)}
+    loader = Loader(prepared_rows.data.train, Packed(96, 0, 96, prepared_rows.objective), StepSplit(2), seed=0)
+    by_place = {f"names.jsonl:{number}": row for number, row in enumerate(read(run), 1)}
     weight = None if run.task.class_weights is None else torch.tensor(run.task.class_weights)
     loss_of = torch.nn.CrossEntropyLoss(weight)
     for step in range(min(4, loader.steps_per_epoch)):
-        rows = [told[place] for place in loader.source_locations(step)]
-        ids = found.tokenizer([each["tokens"] for each in rows], is_split_into_words=True)
-        batch = found.tokenizer.pad(ids, return_tensors="pt")
+        rows = [by_place[place] for place in loader.source_locations(step)]
+        ids = prepared_rows.tokenizer([row["tokens"] for row in rows], is_split_into_words=True)
+        batch = prepared_rows.tokenizer.pad(ids, return_tensors="pt")
         targets = torch.full(batch.input_ids.shape, -100)
-        for i, each in enumerate(rows):
+        for i, row in enumerate(rows):
             words = ids.word_ids(i)
             for at, word in enumerate(words):
                 if word is not None and word != words[at - 1]:
-                    targets[i, at] = names.index(each["tags"][word])
+                    targets[i, at] = names.index(row["tags"][word])
         plain.zero_grad()
         logits = lm(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         expected = loss_of(logits.flatten(0, 1), targets.flatten())
@@ -103,17 +103,17 @@ def read(run: RunConfig) -> list[dict[str, Any]]:
 
 def entities(tags: list[str]) -> set[tuple[str, int, int]]:
     """Type, first and last word of each entity, by going through the words once."""
-    found, open_at = set(), -1
+    spans, open_at = set(), -1
     for at in range(len(tags) + 1):
         tag = tags[at] if at < len(tags) else "O"
         before = tags[at - 1] if at else "O"
         is_same = tag != "O" and before != "O" and tag[2:] == before[2:]
         if open_at >= 0 and (not is_same or tag[0] in "BS" or before[0] in "ES"):
-            found.add((before[2:], open_at, at - 1))
+            spans.add((before[2:], open_at, at - 1))
             open_at = -1
         if tag != "O" and open_at < 0:
             open_at = at
-    return found
+    return spans
 
 
 def f1(true: list[list[str]], chosen: list[list[str]]) -> float:
@@ -142,17 +142,17 @@ def test_entity_f1_of_random_tags_equals_a_plain_computation(names: tuple[str, .
     lengths = [7, 1, 30, 4, 1, 12]
     true, chosen = ([choose.integers(len(names), size=n) for n in lengths] for _ in range(2))
     rows = [
-        LabeledTokens(np.zeros(n + 2, np.int32), 1 + np.arange(n), each) for n, each in zip(lengths, true, strict=True)
+        LabeledTokens(np.zeros(n + 2, np.int32), 1 + np.arange(n), tags) for n, tags in zip(lengths, true, strict=True)
     ]
     for batch in (collate_padded(rows, 0), collate_packed(rows, 0, BinShape(80, 40, 9))):
-        own = counts.own(batch, torch.zeros(sum(lengths)), torch.from_numpy(np.concatenate(chosen)))
-        assert len(own) == len(rows)
-        metrics = counts.metrics(np.concatenate([np.ones(6), own.sum(0).numpy()]))
-        told = [[[names[at] for at in row] for row in side] for side in (true, chosen)]
+        row_sums = counts.own(batch, torch.zeros(sum(lengths)), torch.from_numpy(np.concatenate(chosen)))
+        assert len(row_sums) == len(rows)
+        metrics = counts.metrics(np.concatenate([np.ones(6), row_sums.sum(0).numpy()]))
+        labels = [[[names[at] for at in row] for row in side] for side in (true, chosen)]
         flat = [np.concatenate(side) for side in (true, chosen)]
         assert metrics["macro_f1"] == pytest.approx(f1_score(*flat, average="macro"))
         if "O" in names:
-            assert metrics["entity_f1"] == pytest.approx(f1(*told))
+            assert metrics["entity_f1"] == pytest.approx(f1(*labels))
         else:
             assert "entity_f1" not in metrics
 
@@ -172,10 +172,10 @@ def test_entity_f1_of_random_tags_equals_a_plain_computation(names: tuple[str, .
 )
 def test_rows_that_do_not_fit_are_named(wrong: dict[str, Any], why: str, tmp_path: Path) -> None:
     good = [{"tokens": ["a", "b"], "tags": ["O", "B-PER"]}] * 3
-    with pytest.raises(DataError) as found:
+    with pytest.raises(DataError) as refusal:
         prepared(run_of(tmp_path, rows=[*good, wrong]))
-    assert "names.jsonl:4" in found.value.problems[0]
-    assert why in found.value.problems[0]
+    assert "names.jsonl:4" in refusal.value.problems[0]
+    assert why in refusal.value.problems[0]
 
 
 def test_rows_too_long_are_cut_with_their_tags(tmp_path: Path) -> None:
@@ -192,6 +192,6 @@ def test_rows_too_long_are_cut_with_their_tags(tmp_path: Path) -> None:
 
 def test_columns_of_conll_are_found(tmp_path: Path) -> None:
     rows = [{"tokens": ["Anna", "ran"], "ner_tags": ["B-PER", "O"], "pos_tags": [3, 4], "id": str(i)} for i in range(9)]
-    found = prepared(run_of(tmp_path, "dataset=auto", "dataset.eval_fraction=0", rows=rows))
-    assert found.run.dataset.columns.tags == "ner_tags"
-    assert found.run.task.labels == ["B-PER", "O"]
+    prepared_rows = prepared(run_of(tmp_path, "dataset=auto", "dataset.eval_fraction=0", rows=rows))
+    assert prepared_rows.run.dataset.columns.tags == "ner_tags"
+    assert prepared_rows.run.task.labels == ["B-PER", "O"]

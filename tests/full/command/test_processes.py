@@ -227,7 +227,7 @@ def test_machine_dies_and_returns_run_is_unchanged(whole: Path, start: Callable[
 
     same_ending(whole, run)
     assert len(json.loads((run / "manifest.json").read_text())["starts"]) == 3
-    assert again.printed.count("torchrun was killed by signal 9: it is started again") == 1
+    assert again.printed.count("torchrun was killed by signal 9. Starting it again") == 1
     assert processes_of(first.process.pid) == processes_of(again.process.pid) == []
 
 
@@ -277,14 +277,14 @@ def test_config_error_on_machines_is_reported_once(start: Callable[..., Machine]
 def test_node_script_without_variables_is_refused(start: Callable[..., Machine]) -> None:
     machine = start(0, NODES="", RUN_ID="")
     assert machine.ended() == 2
-    assert machine.printed.startswith("error: NODES RUN_ID: no value")
+    assert machine.printed.startswith("error: NODES RUN_ID: not set")
 
 
 @pytest.mark.parametrize(
     ("arguments", "env", "said"),
     [
-        ((), {}, "output_dir has no value that all machines share"),
-        (("output_dir=run", "resume=run/checkpoints/step-000003"), {}, "resume: it is always auto here"),
+        ((), {}, "output_dir= is required, on a disk shared by all machines"),
+        (("output_dir=run", "resume=run/checkpoints/step-000003"), {}, "resume= is always auto here"),
         (("output_dir=run",), {"SLURM_SUBMIT_DIR": "/"}, "/ is not the folder of the program"),
     ],
 )
