@@ -185,16 +185,16 @@ class Lora(AdapterMethod):
         stacks = stacks_of(lm) if config.experts else {}
         if config.experts and not stacks:
             raise ConfigError(
-                f"adapter.experts=true: a model of kind {lm.config.model_type} has no stacks of experts that "
-                "transformers calls through its interface. Set adapter.experts=false."
+                f"adapter.experts=true: a model of kind {lm.config.model_type} has no stacked experts that "
+                "transformers calls through its experts interface. Set adapter.experts=false."
             )
         sizes = [m.weight.shape if is_conv1d(m) else (m.in_features, m.out_features) for m in modules]
         self._require_possible(max(map(min, [*sizes, *(shape[1:] for shape in stacks.values())])))
         self._require_named(layers)
         if config.init == "loftq" and (getattr(lm.config, "quantization_config", None) or {}).get("load_in_4bit"):
             raise ConfigError(
-                "adapter.init=loftq: the folder of the model has packed weights, so that what packing lost is not "
-                "known. Set adapter.init=eva or default, or give the folder that it was made from."
+                "adapter.init=loftq: the weights in model.path are already quantized, so their quantization error is "
+                "unknown. Set adapter.init=eva or default, or set model.path to the unquantized model."
             )
         # of a base on meta only shapes are wanted
         is_drawn = config.init in ("default", *LATE) or next(lm.parameters()).is_meta
@@ -217,8 +217,8 @@ class Lora(AdapterMethod):
         for key, r in {"r": self.config.r, **pattern}.items():
             if r > highest:
                 raise ConfigError(
-                    f"adapter.{key}={r}: no adapted layer of this model has a rank above {highest:,}. Usual are 8 to "
-                    f"128; set adapter.{key}={highest} at most."
+                    f"adapter.{key}={r}: the adapted layers of this model have a maximum rank of {highest:,}. Typical "
+                    f"ranks are 8 to 128; set adapter.{key}={highest} or less."
                 )
 
     def _require_named(self, layers: list[str]) -> None:
@@ -227,7 +227,7 @@ class Lora(AdapterMethod):
             for name in getattr(self.config, key):
                 if name not in ends:
                     raise ConfigError(
-                        f"adapter.{key}: {name} is none of the adapted layers, nor the end of their names."
+                        f"adapter.{key}: {name} is not an adapted layer or a suffix of one."
                         f"{did_you_mean(name, sorted(ends))}"
                     )
 
@@ -304,8 +304,8 @@ class PeftAdapter(AdapterMethod):
         left = set(layers) - {name.partition(self._mark)[0] for name in found}
         if left and METHODS[self.name].indivisible != SHARED:
             raise ConfigError(
-                f"adapter.method={self.name}: PEFT leaves layers such as {min(left)} as they are. Name others in "
-                "adapter.targets, or set adapter=lora."
+                f"adapter.method={self.name}: PEFT does not adapt layers such as {min(left)}. Set adapter.targets "
+                "to other layers, or set adapter=lora."
             )
         return found
 
@@ -331,11 +331,11 @@ class PeftAdapter(AdapterMethod):
         lacking = [key for key, value in shared.items() if key not in known and value]
         if "ensure_weight_tying" in lacking:
             raise ConfigError(
-                f"adapter.train_whole: the embedding is tied to the head, and with adapter.method={self.name} PEFT "
-                "trains them apart. Leave it out, or set adapter=lora."
+                f"adapter.train_whole: the embedding is tied to the head, but PEFT trains them separately with "
+                f"adapter.method={self.name}. Leave it out, or set adapter=lora."
             )
         if lacking:
-            raise ConfigError(f"adapter.method={self.name}: PEFT has no {lacking[0]} with it. Set adapter=lora.")
+            raise ConfigError(f"adapter.method={self.name}: PEFT does not support {lacking[0]} here. Set adapter=lora.")
         if "fan_in_fan_out" in known:
             given["fan_in_fan_out"] = any(is_conv1d(lm.get_submodule(layer)) for layer in layers)
         if "feedforward_modules" in known:  # IA3 scales the inputs of a layer that ends a block
@@ -347,9 +347,9 @@ class PeftAdapter(AdapterMethod):
         for name in self.config.fields:
             if name in RESERVED_FIELDS:
                 keys = "adapter.targets, adapter.layers and adapter.train_whole"
-                yield f"adapter.fields: {name} is set by the run, from {keys} among others. Leave it out."
+                yield f"adapter.fields: {name} is set from other settings, such as {keys}. Leave it out."
             elif name not in known:
-                yield f"adapter.fields: {name} is no setting of {self.name} in PEFT.{did_you_mean(name, known)}"
+                yield f"adapter.fields: {name} is not a setting of {self.name} in PEFT.{did_you_mean(name, known)}"
 
     def require_divisible(self) -> None:
         cause = METHODS[self.name].indivisible
@@ -363,7 +363,7 @@ class PeftAdapter(AdapterMethod):
             yield
         except (ValueError, TypeError, RuntimeError, AssertionError) as fault:
             raise ConfigError(
-                f"adapter.method={self.name}: PEFT cannot adapt this model so ({gist(fault)}). Change adapter.fields "
+                f"adapter.method={self.name}: PEFT cannot adapt this model ({gist(fault)}). Change adapter.fields "
                 "or adapter.targets, or set adapter=lora."
             ) from fault
 

@@ -28,9 +28,9 @@ CHECKED_STEPS = 2  # in which a gradient must reach every adapted layer
 _FREE_KEYS = ("task_type", "peft_version", "base_model_name_or_path", "inference_mode", "auto_mapping", "revision")
 # why an adapter with another value of a key is refused
 _UNSUPPORTED = {
-    "bias": " (it trains biases of the base)",
-    "lora_bias": " (its layers have a bias)",
-    "init_lora_weights": " (it changes the base, unless PEFT converted it as it was saved)",
+    "bias": " (trains biases of the base)",
+    "lora_bias": " (adapter layers with a bias)",
+    "init_lora_weights": " (changes the base, unless PEFT converted it when saving)",
 }
 _ROUTERS = frozenset({"gate", "shared_expert_gate", "router", "indexer"})
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -113,10 +113,10 @@ def _of_numbers(numbers: list[int], names: list[str]) -> list[str]:
     unknown = [each for each in numbers if each not in known]
     if unknown:
         raise ConfigError(
-            f"adapter.layers: there is no adapted layer of number {', '.join(map(str, unknown))}. Give numbers from "
+            f"adapter.layers: no adapted layer has the number {', '.join(map(str, unknown))}. Use numbers from "
             f"{known[0]} to {known[-1]}."
             if known
-            else "adapter.layers: the adapted layers of this model have no numbers. Leave it out."
+            else "adapter.layers: the adapted layers of this model are not numbered. Leave it out."
         )
     return [name for name in names if not numbers or number_of[name] in numbers]
 
@@ -146,14 +146,16 @@ def modules_to_train(config: AdapterConfig, lm: Any, layers: list[str]) -> list[
         adapted = [layer for layer in layers if any(f"{layer}.".startswith(f"{name}.") for name in matched)]
         if not matched or adapted:
             ends = sorted({name.rpartition(".")[2] for name in known})
-            cause = f"has the adapted layer {adapted[0]}" if matched else "is no module of this model with weights"
+            cause = (
+                f"contains the adapted layer {adapted[0]}" if matched else "is not a module with weights in this model"
+            )
             raise ConfigError(
-                f"adapter.train_whole: {given} {cause}. Give names such as lm_head, embed_tokens or norm."
+                f"adapter.train_whole: {given} {cause}. Use names such as lm_head, embed_tokens or norm."
                 f"{'' if matched else did_you_mean(given, ends)}"
             )
         if _is_tied(lm) and known[matched[0]] is lm.get_output_embeddings():
             name = _embedding(lm).rpartition(".")[2]
-            raise ConfigError(f"adapter.train_whole: {given} is tied to {name}. Give {name}: both are trained as one.")
+            raise ConfigError(f"adapter.train_whole: {given} is tied to {name}. Use {name}, which trains both.")
         chosen.update(matched)
     return sorted(chosen)
 
@@ -164,9 +166,7 @@ def rows_to_train(config: AdapterConfig, lm: Any) -> dict[str, list[int]]:
     vocabulary = lm.get_input_embeddings().num_embeddings
     outside = [each for each in ids if not 0 <= each < vocabulary]
     if outside:
-        raise ConfigError(
-            f"adapter.train_tokens: {outside[0]} is the id of no token: ids go from 0 to {vocabulary - 1}."
-        )
+        raise ConfigError(f"adapter.train_tokens: unknown token ID {outside[0]}. IDs range from 0 to {vocabulary - 1}.")
     return dict.fromkeys(_embedding_and_head(lm), ids) if ids else {}
 
 
@@ -186,8 +186,8 @@ def require_gradient(silent: list[str]) -> None:
     """Refuse adapted layers that no gradient reaches."""
     if silent:
         raise TrainingError(
-            f"no gradient reaches the adapter of {listed(silent, 3)}, so it would never learn. "
-            "Leave these layers out of adapter.targets."
+            f"no gradient reaches the adapter of {listed(silent, 3)}, so it would not be trained. "
+            "Remove these layers from adapter.targets."
         )
 
 
@@ -207,7 +207,7 @@ def read_adapter_config(final: Path, *, of_peft: bool = False) -> dict[str, Any]
     except (OSError, ValueError) as fault:
         raise CheckpointError(f"{final / ADAPTER} cannot be read ({fault}).") from fault
     if not isinstance(config, dict) or not (final / ADAPTER_WEIGHTS).is_file():
-        raise CheckpointError(f"{final} is no adapter: {ADAPTER} has no keys, or {ADAPTER_WEIGHTS} is missing.")
+        raise CheckpointError(f"{final} is not an adapter: {ADAPTER} has no keys, or {ADAPTER_WEIGHTS} is missing.")
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     given = str(config.get("peft_type"))
@@ -231,8 +231,8 @@ def read_adapter_config(final: Path, *, of_peft: bool = False) -> dict[str, Any]
     ]
     if odd:
         raise CheckpointError(
-            f"{final / ADAPTER}: not supported: {', '.join(odd)}. Give an adapter without, or merge it into its base "
-            "with PEFT and give the result as model.path."
+            f"{final / ADAPTER}: not supported: {', '.join(odd)}. Use an adapter without them, or merge it into its "
+            "base with PEFT and set model.path to the result."
         )
     return config
 

@@ -46,7 +46,8 @@ def begin(init: str, model: Any, rows: Rows, lost: Lost) -> str:
             base.weight.copy_(base.weight.float() - (update.T if is_conv1d(base) else update))
     mode = "corda (instruction-previewed)" if init == "corda" else init
     return (
-        f"adapter.init={mode}: from the inputs of {sum(each.num_tokens for each in batches):,} tokens of the run's rows"
+        f"adapter.init={mode}: computed from layer inputs for {sum(each.num_tokens for each in batches):,} training "
+        "tokens"
     )
 
 
@@ -163,7 +164,8 @@ def _loftq(layers: dict[str, Any], lost: Iterable[tuple[str, Tensor]]) -> str:
             explained += float(s.square().sum())
             total += float(error.square().sum())
     return (
-        f"adapter.init=loftq: begins with {explained / total:.1%} of what 4 bits lose of the adapted layers (squares)"
+        f"adapter.init=loftq: corrects {explained / total:.1%} of the squared 4-bit quantization error of the adapted "
+        "layers"
     )
 
 

@@ -37,7 +37,7 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
     known = METHODS.get(config["peft_type"])
     if known is not None and not known.merges:
         raise CheckpointError(
-            f"kind=merged: {config['peft_type']} cannot be merged into one weight after the other. Give kind=adapter."
+            f"kind=merged: {config['peft_type']} cannot be merged one weight at a time. Set kind=adapter."
         )
     mark = f".{PEFT_TYPE_TO_TUNER_MAPPING[config['peft_type']].prefix}"  # before the names of a method's own tensors
     parts: dict[str, dict[str, Tensor]] = {}
@@ -56,8 +56,8 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
             updates[layer] = partial(_with_rows, rows=tensor, ids=ids)
         elif not _is_whole(name, config):
             raise CheckpointError(
-                f"kind=merged: the adapter in {final} has the tensor {full}, which is not merged here yet. "
-                "kind=adapter exports it as it is."
+                f"kind=merged: merging the tensor {full} of the adapter in {final} is not supported. Set kind=adapter "
+                "to export it unchanged."
             )
     if shared:
         layers = {layer: lm.get_submodule(layer) for layer in parts}
@@ -183,8 +183,8 @@ class Member:
         is_plain = config["peft_type"] == "LORA" and not config.get("target_parameters")
         if not is_plain or 2 * len(layers) != len(tensors):
             raise ConfigError(
-                f"adapters: {self.given} is more than A and B of LoRA (a head, tokens, stacks of experts or another "
-                "method), which has no weighted sum here. Merge it with kind=merged."
+                f"adapters: {self.given} has more than A and B of LoRA (a head, tokens, stacked experts or another "
+                "method), which cannot be combined. Merge it with kind=merged."
             )
         found = {}
         for layer in layers:
@@ -221,7 +221,7 @@ def _svd(pairs: Pairs, rank: int | None) -> tuple[Tensor, Tensor]:
 def _linear(pairs: Pairs, _rank: int | None) -> tuple[Tensor, Tensor]:
     """PEFT's `linear`: A and B are summed apart, each with the root of the factor, so that they mix."""
     if len({a.shape for _, a, _ in pairs}) > 1:
-        raise ConfigError("combine=linear: the adapters have other ranks. combine=cat sums adapters of any rank.")
+        raise ConfigError("combine=linear: the adapters have different ranks. Set combine=cat, which takes any rank.")
     roots = [math.sqrt(abs(factor)) for factor, _, _ in pairs]
     a = sum(math.copysign(root, pair[0]) * pair[1] for root, pair in zip(roots, pairs, strict=True))
     b = sum(root * pair[2] for root, pair in zip(roots, pairs, strict=True))
@@ -248,7 +248,7 @@ def combine(members: Sequence[Member], how: str, rank: int | None, target: Path)
         pairs = [own[layer] for own in of_members if layer in own]
         if len({(a.shape[1], b.shape[0]) for _, a, b in pairs}) > 1:
             raise ConfigError(
-                f"adapters: they have {layer} in other shapes, so they are of other bases. Leave one out."
+                f"adapters: the shapes of {layer} differ, so the adapters have different bases. Leave one out."
             )
         a, b = _cat(pairs, None)
         found[layer] = COMBINATIONS[how](pairs, rank)
@@ -256,7 +256,9 @@ def combine(members: Sequence[Member], how: str, rank: int | None, target: Path)
         whole += _norm(a, b) ** 2
     highest = max(len(a) for a, _ in found.values())
     if rank is not None and rank > highest:
-        raise ConfigError(f"rank={rank}: together the adapters have rank {highest}, exact without rank=. Leave it out.")
+        raise ConfigError(
+            f"rank={rank}: the adapters have a total rank of {highest}, exact without rank=. Leave it out."
+        )
     tensors = {}
     for layer, (a, b) in found.items():  # layers that some members leave out have fewer columns
         more = highest - len(a)

@@ -58,7 +58,7 @@ def load_tuned(
     final = run / "final"
     has_adapter = _is_adapter(final)
     if not has_adapter and not adapter:
-        raise CheckpointError(f"adapter=false: {final} is a whole model, its base is not in it.")
+        raise CheckpointError(f"adapter=false: {final} is a whole model without its base. Leave adapter out.")
     folder = _base_folder(run, final, model) if has_adapter else final
     if has_adapter:
         require_intact_base(folder)
@@ -116,8 +116,8 @@ def load_any(model: ModelConfig, task: Task, say: Callable[[str], None]) -> tupl
     # the adapter of a classifier has a config.json too, with the names of the classes
     if _is_adapter(folder) and all(file.name == ADAPTER_WEIGHTS for file in folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"model={model.path}: this is an adapter without its base. Give run=DIR of the run that made it, or "
-            "export it: python -m app.export run=DIR kind=merged to=DIR2."
+            f"model={model.path}: this is a PEFT adapter without its base. Use run=DIR with the run that trained it, "
+            "or export it: python -m app.export run=DIR kind=merged to=DIR2."
         )
     require_weights(folder, model.path)
     require_intact_base(folder)
@@ -146,7 +146,7 @@ def _base_folder(run: Path, final: Path, model: ModelConfig) -> Path:
         return run / "base"
     if model.weights == "random":
         named = read_adapter_config(final).get("base_model_name_or_path")
-        raise CheckpointError(f"run={run}: its base of random weights is not there any more (it was {named}).")
+        raise CheckpointError(f"run={run}: its randomly initialized base is missing (it was {named}).")
     return fetch_folder(model, model.path, with_weights=True)
 
 
@@ -225,10 +225,10 @@ class TextGenerator:
                 else "\n\n".join(message["content"] for message in messages)
             )
         except ConversationRefused as refusal:
-            raise ConfigError(f"the chat template refuses this conversation: {refusal}") from refusal
+            raise ConfigError(f"the chat template rejects this conversation: {refusal}") from refusal
         ids: list[int] = self.tokenizer(text, add_special_tokens=not self.chat).input_ids
         if not ids:
-            cause = "the chat template writes nothing. Set chat=false" if self.chat else "it is empty. Give a text"
+            cause = "the chat template renders nothing. Set chat=false" if self.chat else "it is empty. Enter a text"
             raise ConfigError(f"prompt: {cause}.")
         return ids
 
@@ -259,7 +259,7 @@ class TextGenerator:
         answers = new_ids(self.lm, prompts, ends, max_new, streamer=streamer, **self.sampling)
         if max_new < self.max_new and any(len(answer) == max_new for answer in answers):
             self.note(
-                f"an answer ends after {_tokens(max_new)}: the model reads {self.positions:,} at most, and the prompt "
+                f"answer cut after {_tokens(max_new)}: the model's context length is {self.positions:,}, and the prompt "
                 f"has {width:,}"
             )
         return answers
@@ -267,8 +267,8 @@ class TextGenerator:
     def _require_positions(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse prompts that leave no position for an answer, all at once."""
         problems = [
-            f"{'prompt' if len(prompts) == 1 else f'prompts: number {number}'}: {_tokens(len(prompt))}, and the model "
-            f"reads {self.positions:,} at most, the answer included. Shorten it, or choose a model that reads more."
+            f"{'prompt' if len(prompts) == 1 else f'prompts: number {number}'}: {_tokens(len(prompt))}, but the model's "
+            f"context length is {self.positions:,}, including the answer. Shorten it, or use a longer-context model."
             for number, prompt in enumerate(prompts, 1)
             if self._max_new(len(prompt)) < 1
         ]

@@ -303,7 +303,7 @@ class Merge:
         if not bool(result.isfinite().all()):
             cause = "is not finite" if not bool(exact.isfinite().all()) else f"does not fit into {self.out}"
             raise CheckpointError(
-                f"kind=merged: {name} has a value that {cause}. dtype=bf16 and fp32 reach as far as training did."
+                f"kind=merged: {name} has a value that {cause}. Set dtype=bf16 or fp32, which cover the training range."
             )
         return result.to("cpu").contiguous(), not torch.equal(result.to(exact.dtype), exact)
 
@@ -430,7 +430,7 @@ def _require_text_model(base: BaseModel) -> None:
     """Refuse a text part that cannot be a model of its own."""
     part = base.text_part
     if part is None or type(part.whole) is type(base.on_meta()):
-        reason = "the model is one of text" if part is None else "transformers has no class for its text part"
+        reason = "the model is text-only" if part is None else "transformers has no class for its text part"
         raise ConfigError(f"names=text: {reason}. Leave names out.")
 
 
@@ -449,8 +449,8 @@ def _mergeable(folder: Path) -> Path:
     given = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if given and given.get("quant_method") not in UNPACKED:
         raise ConfigError(
-            f"kind=merged: the weights in {folder} are quantized already, and nothing is merged into such. "
-            "Give kind=adapter."
+            f"kind=merged: the weights in {folder} are already quantized, and merging into them is not supported. "
+            "Set kind=adapter."
         )
     return folder
 
@@ -509,7 +509,7 @@ def _require_stored(
     ]
     if missing:
         raise CheckpointError(
-            f"kind=merged: the files of model.path={path} have no weight for {len(missing)} layers of the model "
-            f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}) under their names or in their shapes. Give "
+            f"kind=merged: the files of model.path={path} have no weight with the right name and shape for "
+            f"{len(missing)} layers of the model ({', '.join(missing[:3])}{', ...' if missing[3:] else ''}). Set "
             "kind=adapter."
         )

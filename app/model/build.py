@@ -147,7 +147,7 @@ def build_training_model(
     else:
         training_model.divide(sharding, fill)
     group_experts(training_model, sections, device)
-    whole = f"adapter.kind={sections.adapter.kind}: each process loads the whole base before it keeps its part"
+    whole = f"adapter.kind={sections.adapter.kind}: each process loads the whole base before sharding it"
     for remark in (*base.remarks, *([] if on_meta or sharding is None else [whole])):
         training_model.add_remark(remark)
     return training_model
@@ -180,13 +180,13 @@ def assemble(
     if coefficient and not is_compiled:
         training_model.use_router_loss(RouterLoss(lm, coefficient))
     if coefficient and sections.task.router_loss == "auto":
-        given = "0, because layers are compiled" if is_compiled else f"{coefficient:g}, of config.json, at most 0.01"
+        given = "0 (layers are compiled)" if is_compiled else f"{coefficient:g} (from config.json, at most 0.01)"
         training_model.add_remark(f"task.router_loss=auto: {given}")
     if sections.neftune:
         training_model.use_neftune(sections.neftune)
     missing = missing_kernels(recurrent_mixers(network))
     if missing and device is not None and device.type == "cuda":
-        training_model.add_remark(f"recurrent layers: computed by plain torch, slow without {' and '.join(missing)}")
+        training_model.add_remark(f"recurrent layers: computed in plain PyTorch, slow without {' and '.join(missing)}")
     if device is None and not task.has_classes:
         training_model.use_linear_head(linear_head(lm))
     return training_model
@@ -233,10 +233,10 @@ def group_experts(training_model: TrainingModel, sections: ModelSections, device
     found = [] if device is None else _with_weights(training_model, partial(compare_experts, network, autocast))
     for each in found if is_packed else ():
         each.or_refuse(
-            f"quantization.kind={sections.quantization.kind}: {each}, so packed experts would be trained wrongly. "
+            f"quantization.kind={sections.quantization.kind}: {each}, so quantized experts would be trained wrongly. "
             "Set recipe=lora, or choose another model."
         )
-    slow = "adapter.experts=true: experts are computed as the model and PEFT do, which is slower: "
+    slow = "adapter.experts=true: using the expert computation of the model and PEFT, which is slower: "
     passed = [same for each in found for same in each.or_leave(lambda cause: training_model.add_remark(slow + cause))]
     if len(passed) == len(found):
         take_over(network)
@@ -248,7 +248,7 @@ def choose_loss_head(training_model: TrainingModel, batch: Batch) -> list[Compar
     head = None if training_model.has_classes else linear_head(training_model.language_model)
     if head is None:
         return []
-    own_way = "loss head: computed in the model's own way, which takes more memory: "
+    own_way = "loss head: using the model's own head, which takes more memory: "
     found = compare_loss_head(training_model, head, batch)
     passed = found.or_leave(lambda cause: training_model.add_remark(own_way + cause))
     training_model.use_linear_head(head if passed else None)
@@ -291,11 +291,11 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
     lm, method = deepcopy(base.on_meta()), adapter_of(sections.adapter)
     is_part = whole_class(lm.config, task) is not None
     if is_part if method is None else not method.of_text_parts and (is_part or base.text_part is not None):
-        why = "and adapters get the names of the whole with LoRA alone. Set adapter=lora."
+        why = "and only LoRA adapters get the names of the whole model. Set adapter=lora."
         if method is None:
-            why = "by the class of the whole, which could not be saved without its other towers. Set recipe=lora."
-        of = f"of a model of kind {lm.config.model_type} only the text part is read"
-        raise ConfigError(f"adapter.kind={sections.adapter.kind}: {of}, {why}")
+            why = "with the class of the whole model, which cannot be saved without its other towers. Set recipe=lora."
+        part = f"only the text part of a model of kind {lm.config.model_type} is loaded"
+        raise ConfigError(f"adapter.kind={sections.adapter.kind}: {part}, {why}")
     require_layers(lm, sections.recompute)
     coefficient_of(sections.task, sections.adapter, lm)
     set_norms(lm, sections.model, DTYPES[sections.precision].compute)

@@ -37,7 +37,7 @@ _MAX_PACKED_TOKENS = 2048  # that a pass of the packing check computes
 _MAX_COMPARED_LOGITS = 512  # tokens, spread over all documents
 # to which documents are cut: few lengths, which take few passes, and none a multiple of a kernel's tile
 _PACKED_LENGTHS = (1, 2, 3, 5, 9, 17, 33, 65, 129)
-_PACKING_FP32 = {"logits": 1e-5, "gradient": 1e-4}  # allowed where everything is float32
+_PACKING_FP32 = {"logits": 1e-5, "gradients": 1e-4}  # allowed where everything is float32
 _PACKING_FACTOR = 3  # elsewhere, times what the model's own kernels differ by
 
 _HEAD_TOKENS = 64
@@ -55,15 +55,15 @@ def check_head(model: TrainingModel, batch: Batch) -> Comparison:
             lm, arguments = model.language_model, first_tokens(model, batch, _HEAD_TOKENS)
             own, ours = lm(**arguments).logits[0].float(), model.head(lm.base_model(**arguments)[0][0]).float()
     error = float((own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny))
-    found = Comparison("logits through our head against the model's own", error, _HEAD_TOLERANCE)
+    found = Comparison("logits of the separate head against the model's own logits", error, _HEAD_TOLERANCE)
     if math.isnan(error):
         raise EnvironmentProblem(
-            "model.path: the model's logits for the first rows are not numbers (NaN): its weights are damaged, or too "
-            "large for precision=fp16. Choose precision=bf16 or fp32, or download the model again."
+            "model.path: NaN in the model's logits for the first rows: its weights are damaged, or too large for "
+            "precision=fp16. Set precision=bf16 or fp32, or download the model again."
         )
     return found.or_refuse(
         f"model.path: a model of kind {model.language_model.config.model_type} computes its logits in a way that "
-        f"this program does not follow (relative difference {error:.1e}), so its loss would be wrong. "
+        f"is not supported (relative difference {error:.1e}), so its loss would be wrong. "
         "Choose another model."
     )
 
@@ -131,7 +131,7 @@ def _differences(found: _Outcome, expected: _Outcome) -> dict[str, float]:
     missing = any(not ours.any() and own.any() for ours, own in pairs)  # rounding hides that of a few weights
     return {
         "logits": float((logits - own_logits).abs().max() / own_logits.abs().max()),
-        "gradient": 1.0 if missing else max_or_nan(differences),
+        "gradients": 1.0 if missing else max_or_nan(differences),
     }
 
 
@@ -155,7 +155,7 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
         allowed = _allowed_rounding(model, documents, separate)
         words = "packed" if is_packed else "padded"
         compared = {
-            what: Comparison(f"{what} of {words} documents against separate ones", difference, allowed[what])
+            what: Comparison(f"{what} of {words} documents against separate documents", difference, allowed[what])
             for what, difference in found.items()
         }
         wrong = next((what for what, each in compared.items() if not each.passed), None)
@@ -188,10 +188,10 @@ def check_causal(model: TrainingModel, batch: Batch) -> list[Comparison]:
         (gradient, *_) = torch.autograd.grad((states * weights).sum(), leaves)
     gradient = gradient.flatten(0, -2)  # rows of tokens, whichever axis is first
     later = float(gradient[half:].abs().max() / gradient.abs().max())
-    found = Comparison("what tokens after a state change of it, against nothing", later, 0.0)
+    found = Comparison("influence of later tokens on hidden states", later, 0.0)
     return [
         found.or_refuse(
-            f"model.path: in this model of kind {lm.config.model_type} tokens see those after them, which they are to "
+            f"model.path: in this model of kind {lm.config.model_type} tokens attend to later tokens, which they must "
             "predict, so it would learn to copy. Choose another model."
         )
     ]
@@ -201,8 +201,8 @@ def _refusal(model: TrainingModel, what: str, found: Comparison, *, is_packed: b
     """`by_attention`: plain attention gives the right numbers, so the kind of model is not the cause."""
     kind = f"a model of kind {model.language_model.config.model_type}"
     numbers = f"relative difference {found.difference:.1e}, allowed {found.allowed:.1e}"
-    text = f"gives another {what} when documents are {'packed' if is_packed else 'padded'} ({numbers})"
-    padded = "batching.packing=false" if is_packed else "model.path to one of another kind"
+    text = f"computes different {what} for {'packed' if is_packed else 'padded'} documents ({numbers})"
+    padded = "batching.packing=false" if is_packed else "model.path to another kind of model"
     if not by_attention:
         key = f"batching.packing={'true' if is_packed else 'false'}"
         return f"{key}: {kind} {text}, so it would be trained wrongly. Set {padded}."
@@ -339,7 +339,7 @@ _LARGE_LOGIT = 30.0  # at which soft-capping shows
 _LOSS_FP32 = 1e-5
 _LOSS_ROUNDINGS = 8  # of the dtype of the arithmetic
 _TF32_EPS = 2.0**-10
-_LOSS = "loss and gradients of a linear head against those of the model's own"
+_LOSS = "loss and gradients of a linear head against the model's own"
 
 
 def compare_loss_head(model: TrainingModel, head: LinearHead, batch: Batch) -> Comparison:

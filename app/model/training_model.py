@@ -245,11 +245,11 @@ def freeze(network: nn.Module, patterns: Collection[str]) -> None:
     for each in sorted(set(patterns) - found):
         known = sorted({part for name, _ in network.named_parameters() for part in name.split(".")})
         raise ConfigError(
-            f"training.freeze: {each} is no part of a weight's name in this model.{did_you_mean(each, known)} Such a "
-            f"name is {next(network.named_parameters())[0]}."
+            f"training.freeze: {each} is not part of any weight name in this model.{did_you_mean(each, known)} "
+            f"Example of a name: {next(network.named_parameters())[0]}."
         )
     if patterns and not any(each.requires_grad for each in network.parameters()):
-        raise ConfigError(f"training.freeze=[{','.join(patterns)}] leaves nothing to train. Take some of it out.")
+        raise ConfigError(f"training.freeze=[{','.join(patterns)}] leaves nothing to train. Remove some of it.")
 
 
 def _on(device: torch.device, numbers: Sequence[int]) -> Tensor:

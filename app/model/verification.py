@@ -194,13 +194,13 @@ class _Verifier:
         compiled[0] = picks(compiled[0])
         if needs_gradient:  # all rows of it: none but those of the compared documents may have a gradient
             theirs[1], exact[1] = (spread(side[1], whole) for side in (theirs, exact))
-        names = ["output", *["gradient of its input"] * needs_gradient, *(f"gradient of {name}" for name in trained)]
+        names = ["output", *["gradient of input"] * needs_gradient, *(f"gradient of {name}" for name in trained)]
         ours, own_errors = (_relative_errors(side, exact) for side in (compiled, theirs))
         return [TensorError(number, *each) for each in zip(names, ours, own_errors, strict=True)]
 
     def result(self) -> Comparison:
         """The largest ratio of errors, or the fault that was found."""
-        words = "error of compiled layers by that of their own forward"
+        words = "error of compiled layers relative to uncompiled layers"
         if self._fault is not None:
             return Fault(self._fault, math.nan, 0.0)
         if not self.errors:  # no layer can be compiled

@@ -50,8 +50,8 @@ def load_state(optimizer: Optimizer, tensors: dict[str, Tensor], plain: dict[str
     names, wanted = ([group["param_names"] for group in each["param_groups"]] for each in both)
     if names != wanted:  # states are stored by position
         raise CheckpointError(
-            "resume: the checkpoint has the optimizer state of other trained parameters than this run's; "
-            "type model=, adapter= and optimizer= as in the run.yaml it belongs to, or another output_dir"
+            "resume: the optimizer state in the checkpoint is for different trained parameters; "
+            "set model=, adapter= and optimizer= as in its run.yaml, or use another output_dir"
         )
     if getattr(ordinary(optimizer), "is_paged", False):
         _load_paged(optimizer, saved)

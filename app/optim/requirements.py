@@ -25,5 +25,5 @@ def check(config: OptimizerConfig) -> list[str]:
 def notes(config: OptimizerConfig, device: str) -> list[str]:
     """Notes on this optimizer on `device` (`cpu`, `cuda`)."""
     if config.kind in PAGED_KINDS and device == "cpu":
-        return [f"optimizer={config.kind}: on a CPU its states are in ordinary memory, nothing is paged"]
+        return [f"optimizer={config.kind}: paging has no effect on CPU, where states are in ordinary memory"]
     return []
