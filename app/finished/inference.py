@@ -259,16 +259,16 @@ class TextGenerator:
         answers = new_ids(self.lm, prompts, ends, max_new, streamer=streamer, **self.sampling)
         if max_new < self.max_new and any(len(answer) == max_new for answer in answers):
             self.note(
-                f"answer cut after {_tokens(max_new)}: the model's context length is {self.positions:,}, and the prompt "
-                f"has {width:,}"
+                f"answer cut after {_tokens(max_new)}: the model's context length is {self.positions:,}, and the "
+                f"prompt has {width:,}"
             )
         return answers
 
     def _require_positions(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse prompts that leave no position for an answer, all at once."""
         problems = [
-            f"{'prompt' if len(prompts) == 1 else f'prompts: number {number}'}: {_tokens(len(prompt))}, but the model's "
-            f"context length is {self.positions:,}, including the answer. Shorten it, or use a longer-context model."
+            f"{'prompt' if len(prompts) == 1 else f'prompts: number {number}'}: {_tokens(len(prompt))}, but the "
+            f"model's context length is {self.positions:,}, including the answer. Shorten it, or choose a model with more."
             for number, prompt in enumerate(prompts, 1)
             if self._max_new(len(prompt)) < 1
         ]
