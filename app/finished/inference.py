@@ -268,7 +268,7 @@ class TextGenerator:
         """Refuse prompts that leave no position for an answer, all at once."""
         problems = [
             f"{'prompt' if len(prompts) == 1 else f'prompts: number {number}'}: {_tokens(len(prompt))}, but the "
-            f"model's context length is {self.positions:,}, including the answer. Shorten it, or choose a model with more."
+            f"model's context length is {self.positions:,}, with the answer. Shorten it, or choose a model with more."
             for number, prompt in enumerate(prompts, 1)
             if self._max_new(len(prompt)) < 1
         ]

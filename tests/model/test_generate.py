@@ -191,7 +191,7 @@ def test_prompts_longer_than_the_positions_refused(tokenizer: Any) -> None:
     (problem,) = refusal.value.problems
     assert problem.startswith("prompts: number 2: ")
     assert problem.endswith(
-        " tokens, but the model's context length is 256, including the answer. Shorten it, or choose a model with more."
+        " tokens, but the model's context length is 256, with the answer. Shorten it, or choose a model with more."
     )
     with pytest.raises(PromptTooLong, match="prompt: "):
         asked.stream([user("word " * 400)], print)
