@@ -405,7 +405,7 @@ def test_svd_is_the_nearest_sum_of_a_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("how", "rank"), [("cat", None), ("svd", 2), ("linear", None)])
 def test_combinations_are_those_of_peft(how: str, rank: int | None, tmp_path: Path) -> None:
-    members = [each for each in adapters_in(tmp_path) if each.given != "1"]
+    members = [each for each in adapters_in(tmp_path) if each.path != "1"]
     _, apart = combined_in(tmp_path / "sum", members, how, rank)
     small: Any = Small()
     theirs: Any = PeftModel.from_pretrained(small, str(members[0].folder), adapter_name="0")
