@@ -434,13 +434,13 @@ def _require_text_model(base: BaseModel) -> None:
         raise ConfigError(f"names=text: {reason}. Leave names out.")
 
 
-def _as_stored(lm: Any, base_dtype: torch.dtype, beside: Collection[str]) -> re.Pattern[str] | None:
-    """Return a pattern for names that transformers keeps in fp32, and for tensors `beside` a text part."""
+def _as_stored(lm: Any, base_dtype: torch.dtype, outside: Collection[str]) -> re.Pattern[str] | None:
+    """Return a pattern for names that transformers keeps in fp32, and for tensors `outside` a text part."""
     fp32 = set(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())
     if base_dtype == torch.float16:
         fp32 |= set(getattr(lm, "_keep_in_fp32_modules", None) or ())
     as_stored = [rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(fp32)]
-    as_stored += [f"^{re.escape(name)}$" for name in sorted(beside)]
+    as_stored += [f"^{re.escape(name)}$" for name in sorted(outside)]
     return re.compile("|".join(as_stored)) if as_stored else None
 
 

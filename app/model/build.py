@@ -245,9 +245,9 @@ def choose_loss_head(training_model: TrainingModel, batch: Batch) -> list[Compar
     head = None if training_model.has_classes else linear_head(training_model.language_model)
     if head is None:
         return []
-    own_way = "loss head: using the model's own head, which takes more memory: "
+    fallback = "loss head: using the model's own head, which takes more memory: "
     comparison = compare_loss_head(training_model, head, batch)
-    passed = comparison.or_leave(lambda cause: training_model.add_remark(own_way + cause))
+    passed = comparison.or_leave(lambda cause: training_model.add_remark(fallback + cause))
     training_model.use_linear_head(head if passed else None)
     return passed
 

@@ -342,7 +342,7 @@ _LARGE_LOGIT = 30.0  # large enough to show soft-capping
 _LOSS_FP32 = 1e-5
 _LOSS_ROUNDINGS = 8  # roundings of the compute dtype
 _TF32_EPS = 2.0**-10
-_LOSS = "loss and gradients of a linear head against the model's own"
+_LOSS = "loss and gradients of a linear head against the model's own head"
 
 
 def compare_loss_head(model: TrainingModel, head: LinearHead, batch: Batch) -> Comparison:
