@@ -1,1 +1,1 @@
-"""PEFT's methods: what they add to a base, their first numbers, and what they make of a weight."""
+"""PEFT methods: adapters on a base model, their initialization, and merged weights."""

@@ -1,4 +1,4 @@
-"""Adapter methods: their interface, LoRA and its variants, and PEFT's other methods by name."""
+"""Adapter methods: the interface, LoRA and its variants, and other PEFT methods by name."""
 
 import json
 import math
@@ -35,70 +35,70 @@ from app.layers.quantization import is_conv1d
 
 @dataclass(frozen=True, slots=True)
 class AdapterMethod(ABC):
-    """One method of PEFT with its settings: what building, checking, stepping, loading and merging a model ask."""
+    """One PEFT method with its settings, as used to build, check, step, load and merge a model."""
 
     peft_type: ClassVar[str] = ""  # in adapter_config.json
-    # its own keys in that file, with the values that runs write
+    # the method's keys in that file, with checks of values that runs write
     written: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
-    of_text_parts: ClassVar[bool] = True  # whether it can be saved with the names of a composite model (vision, audio)
+    of_text_parts: ClassVar[bool] = True  # whether it can be saved with the names of a multimodal model
 
     config: AdapterConfig
 
     @classmethod
     def keys_of(cls, peft_type: str) -> Mapping[str, Callable[[Any], bool]] | None:
-        """Its own keys in adapter_config.json, with what tells the values that runs write; None: not its file."""
+        """Return the method's keys in adapter_config.json with checks of their values; None for another method."""
         return cls.written if peft_type == cls.peft_type else None
 
     @property
     @abstractmethod
     def moves_in(self) -> Mapping[int, str]:
-        """By step, skipped ones not counted: the part of names of which each layer must get a gradient."""
+        """Name part of the parameters that need a gradient in each layer, by step (without skipped steps)."""
 
     @property
     @abstractmethod
     def trained(self) -> tuple[str, ...]:
-        """Parameters that are trained, by the ends of their names, after the layer's."""
+        """Suffixes of trained parameter names, after the layer name."""
 
     @property
     def of_norms(self) -> bool:
-        """Whether it adapts norms in place of linear layers."""
+        """Whether the method adapts norms instead of linear layers."""
         return False
 
     def trained_of(self, layers: Iterable[str], names: Iterable[str]) -> set[str]:  # noqa: ARG002
-        """Names of parameters that are meant to be trained; `names`: of those that PEFT trains."""
+        """Return the names of the parameters to train; `names` are those that PEFT trains."""
         return {layer + end for layer in layers for end in self.trained}
 
     def usual_targets(self, lm: Any) -> Collection[str]:  # noqa: ARG002
-        """Ends of names of the layers that it adapts where none are given; empty: all."""
+        """Return name suffixes of the layers that are adapted by default; empty: all layers."""
         return ()
 
     @property
     def on_meta(self) -> bool:
-        """Whether it is attached to a base on meta, and drawn once that is filled; else to a filled one."""
+        """Whether the adapter is attached to a base on meta and initialized after filling; else to a filled base."""
         return False
 
     @abstractmethod
     def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
-        """The configuration of PEFT, or a refusal; `shared` are the arguments of every method."""
+        """Return the PEFT configuration or raise ConfigError; `shared` are arguments of every method."""
 
     def require_divisible(self) -> None:  # noqa: B027
-        """Refuse to be divided by layers, where these share tensors."""
+        """Raise ConfigError if the adapter cannot be sharded by layer, because layers share tensors."""
 
     def refusing(self) -> AbstractContextManager[None]:
-        """Around attaching it: what turns errors of PEFT into problems of the settings."""
+        """Return a context that converts PEFT errors to a ConfigError."""
         return nullcontext()
 
     def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
-        """Draw what was attached on meta."""
+        """Initialize an adapter that was attached on meta."""
         raise NotImplementedError("draw: the weights of an adapter that is attached on meta")
 
     @property
     def begin(self) -> Callable[[Any, Rows, Lost], str] | None:
-        """What gives a new adapter on a filled base, a TrainingModel, its numbers where attaching it does not."""
+        """Function that initializes a new adapter in a TrainingModel with a filled base; None: PEFT initializes it."""
         return None
 
     def lr_factor(self, name: str) -> float:  # noqa: ARG002
-        """Learning rate of a trained parameter as a multiple of that of the run."""
+        """Return the learning rate of a trained parameter as a multiple of `optimizer.lr`."""
         return 1.0
 
 
@@ -106,16 +106,16 @@ class AdapterMethod(ABC):
 
 
 def _is_pattern(value: Any) -> bool:
-    """Whether it maps names to numbers: others could be endless regular expressions."""
+    """Return whether it maps layer names to numbers; regular expressions as names might never end."""
     return isinstance(value, dict) and all(
         LAYER_NAME.fullmatch(name) and type(number) in (int, float) and number > 0 for name, number in value.items()
     )
 
 
 def _without_order(pattern: Mapping[str, Any], layers: list[str]) -> dict[str, Any]:
-    """A pattern with one name for each layer: of several that end a layer's name the longest counts.
+    """Return a pattern with one name per layer: the longest of several that are suffixes of the layer name.
 
-    PEFT takes the first, and sorts them when it saves: a loaded adapter would have other scales than the trained one.
+    PEFT takes the first and sorts them when saving, so a loaded adapter would have other scales than the trained one.
     """
     if not any(name.endswith(f".{other}") for name in pattern for other in pattern):
         return dict(pattern)
@@ -127,29 +127,29 @@ def _is_token_rows(value: Any) -> bool:
     return value is None or (
         isinstance(value, dict)
         and all(LAYER_NAME.fullmatch(name) and isinstance(ids, list) for name, ids in value.items())
-        and all(type(each) is int and each >= 0 for ids in value.values() for each in ids)
+        and all(type(token) is int and token >= 0 for ids in value.values() for token in ids)
     )
 
 
 def save_as_update(folder: Path, start: Mapping[str, Tensor]) -> None:
-    """Rewrite a saved adapter as the difference from `start`: [A; A0] and [B, -B0], of twice the rank.
+    """Rewrite a saved adapter as the difference from `start`: [A; A0] and [B, -B0], with twice the rank.
 
-    Scales stay: alpha grows with the rank, or with its square root in rsLoRA.
+    Scales do not change: alpha grows with the rank, or with its square root for rsLoRA.
     """
     weights, config = load_file(folder / ADAPTER_WEIGHTS), json.loads((folder / ADAPTER).read_text())
-    for name, began in start.items():
+    for name, initial in start.items():
         is_a = ".lora_A." in name
-        weights[name] = torch.cat([weights[name], began if is_a else -began], dim=0 if is_a else 1)
+        weights[name] = torch.cat([weights[name], initial if is_a else -initial], dim=0 if is_a else 1)
     factor = 2**0.5 if config["use_rslora"] else 2
     config |= {"r": 2 * config["r"], "lora_alpha": factor * config["lora_alpha"], "init_lora_weights": True}
-    config["rank_pattern"] = {name: 2 * each for name, each in config["rank_pattern"].items()}
-    config["alpha_pattern"] = {name: factor * each for name, each in config["alpha_pattern"].items()}
+    config["rank_pattern"] = {name: 2 * rank for name, rank in config["rank_pattern"].items()}
+    config["alpha_pattern"] = {name: factor * alpha for name, alpha in config["alpha_pattern"].items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (folder / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 class Lora(AdapterMethod):
-    """LoRA, W + alpha / r * B A: B starts at zero, so A has no gradient before B has moved."""
+    """LoRA, W + alpha / r * B A. B is initialized to zero, so A has no gradient until B has changed."""
 
     peft_type = "LORA"
     written: ClassVar = {
@@ -160,43 +160,43 @@ class Lora(AdapterMethod):
         **dict.fromkeys(("lora_alpha", "lora_dropout"), lambda value: type(value) in (int, float) and value >= 0),
         **dict.fromkeys(("rank_pattern", "alpha_pattern"), _is_pattern),
         "trainable_token_indices": _is_token_rows,
-        # which leave the base as it is
+        # inits that do not change the base
         "init_lora_weights": lambda value: value in (True, False, "gaussian", "orthogonal"),
     }
     moves_in: ClassVar = {1: ".lora_B.", 2: ".lora_A."}
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The halves, and DoRA's lengths."""
+        """Suffixes of A, B and DoRA's magnitudes."""
         ends = (".lora_A.default.weight", ".lora_B.default.weight")
         return (*ends, ".lora_magnitude_vector.default.weight") if self.config.dora else ends
 
     @property
     def on_meta(self) -> bool:
-        """Whether nothing of it is read from the base, but for whole copies."""
+        """Whether initialization reads nothing from the base, except for copies of whole modules."""
         config = self.config
         return config.init == "default" and not config.dora and config.train_tokens in ([], "all")
 
     def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
-        """Refuse ranks that no adapted weight can have, and patterns for none of the layers."""
+        """Return LoRA's configuration; refuse ranks above those of the layers and patterns that match no layer."""
         from peft import LoraConfig
 
         config, modules = self.config, [lm.get_submodule(layer) for layer in layers]
         stacks = stacks_of(lm) if config.experts else {}
         if config.experts and not stacks:
             raise ConfigError(
-                f"adapter.experts=true: a model of kind {lm.config.model_type} has no stacks of experts that "
-                "transformers calls through its interface. Set adapter.experts=false."
+                f"adapter.experts=true: a model of kind {lm.config.model_type} has no stacked experts that "
+                "transformers calls through its experts interface. Set adapter.experts=false."
             )
         sizes = [m.weight.shape if is_conv1d(m) else (m.in_features, m.out_features) for m in modules]
         self._require_possible(max(map(min, [*sizes, *(shape[1:] for shape in stacks.values())])))
         self._require_named(layers)
         if config.init == "loftq" and (getattr(lm.config, "quantization_config", None) or {}).get("load_in_4bit"):
             raise ConfigError(
-                "adapter.init=loftq: the folder of the model has packed weights, so that what packing lost is not "
-                "known. Set adapter.init=eva or default, or give the folder that it was made from."
+                "adapter.init=loftq: the weights in model.path are already quantized, so their quantization error is "
+                "unknown. Set adapter.init=eva or default, or set model.path to the unquantized model."
             )
-        # of a base on meta only shapes are wanted
+        # of a base on meta only shapes are needed
         is_drawn = config.init in ("default", *LATE) or next(lm.parameters()).is_meta
         return LoraConfig(
             **shared,
@@ -213,12 +213,12 @@ class Lora(AdapterMethod):
         )
 
     def _require_possible(self, highest: int) -> None:
-        pattern = {f"rank_pattern.{name}": each for name, each in self.config.rank_pattern.items()}
+        pattern = {f"rank_pattern.{name}": r for name, r in self.config.rank_pattern.items()}
         for key, r in {"r": self.config.r, **pattern}.items():
             if r > highest:
                 raise ConfigError(
-                    f"adapter.{key}={r}: no adapted layer of this model has a rank above {highest:,}. Usual are 8 to "
-                    f"128; set adapter.{key}={highest} at most."
+                    f"adapter.{key}={r}: the adapted layers of this model have a maximum rank of {highest:,}. Typical "
+                    f"ranks are 8 to 128; set adapter.{key}={highest} or less."
                 )
 
     def _require_named(self, layers: list[str]) -> None:
@@ -227,13 +227,13 @@ class Lora(AdapterMethod):
             for name in getattr(self.config, key):
                 if name not in ends:
                     raise ConfigError(
-                        f"adapter.{key}: {name} is none of the adapted layers, nor the end of their names."
+                        f"adapter.{key}: {name} is not an adapted layer or a suffix of one."
                         f"{did_you_mean(name, sorted(ends))}"
                     )
 
     @property
     def begin(self) -> Callable[[Any, Rows, Lost], str] | None:
-        """For the inits that take rows, or weights as they were before packing."""
+        """Initialization from training rows or from the quantization error, for EVA, CorDA and LoftQ."""
         return partial(begin, self.config.init) if self.config.init in LATE else None
 
     def lr_factor(self, name: str) -> float:
@@ -241,13 +241,13 @@ class Lora(AdapterMethod):
 
     @torch.no_grad()
     def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
-        """Draw the numbers that PEFT draws off meta, in its order.
+        """Draw the same random numbers as PEFT does off meta, in the same order.
 
-        PEFT rounds them to the base's dtype before it casts them to float32.
+        PEFT rounds them to the base's dtype before casting them to float32.
         """
         names: dict[Any, str] = {module: name for name, module in network.named_modules()}
-        wrappers = [wrapper for each in adapted_experts(network).values() for wrapper in each]
-        for module in [*(each for each in names if each not in wrappers), *wrappers]:
+        wrappers = [wrapper for stacks in adapted_experts(network).values() for wrapper in stacks]
+        for module in [*(module for module in names if module not in wrappers), *wrappers]:
             for adapter in getattr(module, "lora_A", ()):
                 name, base = names[module], layer_or_stack(module)
                 dtype = getattr(base, "compute_dtype", None) or getattr(base, "weight", base).dtype
@@ -265,7 +265,7 @@ class Lora(AdapterMethod):
 
 
 class PeftAdapter(AdapterMethod):
-    """A method of `METHODS`; PEFT defines its trainable tensors, their names, and how they are merged."""
+    """A method of `METHODS`; PEFT defines the trainable tensors, their names and how they are merged."""
 
     trained, of_text_parts = (), False
 
@@ -279,8 +279,8 @@ class PeftAdapter(AdapterMethod):
             return None
         from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-        own = {each.name for each in fields(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type])} - RESERVED_FIELDS
-        return dict.fromkeys(own, is_plain)
+        keys = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type])} - RESERVED_FIELDS
+        return dict.fromkeys(keys, is_plain)
 
     @property
     def of_norms(self) -> bool:
@@ -288,68 +288,68 @@ class PeftAdapter(AdapterMethod):
 
     @property
     def _mark(self) -> str:
-        """The part of names that begins a tensor of the method."""
+        """Prefix of the method's tensors in parameter names."""
         from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
         return f".{PEFT_TYPE_TO_TUNER_MAPPING[self.name].prefix}"
 
     @property
     def moves_in(self) -> Mapping[int, str]:
-        """In the second step, as what begins at zero keeps gradients from other tensors of its layer in the first."""
+        """The second step: in the first, tensors that start at zero block gradients of others in the layer."""
         return {2: self._mark}
 
     def trained_of(self, layers: Iterable[str], names: Iterable[str]) -> set[str]:
-        """Refuse layers that PEFT passes over without a word."""
-        found = {name for name in names if self._mark in f".{name}"}
-        left = set(layers) - {name.partition(self._mark)[0] for name in found}
+        """Return the parameters of the method; refuse layers that PEFT silently skips."""
+        parameters = {name for name in names if self._mark in f".{name}"}
+        left = set(layers) - {name.partition(self._mark)[0] for name in parameters}
         if left and METHODS[self.name].indivisible != SHARED:
             raise ConfigError(
-                f"adapter.method={self.name}: PEFT leaves layers such as {min(left)} as they are. Name others in "
-                "adapter.targets, or set adapter=lora."
+                f"adapter.method={self.name}: PEFT does not adapt layers such as {min(left)}. Set adapter.targets "
+                "to other layers, or set adapter=lora."
             )
-        return found
+        return parameters
 
     def usual_targets(self, lm: Any) -> Collection[str]:
         return self._in_peft("TARGET", lm)
 
     def _in_peft(self, role: str, lm: Any) -> Collection[str]:
-        """Ends of names that PEFT has for a kind of model; none for a kind that it does not know."""
+        """Return PEFT's name suffixes for a model type; empty for types that PEFT does not know."""
         from peft.utils import constants
 
         table = f"TRANSFORMERS_MODELS_TO_{self.name.replace('_', '')}_{role}_MODULES_MAPPING"
-        found: Collection[str] = getattr(constants, table, {}).get(lm.config.model_type) or ()
-        return found
+        suffixes: Collection[str] = getattr(constants, table, {}).get(lm.config.model_type) or ()
+        return suffixes
 
     def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
-        """Refuse fields that the method does not have."""
+        """Return the method's configuration; refuse fields that it does not have."""
         from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
         kind = PEFT_TYPE_TO_CONFIG_MAPPING[self.name]
-        known = {each.name for each in fields(kind)}
-        refuse(self._field_problems(known - RESERVED_FIELDS))
-        given = {key: value for key, value in shared.items() if key in known}
-        lacking = [key for key, value in shared.items() if key not in known and value]
+        names = {field.name for field in fields(kind)}
+        refuse(self._field_problems(names - RESERVED_FIELDS))
+        arguments = {key: value for key, value in shared.items() if key in names}
+        lacking = [key for key, value in shared.items() if key not in names and value]
         if "ensure_weight_tying" in lacking:
             raise ConfigError(
-                f"adapter.train_whole: the embedding is tied to the head, and with adapter.method={self.name} PEFT "
-                "trains them apart. Leave it out, or set adapter=lora."
+                f"adapter.train_whole: the embedding is tied to the head, but PEFT trains them separately with "
+                f"adapter.method={self.name}. Leave it out, or set adapter=lora."
             )
         if lacking:
-            raise ConfigError(f"adapter.method={self.name}: PEFT has no {lacking[0]} with it. Set adapter=lora.")
-        if "fan_in_fan_out" in known:
-            given["fan_in_fan_out"] = any(is_conv1d(lm.get_submodule(layer)) for layer in layers)
-        if "feedforward_modules" in known:  # IA3 scales the inputs of a layer that ends a block
+            raise ConfigError(f"adapter.method={self.name}: PEFT does not support {lacking[0]} here. Set adapter=lora.")
+        if "fan_in_fan_out" in names:
+            arguments["fan_in_fan_out"] = any(is_conv1d(lm.get_submodule(layer)) for layer in layers)
+        if "feedforward_modules" in names:  # IA3 scales the inputs of a layer that ends a block
             ends = self._in_peft("FEEDFORWARD", lm)
-            given["feedforward_modules"] = [n for n in given["target_modules"] if n.rpartition(".")[2] in ends]
-        return kind(**given | self.config.fields)
+            arguments["feedforward_modules"] = [n for n in arguments["target_modules"] if n.rpartition(".")[2] in ends]
+        return kind(**arguments | self.config.fields)
 
-    def _field_problems(self, known: Iterable[str]) -> Iterator[str]:
+    def _field_problems(self, allowed: Iterable[str]) -> Iterator[str]:
         for name in self.config.fields:
             if name in RESERVED_FIELDS:
                 keys = "adapter.targets, adapter.layers and adapter.train_whole"
-                yield f"adapter.fields: {name} is set by the run, from {keys} among others. Leave it out."
-            elif name not in known:
-                yield f"adapter.fields: {name} is no setting of {self.name} in PEFT.{did_you_mean(name, known)}"
+                yield f"adapter.fields: {name} is set from other settings, such as {keys}. Leave it out."
+            elif name not in allowed:
+                yield f"adapter.fields: {name} is not a setting of {self.name} in PEFT.{did_you_mean(name, allowed)}"
 
     def require_divisible(self) -> None:
         cause = METHODS[self.name].indivisible
@@ -358,17 +358,17 @@ class PeftAdapter(AdapterMethod):
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """What PEFT cannot attach is a problem of the method's settings and of this model."""
+        """Context that converts PEFT errors to a ConfigError on the method's settings."""
         try:
             yield
         except (ValueError, TypeError, RuntimeError, AssertionError) as fault:
             raise ConfigError(
-                f"adapter.method={self.name}: PEFT cannot adapt this model so ({gist(fault)}). Change adapter.fields "
+                f"adapter.method={self.name}: PEFT cannot adapt this model ({gist(fault)}). Change adapter.fields "
                 "or adapter.targets, or set adapter=lora."
             ) from fault
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it has a weight for each number of a vector, as LayerNorm and RMSNorm."""
+    """Return whether the module has one weight per vector element, as LayerNorm and RMSNorm do."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, nn.Parameter) and weight.ndim == 1 and not any(True for _ in module.children())

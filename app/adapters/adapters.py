@@ -1,4 +1,4 @@
-"""Adapters by PEFT on the linear layers of a frozen base: the table of methods, and the layers that they adapt."""
+"""PEFT adapters on the linear layers of a frozen base: the table of methods, and the adapted layers."""
 
 import contextlib
 import warnings
@@ -23,14 +23,14 @@ from app.layers.recurrent import layers_read_past
 from app.safe_text import listed
 
 ALL_LINEAR = "all-linear"
-CHECKED_STEPS = 2  # in which a gradient must reach every adapted layer
-# what runs write into adapter_config.json besides PEFT's defaults: of any method, and free to be anything
+CHECKED_STEPS = 2  # steps in which a gradient must reach every adapted layer
+# keys that runs write into adapter_config.json besides PEFT's defaults: for any method, with any value
 _FREE_KEYS = ("task_type", "peft_version", "base_model_name_or_path", "inference_mode", "auto_mapping", "revision")
-# why an adapter with another value of a key is refused
+# reasons to refuse an adapter with another value of a key
 _UNSUPPORTED = {
-    "bias": " (it trains biases of the base)",
-    "lora_bias": " (its layers have a bias)",
-    "init_lora_weights": " (it changes the base, unless PEFT converted it as it was saved)",
+    "bias": " (trains biases of the base)",
+    "lora_bias": " (adapter layers with a bias)",
+    "init_lora_weights": " (changes the base, unless PEFT converted it when saving)",
 }
 _ROUTERS = frozenset({"gate", "shared_expert_gate", "router", "indexer"})
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -40,13 +40,13 @@ ADAPTERS: dict[str, type[AdapterMethod] | None] = {"none": None, "lora": Lora, "
 
 
 def adapter_of(config: AdapterConfig) -> AdapterMethod | None:
-    """The adapter of a run, None where the model itself is trained."""
+    """Return the adapter method of a run; None: the model itself is trained."""
     method = ADAPTERS[config.kind]
     return None if method is None else method(config)
 
 
 def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
-    """The network to train: `lm` itself, or `lm` with adapters on its layers, a new head, and nothing else trained."""
+    """Return the network to train: `lm`, or `lm` with a trainable adapter and new head, and everything else frozen."""
     method = adapter_of(config)
     if method is None:
         result: nn.Module = lm
@@ -73,7 +73,7 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
         from peft import get_peft_model
 
         network: nn.Module = get_peft_model(lm, method.peft_config(lm, layers, shared))
-    trained = {without_peft(name): each for name, each in network.named_parameters() if each.requires_grad}
+    trained = {without_peft(name): weight for name, weight in network.named_parameters() if weight.requires_grad}
     expected |= method.trained_of([*layers, *experts], trained)
     assert trained.keys() == expected, (
         f"trained but not meant: {trained.keys() - expected}; meant but not trained: {expected - trained.keys()}"
@@ -81,8 +81,8 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
     for copied in trained_copies(network).values():
         if isinstance(copied, nn.Linear):  # PEFT swaps the two in the copy of a tied head
             copied.out_features, copied.in_features = copied.weight.shape
-    for each in trained.values():
-        each.data = each.data.float()  # copies of what the base has in 16 bits
+    for parameter in trained.values():
+        parameter.data = parameter.data.float()  # copies of 16-bit modules of the base
     return network
 
 
@@ -91,14 +91,14 @@ def _ends_with(name: str, end: str) -> bool:
 
 
 def short_names(names: list[str], lm: Any, matches: Callable[[str, str], bool] = _ends_with) -> list[str]:
-    """Short names, as other tools write them, where PEFT's matching of their ends gives just these modules."""
+    """Return short names, as other tools write them, if they match exactly these modules in PEFT; else full names."""
     short = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name, _ in lm.named_modules() if any(matches(name, end) for end in short)}
     return short if meant <= set(names) else names
 
 
 def _named_layers(method: AdapterMethod, lm: Any) -> list[str]:
-    """The layers of `adapter.targets`; where it is empty, the usual ones of the method that this model has, or all."""
+    """Return the layers of `adapter.targets`; if it is empty, the method's default layers for this model, or all."""
     of_norms, targets = method.of_norms, method.config.targets
     if targets:
         return layers_to_adapt(targets, lm, of_norms=of_norms)
@@ -107,23 +107,23 @@ def _named_layers(method: AdapterMethod, lm: Any) -> list[str]:
 
 
 def _of_numbers(numbers: list[int], names: list[str]) -> list[str]:
-    """The adapted layers inside the repeated layers of these numbers; all, where none are given."""
+    """Return the adapted layers inside the repeated layers with these numbers; all if there are no numbers."""
     number_of = {name: next((int(part) for part in name.split(".") if part.isdecimal()), None) for name in names}
-    known = sorted({each for each in number_of.values() if each is not None})
-    unknown = [each for each in numbers if each not in known]
+    existing = sorted({number for number in number_of.values() if number is not None})
+    unknown = [number for number in numbers if number not in existing]
     if unknown:
         raise ConfigError(
-            f"adapter.layers: there is no adapted layer of number {', '.join(map(str, unknown))}. Give numbers from "
-            f"{known[0]} to {known[-1]}."
-            if known
-            else "adapter.layers: the adapted layers of this model have no numbers. Leave it out."
+            f"adapter.layers: no adapted layer has the number {', '.join(map(str, unknown))}. Use numbers from "
+            f"{existing[0]} to {existing[-1]}."
+            if existing
+            else "adapter.layers: the adapted layers of this model are not numbered. Leave it out."
         )
     return [name for name in names if not numbers or number_of[name] in numbers]
 
 
 def _embedding(lm: Any) -> str:
-    found: nn.Module = lm.get_input_embeddings()
-    return next(str(name) for name, module in lm.named_modules() if module is found)
+    embedding: nn.Module = lm.get_input_embeddings()
+    return next(str(name) for name, module in lm.named_modules() if module is embedding)
 
 
 def _is_tied(lm: Any) -> bool:
@@ -131,47 +131,47 @@ def _is_tied(lm: Any) -> bool:
 
 
 def _embedding_and_head(lm: Any) -> list[str]:
-    """The modules that have a row for each token; of tied ones the embedding."""
+    """Return the modules with a row per token; for tied ones the embedding alone."""
     head = lm.get_output_embeddings()
     names = [name for name, module in lm.named_modules() if head is not None and module is head and not _is_tied(lm)]
     return [_embedding(lm), *names]
 
 
 def modules_to_train(config: AdapterConfig, lm: Any, layers: list[str]) -> list[str]:
-    """The full names of the modules that are trained as a whole beside the adapter."""
-    known = {name: module for name, module in lm.named_modules() if name and any(True for _ in module.parameters())}
+    """Return the full names of the modules that are fully trained in addition to the adapter."""
+    modules = {name: module for name, module in lm.named_modules() if name and any(True for _ in module.parameters())}
     chosen = set(_embedding_and_head(lm) if config.train_tokens == "all" else [])
-    for given in config.train_whole:
-        matched = [name for name in known if name == given or name.endswith(f".{given}")]
+    for typed in config.train_whole:
+        matched = [name for name in modules if name == typed or name.endswith(f".{typed}")]
         adapted = [layer for layer in layers if any(f"{layer}.".startswith(f"{name}.") for name in matched)]
         if not matched or adapted:
-            ends = sorted({name.rpartition(".")[2] for name in known})
-            cause = f"has the adapted layer {adapted[0]}" if matched else "is no module of this model with weights"
-            raise ConfigError(
-                f"adapter.train_whole: {given} {cause}. Give names such as lm_head, embed_tokens or norm."
-                f"{'' if matched else did_you_mean(given, ends)}"
+            ends = sorted({name.rpartition(".")[2] for name in modules})
+            cause = (
+                f"contains the adapted layer {adapted[0]}" if matched else "is not a module with weights in this model"
             )
-        if _is_tied(lm) and known[matched[0]] is lm.get_output_embeddings():
+            raise ConfigError(
+                f"adapter.train_whole: {typed} {cause}. Use names such as lm_head, embed_tokens or norm."
+                f"{'' if matched else did_you_mean(typed, ends)}"
+            )
+        if _is_tied(lm) and modules[matched[0]] is lm.get_output_embeddings():
             name = _embedding(lm).rpartition(".")[2]
-            raise ConfigError(f"adapter.train_whole: {given} is tied to {name}. Give {name}: both are trained as one.")
+            raise ConfigError(f"adapter.train_whole: {typed} is tied to {name}. Use {name}, which trains both.")
         chosen.update(matched)
     return sorted(chosen)
 
 
 def rows_to_train(config: AdapterConfig, lm: Any) -> dict[str, list[int]]:
-    """The ids of the tokens whose rows are trained, by the names of the modules that have them."""
+    """Return the IDs of tokens with trained rows, by the names of the modules with these rows."""
     ids = [] if config.train_tokens == "all" else sorted(set(map(int, config.train_tokens)))
     vocabulary = lm.get_input_embeddings().num_embeddings
-    outside = [each for each in ids if not 0 <= each < vocabulary]
+    outside = [token for token in ids if not 0 <= token < vocabulary]
     if outside:
-        raise ConfigError(
-            f"adapter.train_tokens: {outside[0]} is the id of no token: ids go from 0 to {vocabulary - 1}."
-        )
+        raise ConfigError(f"adapter.train_tokens: unknown token ID {outside[0]}. IDs range from 0 to {vocabulary - 1}.")
     return dict.fromkeys(_embedding_and_head(lm), ids) if ids else {}
 
 
 def layers_without_gradient(config: AdapterConfig, gradients: Mapping[str, Tensor | None], step: int) -> list[str]:
-    """List adapted layers without a gradient of what must move in `step`, from gradients by names of parameters."""
+    """Return the adapted layers without the gradient required in `step`, from gradients by parameter name."""
     method = adapter_of(config)
     part = None if method is None else method.moves_in.get(step)
     moves: dict[str, bool] = {}
@@ -186,34 +186,34 @@ def require_gradient(silent: list[str]) -> None:
     """Refuse adapted layers that no gradient reaches."""
     if silent:
         raise TrainingError(
-            f"no gradient reaches the adapter of {listed(silent, 3)}, so it would never learn. "
-            "Leave these layers out of adapter.targets."
+            f"no gradient reaches the adapter of {listed(silent, 3)}, so it would not be trained. "
+            "Remove these layers from adapter.targets."
         )
 
 
 def lr_factor(config: AdapterConfig) -> Callable[[str], float]:
-    """Learning rates of trained parameters, by name, as multiples of that of the run."""
+    """Return the learning rate of a parameter name as a multiple of `optimizer.lr`."""
     method = adapter_of(config)
     return (lambda _name: 1.0) if method is None else method.lr_factor
 
 
 def read_adapter_config(final: Path, *, of_peft: bool = False) -> dict[str, Any]:
-    """Return adapter_config.json; refuse keys that runs do not write: with some PEFT does more, or never ends.
+    """Return adapter_config.json; refuse keys that runs do not write, with which PEFT may do more or never end.
 
-    `of_peft`: LoRA may match its layers in PEFT's other ways too, which the caller replaces by `adapter_layers`.
+    `of_peft`: LoRA may also match its layers in PEFT's other ways, which the caller replaces by `adapter_layers`.
     """
     try:
         config = read_json(final / ADAPTER)
     except (OSError, ValueError) as fault:
         raise CheckpointError(f"{final / ADAPTER} cannot be read ({fault}).") from fault
     if not isinstance(config, dict) or not (final / ADAPTER_WEIGHTS).is_file():
-        raise CheckpointError(f"{final} is no adapter: {ADAPTER} has no keys, or {ADAPTER_WEIGHTS} is missing.")
+        raise CheckpointError(f"{final} is not an adapter: {ADAPTER} has no keys, or {ADAPTER_WEIGHTS} is missing.")
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    given = str(config.get("peft_type"))
-    asked = [(given, method.keys_of(given)) for method in ADAPTERS.values() if method is not None]
-    # LoRA for an unknown one, so that the file is refused by its keys
-    peft_type, written = next((each for each in asked if each[1] is not None), (Lora.peft_type, Lora.written))
+    named = str(config.get("peft_type"))
+    keys = [(named, method.keys_of(named)) for method in ADAPTERS.values() if method is not None]
+    # LoRA for an unknown type, so that the file is refused by its keys
+    peft_type, written = next((pair for pair in keys if pair[1] is not None), (Lora.peft_type, Lora.written))
     defaults = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type]().to_dict()
     needed: dict[str, Callable[[Any], bool]] = {
         "peft_type": lambda value: value == peft_type,
@@ -231,19 +231,19 @@ def read_adapter_config(final: Path, *, of_peft: bool = False) -> dict[str, Any]
     ]
     if odd:
         raise CheckpointError(
-            f"{final / ADAPTER}: not supported: {', '.join(odd)}. Give an adapter without, or merge it into its base "
-            "with PEFT and give the result as model.path."
+            f"{final / ADAPTER}: not supported: {', '.join(odd)}. Use an adapter without them, or merge it into its "
+            "base with PEFT and set model.path to the result."
         )
     return config
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) and LAYER_NAME.fullmatch(each) for each in value)
+    return isinstance(value, list) and all(isinstance(name, str) and LAYER_NAME.fullmatch(name) for name in value)
 
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence PEFT's use of a name that transformers has since changed, and a warning of what its own saving cannot."""
+    """Silence PEFT warnings: a name that transformers has changed, and the limits of PEFT's own saving."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         for text in (
@@ -256,22 +256,22 @@ def quiet_peft() -> Iterator[None]:
 
 
 def trained_copies(network: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Trained copies of whole modules (`modules_to_save`), by the modules of the frozen originals."""
-    found: dict[nn.Module, nn.Module] = {}
+    """Return the trained copies of whole modules (`modules_to_save`) by their frozen originals."""
+    copies: dict[nn.Module, nn.Module] = {}
     for module in network.modules():
         if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):  # PEFT's wrapper
             wrapper: Any = module
             (copied,) = wrapper.modules_to_save.values()
-            found |= dict(zip(wrapper.original_module.modules(), copied.modules(), strict=True))
-    return found
+            copies |= dict(zip(wrapper.original_module.modules(), copied.modules(), strict=True))
+    return copies
 
 
 def layers_to_adapt(targets: list[str], lm: Any, *, of_norms: bool = False) -> list[str]:
-    """The full names of the layers that `targets` mean; each target must match, and the head never does.
+    """Return the full names of the layers that `targets` match; every target must match, and the head never does.
 
     In a mixture of experts all-linear means attention: experts are stacked in 3D parameters, routers choose experts,
-    and PEFT takes the names of dense and shared experts for the stacked ones. Kernels of Mamba's mixers would not see
-    adapters on some of their layers.
+    and PEFT confuses dense and shared experts with stacked ones. Mamba kernels would ignore adapters on some layers of
+    their mixers.
     """
     has_stacked_experts = bool(stacks_of(lm) or other_stacks(lm))
     unusable = _EXPERT_LAYERS if has_stacked_experts else frozenset()
@@ -279,9 +279,9 @@ def layers_to_adapt(targets: list[str], lm: Any, *, of_norms: bool = False) -> l
     linear = [
         name
         for name, module in lm.named_modules()
-        if in_backbone(lm, name)  # the others are the head
+        if in_backbone(lm, name)  # others belong to the head
         and (is_norm(module) if of_norms else isinstance(module, nn.Linear) or is_conv1d(module))
-        and not hasattr(module, "n_groups")  # a product by groups is none of one matrix
+        and not hasattr(module, "n_groups")  # a grouped product is not a product with one matrix
         and name.rpartition(".")[2] not in unusable
         and name not in unseen
     ]
@@ -293,11 +293,11 @@ def layers_to_adapt(targets: list[str], lm: Any, *, of_norms: bool = False) -> l
         else:
             matched = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not matched:
-            known = sorted({name.rpartition(".")[2] for name in linear})
+            ends = sorted({name.rpartition(".")[2] for name in linear})
             what, every = ("norm", "") if of_norms else ("linear layer", f"; or {ALL_LINEAR}")
             problems.append(
-                f"adapter.targets: {target} matches no {what} of this model ({', '.join(known)}{every})."
-                f"{did_you_mean(target, known)}"
+                f"adapter.targets: {target} matches no {what} of this model ({', '.join(ends)}{every})."
+                f"{did_you_mean(target, ends)}"
             )
         chosen.update(matched)
     if problems:

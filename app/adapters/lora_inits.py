@@ -1,7 +1,7 @@
-"""Inits of LoRA from the inputs of layers (EVA, CorDA), or from what packing the base lost (LoftQ).
+"""LoRA initialization from layer inputs (EVA, CorDA) or from the quantization error of the base (LoftQ).
 
-They are computed once the base is filled and the adapter attached with B = 0, so that the model still computes what
-its base does.
+It is computed once the base is filled and the adapter is attached with B = 0, so that the model still computes the
+same as its base.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,18 +17,18 @@ from app.layers.quantization import is_conv1d, weight_of
 
 OF_INPUTS = ("eva", "corda")
 LATE = (*OF_INPUTS, "loftq")
-Rows = Callable[[], Iterable[Batch]]  # micro-batches of a run's rows, from the first one on
-Lost = Callable[[], Iterable[tuple[str, Tensor]]]  # by layers of the base: weights less what is packed of them
+Rows = Callable[[], Iterable[Batch]]  # micro-batches of training rows, from the first
+Lost = Callable[[], Iterable[tuple[str, Tensor]]]  # by base layer: quantization error of the weights
 
-TOKENS_PER_INPUT = 8  # tokens that are read, as a multiple of the inputs of the widest layer
-MAX_MOMENT_BYTES = 2 << 30  # of the moments kept at once; the rows are read again for each further group of layers
-_DAMPING = 0.01  # added to the moments in all directions, as a part of their mean: PEFT's number
-_ITERATIONS = 16  # 99.7 % of the best update of rank 32 for noise of 2,048 x 2,048, which is the hardest case
+TOKENS_PER_INPUT = 8  # tokens to read, as a multiple of the input size of the widest layer
+MAX_MOMENT_BYTES = 2 << 30  # of moments in memory at once; rows are read again for each further group of layers
+_DAMPING = 0.01  # added to the moments in all directions, as a fraction of their mean: PEFT's number
+_ITERATIONS = 16  # 99.7% of the best rank-32 update for 2,048 x 2,048 noise, which is the hardest case
 
 
 @torch.no_grad()
 def begin(init: str, model: Any, rows: Rows, lost: Lost) -> str:
-    """Compute the halves of `model`, a TrainingModel with a new adapter, and say from what."""
+    """Initialize A and B of `model`, a TrainingModel with a new adapter, and return a note on the method."""
     if init == "loftq":
         return _loftq(_adapted_layers(model.network), lost())
     layers = list(_adapted_layers(model.network).values())
@@ -38,28 +38,27 @@ def begin(init: str, model: Any, rows: Rows, lost: Lost) -> str:
         for layer, moment in moments:
             layer.lora_A["default"].weight.copy_(_leading(moment, layer.r["default"])[2].T)
     else:
-        found = [(layer, *corda_halves(layer, moment)) for layer, moment in moments]
-        for layer, a, b in found:  # none is changed before all inputs are known
+        halves = [(layer, *corda_halves(layer, moment)) for layer, moment in moments]
+        for layer, a, b in halves:  # changes no layer before all inputs are read
             _set_halves(layer, a, b)
             base = layer.get_base_layer()
             update = layer.scaling["default"] * b @ a
             base.weight.copy_(base.weight.float() - (update.T if is_conv1d(base) else update))
     mode = "corda (instruction-previewed)" if init == "corda" else init
     return (
-        f"adapter.init={mode}: from the inputs of {sum(each.num_tokens for each in batches):,} tokens of the run's rows"
+        f"adapter.init={mode}: computed from layer inputs for {sum(batch.num_tokens for batch in batches):,} training "
+        "tokens"
     )
 
 
 def moment_bytes(init: str, network: nn.Module) -> tuple[int, int, int]:
-    """Bytes of the moments of all layers, of what is left of a group beside the next one, and of what a decomposition
-    takes.
-    """
+    """Return the bytes of all moments, of the rest of a group during the next one, and of a decomposition."""
     layers = list(_adapted_layers(network).values())
     sizes = [4 * layer.in_features**2 for layer in layers]
     if init == "eva":
         return sum(sizes), max(sizes), 0
-    halves = sum(4 * each.r["default"] * (each.in_features + each.out_features) for each in layers)
-    copies = max(4 * (2 * each.out_features + each.in_features) * each.in_features for each in layers)
+    halves = sum(4 * layer.r["default"] * (layer.in_features + layer.out_features) for layer in layers)
+    copies = max(4 * (2 * layer.out_features + layer.in_features) * layer.in_features for layer in layers)
     return sum(sizes), max(sizes) + halves, copies + halves
 
 
@@ -68,20 +67,20 @@ def _adapted_layers(network: nn.Module) -> dict[str, Any]:
 
 
 def _enough(rows: Iterable[Batch], tokens: int) -> list[Batch]:
-    """The first micro-batches that have so many tokens together, or all."""
-    found: list[Batch] = []
+    """Return the first micro-batches with at least `tokens` tokens, or all."""
+    batches: list[Batch] = []
     for batch in rows:
-        found.append(batch)
+        batches.append(batch)
         tokens -= batch.num_tokens
         if tokens <= 0:
             break
-    return found
+    return batches
 
 
 def input_moments(model: Any, layers: Sequence[Any], batches: Iterable[Batch]) -> Iterator[tuple[Any, Tensor]]:
-    """Each layer with the sum of x x^T over its inputs x at real tokens, in float32.
+    """Yield each layer with the sum of x x^T over its inputs x at non-padding tokens, in float32.
 
-    A layer that is given other rows than the tokens of the batch (experts, recurrent mixers) counts all of them.
+    Layers with other rows than the tokens of the batch (experts, recurrent mixers) count all of them.
     """
     device, training = next(model.network.parameters()).device, model.training
     model.eval()
@@ -98,12 +97,12 @@ def input_moments(model: Any, layers: Sequence[Any], batches: Iterable[Batch]) -
         for handle in handles:
             handle.remove()
         yield from zip(group, sums, strict=True)
-        sums.clear()  # before those of the next group are made
+        sums.clear()  # before the next group allocates its sums
     model.train(training)
 
 
 def _groups(layers: Iterable[Any]) -> Iterator[list[Any]]:
-    """Layers in their order, as many at a time as have moments of MAX_MOMENT_BYTES, or one."""
+    """Yield groups of consecutive layers with moments of at most MAX_MOMENT_BYTES, or one layer."""
     group: list[Any] = []
     size = 0
     for layer in layers:
@@ -124,23 +123,23 @@ def _add(total: Tensor, is_real: Sequence[Tensor], _layer: nn.Module, arguments:
 
 
 def _real_tokens(batch: Batch) -> Tensor:
-    """Which places of a batch, line after line, are no padding."""
-    found = torch.zeros(batch.ids.numel(), dtype=torch.bool)
+    """Return a mask of the non-padding positions of a batch, row by row."""
+    mask = torch.zeros(batch.ids.numel(), dtype=torch.bool)
     for start, length in zip(batch.starts, batch.lengths, strict=True):
-        found[start : start + length] = True
-    return found
+        mask[start : start + length] = True
+    return mask
 
 
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest singular values of a matrix, and their vectors, by subspace iteration on twice as many."""
+    """Return the largest singular values of a matrix and their vectors, by subspace iteration on twice as many."""
     u, s, v = torch.svd_lowrank(matrix, q=min(2 * rank, *matrix.shape), niter=_ITERATIONS)
     return u[:, :rank], s[:rank], v[:, :rank]
 
 
 def corda_halves(layer: Any, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B with the scaled product U U^T W. U: the leading left singular vectors of W C.
+    """Return A and B with the scaled product U U^T W. U: the leading left singular vectors of W C.
 
-    C are the moments of the inputs, of mean 1 on the diagonal: of inputs that are alike in all directions it is PiSSA.
+    C are the moments of the inputs, with mean 1 on the diagonal. For isotropic inputs it equals PiSSA.
     """
     weight = weight_of(layer.get_base_layer()).float()
     inputs = moment / moment.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
@@ -152,7 +151,7 @@ def corda_halves(layer: Any, moment: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _loftq(layers: dict[str, Any], lost: Iterable[tuple[str, Tensor]]) -> str:
-    """Begin each layer with the best update of its rank for what was lost (one iteration of LoftQ)."""
+    """Initialize each layer with the best update of its rank for the quantization error (one iteration of LoftQ)."""
     explained = total = 0.0
     for name, error in lost:
         layer = layers.get(in_peft(name))
@@ -163,7 +162,8 @@ def _loftq(layers: dict[str, Any], lost: Iterable[tuple[str, Tensor]]) -> str:
             explained += float(s.square().sum())
             total += float(error.square().sum())
     return (
-        f"adapter.init=loftq: begins with {explained / total:.1%} of what 4 bits lose of the adapted layers (squares)"
+        f"adapter.init=loftq: corrects {explained / total:.1%} of the squared 4-bit quantization error of the adapted "
+        "layers"
     )
 
 

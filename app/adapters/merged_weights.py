@@ -1,7 +1,6 @@
-"""Merged adapters: one adapter into each weight of its base, or several LoRA adapters into one.
+"""Merged adapters: one adapter into the weights of its base, or several LoRA adapters into one.
 
-Several adapters become one with all of their columns, with fewer by a singular value decomposition, or by PEFT's
-`linear`.
+Several adapters are combined by concatenation, by singular value decomposition to a lower rank, or by PEFT's `linear`.
 """
 
 import json
@@ -22,33 +21,33 @@ from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS, METHODS
 from app.errors import CheckpointError, ConfigError
 from app.layers.quantization import is_conv1d
 
-_ROWS = ".token_adapter.trainable_tokens_delta"  # ends the names of trained rows of an embedding or a head
+_ROWS = ".token_adapter.trainable_tokens_delta"  # name suffix of trained rows of an embedding or head
 
 
 def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What makes of each adapted layer's weight [out, in] the one with its adapter, by full names of the layers.
+    """Return functions that merge the adapter into a layer's weight [out, in], by full layer name.
 
-    Refuses adapters with anything that cannot be merged so. `lm`: the structure of the base, for the shapes of all
-    layers where they share tensors of the adapter.
+    Refuse adapters with tensors that cannot be merged. `lm`: the structure of the base, for the shapes of all layers
+    if they share tensors of the adapter.
     """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     config = read_adapter_config(final)
-    known = METHODS.get(config["peft_type"])
-    if known is not None and not known.merges:
+    method = METHODS.get(config["peft_type"])
+    if method is not None and not method.merges:
         raise CheckpointError(
-            f"kind=merged: {config['peft_type']} cannot be merged into one weight after the other. Give kind=adapter."
+            f"kind=merged: {config['peft_type']} cannot be merged one weight at a time. Set kind=adapter."
         )
-    mark = f".{PEFT_TYPE_TO_TUNER_MAPPING[config['peft_type']].prefix}"  # before the names of a method's own tensors
+    mark = f".{PEFT_TYPE_TO_TUNER_MAPPING[config['peft_type']].prefix}"  # before the names of the method's tensors
     parts: dict[str, dict[str, Tensor]] = {}
     shared: dict[str, Tensor] = {}
     updates: dict[str, Callable[[Tensor], Tensor]] = {}
     for full, tensor in adapter_weights(final).items():
         name = without_peft(full)
-        layer, is_own, _ = name.partition(mark)
+        layer, has_mark, _ = name.partition(mark)
         if name == full:
             shared[full] = tensor
-        elif is_own and not (known is not None and known.of_norms and name.endswith(".bias")):
+        elif has_mark and not (method is not None and method.of_norms and name.endswith(".bias")):
             parts.setdefault(layer, {})[full] = tensor
         elif name.endswith(_ROWS):
             layer = name.removesuffix(_ROWS)
@@ -56,21 +55,23 @@ def read_updates(final: Path, lm: Any = None) -> dict[str, Callable[[Tensor], Te
             updates[layer] = partial(_with_rows, rows=tensor, ids=ids)
         elif not _is_whole(name, config):
             raise CheckpointError(
-                f"kind=merged: the adapter in {final} has the tensor {full}, which is not merged here yet. "
-                "kind=adapter exports it as it is."
+                f"kind=merged: merging the tensor {full} of the adapter in {final} is not supported. Set kind=adapter "
+                "to export it unchanged."
             )
     if shared:
         layers = {layer: lm.get_submodule(layer) for layer in parts}
-        shapes = {n: each.weight.shape[::-1] if is_conv1d(each) else each.weight.shape for n, each in layers.items()}
-        weights = {layer: torch.zeros(1).expand(shape) for layer, shape in shapes.items()}  # which take no memory
-        whole = {name: each for own in (shared, *parts.values()) for name, each in own.items()}
+        shapes = {name: m.weight.shape[::-1] if is_conv1d(m) else m.weight.shape for name, m in layers.items()}
+        weights = {layer: torch.zeros(1).expand(shape) for layer, shape in shapes.items()}  # without memory
+        whole = {name: tensor for tensors in (shared, *parts.values()) for name, tensor in tensors.items()}
         network = _attached(weights, config, whole)
         return updates | {layer: partial(_merged_in, network.get_submodule(in_peft(layer))) for layer in parts}
-    return updates | {layer: partial(_merged, layer=layer, config=config, parts=own) for layer, own in parts.items()}
+    return updates | {
+        layer: partial(_merged, layer=layer, config=config, parts=tensors) for layer, tensors in parts.items()
+    }
 
 
 def _merged_in(module: Any, weight: Tensor) -> Tensor:
-    """The weight of a layer that shares tensors with others, in fp32: PEFT merges this one alone."""
+    """Return the merged weight, in fp32, of a layer that shares tensors with others: PEFT merges this layer alone."""
     layer, without = module.get_base_layer(), module.get_base_layer().weight
     layer.weight = nn.Parameter(weight.to("cpu", torch.float32, copy=True), requires_grad=False)
     module.merge()
@@ -80,13 +81,13 @@ def _merged_in(module: Any, weight: Tensor) -> Tensor:
 
 
 def _merged(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-    """The weight [out, in] of a layer, or the stack [experts, out, in], with its adapter, in fp32: PEFT merges a model
-    of this layer alone.
+    """Return the merged weight [out, in] of a layer or stack [experts, out, in], in fp32: PEFT merges a model of this
+    layer alone.
     """
     if weight.ndim == 3:
         return _merged_stack(weight, layer, config, parts)
-    patterns = {  # PEFT warns of names of other layers
-        key: {name: each for name, each in config[key].items() if f".{layer}".endswith(f".{name}")}
+    patterns = {  # PEFT warns about names of other layers
+        key: {name: value for name, value in config[key].items() if f".{layer}".endswith(f".{name}")}
         for key in ("rank_pattern", "alpha_pattern")
         if config.get(key)
     }
@@ -97,7 +98,7 @@ def _merged(weight: Tensor, layer: str, config: Mapping[str, Any], parts: Mappin
 
 
 def _merged_stack(stack: Tensor, layer: str, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-    """A stack of experts with its LoRA: A has them as the slow index, B as the fast one."""
+    """Return a stack of experts merged with its LoRA. Experts are the slow index of A and the fast index of B."""
     a, b = (parts[in_peft(f"{layer}.lora_{half}.weight")].to(stack.device, torch.float32) for half in "AB")
     a, b = a.unflatten(0, (len(stack), -1)), b.unflatten(1, (-1, len(stack))).permute(2, 0, 1)
     r = a.shape[1]
@@ -106,7 +107,7 @@ def _merged_stack(stack: Tensor, layer: str, config: Mapping[str, Any], parts: M
 
 
 def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Any:
-    """PEFT's model of some layers alone, by their weights, with their adapter."""
+    """Return a PEFT model with these layers alone and their adapter."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model, set_peft_model_state_dict
 
     lm = nn.Module()
@@ -123,21 +124,21 @@ def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: M
                 inside.add_module(part, nn.Module())
             inside = inside.get_submodule(part)
         inside.add_module(last, module)
-    own: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "task_type": None,
         "modules_to_save": None,
         "trainable_token_indices": None,
         "target_parameters": None,
         "ensure_weight_tying": False,
     }
-    own |= {"fan_in_fan_out": False, "inference_mode": False, "base_model_name_or_path": None}
+    overrides |= {"fan_in_fan_out": False, "inference_mode": False, "base_model_name_or_path": None}
     settings = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]].from_peft_type(
-        **{key: own.get(key, value) for key, value in config.items()}
+        **{key: overrides.get(key, value) for key, value in config.items()}
     )
     with quiet_peft():
         network = get_peft_model(lm, settings)
-        found = set_peft_model_state_dict(network, dict(parts))
-    assert not found.unexpected_keys, found.unexpected_keys
+        result = set_peft_model_state_dict(network, dict(parts))
+    assert not result.unexpected_keys, result.unexpected_keys
     return network
 
 
@@ -146,17 +147,17 @@ def _with_rows(weight: Tensor, rows: Tensor, ids: list[int]) -> Tensor:
 
 
 def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:
-    """Weights that the adapter replaces as a whole, by their names in the model."""
+    """Return the fully trained weights of the adapter, by their names in the model."""
     config = read_adapter_config(final)
     stored = tensors_of_file(final / ADAPTER_WEIGHTS)
-    return {without_peft(name): each for name, each in stored.items() if _is_whole(name, config)}
+    return {without_peft(name): tensor for name, tensor in stored.items() if _is_whole(name, config)}
 
 
 def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a weight belongs to a module that was trained as a whole, or to one that is tied to such a module."""
+    """Return whether a weight belongs to a fully trained module, or to one that is tied to such a module."""
     whole, plain = config.get("modules_to_save") or (), f".{without_peft(name)}"
     is_tied = config.get("ensure_weight_tying") and not any(mark in plain for mark in (".lora_", ".token_adapter."))
-    return bool(is_tied) or any(f".{each}." in plain for each in whole)
+    return bool(is_tied) or any(f".{module}." in plain for module in whole)
 
 
 # ---- combination
@@ -167,15 +168,15 @@ _HALF = {half: f".lora_{half}.weight" for half in ("A", "B")}
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One adapter: its folder, and the factor of its update."""
+    """One adapter: its path as typed, its folder, and the factor of its update."""
 
-    given: str
+    path: str
     folder: Path
     factor: float
 
     def halves(self) -> dict[str, tuple[float, Tensor, Tensor]]:
-        """The factor of B A, with the scale of the adapter, and A and B in float64, by layer; refused where the adapter
-        is more than that.
+        """Return the factor of B A, including the adapter's scale, and A and B in float64, by layer; refuse adapters
+        with other tensors.
         """
         config = read_adapter_config(self.folder)
         tensors = adapter_weights(self.folder)
@@ -183,18 +184,18 @@ class Member:
         is_plain = config["peft_type"] == "LORA" and not config.get("target_parameters")
         if not is_plain or 2 * len(layers) != len(tensors):
             raise ConfigError(
-                f"adapters: {self.given} is more than A and B of LoRA (a head, tokens, stacks of experts or another "
-                "method), which has no weighted sum here. Merge it with kind=merged."
+                f"adapters: {self.path} has more than A and B of LoRA (a head, tokens, stacked experts or another "
+                "method), which cannot be combined. Merge it with kind=merged."
             )
-        found = {}
+        halves = {}
         for layer in layers:
             a, b = (tensors[layer + _HALF[half]].double() for half in ("A", "B"))
-            found[layer] = self.factor * _scale(config, layer, len(a)), a, b
-        return found
+            halves[layer] = self.factor * _scale(config, layer, len(a)), a, b
+        return halves
 
 
 def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """The scale of a layer's update, as PEFT computes it."""
+    """Return the scale of a layer's update, as PEFT computes it."""
     from peft.utils.other import get_pattern_key
 
     by_layer = config.get("alpha_pattern") or {}
@@ -202,16 +203,16 @@ def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-Pairs = Sequence[tuple[float, Tensor, Tensor]]  # of a layer: factor, A and B of each member
+Pairs = Sequence[tuple[float, Tensor, Tensor]]  # for one layer: factor, A and B of each member
 
 
 def _cat(pairs: Pairs, _rank: int | None) -> tuple[Tensor, Tensor]:
-    """The sum of the updates, exactly: ranks add up."""
+    """Return A and B of the exact sum of the updates, with the sum of the ranks."""
     return torch.cat([a for _, a, _ in pairs]), torch.cat([factor * b for factor, _, b in pairs], dim=1)
 
 
 def _svd(pairs: Pairs, rank: int | None) -> tuple[Tensor, Tensor]:
-    """The nearest matrix of a rank to the sum of the updates, without making that sum."""
+    """Return A and B of the best approximation of the sum with this rank, without computing the sum."""
     a, b = _cat(pairs, None)
     (q_b, r_b), (q_a, r_a) = torch.linalg.qr(b), torch.linalg.qr(a.T)
     u, s, v = torch.linalg.svd(r_b @ r_a.T, full_matrices=False)
@@ -219,9 +220,9 @@ def _svd(pairs: Pairs, rank: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _linear(pairs: Pairs, _rank: int | None) -> tuple[Tensor, Tensor]:
-    """PEFT's `linear`: A and B are summed apart, each with the root of the factor, so that they mix."""
+    """Return A and B as PEFT's `linear`: separate sums, each with the root of the factor, so that updates mix."""
     if len({a.shape for _, a, _ in pairs}) > 1:
-        raise ConfigError("combine=linear: the adapters have other ranks. combine=cat sums adapters of any rank.")
+        raise ConfigError("combine=linear: the adapters have different ranks. Set combine=cat, which takes any rank.")
     roots = [math.sqrt(abs(factor)) for factor, _, _ in pairs]
     a = sum(math.copysign(root, pair[0]) * pair[1] for root, pair in zip(roots, pairs, strict=True))
     b = sum(root * pair[2] for root, pair in zip(roots, pairs, strict=True))
@@ -238,42 +239,44 @@ COMBINATIONS: dict[str, Callable[[Pairs, int | None], tuple[Tensor, Tensor]]] = 
 
 
 def combine(members: Sequence[Member], how: str, rank: int | None, target: Path) -> tuple[int, float]:
-    """Write an adapter that sums `members`, with the other settings of the one whose file is there; returns its rank,
-    and the relative difference of all its updates from the weighted sum.
+    """Write an adapter that sums `members`, with other settings from the file in `target`; return its rank and the
+    relative difference of all updates from the weighted sum.
     """
     of_members = [member.halves() for member in members]
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    combined: dict[str, tuple[Tensor, Tensor]] = {}
     apart = whole = 0.0
     for layer in sorted(set().union(*of_members)):
-        pairs = [own[layer] for own in of_members if layer in own]
+        pairs = [halves[layer] for halves in of_members if layer in halves]
         if len({(a.shape[1], b.shape[0]) for _, a, b in pairs}) > 1:
             raise ConfigError(
-                f"adapters: they have {layer} in other shapes, so they are of other bases. Leave one out."
+                f"adapters: the shapes of {layer} differ, so the adapters have different bases. Leave one out."
             )
         a, b = _cat(pairs, None)
-        found[layer] = COMBINATIONS[how](pairs, rank)
-        apart += _norm(torch.cat([found[layer][0], a]), torch.cat([found[layer][1], -b], dim=1)) ** 2
+        combined[layer] = COMBINATIONS[how](pairs, rank)
+        apart += _norm(torch.cat([combined[layer][0], a]), torch.cat([combined[layer][1], -b], dim=1)) ** 2
         whole += _norm(a, b) ** 2
-    highest = max(len(a) for a, _ in found.values())
+    highest = max(len(a) for a, _ in combined.values())
     if rank is not None and rank > highest:
-        raise ConfigError(f"rank={rank}: together the adapters have rank {highest}, exact without rank=. Leave it out.")
+        raise ConfigError(
+            f"rank={rank}: the adapters have a total rank of {highest}, exact without rank=. Leave it out."
+        )
     tensors = {}
-    for layer, (a, b) in found.items():  # layers that some members leave out have fewer columns
+    for layer, (a, b) in combined.items():  # layers that some members lack have a lower rank
         more = highest - len(a)
         tensors[layer + _HALF["A"]] = torch.nn.functional.pad(a, (0, 0, 0, more)).float().contiguous()
         tensors[layer + _HALF["B"]] = torch.nn.functional.pad(b, (0, more)).float().contiguous()
     save_file(tensors, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    _write_config(set(found), highest, target / ADAPTER)
+    _write_config(set(combined), highest, target / ADAPTER)
     return highest, math.sqrt(apart / whole) if whole else 0.0
 
 
 def _norm(a: Tensor, b: Tensor) -> float:
-    """The Frobenius norm of B A, without making it."""
+    """Return the Frobenius norm of B A without computing B A."""
     return float((torch.linalg.qr(b)[1] @ torch.linalg.qr(a.T)[1].T).norm())
 
 
 def _write_config(layers: set[str], rank: int, file: Path) -> None:
-    """The settings of another adapter, for these layers and a scale of one."""
+    """Rewrite the settings of another adapter for these layers and a scale of one."""
     config = json.loads(file.read_text())
     names = set(map(without_peft, layers))
     config |= {"r": rank, "lora_alpha": rank, "target_modules": sorted(names)}

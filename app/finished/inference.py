@@ -1,4 +1,4 @@
-"""Inference with a finished run: loading by transformers and PEFT, text generation and classification."""
+"""Inference with a finished run: loading with transformers and PEFT, text generation and classification."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -51,14 +51,14 @@ def load_tuned(
     quantization: QuantizationConfig | None = None,
     seed: int = 0,
 ) -> Any:
-    """The tuned model of a run folder; `adapter=False` leaves the adapter off. `seed` is that of the run.
+    """Return the fine-tuned model of a run folder, without its adapter if `adapter=False`. `seed` is that of the run.
 
-    The base is quantized as it was in training where an adapter has learnt to make up for those very rounding errors.
+    The base is quantized as in training if the adapter was trained to compensate for these rounding errors.
     """
     final = run / "final"
     has_adapter = _is_adapter(final)
     if not has_adapter and not adapter:
-        raise CheckpointError(f"adapter=false: {final} is a whole model, its base is not in it.")
+        raise CheckpointError(f"adapter=false: {final} is a whole model without its base. Leave adapter out.")
     folder = _base_folder(run, final, model) if has_adapter else final
     if has_adapter:
         require_intact_base(folder)
@@ -74,9 +74,9 @@ def load_tuned(
 
 
 def weights_of(run: Path, model: ModelConfig, *, tuned: bool) -> ModelConfig:
-    """The section `model` with the place where the weights of a finished run, or of its base, are to be read.
+    """Return the section `model` with the path of the weights of a finished run, or of its base.
 
-    The base of a whole model that began with random weights is drawn again.
+    The base of a fully trained model with random initialization is drawn again.
     """
     final = run / "final"
     if _is_adapter(final):
@@ -89,18 +89,18 @@ def weights_of(run: Path, model: ModelConfig, *, tuned: bool) -> ModelConfig:
 
 
 def reads_base(run: Path, *, tuned: bool) -> bool:
-    """Whether the weights of the base are read: those of an adapter always are."""
+    """Return whether base weights are read; with an adapter they always are."""
     return not tuned or _is_adapter(run / "final")
 
 
 def load_training_model(
     run: Path, sections: ModelSections, loss: Loss, device: torch.device, seed: int, *, tuned: bool
 ) -> TrainingModel:
-    """A finished run, or its base, as training held it, to be scored; `sections.model` is that of `weights_of`."""
+    """Load a finished run, or its base, for scoring as in training; `sections.model` comes from `weights_of`."""
     final = run / "final"
     network: Any = build_base(sections, device, seed)
     if _is_adapter(final):
-        network.requires_grad_(False)  # as attaching an adapter did in training
+        network.requires_grad_(False)  # as with an adapter in training
         names = names_in(sections.model, task_of(sections.task), Path(sections.model.path), network)
         network = _with_adapter(network, final, names) if tuned else network
     compute = DTYPES[sections.precision].compute
@@ -111,27 +111,27 @@ def load_training_model(
 
 
 def load_any(model: ModelConfig, task: Task, say: Callable[[str], None]) -> tuple[Any, Any]:
-    """A model of a folder or of the hub with its tokenizer, as it is."""
+    """Return an unchanged model of a folder or of the Hub, and its tokenizer."""
     folder = fetch_folder(model, model.path, with_weights=True)
     # the adapter of a classifier has a config.json too, with the names of the classes
     if _is_adapter(folder) and all(file.name == ADAPTER_WEIGHTS for file in folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"model={model.path}: this is an adapter without its base. Give run=DIR of the run that made it, or "
-            "export it: finetune export run=DIR kind=merged to=DIR2."
+            f"model={model.path}: this is a PEFT adapter without its base. Use run=DIR with the run that trained it, "
+            "or export it: finetune export run=DIR kind=merged to=DIR2."
         )
     require_weights(folder, model.path)
     require_intact_base(folder)
     for remark in ignored_index(folder):
         say(remark)
     numbers = whole_numbers(model, folder)  # before AutoTokenizer, which reads config.json too
-    numbers._attn_implementation = None  # config.json may name a kernel of the hub, which transformers would fetch
+    numbers._attn_implementation = None  # config.json may name a Hub kernel, which transformers would download
     tokenizer = load_tokenizer(model, needs_template=False)
     options = {"config": numbers, "dtype": "auto", "device_map": {"": _device()}}
     return _for_answers(read_weights(model, task, folder, **options)), tokenizer
 
 
 def load_tuned_tokenizer(final: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that was saved with the weights, chat template included."""
+    """Return the tokenizer saved with the weights, including the chat template."""
     with library_errors(f"no tokenizer can be read from {final}", REMOTE_CODE, CheckpointError):
         return read_tokenizer(final, trust_remote_code)
 
@@ -141,12 +141,12 @@ def _is_adapter(final: Path) -> bool:
 
 
 def _base_folder(run: Path, final: Path, model: ModelConfig) -> Path:
-    """The folder beside the adapter if the base was random (a moved run keeps it), else that of model.path."""
+    """Return the base folder next to the adapter if the base was random (even in a moved run), else model.path's."""
     if (run / "base").is_dir():
         return run / "base"
     if model.weights == "random":
         named = read_adapter_config(final).get("base_model_name_or_path")
-        raise CheckpointError(f"run={run}: its base of random weights is not there any more (it was {named}).")
+        raise CheckpointError(f"run={run}: its randomly initialized base is missing (it was {named}).")
     return fetch_folder(model, model.path, with_weights=True)
 
 
@@ -155,7 +155,7 @@ def _device() -> torch.device:
 
 
 def _for_answers(lm: Any) -> Any:
-    """The model with an attention that knows a key-value cache."""
+    """Return the model with an attention that supports a key-value cache."""
     quiet_transformers()
     lm.set_attn_implementation(own_attention(lm))
     return lm.eval()
@@ -170,7 +170,7 @@ def _with_adapter(lm: Any, final: Path, names: Names) -> Any:
         with quiet_peft(), shown_to_peft(lm), TemporaryDirectory() as renamed:
             from peft import PeftModel
 
-            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # which are refused below
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
             folder = Path(renamed) if names.is_part else final
             if names.is_part:
                 rename_adapter(final, folder, names.of_trained)
@@ -184,7 +184,7 @@ def _with_adapter(lm: Any, final: Path, names: Names) -> Any:
 
 
 def _require_loaded(network: Any, folder: Path) -> None:
-    """Refuse an adapter that lacks tensors, which PEFT draws, or has others."""
+    """Refuse an adapter with missing tensors, which PEFT initializes, or with others."""
     from peft import get_peft_model_state_dict
 
     names = get_peft_model_state_dict(network, save_embedding_layers=False).keys()
@@ -201,23 +201,23 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TextGenerator:
-    """A causal model with its tokenizer and settings; `chat`: prompts go through the chat template."""
+    """A causal model with its tokenizer and settings; `chat`: render prompts with the chat template."""
 
     lm: Any
     tokenizer: Any
     chat: bool
     max_new: int
     sampling: dict[str, Any]
-    note: Callable[[str], object] = field(default=lambda _text: None)  # of an answer that the positions cut
+    note: Callable[[str], object] = field(default=lambda _text: None)  # for answers cut at the context length
 
     @property
     def positions(self) -> int | None:
-        """Tokens that the model reads at most, prompt and answer together; None where its config does not say."""
+        """Context length of the model, for prompt and answer together; None if not in its config."""
         number = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
         return number if isinstance(number, int) else None
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a prompt, rendered as in training."""
+        """Return the token IDs of a prompt, rendered as in training."""
         try:
             text = (
                 render_chat(self.tokenizer, messages, ask=True)
@@ -225,21 +225,21 @@ class TextGenerator:
                 else "\n\n".join(message["content"] for message in messages)
             )
         except ConversationRefused as refusal:
-            raise ConfigError(f"the chat template refuses this conversation: {refusal}") from refusal
+            raise ConfigError(f"the chat template rejects this conversation: {refusal}") from refusal
         ids: list[int] = self.tokenizer(text, add_special_tokens=not self.chat).input_ids
         if not ids:
-            cause = "the chat template writes nothing. Set chat=false" if self.chat else "it is empty. Give a text"
+            cause = "the chat template renders nothing. Set chat=false" if self.chat else "it is empty. Enter a text"
             raise ConfigError(f"prompt: {cause}.")
         return ids
 
     def answers(self, conversations: Sequence[Sequence[Message]], batch: int) -> Iterator[tuple[int, str]]:
-        """Answers with the indices of their conversations; prompts of similar length share a batch."""
+        """Yield answers with the indices of their conversations; prompts of similar length share a batch."""
         prompts = [self.ids(messages) for messages in conversations]
         self._require_positions(prompts)
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
-            # an answer that the positions cut would be cut earlier beside a longer prompt
+            # an answer cut at the context length would be cut earlier in a batch with a longer prompt
             is_cut = self._max_new(len(prompts[chosen[0]])) < self.max_new
             for group in [[i] for i in chosen] if is_cut else [chosen]:
                 answers = self._generated([prompts[i] for i in group])
@@ -259,16 +259,16 @@ class TextGenerator:
         answers = new_ids(self.lm, prompts, ends, max_new, streamer=streamer, **self.sampling)
         if max_new < self.max_new and any(len(answer) == max_new for answer in answers):
             self.note(
-                f"an answer ends after {_tokens(max_new)}: the model reads {self.positions:,} at most, and the prompt "
-                f"has {width:,}"
+                f"answer cut after {_tokens(max_new)}: the model's context length is {self.positions:,}, and the "
+                f"prompt has {width:,}"
             )
         return answers
 
     def _require_positions(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse prompts that leave no position for an answer, all at once."""
+        """Refuse prompts without room for an answer, all at once."""
         problems = [
-            f"{'prompt' if len(prompts) == 1 else f'prompts: number {number}'}: {_tokens(len(prompt))}, and the model "
-            f"reads {self.positions:,} at most, the answer included. Shorten it, or choose a model that reads more."
+            f"{'prompt' if len(prompts) == 1 else f'prompts: number {number}'}: {_tokens(len(prompt))}, but the "
+            f"model's context length is {self.positions:,}, with the answer. Shorten it, or choose a model with more."
             for number, prompt in enumerate(prompts, 1)
             if self._max_new(len(prompt)) < 1
         ]
@@ -288,7 +288,7 @@ def _tokens(number: int) -> str:
 
 
 class _Streamer:
-    """transformers' streamer interface; writes a piece of text when it can no longer change."""
+    """Streamer interface of transformers; writes text once it can no longer change."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None], skip: int) -> None:
         self._tokenizer = tokenizer
@@ -318,7 +318,7 @@ class _Streamer:
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A classification model with its tokenizer; longer texts are cut to `max_length` tokens."""
+    """A classification model with its tokenizer; texts are truncated to `max_length` tokens."""
 
     lm: Any
     tokenizer: Any
@@ -326,18 +326,18 @@ class Classifier:
     problem: str = "single"
 
     def answers(self, texts: Sequence[Sequence[str]]) -> Iterator[tuple[dict[str, float], bool]]:
-        """The probability of every label, likeliest first, or the numbers, and whether the text or pair was cut; one at
-        a time, so that no padding changes them.
+        """Yield label probabilities, highest first, or numbers, and whether the text or pair was truncated; one at a
+        time, so that no padding changes them.
         """
-        for each in texts:
-            cut = len(self.tokenizer(*each, verbose=False).input_ids) > self.max_length
-            yield self._values(each), cut
+        for parts in texts:
+            cut = len(self.tokenizer(*parts, verbose=False).input_ids) > self.max_length
+            yield self._values(parts), cut
 
     @torch.no_grad()
     def _values(self, texts: Sequence[str]) -> dict[str, float]:
         read = self.tokenizer(*texts, truncation=True, max_length=self.max_length, return_tensors="pt")
-        wanted = ["input_ids", *(["token_type_ids"] if len(texts) > 1 and takes_segments(self.lm) else [])]
-        given = {name: read[name].to(self.lm.device) for name in wanted if name in read}
-        values = CLASS_PROBLEMS[self.problem].values(self.lm(**given).logits[0].float()).tolist()
-        found = {self.lm.config.id2label[at]: value for at, value in enumerate(values)}
-        return dict(sorted(found.items(), key=lambda each: -each[1])) if PROBLEMS[self.problem].named else found
+        names = ["input_ids", *(["token_type_ids"] if len(texts) > 1 and takes_segments(self.lm) else [])]
+        inputs = {name: read[name].to(self.lm.device) for name in names if name in read}
+        values = CLASS_PROBLEMS[self.problem].values(self.lm(**inputs).logits[0].float()).tolist()
+        by_label = {self.lm.config.id2label[at]: value for at, value in enumerate(values)}
+        return dict(sorted(by_label.items(), key=lambda item: -item[1])) if PROBLEMS[self.problem].named else by_label

@@ -1,4 +1,4 @@
-"""Saved models as files that the ordinary tools load: an adapter, or base and adapter merged weight by weight."""
+"""Saved models as files that other tools load: an adapter, or base and adapter merged weight by weight."""
 
 import copy
 import json
@@ -36,8 +36,8 @@ from app.layers.quantization import Quantizer, backbone_linear_layers, is_conv1d
 from app.model.build import DTYPES, ModelSections
 from app.model.training_model import TrainingModel
 
-MAX_FILE_BYTES = 50 * 10**9  # as transformers divides them
-_EQUAL_NAMES = Names()  # of a model that is no text part
+MAX_FILE_BYTES = 50 * 10**9  # the shard size of transformers
+_EQUAL_NAMES = Names()  # for a model that is not a text part
 _TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _TOKENIZER_FILES = ("*token*", "*.model", "vocab.*", "merges.txt", _TEMPLATE)
 
@@ -50,9 +50,9 @@ def save_model(
     names: Names = _EQUAL_NAMES,
     start: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `tensors`:
-    where the model is sharded, those of `saved_tensors`, whole, one at a time. An adapter of a text part gets the names
-    of the whole, which is what other programs load. `start`: what its halves began with, and the base gave up.
+    """Save an adapter in PEFT format, or a whole model in transformers format, with its tokenizer. `tensors`: for a
+    sharded model, those of `saved_tensors`, gathered one at a time. An adapter of a text part gets the names of the
+    whole model, as other programs load it. `start`: initial A and B, which were subtracted from the base.
     """
     network: Any = training_model.network
     lm: Any = training_model.language_model
@@ -61,14 +61,14 @@ def save_model(
     ):  # without it transformers answers one text at a time
         lm.config.pad_token_id = tokenizer.pad_token_id
     if training_model.network is not training_model.language_model:
-        given: dict[str, Any] = {} if tensors is None else {"state_dict": dict(tensors)}
-        # "auto" would ask the hub about the vocabulary of the base
-        network.save_pretrained(str(folder), save_embedding_layers=False, **given)
+        options: dict[str, Any] = {} if tensors is None else {"state_dict": dict(tensors)}
+        # "auto" would request the vocabulary of the base from the Hub
+        network.save_pretrained(str(folder), save_embedding_layers=False, **options)
         if start:
             save_as_update(folder, start)
         if names.is_part:
             rename_adapter(folder, folder, names.of_folder)
-        if training_model.has_classes:  # names and number of the classes are nowhere else
+        if training_model.has_classes:  # the only place with names and number of classes
             numbers = copy.deepcopy(lm.config)
             numbers.architectures = [type(lm).__name__]
             numbers.save_pretrained(str(folder))
@@ -84,7 +84,7 @@ def save_model(
 
 
 def saved_tensors(training_model: TrainingModel) -> dict[str, Tensor]:
-    """What `save_model` saves, as it is on this process: tied tensors once."""
+    """Return the tensors that `save_model` saves, as stored on this process, tied ones once."""
     network: Any = training_model.network
     lm: Any = training_model.language_model
     if network is not lm:
@@ -95,30 +95,30 @@ def saved_tensors(training_model: TrainingModel) -> dict[str, Tensor]:
 
 
 def adapter_tensors(training_model: TrainingModel) -> dict[str, tuple[str, Tensor]]:
-    """The tensors of an adapter's file by their names there, each with its name in the network."""
+    """Return the tensors of an adapter file by their names there, with their names in the network."""
     from peft import get_peft_model_state_dict
 
     network: Any = training_model.network
-    kept = network.state_dict(keep_vars=True).keys()
-    buffers = {name: each for name, each in network.named_buffers(remove_duplicate=False) if name in kept}
-    own = {**dict(network.named_parameters(remove_duplicate=False)), **buffers, **training_model.trained()}
-    apart = {name: tensor.detach() for name, tensor in own.items()}  # one object a name: PEFT gives other names
+    saved_keys = network.state_dict(keep_vars=True).keys()
+    buffers = {name: buffer for name, buffer in network.named_buffers(remove_duplicate=False) if name in saved_keys}
+    tensors = {**dict(network.named_parameters(remove_duplicate=False)), **buffers, **training_model.trained()}
+    apart = {name: tensor.detach() for name, tensor in tensors.items()}  # one object per name: PEFT renames them
     saved = get_peft_model_state_dict(network, apart, save_embedding_layers=False)
     names = {id(tensor): name for name, tensor in saved.items()}
-    return {names[id(tensor)]: (name, own[name]) for name, tensor in apart.items() if id(tensor) in names}
+    return {names[id(tensor)]: (name, tensors[name]) for name, tensor in apart.items() if id(tensor) in names}
 
 
 def _has_other_names_in_files(lm: Any) -> bool:
-    """transformers renames, splits and joins the tensors of some kinds as it saves them, all at once."""
+    """Return whether transformers renames, splits or joins tensors when saving, all at once."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    names = {name: torch.empty_like(each, device="meta") for name, each in lm.state_dict().items()}
+    names = {name: torch.empty_like(tensor, device="meta") for name, tensor in lm.state_dict().items()}
     written = revert_weight_conversion(lm, dict(names))
     return bool(lm.is_remote_code()) or written.keys() != names.keys()
 
 
 def _save_one_by_one(lm: Any, folder: Path, named: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Save as save_pretrained does, one tensor in memory at a time. `tensors` come in the order of `named`."""
+    """Save like save_pretrained, with one tensor in memory at a time. `tensors` have the order of `named`."""
     write_config(lm, lm.dtype, folder)
     if lm.can_generate():
         lm.generation_config.save_pretrained(folder)
@@ -126,7 +126,7 @@ def _save_one_by_one(lm: Any, folder: Path, named: Mapping[str, Tensor], tensors
 
 
 def write_config(lm: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write the config.json of a model by itself."""
+    """Write the config.json of a model alone."""
     numbers = copy.deepcopy(lm.config)
     numbers.architectures, numbers.dtype = [type(lm).__name__], str(dtype).removeprefix("torch.")
     vars(numbers).pop("quantization_config", None)
@@ -134,10 +134,10 @@ def write_config(lm: Any, dtype: torch.dtype, folder: Path) -> None:
 
 
 def save_base(training_model: TrainingModel, tokenizer: Any, folder: Path, drawn: Any = None) -> None:
-    """A base of random weights, as it was before any adapter: nothing else could make it again.
+    """Save a base of random weights without an adapter, because nothing else could restore it.
 
-    Of a quantized or sharded one the weights are `drawn` once more: any tool reads them, and packed again they give the
-    same bytes.
+    For a quantized or sharded base the weights are `drawn` again: any tool reads them, and quantizing them again gives
+    the same bytes.
     """
     lm: Any = training_model.language_model
     if drawn is None:
@@ -155,41 +155,41 @@ def save_base(training_model: TrainingModel, tokenizer: Any, folder: Path, drawn
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Copy the files that the tokenizer was read from; only what the run changed, its chat template, is written anew.
+    """Copy the source files of the tokenizer; write only the changes of the run, such as its chat template.
 
-    transformers 5 would write `"tokenizer_class": "TokenizersBackend"`, which transformers 4 refuses.
+    transformers 5 would write `"tokenizer_class": "TokenizersBackend"`, which transformers 4 rejects.
     """
     source = Path(tokenizer.name_or_path)
     files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
     for file in files:
         shutil.copyfile(file, folder / file.name)
-    if not files:  # the source is gone since the run began
+    if not files:  # the source was deleted during the run
         tokenizer.save_pretrained(str(folder))
-    own = json.loads((folder / _TOKENIZER_CONFIG).read_text()) if (folder / _TOKENIZER_CONFIG).is_file() else {}
+    config = json.loads((folder / _TOKENIZER_CONFIG).read_text()) if (folder / _TOKENIZER_CONFIG).is_file() else {}
     changes: dict[str, Any] = {}
-    if "tokenizer_class" not in own and not (folder / "config.json").is_file():  # nothing else would name it
+    if "tokenizer_class" not in config and not (folder / "config.json").is_file():  # no other file has the class
         name = type(tokenizer).__name__
         changes["tokenizer_class"] = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
-    stored = own.get("chat_template")
+    stored = config.get("chat_template")
     if (folder / _TEMPLATE).is_file():
         stored = (folder / _TEMPLATE).read_text()
     elif isinstance(stored, list):
-        stored = {each["name"]: each["template"] for each in stored}
+        stored = {template["name"]: template["template"] for template in stored}
     if getattr(tokenizer, NEW_TOKENS, None):
-        file = folder / "tokenizer.json"  # but for the tokens that the run added it stays as it was
+        file = folder / "tokenizer.json"  # unchanged except for added tokens
         content, added = json.loads(file.read_text()), json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"]
         file.write_text(json.dumps({**content, "added_tokens": added}, ensure_ascii=False))
     if tokenizer.chat_template != stored:
         (folder / _TEMPLATE).write_text(tokenizer.chat_template)
-        changes["chat_template"] = tokenizer.chat_template  # tools that do not read the file
+        changes["chat_template"] = tokenizer.chat_template  # for tools that do not read the file
     if changes:
-        (folder / _TOKENIZER_CONFIG).write_text(json.dumps(own | changes, indent=2, ensure_ascii=False) + "\n")
+        (folder / _TOKENIZER_CONFIG).write_text(json.dumps(config | changes, indent=2, ensure_ascii=False) + "\n")
 
 
 def add_transformers_4_keys(folder: Path, config_class: Any) -> None:
-    """Write what transformers 4 reads beside `rope_parameters` into config.json; it would take defaults for them.
+    """Add the keys that transformers 4 reads instead of `rope_parameters` to config.json; it would use defaults.
 
-    The file stays as it was where transformers 5 would read another rope from it.
+    The file does not change if transformers 5 would read another rope from it.
     """
     file = folder / "config.json"
     plain = file.read_text()
@@ -203,18 +203,18 @@ def add_transformers_4_keys(folder: Path, config_class: Any) -> None:
 
 
 def _rope_in(folder: Path, config_class: Any) -> dict[str, Any]:
-    """What transformers 5 reads, without `type`, an older name of `rope_type`."""
+    """Return the rope that transformers 5 reads, without `type`, an older name of `rope_type`."""
     rope = config_class.from_pretrained(str(folder)).rope_parameters
     return {key: value for key, value in rope.items() if key != "type"}
 
 
 def transformers_4_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and the like for a config.json of transformers 5, where its rope is flat.
+    """Return `rope_theta`, `rope_scaling` and similar keys for a transformers 5 config.json with a flat rope.
 
-    transformers 5 reads `rope_scaling` in place of `rope_parameters`, and must get the same from it.
+    transformers 5 reads `rope_scaling` instead of `rope_parameters`, so both must mean the same.
     """
     rope = config.get("rope_parameters")
-    if not rope or any(isinstance(each, dict) for each in rope.values()):
+    if not rope or any(isinstance(value, dict) for value in rope.values()):
         return {}
     scaling = {key: value for key, value in rope.items() if key not in {"rope_theta", "partial_rotary_factor"}}
     if scaling["rope_type"] == "longrope" and "original_max_position_embeddings" in config:  # Phi 3 allows three keys
@@ -222,7 +222,7 @@ def transformers_4_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     keys = {"rope_theta": rope["rope_theta"], "rope_scaling": scaling if scaling != {"rope_type": "default"} else None}
     if "partial_rotary_factor" in rope:
         keys["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    kind = config["model_type"]  # these have other names besides
+    kind = config["model_type"]  # these also have other names
     if kind == "gpt_neox":
         keys |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": keys.pop("partial_rotary_factor")}
     elif kind == "qwen3_moe":
@@ -231,7 +231,7 @@ def transformers_4_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs_transformers_5(folder: Path) -> bool:
-    """Whether layers differ in their rope, for which transformers 4 has other keys in each kind."""
+    """Return whether layers have different ropes, for which transformers 4 has other keys in each model type."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     return bool(config.get("rope_parameters")) and "rope_theta" not in config
@@ -245,28 +245,28 @@ EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 
 @dataclass(frozen=True)
 class Merge:
-    """A merge of a folder's weights. `tensors` have the names in its files, all others those in the trained model."""
+    """A merge of a folder's weights. Names of `tensors` are those in files, all others those in the trained model."""
 
     tensors: Mapping[str, StoredTensor]
     names: Names
-    updates: Mapping[str, Callable[[Tensor], Tensor]]  # by the adapter
+    updates: Mapping[str, Callable[[Tensor], Tensor]]  # from the adapter
     quantized: frozenset[str]  # during training
     transposed: frozenset[str]  # stored [in, out]
     quantizer: Quantizer | None
-    base_dtype: torch.dtype  # in training, of what was not quantized
+    base_dtype: torch.dtype  # in training, of unquantized weights
     out: torch.dtype
     converted: ConvertedWeights
-    as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 in any case, and what is beside a text part
+    as_stored: re.Pattern[str] | None  # weights that transformers always keeps in fp32, and those outside a text part
     device: torch.device
-    text_alone: bool  # writes the text part of a composite, as a model of its own
+    text_alone: bool  # writes the text part of a multimodal model as a separate model
 
     @property
     def bytes(self) -> int:
-        """Size of all weights as they will be written."""
+        """Size of all written weights."""
         return sum(map(size_of, self._written().values()))
 
     def write(self, folder: Path, shard_bytes: float) -> int:
-        """Write safetensors files of at most `shard_bytes`, or of one weight; returns how many matrices it rounded."""
+        """Write safetensors files of at most `shard_bytes`, or one weight; return the number of rounded matrices."""
         written, rounded = self._written(), 0
 
         def merged() -> Iterator[tuple[str, Tensor]]:
@@ -276,20 +276,20 @@ class Merge:
                 rounded += was_rounded and tensor.ndim > 1
                 yield name, tensor
 
-        named = {self._written_name(name): each for name, each in written.items()}
-        write_weights(folder, named, ((self._written_name(name), each) for name, each in merged()), shard_bytes)
+        named = {self._written_name(name): place for name, place in written.items()}
+        write_weights(folder, named, ((self._written_name(name), tensor) for name, tensor in merged()), shard_bytes)
         return rounded
 
     def _written_name(self, file: str) -> str:
         return str(self.names.of_file(file)) if self.text_alone else file
 
     def weight(self, name: str) -> tuple[Tensor, bool]:
-        """Return the weight with this name in the files as it is written, and whether it was rounded."""
+        """Return the written weight with this name in the files, and whether it was rounded."""
         if name in self.converted.names:
             exact = self.converted.take(
                 name,
-                lambda made, tensor: self._trained(
-                    self.names.of_trained(made), tensor.to(self.device, self.base_dtype)
+                lambda source, tensor: self._trained(
+                    self.names.of_trained(source), tensor.to(self.device, self.base_dtype)
                 ),
             )
         else:
@@ -303,15 +303,15 @@ class Merge:
         if not bool(result.isfinite().all()):
             cause = "is not finite" if not bool(exact.isfinite().all()) else f"does not fit into {self.out}"
             raise CheckpointError(
-                f"kind=merged: {name} has a value that {cause}. dtype=bf16 and fp32 reach as far as training did."
+                f"kind=merged: {name} has a value that {cause}. Set dtype=bf16 or fp32, which cover the training range."
             )
         return result.to("cpu").contiguous(), not torch.equal(result.to(exact.dtype), exact)
 
     def _trained(self, name: str | None, weight: Tensor) -> Tensor:
-        """Return the weight of a layer after training, adapter included; other weights are returned unchanged.
+        """Return the weight of a layer after training, including the adapter; other weights are returned unchanged.
 
-        A quantized weight is dequantized in fp32, before a layer rounds it to its compute dtype: the bytes do not
-        depend on the dtype that it was quantized from.
+        A quantized weight is dequantized in fp32, before rounding to the compute dtype of its layer, so the bytes do
+        not depend on the dtype that it was quantized from.
         """
         if name is None:
             return weight
@@ -327,7 +327,7 @@ class Merge:
         return weight.T.contiguous() if transposed else weight
 
     def _trained_stack(self, name: str, stack: Tensor, *, transposed: bool) -> Tensor:
-        """Of experts; packed as it is stored."""
+        """Return a stack of experts after training; it is quantized as stored."""
         if name in self.quantized:
             assert self.quantizer is not None
             stack = self.quantizer.rounded(stack.float().flatten(0, 1)).view_as(stack)
@@ -337,18 +337,18 @@ class Merge:
         return stack
 
     def _stays(self, name: str) -> bool:
-        """Whether it is written as it is stored: what transformers keeps in fp32, integers, and fp8."""
+        """Return whether a weight is written as stored: fp32 in transformers, integers and fp8."""
         dtype = self.tensors[name].dtype
-        kept = self.as_stored is not None and self.as_stored.search(name) is not None
-        return kept or not dtype.is_floating_point or dtype.itemsize == 1
+        is_listed = self.as_stored is not None and self.as_stored.search(name) is not None
+        return is_listed or not dtype.is_floating_point or dtype.itemsize == 1
 
     def _written(self) -> dict[str, StoredTensor]:
-        """The tensors in the order and the dtypes in which they are written."""
+        """Return the written tensors, with order and dtypes."""
         return widest_first(
             {
-                n: each if self._stays(n) else replace(each, dtype=self.out)
-                for n, each in self.tensors.items()
-                if not self.text_alone or self.names.of_file(n) is not None
+                name: place if self._stays(name) else replace(place, dtype=self.out)
+                for name, place in self.tensors.items()
+                if not self.text_alone or self.names.of_file(name) is not None
             }
         )
 
@@ -362,9 +362,9 @@ def plan_merge(
     *,
     text_alone: bool = False,
 ) -> Merge:
-    """Find every weight that was quantized or has an adapter in the files of `sections.model.path`, or refuse.
+    """Find all quantized or adapted weights in the files of `sections.model.path`, or refuse.
 
-    `final`: folder of the adapter, for modules that were trained as a whole. `text_alone`: leave out other towers.
+    `final`: folder of the adapter, for fully trained modules. `text_alone`: leave out other towers.
     """
     task, folder = task_of(sections.task), _mergeable(Path(sections.model.path))
     base = open_base(sections.model, sections.task)
@@ -375,8 +375,8 @@ def plan_merge(
     quantized = frozenset(_packed_weights(lm, sections.quantizer))
     changed = quantized | changes.keys()
     reader = FolderReader(base.folder_model, tensors, base.unpacked_format)
-    wanted = {base.names.of_folder(name) for name in (*changed, *(lm.state_dict() if text_alone else ()))}
-    converted = ConvertedWeights.of(base.folder_model, reader, wanted, unpacked=base.unpacked_format is not None)
+    in_folder = {base.names.of_folder(name) for name in (*changed, *(lm.state_dict() if text_alone else ()))}
+    converted = ConvertedWeights.of(base.folder_model, reader, in_folder, unpacked=base.unpacked_format is not None)
     names = base.names.with_files(reader.stored_names(), converted.names)
     tensors = converted.in_place(_resized(sections.model, lm, names.files, tensors), EXPORTED[dtype])
     of_towers = tensors.keys() - names.files.values() - converted.names.keys() if names.is_part else ()
@@ -401,25 +401,25 @@ def plan_merge(
 
 
 def _trained_name(names: Names, name: str) -> str:
-    """Return the name in the trained model of a layer in an adapter file."""
+    """Return the name in the trained model for a layer in an adapter file."""
     return names.of_trained(name) or name
 
 
 def _resized(
     config: ModelConfig, lm: Any, stored: Mapping[str, str], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """The tensors, some with the rows of a larger vocabulary; `stored`: their names by those of the model."""
-    wanted = {stored[name]: each.shape for name, each in lm.state_dict().items() if name in stored}
+    """Return the tensors, some with the rows of a larger vocabulary; `stored`: their names by those of the model."""
+    shapes = {stored[name]: tensor.shape for name, tensor in lm.state_dict().items() if name in stored}
     resized = {
-        name: replace(each, shape=wanted[name])
-        for name, each in tensors.items()
-        if name in wanted and is_resized(config, each.shape, wanted[name])
+        name: replace(place, shape=shapes[name])
+        for name, place in tensors.items()
+        if name in shapes and is_resized(config, place.shape, shapes[name])
     }
     return {**tensors, **resized}
 
 
 def _packed_weights(lm: Any, quantizer: Quantizer | None) -> list[str]:
-    """Names of the weights that a quantized base has packed."""
+    """Return the names of quantized base weights."""
     if quantizer is None:
         return []
     stacks = stacks_of(lm) if quantizer.packs_experts else []
@@ -427,36 +427,36 @@ def _packed_weights(lm: Any, quantizer: Quantizer | None) -> list[str]:
 
 
 def _require_text_model(base: BaseModel) -> None:
-    """Refuse a text part that cannot be a model of its own."""
+    """Refuse a text part that cannot be a separate model."""
     part = base.text_part
     if part is None or type(part.whole) is type(base.on_meta()):
-        reason = "the model is one of text" if part is None else "transformers has no class for its text part"
+        reason = "the model is text-only" if part is None else "transformers has no class for its text part"
         raise ConfigError(f"names=text: {reason}. Leave names out.")
 
 
-def _as_stored(lm: Any, base_dtype: torch.dtype, beside: Collection[str]) -> re.Pattern[str] | None:
-    """Names of what transformers keeps in fp32, and the tensors `beside` a text part."""
-    kept = set(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())
+def _as_stored(lm: Any, base_dtype: torch.dtype, outside: Collection[str]) -> re.Pattern[str] | None:
+    """Return a pattern for names that transformers keeps in fp32, and for tensors `outside` a text part."""
+    fp32 = set(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())
     if base_dtype == torch.float16:
-        kept |= set(getattr(lm, "_keep_in_fp32_modules", None) or ())
-    as_stored = [rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(kept)]
-    as_stored += [f"^{re.escape(name)}$" for name in sorted(beside)]
+        fp32 |= set(getattr(lm, "_keep_in_fp32_modules", None) or ())
+    as_stored = [rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(fp32)]
+    as_stored += [f"^{re.escape(name)}$" for name in sorted(outside)]
     return re.compile("|".join(as_stored)) if as_stored else None
 
 
 def _mergeable(folder: Path) -> Path:
-    """Refuse a folder in which weights are packed and stay so."""
-    given = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    if given and given.get("quant_method") not in UNPACKED:
+    """Refuse a folder with weights that remain quantized."""
+    quantization = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if quantization and quantization.get("quant_method") not in UNPACKED:
         raise ConfigError(
-            f"kind=merged: the weights in {folder} are quantized already, and nothing is merged into such. "
-            "Give kind=adapter."
+            f"kind=merged: the weights in {folder} are already quantized, and merging into them is not supported. "
+            "Set kind=adapter."
         )
     return folder
 
 
 def _is_transposed(lm: Any, name: str) -> bool:
-    """Whether a weight is stored [in, out], or a stack [experts, in, out]."""
+    """Return whether a weight is stored [in, out], or a stack [experts, in, out]."""
     module = lm.get_submodule(name.rpartition(".")[0])
     return bool(getattr(module, "is_transposed", False)) or is_conv1d(module)
 
@@ -464,23 +464,23 @@ def _is_transposed(lm: Any, name: str) -> bool:
 def _with_whole(
     lm: Any, tensors: Mapping[str, StoredTensor], names: Names, whole: Mapping[str, StoredTensor], *, pooled: bool
 ) -> dict[str, StoredTensor]:
-    """Replace tensors of the base by those of modules that were trained in full; tied tensors are in the files once."""
-    trained = {_trained_name(names, name): each for name, each in whole.items()}
+    """Replace tensors of the base by those of fully trained modules; tied tensors are in the files once."""
+    trained = {_trained_name(names, name): place for name, place in whole.items()}
     if not (pooled and trained):
-        in_files = {names.files[name]: each for name, each in trained.items() if name in names.files}
+        in_files = {names.files[name]: place for name, place in trained.items() if name in names.files}
         return {**tensors, **in_files}
     inside = f"{lm.base_model_prefix}."
     has_prefix = any(name.startswith(inside) for name in tensors)
-    known = lm.state_dict()
-    kept = {n: t for n, t in tensors.items() if n.startswith(inside) or not has_prefix or n in known}
-    for name, each in trained.items():
+    state = lm.state_dict()
+    result = {n: t for n, t in tensors.items() if n.startswith(inside) or not has_prefix or n in state}
+    for name, place in trained.items():
         short = without_backbone(name, lm.base_model_prefix)
-        kept[short if short in kept else name] = each
-    return kept
+        result[short if short in result else name] = place
+    return result
 
 
 def merged_config(folder: Path, dtype: str) -> dict[str, Any]:
-    """The config.json of a folder, with the dtype of the merged weights."""
+    """Return the config.json of a folder with the dtype of the merged weights."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     for part in (config, *(inner for inner in config.values() if isinstance(inner, dict))):
         part.pop("quantization_config", None)
@@ -499,8 +499,8 @@ def _require_stored(
     converted: Collection[str],
     path: str,
 ) -> None:
-    """Refuse a folder that lacks `changed` weights, or has them in other shapes."""
-    shapes = {name: each.shape for name, each in lm.state_dict().items()}
+    """Refuse a folder without the `changed` weights, or with other shapes."""
+    shapes = {name: tensor.shape for name, tensor in lm.state_dict().items()}
     missing = [
         name.removesuffix(".weight")
         for name in sorted(changed)
@@ -509,7 +509,7 @@ def _require_stored(
     ]
     if missing:
         raise CheckpointError(
-            f"kind=merged: the files of model.path={path} have no weight for {len(missing)} layers of the model "
-            f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}) under their names or in their shapes. Give "
+            f"kind=merged: the files of model.path={path} have no weight with the right name and shape for "
+            f"{len(missing)} layers of the model ({', '.join(missing[:3])}{', ...' if missing[3:] else ''}). Set "
             "kind=adapter."
         )

@@ -1,4 +1,4 @@
-"""The assembly of a trainable model, top to bottom."""
+"""Assembly of a trainable model, top to bottom."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -37,11 +37,10 @@ from app.model.training_model import TrainingModel, freeze
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The numbers of a precision: `base` stores frozen weights, `compute` is what autocast works in; None: no autocast.
+    """Dtypes of a precision: `base` for frozen weights, `compute` for autocast; None: no autocast.
 
-    Trained weights are fp32, or bf16 where `precision.trained` says so. Those are rounded by
-    `optim.optimizers`: most updates of a fine-tune are smaller than the spacing of these numbers and would be
-    lost.
+    Trained weights are fp32, or bf16 with `precision.trained`. `optim.optimizers` rounds bf16 weights stochastically:
+    most updates of a fine-tune are smaller than the bf16 spacing and would be lost.
     """
 
     base: torch.dtype
@@ -58,11 +57,11 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelCounts:
-    """How many weights there are and how many of them are trained, known before any is loaded."""
+    """Numbers of weights and trained weights, available before loading."""
 
     total: int
     trained: int
-    layers: int  # that can be recomputed
+    layers: int  # repeated layers, which can be recomputed
 
     @property
     def trained_share(self) -> float:
@@ -71,7 +70,7 @@ class ModelCounts:
 
 @dataclass(frozen=True, slots=True)
 class ModelSections:
-    """The sections of the config that decide what is built, and what was chosen for this machine."""
+    """Config sections that define the model, and settings resolved for this machine."""
 
     model: ModelConfig
     task: TaskConfig
@@ -79,27 +78,27 @@ class ModelSections:
     quantization: QuantizationConfig
     attention: str  # a key of BACKENDS
     precision: str  # a key of DTYPES
-    recompute: bool | int  # all layers, none, or the first so many
-    trained: str = "fp32"  # a key of DTYPES: how the weights are held where all of them are trained
-    offload: bool = False  # whether the inputs that recomputed layers save are kept in host memory
-    freeze: tuple[str, ...] = ()  # parts of names of weights that are not trained
+    recompute: bool | int  # all layers, none, or the first N
+    trained: str = "fp32"  # a key of DTYPES: storage of weights if all are trained
+    offload: bool = False  # whether saved inputs of recomputed layers are in host memory
+    freeze: tuple[str, ...] = ()  # name parts of frozen weights
     neftune: float = 0.0
     compile: CompileConfig = field(default_factory=lambda: CompileConfig(kind="none"))
 
     @property
     def quantizer(self) -> Quantizer | None:
-        """How the base is packed; its arithmetic is that of the precision."""
+        """Quantizer of the base, with the compute dtype of the precision."""
         dtypes = DTYPES[self.precision]
         return quantizer_of(self.quantization, dtypes.compute or dtypes.base)
 
     def bitsandbytes_arguments(self, base: BaseModel) -> dict[str, Any] | None:
-        """Arguments of BitsAndBytesConfig to load the base as it was trained, as plain values."""
+        """Return arguments of BitsAndBytesConfig to load the base as in training, as plain values."""
         quantizer = self.quantizer
         return None if quantizer is None else quantizer.bitsandbytes_arguments(base.linear_outside)
 
     @property
     def base_dtype(self) -> torch.dtype:
-        """Data type of the base's weights that are not quantized."""
+        """Dtype of base weights that are not quantized."""
         return DTYPES[self.trained if self.adapter.kind == "none" else self.precision].base
 
 
@@ -112,15 +111,15 @@ def build_training_model(
     sharding: Any = None,
     rows: Rows | None = None,
 ) -> TrainingModel:
-    """Base weights, adapter, attention and loss, on `device`, ready for training; `sharding` divides them among
-    processes (app.distributed.fsdp.Sharding).
+    """Build base, adapter, attention and loss on `device`, ready for training; `sharding` shards them
+    (app.distributed.fsdp.Sharding).
 
-    `rows`: the micro-batches that a new adapter may begin with; None: its numbers are loaded later.
+    `rows`: micro-batches to initialize a new adapter; None: its weights are loaded later.
     """
     base, method = open_training_base(sections, device, seed), adapter_of(sections.adapter)
     on_meta = method is None or method.on_meta
     lm = base.lm if on_meta else base.whole()
-    torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
+    torch.manual_seed(seed)  # the adapter starts the same for any base initialization
     with torch.device("meta") if on_meta else nullcontext():
         network = add_adapter(sections.adapter, task_of(sections.task), lm, base_path)
     if on_meta and sharding is not None and sections.quantizer is not None:
@@ -133,7 +132,7 @@ def build_training_model(
         base.fill(put, trained_copies(network))
         if method is not None:
             method.draw(network, device, put)
-        left = [name for name, each in network.named_parameters() if each.is_meta]
+        left = [name for name, weight in network.named_parameters() if weight.is_meta]
         assert not left, f"not filled: {left[:3]}"
 
     if sharding is not None and method is not None:
@@ -147,7 +146,7 @@ def build_training_model(
     else:
         training_model.divide(sharding, fill)
     group_experts(training_model, sections, device)
-    whole = f"adapter.kind={sections.adapter.kind}: each process loads the whole base before it keeps its part"
+    whole = f"adapter.kind={sections.adapter.kind}: each process loads the whole base before sharding it"
     for remark in (*base.remarks, *([] if on_meta or sharding is None else [whole])):
         training_model.add_remark(remark)
     return training_model
@@ -160,10 +159,10 @@ def assemble(
     device: torch.device | None,
     host: HostOffload | None = None,
 ) -> TrainingModel:
-    """Give a network, its adapter included, compiled and recomputed layers and a loss; shards and weights come later.
+    """Add compiled and recomputed layers and a loss to a network with its adapter; shards and weights come later.
 
-    `device`: None for a memory plan, on tensors without values: nothing is compiled, and what a run compares with the
-    model's own before it uses it (grouped experts, a linear head) counts as equal.
+    `device`: None for a memory plan, on tensors without values: nothing is compiled, and features that a run first
+    compares with the model's own computation (grouped experts, a linear head) count as equal.
     """
     is_compiled = sections.compile.kind != "none"
     compute = DTYPES[sections.precision].compute
@@ -180,13 +179,13 @@ def assemble(
     if coefficient and not is_compiled:
         training_model.use_router_loss(RouterLoss(lm, coefficient))
     if coefficient and sections.task.router_loss == "auto":
-        given = "0, because layers are compiled" if is_compiled else f"{coefficient:g}, of config.json, at most 0.01"
-        training_model.add_remark(f"task.router_loss=auto: {given}")
+        value = "0 (layers are compiled)" if is_compiled else f"{coefficient:g} (from config.json, at most 0.01)"
+        training_model.add_remark(f"task.router_loss=auto: {value}")
     if sections.neftune:
         training_model.use_neftune(sections.neftune)
     missing = missing_kernels(recurrent_mixers(network))
     if missing and device is not None and device.type == "cuda":
-        training_model.add_remark(f"recurrent layers: computed by plain torch, slow without {' and '.join(missing)}")
+        training_model.add_remark(f"recurrent layers: computed in plain PyTorch, slow without {' and '.join(missing)}")
     if device is None and not task.has_classes:
         training_model.use_linear_head(linear_head(lm))
     return training_model
@@ -195,7 +194,7 @@ def assemble(
 def _begin_adapter(
     sections: ModelSections, device: torch.device, seed: int, rows: Rows | None, model: TrainingModel
 ) -> None:
-    """Give the adapter of a filled base its first numbers, where its init takes rows or unpacked weights."""
+    """Initialize the adapter of a filled base, if its init needs rows or unquantized weights."""
     method = adapter_of(sections.adapter)
     if rows is None or method is None or method.begin is None:
         return
@@ -204,7 +203,7 @@ def _begin_adapter(
 
 
 def _lost_by_packing(sections: ModelSections, device: torch.device, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights [out, in] of the base less what its quantizer makes of them, read once more, one at a time."""
+    """Yield the quantization error [out, in] of base weights, read again one at a time."""
     options, quantizer = LoadOptions(sections.base_dtype, device, "eager"), sections.quantizer
     assert quantizer is not None
     for name, weight in open_weights(sections.model, task_of(sections.task), options, seed).linear_weights():
@@ -213,9 +212,7 @@ def _lost_by_packing(sections: ModelSections, device: torch.device, seed: int) -
 
 
 def _with_weights(training_model: TrainingModel, compare: Callable[[Any], list[Comparison]]) -> list[Comparison]:
-    """Compare layers, given a context in which one has its weights: those of a sharded model are gathered, the same
-    ones by all processes.
-    """
+    """Compare layers, with a context that gathers the weights of a layer if the model is sharded, on all processes."""
     sharding = training_model.sharding
     if sharding is None:
         return compare(nullcontext)
@@ -224,44 +221,44 @@ def _with_weights(training_model: TrainingModel, compare: Callable[[Any], list[C
 
 
 def group_experts(training_model: TrainingModel, sections: ModelSections, device: torch.device | None) -> None:
-    """Let experts that are packed or adapted compute by our function; it is compared before."""
+    """Use the grouped function for quantized or adapted experts if it passes the comparison."""
     network, quantizer = training_model.network, sections.quantizer
     is_packed = quantizer is not None and bool(stack_layers(network))
     if not (is_packed or adapted_experts(network)):
         return
     autocast = nullcontext if device is None else partial(training_model.autocast, device)
-    found = [] if device is None else _with_weights(training_model, partial(compare_experts, network, autocast))
-    for each in found if is_packed else ():
-        each.or_refuse(
-            f"quantization.kind={sections.quantization.kind}: {each}, so packed experts would be trained wrongly. "
-            "Set recipe=lora, or choose another model."
+    compared = [] if device is None else _with_weights(training_model, partial(compare_experts, network, autocast))
+    for comparison in compared if is_packed else ():
+        comparison.or_refuse(
+            f"quantization.kind={sections.quantization.kind}: {comparison}, so quantized experts would be trained "
+            "wrongly. Set recipe=lora, or choose another model."
         )
-    slow = "adapter.experts=true: experts are computed as the model and PEFT do, which is slower: "
-    passed = [same for each in found for same in each.or_leave(lambda cause: training_model.add_remark(slow + cause))]
-    if len(passed) == len(found):
+    slow = "adapter.experts=true: using the expert computation of the model and PEFT, which is slower: "
+    passed = [same for c in compared for same in c.or_leave(lambda cause: training_model.add_remark(slow + cause))]
+    if len(passed) == len(compared):
         take_over(network)
     training_model.use_grouped_experts(passed)
 
 
 def choose_loss_head(training_model: TrainingModel, batch: Batch) -> list[Comparison]:
-    """Use a linear head where its loss and gradients are those of the model's own."""
+    """Use a linear head if its loss and gradients equal those of the model's own head."""
     head = None if training_model.has_classes else linear_head(training_model.language_model)
     if head is None:
         return []
-    own_way = "loss head: computed in the model's own way, which takes more memory: "
-    found = compare_loss_head(training_model, head, batch)
-    passed = found.or_leave(lambda cause: training_model.add_remark(own_way + cause))
+    fallback = "loss head: using the model's own head, which takes more memory: "
+    comparison = compare_loss_head(training_model, head, batch)
+    passed = comparison.or_leave(lambda cause: training_model.add_remark(fallback + cause))
     training_model.use_linear_head(head if passed else None)
     return passed
 
 
 def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
-    """The model without an adapter, its weights as training stores them and its attention ours."""
+    """Return the model without an adapter, with weights as training stores them and this program's attention."""
     return open_training_base(sections, device, seed).whole()
 
 
 def open_training_base(sections: ModelSections, device: torch.device, seed: int) -> Base:
-    """The structure of `build_base`; weights are filled in later."""
+    """Return the structure of `build_base`; weights are filled in later."""
     quiet_transformers()
     compiled_on = None if sections.compile.kind == "none" else device
     options = LoadOptions(sections.base_dtype, device, register(sections.attention, compiled_on))
@@ -273,7 +270,7 @@ def open_training_base(sections: ModelSections, device: torch.device, seed: int)
 
 
 def random_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
-    """A random base drawn once more and kept in memory of the host, as it is before it is quantized or sharded."""
+    """Draw a random base again and return it in host memory, before quantization and sharding."""
     options = LoadOptions(DTYPES[sections.precision].base, device, "eager")
     base = open_weights(sections.model, task_of(sections.task), options, seed)
 
@@ -285,24 +282,24 @@ def random_base(sections: ModelSections, device: torch.device, seed: int) -> Any
 
 
 def count_weights(sections: ModelSections, base: BaseModel | None = None) -> ModelCounts:
-    """Counts from a model without memory, that of `base` if one is given; finds adapter targets that match nothing."""
+    """Return counts from a model on meta, that of `base` if any; refuse adapter targets that match nothing."""
     task = task_of(sections.task)
     base = base or open_base(sections.model, sections.task)
     lm, method = deepcopy(base.on_meta()), adapter_of(sections.adapter)
     is_part = whole_class(lm.config, task) is not None
     if is_part if method is None else not method.of_text_parts and (is_part or base.text_part is not None):
-        why = "and adapters get the names of the whole with LoRA alone. Set adapter=lora."
+        why = "and only LoRA adapters get the names of the whole model. Set adapter=lora."
         if method is None:
-            why = "by the class of the whole, which could not be saved without its other towers. Set recipe=lora."
-        of = f"of a model of kind {lm.config.model_type} only the text part is read"
-        raise ConfigError(f"adapter.kind={sections.adapter.kind}: {of}, {why}")
+            why = "with the class of the whole model, which cannot be saved without its other towers. Set recipe=lora."
+        part = f"only the text part of a model of kind {lm.config.model_type} is loaded"
+        raise ConfigError(f"adapter.kind={sections.adapter.kind}: {part}, {why}")
     require_layers(lm, sections.recompute)
     coefficient_of(sections.task, sections.adapter, lm)
     set_norms(lm, sections.model, DTYPES[sections.precision].compute)
     require_packed_alike(sections.model, lm, sections.quantizer)
     if sections.quantizer is not None:
         sections.quantizer.require_quantizable(sections.model, lm)
-    with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw
+    with torch.device("meta"):  # adapters of a large model would take a gigabyte and seconds to initialize
         network: Any = add_adapter(sections.adapter, task, lm, sections.model.path)
     freeze(network, sections.freeze)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]

@@ -1,8 +1,8 @@
 """Checks before the first step: loss head, packing, padding and adapted layers.
 
-Documents in one row, or in padded rows, are compared with each by itself through the model's own plain attention: the
-logits, the gradient that reaches the embeddings through every layer, and those of the trained parameters of one layer
-of each make. A search for leaks between documents would pass models that are wrong without leaking.
+Documents in one row, or in padded rows, are compared with separate documents through the model's own plain attention:
+logits, the gradient at the embeddings through all layers, and the gradients of trained parameters in one layer of each
+kind. A search for leaks between documents would pass models that are wrong without leaking.
 """
 
 import contextlib
@@ -33,74 +33,74 @@ from app.layers.recurrent import recurrent_mixers
 from app.model.training_model import TrainingModel, evaluating
 
 _MAX_DOCUMENTS = 4  # of a classification, compared one by one
-_MAX_PACKED_TOKENS = 2048  # that a pass of the packing check computes
+_MAX_PACKED_TOKENS = 2048  # per pass of the packing check
 _MAX_COMPARED_LOGITS = 512  # tokens, spread over all documents
-# to which documents are cut: few lengths, which take few passes, and none a multiple of a kernel's tile
+# lengths of truncated documents: few, for few passes, and none a multiple of a kernel's tile
 _PACKED_LENGTHS = (1, 2, 3, 5, 9, 17, 33, 65, 129)
-_PACKING_FP32 = {"logits": 1e-5, "gradient": 1e-4}  # allowed where everything is float32
-_PACKING_FACTOR = 3  # elsewhere, times what the model's own kernels differ by
+_PACKING_FP32 = {"logits": 1e-5, "gradients": 1e-4}  # limits if everything is float32
+_PACKING_FACTOR = 3  # else the limit, as a multiple of the difference of the model's own kernels
 
 _HEAD_TOKENS = 64
-_HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
+_HEAD_TOLERANCE = 1e-5  # relative to the largest logit, in float32
 
 
 @torch.no_grad()
 def check_head(model: TrainingModel, batch: Batch) -> Comparison:
-    """Refuse a model with logits other than its head applied to its backbone's output."""
-    has_wider = model.has_classes or trained_copies(model.network)  # weights in fp32 beside those of the base
+    """Refuse a model whose logits differ from its head applied to its backbone's output."""
+    has_wider = model.has_classes or trained_copies(model.network)  # fp32 weights in addition to those of the base
     with evaluating(model), model.autocast(batch.ids.device) if has_wider else contextlib.nullcontext():
         if model.pooled:
-            own, ours = _pooled_logits(model, batch)
+            expected, logits = _pooled_logits(model, batch)
         else:
             lm, arguments = model.language_model, first_tokens(model, batch, _HEAD_TOKENS)
-            own, ours = lm(**arguments).logits[0].float(), model.head(lm.base_model(**arguments)[0][0]).float()
-    error = float((own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny))
-    found = Comparison("logits through our head against the model's own", error, _HEAD_TOLERANCE)
+            expected, logits = lm(**arguments).logits[0].float(), model.head(lm.base_model(**arguments)[0][0]).float()
+    error = float((expected - logits).abs().max() / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
+    comparison = Comparison("logits of the separate head against the model's own logits", error, _HEAD_TOLERANCE)
     if math.isnan(error):
         raise EnvironmentProblem(
-            "model.path: the model's logits for the first rows are not numbers (NaN): its weights are damaged, or too "
-            "large for precision=fp16. Choose precision=bf16 or fp32, or download the model again."
+            "model.path: NaN in the model's logits for the first rows: its weights are damaged, or too large for "
+            "precision=fp16. Set precision=bf16 or fp32, or download the model again."
         )
-    return found.or_refuse(
+    return comparison.or_refuse(
         f"model.path: a model of kind {model.language_model.config.model_type} computes its logits in a way that "
-        f"this program does not follow (relative difference {error:.1e}), so its loss would be wrong. "
+        f"is not supported (relative difference {error:.1e}), so its loss would be wrong. "
         "Choose another model."
     )
 
 
 def first_tokens(model: TrainingModel, batch: Batch, count: int) -> dict[str, Any]:
-    """Arguments of a pass over the beginning of the first row."""
-    given = {"input_ids": batch.ids[:1, :count], "use_cache": False}
-    if model.attention == OWN:  # which counts positions by itself
-        return given
-    return {**given, "position_ids": batch.positions[:1, :count] + model.first_position}
+    """Return arguments of a pass over the first tokens of the first row."""
+    arguments = {"input_ids": batch.ids[:1, :count], "use_cache": False}
+    if model.attention == OWN:  # which computes its positions
+        return arguments
+    return {**arguments, "position_ids": batch.positions[:1, :count] + model.first_position}
 
 
 def _pooled_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Whole documents with the model's own positions and pooling, and our head on the states that training takes."""
+    """Return logits of whole documents with the model's own pooling, and of the head on the states used in training."""
     lm = model.language_model
-    own, ours = [], []
+    expected, logits = [], []
     places = zip(batch.label_rows.tolist(), batch.starts, batch.lengths, strict=False)
     for at, start, length in list(places)[:_MAX_DOCUMENTS]:
         ids = batch.ids.flatten()[start : start + length][None]
         segments = (
             None if batch.token_type_ids is None else batch.token_type_ids.flatten()[start : start + length][None]
         )
-        given = {"input_ids": ids, "use_cache": False, **model.segment_arguments(segments)}
-        own.append(lm(**given).logits[0])
-        hidden = lm.base_model(**given)[0]
-        ours.append(model.head(hidden[0, at - start][None])[0])  # alone: several would be rounded otherwise
-    return torch.stack(own).float(), torch.stack(ours).float()
+        arguments = {"input_ids": ids, "use_cache": False, **model.segment_arguments(segments)}
+        expected.append(lm(**arguments).logits[0])
+        hidden = lm.base_model(**arguments)[0]
+        logits.append(model.head(hidden[0, at - start][None])[0])  # alone, because several would round differently
+    return torch.stack(expected).float(), torch.stack(logits).float()
 
 
 def check_adapter(model: TrainingModel, config: AdapterConfig, batch: Batch) -> None:
-    """Refuse an adapter on layers that training does not call, in any repeated layer or expert."""
+    """Refuse an adapter on layers that training never calls, in any repeated layer or expert."""
     method, lm, device = adapter_of(config), model.language_model, batch.ids.device
     if method is None:
         return
     names, weights = zip(*model.trained().items(), strict=True)
     mode = lm.training
-    lm.train()  # `model` itself stays as it is: no noise is added to embeddings
+    lm.train()  # not `model`, which would add noise to embeddings
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])  # dropout
     with drawing, model.autocast(device), torch.enable_grad():
         states = lm.base_model(**first_tokens(model, batch, _HEAD_TOKENS))[0]
@@ -121,49 +121,51 @@ class _Outcome:
     weights: Sequence[Tensor]  # gradients of some trained parameters
 
 
-def _differences(found: _Outcome, expected: _Outcome) -> dict[str, float]:
-    """The largest difference of logits by the largest logit, and of gradients by their norm."""
-    logits, own_logits = found.logits.float(), expected.logits.float()
-    differences = [_by_norm([found.gradient], [expected.gradient])]
+def _differences(outcome: _Outcome, expected: _Outcome) -> dict[str, float]:
+    """Return the largest difference of logits, relative to the largest logit, and of gradients, relative to their
+    norm.
+    """
+    logits, expected_logits = outcome.logits.float(), expected.logits.float()
+    differences = [_by_norm([outcome.gradient], [expected.gradient])]
     if expected.weights:
-        differences.append(_by_norm(found.weights, expected.weights))
-    pairs = zip(found.weights, expected.weights, strict=True)
-    missing = any(not ours.any() and own.any() for ours, own in pairs)  # rounding hides that of a few weights
+        differences.append(_by_norm(outcome.weights, expected.weights))
+    pairs = zip(outcome.weights, expected.weights, strict=True)
+    missing = any(not a.any() and b.any() for a, b in pairs)  # rounding hides missing gradients of a few weights
     return {
-        "logits": float((logits - own_logits).abs().max() / own_logits.abs().max()),
-        "gradient": 1.0 if missing else max_or_nan(differences),
+        "logits": float((logits - expected_logits).abs().max() / expected_logits.abs().max()),
+        "gradients": 1.0 if missing else max_or_nan(differences),
     }
 
 
-def _by_norm(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    apart: Any = sum((a.double() - b.double()).square().sum() for a, b in zip(found, expected, strict=True))
-    size: Any = sum(each.double().square().sum() for each in expected)
+def _by_norm(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    apart: Any = sum((a.double() - b.double()).square().sum() for a, b in zip(tensors, expected, strict=True))
+    size: Any = sum(tensor.double().square().sum() for tensor in expected)
     return float((apart / size.clamp_min(torch.finfo(torch.float64).tiny)) ** 0.5)
 
 
 def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
-    """Refuse to train when documents give anything else for being in one row, or in padded ones, as in `batch`."""
+    """Refuse to train if packed or padded documents, as in `batch`, compute different results."""
     if len(batch.lengths) < 2:
         return []
     documents, is_packed = _documents_of(batch), len(batch.ids) == 1
-    # layers of the model's own code keep more for backward than the compiled ones of a step
+    # layers of the model's own code save more for backward than the compiled layers of a step
     with evaluating(model), recomputing(model.network), model.autocast(batch.ids.device):
         separate = _separate(model, documents, "eager")
         layout: Callable[..., _Outcome] = _packed if is_packed else _padded
         together = partial(layout, model, documents, batch.documents)
-        found = _differences(together(), separate)
+        differences = _differences(together(), separate)
         allowed = _allowed_rounding(model, documents, separate)
         words = "packed" if is_packed else "padded"
         compared = {
-            what: Comparison(f"{what} of {words} documents against separate ones", difference, allowed[what])
-            for what, difference in found.items()
+            what: Comparison(f"{what} of {words} documents against separate documents", difference, allowed[what])
+            for what, difference in differences.items()
         }
-        wrong = next((what for what, each in compared.items() if not each.passed), None)
+        wrong = next((what for what, comparison in compared.items() if not comparison.passed), None)
         by_attention = False
         if wrong is not None and model.attention != OWN:
             with _attention(model, register_kernel(plain_packed, f"{NAME}_plain")):
                 plain = _differences(together(), separate)
-            by_attention = all(plain[each] <= allowed[each] for each in plain)
+            by_attention = all(plain[what] <= allowed[what] for what in plain)
     if wrong is not None:
         compared[wrong].or_refuse(
             _refusal(model, wrong, compared[wrong], is_packed=is_packed, by_attention=by_attention)
@@ -172,7 +174,7 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
 
 
 def check_causal(model: TrainingModel, batch: Batch) -> list[Comparison]:
-    """Refuse own attention that lets tokens see those that they must predict; ours never does."""
+    """Refuse a model whose own attention sees later tokens; this program's attention never does."""
     if model.attention != OWN or model.pooled or batch.documents is not None:
         return []
     lm, ids = model.language_model, max(_documents_of(batch), key=len)[None]
@@ -186,23 +188,23 @@ def check_causal(model: TrainingModel, batch: Batch) -> list[Comparison]:
         states = lm.base_model(input_ids=ids, use_cache=False)[0][0, :half].float()
         weights = torch.cos(torch.arange(states.numel(), device=ids.device).view_as(states))
         (gradient, *_) = torch.autograd.grad((states * weights).sum(), leaves)
-    gradient = gradient.flatten(0, -2)  # rows of tokens, whichever axis is first
+    gradient = gradient.flatten(0, -2)  # a row per token, whichever axis is first
     later = float(gradient[half:].abs().max() / gradient.abs().max())
-    found = Comparison("what tokens after a state change of it, against nothing", later, 0.0)
+    comparison = Comparison("influence of later tokens on hidden states", later, 0.0)
     return [
-        found.or_refuse(
-            f"model.path: in this model of kind {lm.config.model_type} tokens see those after them, which they are to "
+        comparison.or_refuse(
+            f"model.path: in this model of kind {lm.config.model_type} tokens attend to later tokens, which they must "
             "predict, so it would learn to copy. Choose another model."
         )
     ]
 
 
-def _refusal(model: TrainingModel, what: str, found: Comparison, *, is_packed: bool, by_attention: bool) -> str:
-    """`by_attention`: plain attention gives the right numbers, so the kind of model is not the cause."""
+def _refusal(model: TrainingModel, what: str, comparison: Comparison, *, is_packed: bool, by_attention: bool) -> str:
+    """Return the error; `by_attention`: plain attention gives the right numbers, so the model type is not the cause."""
     kind = f"a model of kind {model.language_model.config.model_type}"
-    numbers = f"relative difference {found.difference:.1e}, allowed {found.allowed:.1e}"
-    text = f"gives another {what} when documents are {'packed' if is_packed else 'padded'} ({numbers})"
-    padded = "batching.packing=false" if is_packed else "model.path to one of another kind"
+    numbers = f"relative difference {comparison.difference:.1e}, allowed {comparison.allowed:.1e}"
+    text = f"computes different {what} for {'packed' if is_packed else 'padded'} documents ({numbers})"
+    padded = "batching.packing=false" if is_packed else "model.path to another kind of model"
     if not by_attention:
         key = f"batching.packing={'true' if is_packed else 'false'}"
         return f"{key}: {kind} {text}, so it would be trained wrongly. Set {padded}."
@@ -214,15 +216,15 @@ def _refusal(model: TrainingModel, what: str, found: Comparison, *, is_packed: b
 
 
 def _documents_of(batch: Batch) -> list[Tensor]:
-    """The ends of all documents, which differ more than their beginnings, ordered by length."""
+    """Return the ends of all documents, which differ more than their beginnings, ordered by length."""
     ids, longest = batch.ids.flatten(), max(2, _MAX_PACKED_TOKENS // len(batch.lengths))
     bounds = ((start, start + length) for start, length in zip(batch.starts, batch.lengths, strict=True))
-    kept = ((end, _PACKED_LENGTHS[bisect(_PACKED_LENGTHS, min(end - start, longest)) - 1]) for start, end in bounds)
-    return sorted((ids[end - length : end] for end, length in kept), key=len)
+    ends = ((end, _PACKED_LENGTHS[bisect(_PACKED_LENGTHS, min(end - start, longest)) - 1]) for start, end in bounds)
+    return sorted((ids[end - length : end] for end, length in ends), key=len)
 
 
 def _packed(model: TrainingModel, documents: Sequence[Tensor], limits: PackedSequences) -> _Outcome:
-    """`limits`: those of the run, which kernels are given with every batch."""
+    """Compute packed documents; `limits`: those of the run, which kernels get with every batch."""
     lengths, device = [len(d) for d in documents], documents[0].device
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     packed = PackedSequences.from_lengths(lengths, limits.max_seqlen, len(limits.cu_seqlens) - 1)
@@ -231,7 +233,7 @@ def _packed(model: TrainingModel, documents: Sequence[Tensor], limits: PackedSeq
 
 
 def _padded(model: TrainingModel, documents: Sequence[Tensor], isolated: PackedSequences | None) -> _Outcome:
-    """`isolated`: not None where padding is apart from documents, as encoders need it."""
+    """Compute padded documents; `isolated`: not None if padding is separate from documents, as encoders need it."""
     ids, lengths = nn.utils.rnn.pad_sequence(list(documents), batch_first=True), [len(d) for d in documents]
     width = ids.shape[1]
     if isolated is not None:
@@ -243,9 +245,9 @@ def _padded(model: TrainingModel, documents: Sequence[Tensor], isolated: PackedS
 
 
 def _separate(model: TrainingModel, documents: Sequence[Tensor], attention: str, noise: float = 0.0) -> _Outcome:
-    """Each document as a row of its own, by the model's own attention and its own counting of positions."""
+    """Compute each document in a separate row, with the model's own attention and positions."""
     with _attention(model, attention):
-        rows = (torch.stack(list(each)) for _, each in groupby(documents, len))
+        rows = (torch.stack(list(group)) for _, group in groupby(documents, len))
         return _outcome(model, [_pass(model, ids, noise) for ids in rows])
 
 
@@ -261,15 +263,15 @@ def _attention(model: TrainingModel, name: str) -> Iterator[None]:
 
 
 def _pass(
-    model: TrainingModel, ids: Tensor, noise: float = 0.0, tokens: Tensor | None = None, **given: Any
+    model: TrainingModel, ids: Tensor, noise: float = 0.0, tokens: Tensor | None = None, **places: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """States and gradients of embeddings, of all tokens or those at `tokens`; and gradients of some trained weights."""
+    """Return states and embedding gradients, for all tokens or `tokens`, and gradients of watched parameters."""
     lm: Any = model.language_model
     tokens = torch.arange(ids.numel(), device=ids.device) if tokens is None else tokens
     watched = _watched_parameters(model)
     with torch.enable_grad(), _embeddings_as_leaf(lm.get_input_embeddings(), noise) as leaves:
-        hidden = lm.base_model(input_ids=ids, use_cache=False, **given)[0].flatten(0, 1)[tokens]
-        # weights that follow from token and dimension, not from the layout
+        hidden = lm.base_model(input_ids=ids, use_cache=False, **places)[0].flatten(0, 1)[tokens]
+        # weights that depend on token and dimension, not on the layout
         weights = torch.cos(ids.flatten()[tokens, None].float() + torch.arange(hidden.shape[-1], device=hidden.device))
         inputs = [*leaves, *watched]
         gradient, *others = torch.autograd.grad(
@@ -279,24 +281,24 @@ def _pass(
 
 
 def _watched_parameters(model: TrainingModel) -> list[nn.Parameter]:
-    """The trained parameters of the first layer of each make; none of a sharded model, whose layers are gathered."""
+    """Return the trained parameters of the first layer of each kind; none for a sharded model with gathered layers."""
     if model.sharding is not None:
         return []
     layers = {tuple(name for name, _ in layer.named_parameters()): layer for layer in reversed(repeated_layers(model))}
-    return [each for layer in layers.values() for each in layer.parameters() if each.requires_grad]
+    return [weight for layer in layers.values() for weight in layer.parameters() if weight.requires_grad]
 
 
 @torch.no_grad()
 def _outcome(model: TrainingModel, passes: Sequence[tuple[Tensor, Tensor, list[Tensor]]]) -> _Outcome:
     states, gradients, of_weights = zip(*passes, strict=True)
     hidden, gradient = torch.cat(states), torch.cat(gradients)
-    weights = [torch.stack(each).sum(0) for each in zip(*of_weights, strict=True)]
+    weights = [torch.stack(parts).sum(0) for parts in zip(*of_weights, strict=True)]
     return _Outcome(model.head(hidden[:: -(-len(hidden) // _MAX_COMPARED_LOGITS)]), gradient, weights)
 
 
 @contextlib.contextmanager
 def _embeddings_as_leaf(embedding: nn.Module, noise: float) -> Iterator[list[Tensor]]:
-    """Collects the embeddings of the next forward as leaves of its graph, changed by up to `noise` of themselves."""
+    """Context that collects the embeddings of the next forward as graph leaves, with relative noise up to `noise`."""
     leaves: list[Tensor] = []
 
     def cut(_module: Any, _args: Any, out: Tensor) -> Tensor:
@@ -305,7 +307,7 @@ def _embeddings_as_leaf(embedding: nn.Module, noise: float) -> Iterator[list[Ten
             at = torch.arange(leaf.numel(), device=leaf.device).view_as(leaf)
             leaf = leaf * (1 + noise * torch.cos(at))
         leaves.append(leaf.to(out.dtype).requires_grad_())
-        return leaves[-1].clone()  # some kinds change it in place
+        return leaves[-1].clone()  # some models change it in place
 
     handle = embedding.register_forward_hook(cut)
     try:
@@ -314,20 +316,21 @@ def _embeddings_as_leaf(embedding: nn.Module, noise: float) -> Iterator[list[Ten
         handle.remove()
 
 
-def _allowed_rounding(model: TrainingModel, documents: Sequence[Tensor], own: _Outcome) -> dict[str, float]:
-    """The difference of the model's own two kernels, or of one rounding of its embeddings where it has but one.
+def _allowed_rounding(model: TrainingModel, documents: Sequence[Tensor], expected: _Outcome) -> dict[str, float]:
+    """Return limits from the difference of the model's own two kernels, or from one rounding of its embeddings if it
+    has one kernel.
 
-    In float32 both are far below a constant, but for recurrent mixers: their norms can enlarge any rounding.
+    In float32 both are far below a constant, except for recurrent mixers, whose norms can amplify rounding.
     """
-    lm, dtype = model.language_model, model.compute or own.logits.dtype
+    lm, dtype = model.language_model, model.compute or expected.logits.dtype
     is_exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     if is_exact and not recurrent_mixers(lm):
         return _PACKING_FP32
     kernel, eps = own_attention(lm), torch.finfo(dtype).eps
     noise = eps / 2 if kernel == "eager" or is_exact else 0.0
-    found = _differences(_separate(model, documents, kernel, noise), own)
-    least = _PACKING_FP32 if is_exact else dict.fromkeys(found, eps)
-    return {what: max(_PACKING_FACTOR * found[what], least[what]) for what in found}
+    rounding = _differences(_separate(model, documents, kernel, noise), expected)
+    least = _PACKING_FP32 if is_exact else dict.fromkeys(rounding, eps)
+    return {what: max(_PACKING_FACTOR * rounding[what], least[what]) for what in rounding}
 
 
 # ---- loss comparison
@@ -335,19 +338,19 @@ def _allowed_rounding(model: TrainingModel, documents: Sequence[Tensor], own: _O
 
 _LOSS_ROWS = 48
 _LOSS_CHUNK = 20  # rows, so that sums over chunks are compared too
-_LARGE_LOGIT = 30.0  # at which soft-capping shows
+_LARGE_LOGIT = 30.0  # large enough to show soft-capping
 _LOSS_FP32 = 1e-5
-_LOSS_ROUNDINGS = 8  # of the dtype of the arithmetic
+_LOSS_ROUNDINGS = 8  # roundings of the compute dtype
 _TF32_EPS = 2.0**-10
-_LOSS = "loss and gradients of a linear head against those of the model's own"
+_LOSS = "loss and gradients of a linear head against the model's own head"
 
 
 def compare_loss_head(model: TrainingModel, head: LinearHead, batch: Batch) -> Comparison:
-    """Compare loss and gradients of a linear head with those of the model's own."""
+    """Compare loss and gradients of a linear head with those of the model's own head."""
     weighted = batch.weights is not None
     with evaluating(model), torch.no_grad(), model.autocast(batch.ids.device):
         rows: Tensor = model.language_model.base_model(**first_tokens(model, batch, _LOSS_ROWS))[0][0]
-    faults = Exception if uses_kernels(rows.device) else ()  # any error of a kernel's compiler
+    faults = Exception if uses_kernels(rows.device) else ()  # any compiler error of a kernel
     return attempt(lambda: _compare_losses(model, head, rows, weighted=weighted), faults)
 
 
@@ -356,8 +359,8 @@ def _compare_losses(model: TrainingModel, head: LinearHead, rows: Tensor, *, wei
         with torch.no_grad():
             largest = model.head(rows).float().abs().max().clamp_min(1e-6)
         difference = max_or_nan(
-            _loss_difference(model, head, given.to(rows.dtype), weighted=weighted)
-            for given in (rows, rows.float() * (_LARGE_LOGIT / largest))
+            _loss_difference(model, head, states.to(rows.dtype), weighted=weighted)
+            for states in (rows, rows.float() * (_LARGE_LOGIT / largest))
         )
         dtype = autocast_dtype(rows)
     if dtype != torch.float32:
@@ -382,6 +385,6 @@ def _loss_difference(model: TrainingModel, head: LinearHead, rows: Tensor, *, we
             loss = loss_sum(leaf)
         return [loss.detach(), *torch.autograd.grad(loss, [leaf, *trained])]
 
-    ours = outcome(lambda given: replace(head, chunk=_LOSS_CHUNK).loss_sum(given, targets, weights))
-    own = outcome(lambda given: token_loss_sum(model.head, given, targets, trained, _LOSS_CHUNK, weights))
-    return max_difference(ours, own)
+    linear = outcome(lambda leaf: replace(head, chunk=_LOSS_CHUNK).loss_sum(leaf, targets, weights))
+    expected = outcome(lambda leaf: token_loss_sum(model.head, leaf, targets, trained, _LOSS_CHUNK, weights))
+    return max_difference(linear, expected)

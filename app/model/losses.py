@@ -1,4 +1,4 @@
-"""The loss of a batch as one sum over its labeled hidden states; any function of documents as weights of tokens."""
+"""Loss of a batch as a sum over its labeled hidden states; any function of documents becomes token weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ OfDocuments = Callable[[Tensor, Batch], Tensor]  # a function of the log-probabi
 
 
 class LossHead(Protocol):
-    """Head of a model, as a loss applies it to labeled hidden states."""
+    """Model head that a loss applies to labeled hidden states."""
 
     def token_loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         """Return the sum of cross-entropies over all targets, each times its weight."""
@@ -23,7 +23,7 @@ class LossHead(Protocol):
         """Return the cross-entropy of each target and the most likely token."""
 
     def class_logits(self, rows: Tensor) -> Tensor:
-        """Return fp32 logits of a head for classes."""
+        """Return fp32 logits of a classification head."""
 
 
 def _token_scores(head: LossHead, states: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -36,13 +36,13 @@ def _token_ids(answers: int, outputs: int) -> Tensor:  # noqa: ARG001
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss sum of a batch from its labeled hidden states; `Batch.label_weight` is what a step divides it by."""
+    """Loss sum of a batch from its labeled hidden states; a step divides it by `Batch.label_weight`."""
 
     of_states: Callable[[LossHead, Tensor, Batch], Tensor]
-    scores: Callable[[LossHead, Tensor, Batch], tuple[Tensor, Tensor]] = _token_scores  # loss and choice of each target
-    of_rows: OfDocuments | None = None  # the loss of each data row, where it is one over documents
-    of_step: OfDocuments | None = None  # terms whose mean over a whole step `of_rows` reads as `Batch.step_mean`
-    blank_targets: Callable[..., Tensor] = _token_ids  # by numbers of answers and outputs, for a memory plan
+    scores: Callable[[LossHead, Tensor, Batch], tuple[Tensor, Tensor]] = _token_scores  # loss and choice by target
+    of_rows: OfDocuments | None = None  # loss of each data row, for losses over documents
+    of_step: OfDocuments | None = None  # terms whose mean over a step `of_rows` reads as `Batch.step_mean`
+    blank_targets: Callable[..., Tensor] = _token_ids  # by number of answers and outputs, for a memory plan
 
 
 def _of_tokens(head: LossHead, states: Tensor, batch: Batch) -> Tensor:
@@ -53,37 +53,39 @@ TOKEN_LOSS = Loss(_of_tokens)
 
 
 def over_documents(of_rows: OfDocuments, of_step: OfDocuments | None = None) -> Loss:
-    """A loss that is any function of the documents' log-probabilities, such as one over pairs of answers.
+    """Return a loss that is any function of the documents' log-probabilities, such as a loss over pairs of answers.
 
     With L = f(s), where s[d] is the sum of log p[t] over the trained tokens t of document d, the chain rule gives
 
         dL = sum over d of f'[d] ds[d] = sum over t of c[t] d(-log p[t])        with c[t] = -f'[d of t]
 
-    So the gradient of L is that of a token loss with the weights c, which are numbers. A first pass through the head,
-    without a graph, gives s; f is differentiated at s, which is a vector; a second pass is the token loss. Logits are
-    kept by neither, for any f.
+    So the gradient of L equals that of a token loss with constant weights c. A first pass through the head, without a
+    graph, gives s; f is differentiated at the vector s; a second pass is the token loss. Neither pass keeps logits,
+    for any f.
 
-    `of_step` gives a vector of terms for a batch, of any length: their mean over the step of all processes reaches
-    `of_rows` as `Batch.step_mean`, without a gradient.
+    `of_step` returns a vector of terms for a batch, of any length: their mean over the step of all processes is passed
+    to `of_rows` as `Batch.step_mean`, without a gradient.
     """
     return Loss(partial(_of_documents, of_rows), of_rows=of_rows, of_step=of_step)
 
 
 def _of_documents(of_rows: OfDocuments, head: LossHead, states: Tensor, batch: Batch) -> Tensor:
-    """A loss sum over documents, by two passes through the head."""
+    """Return a loss sum over documents, by two passes through the head."""
     losses, _ = head.token_scores(states.detach(), batch.targets)
     sums = log_probabilities(losses, batch).requires_grad_()
     assert batch.document_of_label is not None
     with torch.enable_grad():
         total = of_rows(sums, batch).sum() if batch.num_labels else sums.sum()
     (slope,) = torch.autograd.grad(total, sums)
-    per_label = torch.cat([-slope, slope.new_zeros(1)])[batch.document_of_label]  # the last is of filling targets
+    per_label = torch.cat([-slope, slope.new_zeros(1)])[batch.document_of_label]  # the last is for padding targets
     weighted = head.token_loss_sum(states, batch.targets, per_label.float())
     return total.detach().float() + weighted - weighted.detach()
 
 
 def log_probabilities(losses: Tensor, batch: Batch) -> Tensor:
-    """[D] in float64, of the trained tokens of each document: sums of thousands of float32 terms would cancel badly."""
+    """Return the log-probability [D] of each document's trained tokens, in float64: float32 sums of thousands of terms
+    would lose precision.
+    """
     assert batch.document_of_label is not None, "over_documents: the task's objective must have it, as its loss has"
     sums = torch.zeros(len(batch.lengths) + 1, dtype=torch.float64, device=losses.device)
     return sums.index_add(0, batch.document_of_label, -losses.double())[:-1]

@@ -1,4 +1,4 @@
-"""The module that is trained: its forward takes a Batch and returns the loss sum and the number of labels."""
+"""The trained module: its forward takes a Batch and returns the loss sum and the number of labels."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -39,7 +39,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def gathers(method: Method) -> Method:
-    """Mark a method that begins a pass as forward does: FSDP gathers the root's weights before it."""
+    """Mark a method that starts a pass like forward: FSDP gathers the root's weights before it."""
     vars(method)["gathers"] = True
     return method
 
@@ -47,8 +47,8 @@ def gathers(method: Method) -> Method:
 class TrainingModel(nn.Module):
     """A language model with its loss.
 
-    `network` is the model, or PEFT's wrapper around it; `attention` the name of its backend. What follows from its
-    weights is set later, by `divide`, the `use_` methods and `add_remark`.
+    `network` is the model or its PEFT wrapper; `attention` is the name of its backend. Settings that depend on its
+    weights are made later, by `divide`, the `use_` methods and `add_remark`.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class TrainingModel(nn.Module):
         self.attention = attention
         self.quantizer = quantizer  # of the base
         self.compiled_layers = compiled_layers
-        self.grouped_experts: list[Comparison] = []  # that passed, before our function was used
-        self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded
+        self.grouped_experts: list[Comparison] = []  # passed comparisons of the grouped function
+        self.sharding: Any = None  # app.distributed.fsdp.Sharding, if the model is sharded
         self.pooled, self.has_classes = task.pooled, task.has_classes
         self.loss = loss
         lm = self.language_model
         self.linear: LinearHead | None = None
-        self.router_loss: RouterLoss | None = None  # of a mixture, where its coefficient is above 0
+        self.router_loss: RouterLoss | None = None  # for experts with a coefficient above 0
         self.head: Head = pooled_head(lm) if self.pooled else own_head(lm)
         self.takes_segments = takes_segments(lm)
         self._trained: dict[str, nn.Parameter] = {}
@@ -81,18 +81,18 @@ class TrainingModel(nn.Module):
         self.first_position = first_position(lm)
         pad_mixers(lm)
         self.chunk = chunk_rows(lm.config.get_text_config().vocab_size)
-        self._lengths: tuple[int, ...] = ()  # of the documents that the backbone computes
+        self._lengths: tuple[int, ...] = ()  # of the documents in the current pass
 
     @property
     def language_model(self) -> Any:
-        """The transformers model, adapters inside it or not."""
+        """The transformers model, with or without adapters inside."""
         unwrap = getattr(self.network, "get_base_model", None)
         return self.network if unwrap is None else unwrap()
 
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
-        """The sum of the losses of all labels, each times its weight, or of all data rows; and the number of labels.
+        """Return the weighted loss sum over all labels, or the loss sum over all data rows, and the number of labels.
 
-        The sum has that of the routers too, of which `router_loss` keeps what it was.
+        The sum includes the router loss, whose value `router_loss` keeps.
         """
         with self.autocast(batch.ids.device):
             if self.router_loss is None:
@@ -106,31 +106,31 @@ class TrainingModel(nn.Module):
     @gathers
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of each target, and the token or class that the model would have chosen."""
+        """Return the loss of each target and the most likely token or class."""
         with self.autocast(batch.ids.device):
             rows = self._labeled_rows(batch)
             return self.loss.scores(self, rows, batch)
 
     def class_logits(self, rows: Tensor) -> Tensor:
-        """Return fp32 logits of a head for classes, from hidden states."""
+        """Return fp32 logits of a classification head, from hidden states."""
         logits: Tensor = self.head(rows).float()
         return logits
 
     def token_loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        """The sum of cross-entropies over all targets, each times its weight, from hidden states."""
+        """Return the weighted sum of cross-entropies over all targets, from hidden states."""
         if self.linear is not None:
             return self.linear.loss_sum(rows, targets, weights)
         trained = head_parameters(self.language_model)
         return token_loss_sum(self.head, rows, targets, trained, self.chunk, weights)
 
     def token_scores(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The cross-entropy of each target and the likeliest token, from hidden states."""
+        """Return the cross-entropy of each target and the most likely token, from hidden states."""
         if self.linear is not None:
             return self.linear.scores(rows, targets)
         return token_scores(self.head, rows, targets, head_parameters(self.language_model), self.chunk)
 
     def remarks(self) -> list[str]:
-        """Notes on what is computed in a slower way than it could be, or by other code than the model's own."""
+        """Return notes on slow fallbacks, and on computation other than the model's own code."""
         return [*self._remarks, *(self.compiled_layers.remarks() if self.compiled_layers else [])]
 
     def add_remark(self, text: str) -> None:
@@ -140,7 +140,7 @@ class TrainingModel(nn.Module):
         self.language_model.get_input_embeddings().register_forward_hook(partial(self._with_noise, alpha))
 
     def _with_noise(self, alpha: float, _module: nn.Module, _arguments: Any, embeddings: Tensor) -> Tensor:
-        """Uniform noise, the weaker the longer the document."""
+        """Return embeddings with uniform noise, weaker for longer documents."""
         if not self.training:
             return embeddings
         lines, width, size = embeddings.shape
@@ -150,7 +150,7 @@ class TrainingModel(nn.Module):
         return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * scale
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """The backbone's output [R, S, hidden]."""
+        """Return the backbone's output [R, S, hidden]."""
         self._lengths = batch.lengths
         states: Tensor = self.language_model.base_model(
             input_ids=batch.ids,
@@ -166,8 +166,8 @@ class TrainingModel(nn.Module):
     def places(
         self, positions: Tensor, documents: PackedSequences | None, lengths: Sequence[int] | None
     ) -> dict[str, Any]:
-        """Arguments of the backbone that say where documents are; a model's own attention counts from each row's start,
-        and is given a mask where tokens would see the padding.
+        """Return backbone arguments with the positions of documents; a model's own attention counts from each row's
+        start and gets a mask if tokens would see padding.
         """
         if self.attention != OWN:
             return {"position_ids": positions + self.first_position, "documents": documents}
@@ -180,11 +180,11 @@ class TrainingModel(nn.Module):
         return {} if segments is None or not self.takes_segments else {"token_type_ids": segments}
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by their names in the network; tied ones once."""
+        """Return the trained parameters by their names in the network, tied ones once."""
         return self._trained or {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
     def divide(self, sharding: Any, fill: Callable[[], None] = lambda: None) -> None:
-        """Shard the parameters, fill them, and note the sharded ones: after a pass modules show gathered ones."""
+        """Shard the parameters, fill them, and store the sharded ones: after a pass modules have gathered ones."""
         passes = [name for name, method in vars(TrainingModel).items() if hasattr(method, "gathers")]
         sharding.divide(self, repeated_layers(self.network), passes)
         fill()
@@ -201,16 +201,16 @@ class TrainingModel(nn.Module):
 
     @gathers
     def within(self, work: Callable[[], Result]) -> Result:
-        """Run `work`, which calls submodules directly: a forward hook of FSDP gathers what layers share."""
+        """Run `work`, which calls submodules directly: a forward hook of FSDP gathers parameters outside layers."""
         return work()
 
     @contextlib.contextmanager
     def autocast(self, device: torch.device) -> Iterator[None]:
-        """Autocast in the run's precision: Accelerate's does nothing for fp16 on a CPU, silently."""
+        """Context with autocast in the run's precision: Accelerate's autocast silently ignores fp16 on CPU."""
         if self.compute is None:
             yield
         else:
-            # a cached cast would outlive its layer: a copy of every trained weight until the forward pass ends
+            # cached casts would outlive their layer, with a copy of all trained weights until the forward pass ends
             with torch.autocast(device.type, dtype=self.compute, cache_enabled=False):
                 yield
 
@@ -219,7 +219,7 @@ class TrainingModel(nn.Module):
     def logits(self, ids: Tensor, segments: Tensor | None = None) -> Tensor:
         """Return the model's own logits for one document."""
         lm = self.language_model
-        arguments = {name: each[None].to(lm.device) for name, each in self.segment_arguments(segments).items()}
+        arguments = {name: tensor[None].to(lm.device) for name, tensor in self.segment_arguments(segments).items()}
         logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False, **arguments).logits
         return logits[0]
 
@@ -237,21 +237,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def freeze(network: nn.Module, patterns: Collection[str]) -> None:
     """Freeze weights by name: a pattern matches between two dots; `*` and `?` are wildcards."""
-    found: set[str] = set()
+    matched: set[str] = set()
     for name, parameter in network.named_parameters():
-        matches = {each for each in patterns if fnmatchcase(f".{name}.", f"*.{each}.*")}
+        matches = {pattern for pattern in patterns if fnmatchcase(f".{name}.", f"*.{pattern}.*")}
         parameter.requires_grad_(parameter.requires_grad and not matches)
-        found |= matches
-    for each in sorted(set(patterns) - found):
-        known = sorted({part for name, _ in network.named_parameters() for part in name.split(".")})
+        matched |= matches
+    for pattern in sorted(set(patterns) - matched):
+        parts = sorted({part for name, _ in network.named_parameters() for part in name.split(".")})
         raise ConfigError(
-            f"training.freeze: {each} is no part of a weight's name in this model.{did_you_mean(each, known)} Such a "
-            f"name is {next(network.named_parameters())[0]}."
+            f"training.freeze: {pattern} is not part of any weight name in this model.{did_you_mean(pattern, parts)} "
+            f"Example of a name: {next(network.named_parameters())[0]}."
         )
-    if patterns and not any(each.requires_grad for each in network.parameters()):
-        raise ConfigError(f"training.freeze=[{','.join(patterns)}] leaves nothing to train. Take some of it out.")
+    if patterns and not any(parameter.requires_grad for parameter in network.parameters()):
+        raise ConfigError(f"training.freeze=[{','.join(patterns)}] leaves nothing to train. Remove some of it.")
 
 
 def _on(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """Numbers of the host, for which it does not wait."""
+    """Copy host numbers to the device without synchronizing."""
     return torch.tensor(numbers).to(device, non_blocking=True)

@@ -1,8 +1,8 @@
 """Verification of compiled layers before the first step, one layer at a time.
 
-At the real input of each layer, the compiled layer and the layer's own forward are compared with a float32 reference on
-some documents. How far a compiled layer may be from it depends on how far the own forward is, so the limits hold for
-every precision, depth and quantization. Memory is that of one layer at the shape of a micro-batch.
+At the real input of each layer, the compiled and the uncompiled layer are compared with a float32 reference on some
+documents. The limit for the compiled error is a multiple of the uncompiled error, so it is valid for every precision,
+depth and quantization. It takes the memory of one layer at the shape of a micro-batch.
 """
 
 import math
@@ -30,37 +30,37 @@ from app.model.training_model import TrainingModel
 from app.oom_retry import is_out_of_memory
 
 _COMPARED_TOKENS = 512
-_MIN_ERROR = 1e-5  # of float32 arithmetic: smaller errors count as this one
-_NOISE = 1.0  # an error as large as the tensor: rounding is all there is, as in the gradient of a key's bias
-_MAX_WORST, _MAX_MEAN = 2.0, 1.5  # allowed error of a compiled layer by that of its own forward
+_MIN_ERROR = 1e-5  # float32 rounding: smaller errors count as this one
+_NOISE = 1.0  # an error as large as the tensor: it has only rounding, as the gradient of a key's bias
+_MAX_WORST, _MAX_MEAN = 2.0, 1.5  # allowed compiled error, as a multiple of the uncompiled error
 
 
 class TensorError(NamedTuple):
-    """Relative errors of one tensor of one layer: of the compiled layer and of its own forward."""
+    """Relative errors of one tensor of one layer: compiled and uncompiled."""
 
     layer: int
     name: str
     compiled: float
-    own: float
+    uncompiled: float
 
     @property
     def ratio(self) -> float:
-        """The compiled error by the own one; NaN where the compiled tensor is not finite."""
+        """Compiled error divided by the uncompiled error; NaN if the compiled tensor is not finite."""
         if not math.isfinite(self.compiled):
             return math.nan
-        return 0.0 if self.own >= _NOISE else self.compiled / max(self.own, _MIN_ERROR)
+        return 0.0 if self.uncompiled >= _NOISE else self.compiled / max(self.uncompiled, _MIN_ERROR)
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedDocuments:
-    """Some documents of a packed batch, as a batch of their own, and the places of their tokens in its row."""
+    """Some documents of a packed batch as a separate batch, and the positions of their tokens in its row."""
 
     batch: Batch
     places: Tensor  # [T]
 
     @classmethod
     def of(cls, batch: Batch, *, causal: bool) -> "ComparedDocuments":
-        """Take the first, the last and others in turn; causal documents may be cut at their end."""
+        """Take the first, the last, the second and so on; causal documents may be truncated."""
         documents = batch.documents
         assert documents is not None, "layers are compiled for packed batches"
         lengths, taken = documents.lengths, dict[int, int]()
@@ -93,11 +93,12 @@ def _outside_in(count: int) -> Iterator[int]:
 
 
 def verify_compiled(model: TrainingModel, layers: CompiledLayers, batch: Batch) -> Comparison:
-    """Compile all layers for the shape of `batch` and compare each with its own forward and a float32 reference.
+    """Compile all layers for the shape of `batch` and compare them with the uncompiled layers and a float32 reference.
 
-    Dropout is off meanwhile, as compiled layers draw other masks; then the graphs of training are made apart.
+    Dropout is off during the comparison, because compiled layers draw other masks; then training graphs are compiled
+    separately.
     """
-    began, device, lm = time.perf_counter(), batch.ids.device, model.language_model
+    start, device, lm = time.perf_counter(), batch.ids.device, model.language_model
     compared = ComparedDocuments.of(batch, causal=_is_causal(lm))
     verifier = _Verifier(model, layers, compared)
     has_dropout, mode = draws_random_numbers(lm), lm.training
@@ -105,7 +106,7 @@ def verify_compiled(model: TrainingModel, layers: CompiledLayers, batch: Batch) 
     with random_state, model.autocast(device):
         lm.train(mode and not has_dropout)
         try:
-            # with gradients before the first layer: whether a layer's input needs one is a part of its graph
+            # with gradients before the first layer: whether a layer's input needs one is part of its graph
             with layers.visited(verifier.record), torch.enable_grad():
                 model.hidden_states(compared.batch)
             with layers.visited(verifier.compare), torch.no_grad():
@@ -116,19 +117,19 @@ def verify_compiled(model: TrainingModel, layers: CompiledLayers, batch: Batch) 
             layers.graphs = 0
             with layers.visited(verifier.make_graph), torch.no_grad():
                 model.hidden_states(batch)
-    found = verifier.result()
-    layers.seconds += time.perf_counter() - began
-    layers.verified, layers.worst_ratio, layers.errors = True, found.difference, verifier.errors
-    return found
+    result = verifier.result()
+    layers.seconds += time.perf_counter() - start
+    layers.verified, layers.worst_ratio, layers.errors = True, result.difference, verifier.errors
+    return result
 
 
 def _is_causal(lm: nn.Module) -> bool:
-    """Return whether no token of any layer attends to those after it."""
+    """Return whether no layer attends to later tokens."""
     return all(getattr(module, "is_causal", True) for module in lm.modules())
 
 
 class _Verifier:
-    """The visits to each layer: `record` its arguments for a few documents, then `compare` it in the whole batch."""
+    """Visits to all layers: `record` arguments for a few documents, then `compare` in the whole batch."""
 
     def __init__(self, model: TrainingModel, layers: CompiledLayers, compared: ComparedDocuments) -> None:
         self._model, self._layers, self._places = model, layers, compared.places
@@ -137,41 +138,43 @@ class _Verifier:
         self.errors: list[TensorError] = []
         self._fault: str | None = None
 
-    def record(self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall) -> Any:
-        """Keep the arguments but for hidden states, and whether those get a gradient in training."""
+    def record(self, number: int, layer: nn.Module, forward: Callable[..., Any], call: LayerCall) -> Any:
+        """Store the arguments except hidden states, and whether these get a gradient in training."""
         self._needs_gradient |= call.hidden.requires_grad
         self._recorded[number] = (call.with_hidden(None), self._needs_gradient)
         self._needs_gradient |= any(parameter.requires_grad for parameter in layer.parameters())
         with torch.no_grad():
-            return own(*call.args, **call.kwargs)
+            return forward(*call.args, **call.kwargs)
 
-    def compare(self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall) -> Any:
-        """Compare one layer. After a fault the pass continues without, as other processes wait for its collectives."""
-        self._attempt(number, lambda: self.errors.extend(self._errors_of(number, layer, own, call)))
-        return own(*call.args, **call.kwargs)
+    def compare(self, number: int, layer: nn.Module, forward: Callable[..., Any], call: LayerCall) -> Any:
+        """Compare one layer. After a fault only complete the pass, because other processes wait for its collectives."""
+        self._attempt(number, lambda: self.errors.extend(self._errors_of(number, layer, forward, call)))
+        return forward(*call.args, **call.kwargs)
 
-    def make_graph(self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall) -> Any:
+    def make_graph(self, number: int, layer: nn.Module, forward: Callable[..., Any], call: LayerCall) -> Any:
         """Compile one layer without a comparison."""
         few, needs_gradient = self._recorded[number]
-        trained = [each for each in layer.parameters() if each.requires_grad]
+        trained = [weight for weight in layer.parameters() if weight.requires_grad]
         compiled, call = partial(self._layers.compiled, layer), _like(call, few)
         make = partial(_outcome, upstream=torch.ones_like, needs_gradient=needs_gradient)
         self._attempt(number, lambda: make(compiled, call, call.hidden, trained))
-        return own(*call.args, **call.kwargs)
+        return forward(*call.args, **call.kwargs)
 
     def _attempt(self, number: int, work: Callable[[], Any]) -> None:
         if self._fault is not None:
             return
         try:
             work()
-        except Exception as fault:  # of any stage of the compiler, and of what it made
+        except Exception as fault:  # from any stage of the compiler, or from its output
             if is_out_of_memory(fault):
                 raise
             self._fault = f"layer {number} cannot be compiled ({gist(fault)})"
 
-    def _errors_of(self, number: int, layer: nn.Module, own: Callable[..., Any], call: LayerCall) -> list[TensorError]:
+    def _errors_of(
+        self, number: int, layer: nn.Module, forward: Callable[..., Any], call: LayerCall
+    ) -> list[TensorError]:
         few, needs_gradient = self._recorded[number]
-        trained = {name: each for name, each in layer.named_parameters() if each.requires_grad}
+        trained = {name: weight for name, weight in layer.named_parameters() if weight.requires_grad}
         whole = call.hidden.detach()
         axis = whole.ndim - 2  # of tokens
         picks = partial(torch.index_select, dim=axis, index=self._places)
@@ -188,50 +191,50 @@ class _Verifier:
         outcome = partial(_outcome, upstream=upstream, needs_gradient=needs_gradient)
         with _nonzero(trained.values()):
             compiled = outcome(partial(self._layers.compiled, layer), _like(call, few), whole, [*trained.values()])
-            theirs = outcome(own, few, rows, [*trained.values()])
-            with float32_reference(self._model.language_model, layer, own) as (forward, parameters):
-                exact = outcome(forward, _widened(few), rows.float(), [parameters[name] for name in trained])
+            uncompiled = outcome(forward, few, rows, [*trained.values()])
+            with float32_reference(self._model.language_model, layer, forward) as (reference, parameters):
+                exact = outcome(reference, _widened(few), rows.float(), [parameters[name] for name in trained])
         compiled[0] = picks(compiled[0])
-        if needs_gradient:  # all rows of it: none but those of the compared documents may have a gradient
-            theirs[1], exact[1] = (spread(side[1], whole) for side in (theirs, exact))
-        names = ["output", *["gradient of its input"] * needs_gradient, *(f"gradient of {name}" for name in trained)]
-        ours, own_errors = (_relative_errors(side, exact) for side in (compiled, theirs))
-        return [TensorError(number, *each) for each in zip(names, ours, own_errors, strict=True)]
+        if needs_gradient:  # for all rows: only those of compared documents may have a gradient
+            uncompiled[1], exact[1] = (spread(side[1], whole) for side in (uncompiled, exact))
+        names = ["output", *["gradient of input"] * needs_gradient, *(f"gradient of {name}" for name in trained)]
+        errors = (_relative_errors(side, exact) for side in (compiled, uncompiled))
+        return [TensorError(number, *values) for values in zip(names, *errors, strict=True)]
 
     def result(self) -> Comparison:
-        """The largest ratio of errors, or the fault that was found."""
-        words = "error of compiled layers by that of their own forward"
+        """Return the largest ratio of errors, or the fault."""
+        words = "error of compiled layers relative to uncompiled layers"
         if self._fault is not None:
             return Fault(self._fault, math.nan, 0.0)
         if not self.errors:  # no layer can be compiled
             return Comparison(words, 0.0, _MAX_WORST)
-        worst = max(self.errors, key=lambda each: math.inf if math.isnan(each.ratio) else each.ratio)
+        worst = max(self.errors, key=lambda error: math.inf if math.isnan(error.ratio) else error.ratio)
         if not worst.ratio <= _MAX_WORST:
             return _refusal(f"layer {worst.layer}", worst, _MAX_WORST)
-        mean = max(mean_errors(self.errors), key=lambda each: each.ratio)
+        mean = max(mean_errors(self.errors), key=lambda error: error.ratio)
         if not mean.ratio <= _MAX_MEAN:
             return _refusal("mean over layers", mean, _MAX_MEAN)
         return Comparison(words, worst.ratio, _MAX_WORST)
 
 
 def mean_errors(errors: Iterable[TensorError]) -> list[TensorError]:
-    """Return the mean errors over all layers of each kind of tensor."""
+    """Return the mean errors over all layers, by tensor name."""
     by_name = defaultdict[str, list[TensorError]](list)
-    for each in errors:
-        by_name[each.name].append(each)
+    for error in errors:
+        by_name[error.name].append(error)
     return [
-        TensorError(-1, name, *(sum(values) / len(same) for values in zip(*(each[2:] for each in same), strict=True)))
+        TensorError(-1, name, *(sum(values) / len(same) for values in zip(*(error[2:] for error in same), strict=True)))
         for name, same in by_name.items()
     ]
 
 
-def _refusal(place: str, found: TensorError, limit: float) -> Fault:
-    name = found.name.replace(".default", "").removesuffix(".weight")
+def _refusal(place: str, error: TensorError, limit: float) -> Fault:
+    name = error.name.replace(".default", "").removesuffix(".weight")
     text = (
-        f"{place}, {name}: error {found.compiled:.1e} is {found.ratio:.3g}x that of the uncompiled layer "
-        f"({max(found.own, _MIN_ERROR):.1e}, limit {limit:g}x)"
+        f"{place}, {name}: error {error.compiled:.1e} is {error.ratio:.3g}x that of the uncompiled layer "
+        f"({max(error.uncompiled, _MIN_ERROR):.1e}, limit {limit:g}x)"
     )
-    return Fault(text, found.ratio, limit)
+    return Fault(text, error.ratio, limit)
 
 
 def _outcome(
@@ -243,7 +246,7 @@ def _outcome(
     upstream: Callable[[Tensor], Tensor],
     needs_gradient: bool,
 ) -> list[Tensor]:
-    """Return the output and the gradients of the input, if it needs one, and of trained parameters."""
+    """Return the output and the gradients of trained parameters and, if needed, of the input."""
     leaf = hidden.detach().requires_grad_(needs_gradient)
     args, kwargs = call.with_hidden(leaf)
     with torch.enable_grad():
@@ -256,18 +259,18 @@ def _outcome(
     return [output.detach(), *gradients]
 
 
-def _relative_errors(found: Iterable[Tensor], exact: Iterable[Tensor]) -> list[float]:
+def _relative_errors(tensors: Iterable[Tensor], exact: Iterable[Tensor]) -> list[float]:
     norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
-    pairs = zip(found, exact, strict=True)
-    errors = [norm(ours.float() - theirs) / norm(theirs).clamp_min(1e-30) for ours, theirs in pairs]
+    pairs = zip(tensors, exact, strict=True)
+    errors = [norm(tensor.float() - expected) / norm(expected).clamp_min(1e-30) for tensor, expected in pairs]
     numbers: list[float] = torch.stack(errors).tolist()
     return numbers
 
 
 def _fixed_values(like: Tensor) -> Tensor:
-    """Return normal random numbers that are always the same: those of the run must not depend on verification.
+    """Return constant normal random numbers: those of the run must not depend on verification.
 
-    Values of low rank, such as cosines, would leave few numbers in a gradient: errors of correct layers differ more.
+    Low-rank values, such as cosines, would leave few numbers in a gradient, so errors of correct layers would vary.
     """
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.device)
@@ -275,51 +278,51 @@ def _fixed_values(like: Tensor) -> Tensor:
 
 @contextmanager
 def _nonzero(trained: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Context in which parameters that are all zero have values: the B of a new adapter hides errors of the rest."""
-    hidden = [each for each in trained if not each.detach().any()]
+    """Context in which all-zero parameters have values: B of a new adapter would hide errors of other tensors."""
+    zeros = [parameter for parameter in trained if not parameter.detach().any()]
     with torch.no_grad():
-        for each in hidden:
-            each.copy_(_fixed_values(each) / each.shape[-1] ** 0.5)
+        for parameter in zeros:
+            parameter.copy_(_fixed_values(parameter) / parameter.shape[-1] ** 0.5)
     try:
         yield
     finally:
         with torch.no_grad():
-            for each in hidden:
-                each.zero_()
+            for parameter in zeros:
+                parameter.zero_()
 
 
 class _OwnForward(nn.Module):
-    """The own forward of a layer as a module, without the hooks that calling the layer would run."""
+    """A layer's own forward as a module, without the hooks of the layer."""
 
-    def __init__(self, layer: nn.Module, own: Callable[..., Any]) -> None:
+    def __init__(self, layer: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.layer, self.own = layer, own
+        self.layer, self.function = layer, function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.own(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
 
 @contextmanager
 def float32_reference(
-    lm: Any, layer: nn.Module, own: Callable[..., Any]
+    lm: Any, layer: nn.Module, forward: Callable[..., Any]
 ) -> Iterator[tuple[Callable[..., Any], Mapping[str, Tensor]]]:
-    """Context that gives a layer's forward in float32 and its parameters there: plain attention, rows that are not
-    rounded, weights dequantized to float32.
+    """Context with a layer's forward and parameters in float32: plain attention, no row rounding, weights dequantized
+    to float32.
     """
     parameters = {
-        name: each.detach().float().requires_grad_(each.requires_grad)
-        for name, each in layer.named_parameters()
-        if each.is_floating_point()
+        name: weight.detach().float().requires_grad_(weight.requires_grad)
+        for name, weight in layer.named_parameters()
+        if weight.is_floating_point()
     }
-    values = {f"layer.{name}": each for name, each in parameters.items()}
-    wrapped = _OwnForward(layer, own)
+    values = {f"layer.{name}": weight for name, weight in parameters.items()}
+    wrapped = _OwnForward(layer, forward)
     of_training, matmul = lm.config._attn_implementation, torch.get_float32_matmul_precision()
-    packed = [each for each in layer.modules() if hasattr(each, "compute_dtype")]  # layers of bitsandbytes
-    dtypes = [each.compute_dtype for each in packed]
+    packed = [module for module in layer.modules() if hasattr(module, "compute_dtype")]  # bitsandbytes layers
+    dtypes = [module.compute_dtype for module in packed]
     lm.set_attn_implementation(register_kernel(plain_packed, f"{NAME}_plain"))
     torch.set_float32_matmul_precision("highest")
-    for each in packed:
-        each.compute_dtype = torch.float32  # type: ignore[assignment]
+    for module in packed:
+        module.compute_dtype = torch.float32  # type: ignore[assignment]
     try:
         device = next(iter(parameters.values())).device.type
         with without_row_rounding(layer), torch.autocast(device, enabled=False):
@@ -327,12 +330,12 @@ def float32_reference(
     finally:
         torch.set_float32_matmul_precision(matmul)
         lm.set_attn_implementation(of_training)
-        for each, dtype in zip(packed, dtypes, strict=True):
-            each.compute_dtype = dtype
+        for module, dtype in zip(packed, dtypes, strict=True):
+            module.compute_dtype = dtype
 
 
 def _like(call: LayerCall, recorded: LayerCall) -> LayerCall:
-    """Return the call with gradients needed of the same other tensors as in training."""
+    """Return the call with gradients required for the same other tensors as in training."""
 
     def mark(value: Any, model: Any) -> Any:
         return value.detach().requires_grad_() if isinstance(model, Tensor) and model.requires_grad else value
@@ -341,7 +344,7 @@ def _like(call: LayerCall, recorded: LayerCall) -> LayerCall:
 
 
 def _widened(call: LayerCall) -> LayerCall:
-    """Return the call with its tensors of numbers in float32."""
+    """Return the call with floating-point tensors in float32."""
 
     def widen(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,7 +1,7 @@
 """Learning rates as pure functions of the step; no torch.
 
-Warm-up is a straight line that reaches the peak with the first step after it. A decay starts at the peak and
-would reach `final_fraction` one step after the last: no step is wasted on a learning rate of zero.
+Warmup is linear and reaches the peak at the first step after it. A decay starts at the peak and would reach
+`final_fraction` one step after the last, so no step has a learning rate of zero.
 """
 
 import math
@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from app.config.schema import ScheduleConfig
 
-# (section, step, first step after the warm-up, number of steps) -> fraction of the peak
+# (section, step, first step after the warmup, number of steps) -> fraction of the peak
 Shape = Callable[[ScheduleConfig, int, int, int], float]
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total: int) -> float:
-    """Learning rate of `step` (counted from 0) out of `total`."""
+    """Return the learning rate of `step` (counted from 0) out of `total`."""
     assert 0 <= step < total, (step, total)
     warmup = warmup_steps(config, total)
     if step < warmup:
@@ -23,11 +23,11 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total: int) ->
 
 
 def warmup_steps(config: ScheduleConfig, total: int) -> int:
-    """Number of warm-up steps: at least one where a warm-up is asked for, and never the whole run."""
-    wanted = config.warmup_steps
-    if wanted is None:
-        wanted = max(1, round(config.warmup_fraction * total)) if config.warmup_fraction else 0
-    return min(wanted, total - 1)
+    """Return the number of warmup steps: at least one if there is a warmup, and never all steps."""
+    steps = config.warmup_steps
+    if steps is None:
+        steps = max(1, round(config.warmup_fraction * total)) if config.warmup_fraction else 0
+    return min(steps, total - 1)
 
 
 def _linear(config: ScheduleConfig, step: int, warmup: int, total: int) -> float:

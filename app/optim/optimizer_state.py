@@ -1,6 +1,6 @@
-"""Optimizer state as named tensors (for safetensors) and plain values (for JSON), and states allocated before step 1.
+"""Optimizer state as named tensors (for safetensors) and plain values (for JSON), and its allocation before step 1.
 
-A name is the path through the nested dictionaries: `state/0/exp_avg`. A part of digits is a whole number.
+A name is the path through the nested dictionaries: `state/0/exp_avg`. A part of digits is an integer key.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ StateDict = dict[str, Any]
 
 
 def flatten(state_dict: StateDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Flatten, sorted by name, so that equal states give equal files; tensors are not copied."""
+    """Flatten the state, sorted by name, so that equal states give equal files; do not copy tensors."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     _flatten_into(tensors, plain, "", state_dict)
@@ -44,14 +44,14 @@ def unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> StateDict:
 
 
 def load_state(optimizer: Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
-    """Continue with a flat state. The tensors become the optimizer's own: do not use them again."""
+    """Load a flat state. The optimizer keeps the tensors: do not use them again."""
     saved = unflatten(tensors, plain)
     both = (saved, optimizer.state_dict())
-    names, wanted = ([group["param_names"] for group in each["param_groups"]] for each in both)
-    if names != wanted:  # states are stored by position
+    names, expected = ([group["param_names"] for group in state["param_groups"]] for state in both)
+    if names != expected:  # states are stored by position
         raise CheckpointError(
-            "resume: the checkpoint has the optimizer state of other trained parameters than this run's; "
-            "type model=, adapter= and optimizer= as in the run.yaml it belongs to, or another output_dir"
+            "resume: the optimizer state in the checkpoint is for different trained parameters; "
+            "set model=, adapter= and optimizer= as in its run.yaml, or use another output_dir"
         )
     if getattr(ordinary(optimizer), "is_paged", False):
         _load_paged(optimizer, saved)
@@ -60,7 +60,7 @@ def load_state(optimizer: Optimizer, tensors: dict[str, Tensor], plain: dict[str
 
 
 def named_states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """States of each parameter by its name; the tensors are the optimizer's own."""
+    """Return the states of each parameter by name; tensors are not copied."""
     return {
         name: optimizer.state[parameter]
         for group in optimizer.param_groups
@@ -70,10 +70,10 @@ def named_states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def saved_names(plain: Mapping[str, Any]) -> dict[str, str]:
-    """Parameter names by the numbered paths of a flat state."""
+    """Return parameter names by the numbered paths of a flat state."""
     return {
         f"state/{number}": name
-        for group in _decode(plain.get("param_groups", []))  # that of a sharded checkpoint has none
+        for group in _decode(plain.get("param_groups", []))  # none in a sharded checkpoint
         for number, name in zip(group["params"], group["param_names"], strict=True)
     }
 
@@ -90,7 +90,7 @@ def _flatten_into(tensors: dict[str, Tensor], plain: dict[str, Any], path: str, 
 
 
 def _encode(value: Any) -> Any:
-    """JSON has no tuples, and its keys are always text."""
+    """Convert to JSON, which has no tuples and only text as keys."""
     if isinstance(value, tuple):
         return {"tuple": [_encode(item) for item in value]}
     if isinstance(value, list):
@@ -112,7 +112,7 @@ def _decode(value: Any) -> Any:
 
 
 def _load_paged(optimizer: Optimizer, saved: StateDict) -> None:
-    """Load into paged memory: bitsandbytes loads into that of the device, where paged states may not fit."""
+    """Load into paged memory: bitsandbytes loads into device memory, where paged states may not fit."""
     paged: Any = ordinary(optimizer)
     optimizer.load_state_dict(saved, move_to_device=False)  # type: ignore[call-arg]
     with torch.no_grad():
@@ -124,15 +124,15 @@ def _load_paged(optimizer: Optimizer, saved: StateDict) -> None:
 
 
 def allocate_states(optimizer: Optimizer) -> int:
-    """Allocate the states of the first step, to see that they fit; returns how many parameters have some.
+    """Allocate the states of the first step, to check that they fit; return the number of parameters with states.
 
-    Parameters do not change; each that gets a state has a gradient of zeros. bitsandbytes has a method for it, all
-    others make a step that changes nothing: with rate zero nothing decays or is added, and with gradients of zero no
-    zero changes its sign. `drop_states` frees them, and the first step makes them anew.
+    Parameters do not change; those that get a state have a zero gradient. bitsandbytes has a method for this. Others
+    take a step that changes nothing: with a learning rate of zero nothing decays or is added, and with zero gradients
+    no zero changes its sign. `drop_states` frees the states, and the first step allocates them again.
     """
     inner: Any = ordinary(optimizer)
     groups = [dict(group) for group in optimizer.param_groups]
-    # a OneByOne steps one parameter at a time: its copies are part of what must fit
+    # a OneByOne steps one parameter at a time: its copies must fit too
     if callable(getattr(inner, "init_state", None)) and (inner is optimizer or inner.is_paged):
         _initialize(inner)
     elif skips_on_device(optimizer):
@@ -143,12 +143,12 @@ def allocate_states(optimizer: Optimizer) -> int:
         optimizer.step()
     for group, before in zip(optimizer.param_groups, groups, strict=True):
         group.clear()  # apex counts steps there
-        group.update(before)  # no step was made, and none is counted
+        group.update(before)  # so this step is not counted
     return len(optimizer.state)
 
 
 def drop_states(optimizer: Optimizer) -> None:
-    """Free the states of `allocate_states`, except paged ones, which bitsandbytes keeps."""
+    """Free the states of `allocate_states`, except paged states, which bitsandbytes keeps."""
     for parameter in list(optimizer.state):
         if not any(getattr(value, "is_paged", False) for value in optimizer.state[parameter].values()):
             del optimizer.state[parameter]

@@ -1,14 +1,14 @@
 """Optimizers: the table, parameter groups, fp16 loss scale, skipped steps, stochastic rounding of bfloat16 weights.
 
-To skip a step on the device, torch's fused optimizers read a flag in device memory within the kernel: the contract
-they have with torch's gradient scaler. `step_unless` is the one place that relies on it.
+To skip a step on the device, torch's fused optimizers read a flag in device memory within the kernel: their contract
+with torch's gradient scaler. Only `step_unless` relies on it.
 
-With bfloat16 weights an optimizer steps one parameter at a time, on float32 stand-ins which have a shape and no memory
-between steps. So its states are in float32, and are saved and loaded as usual.
+With bfloat16 weights an optimizer steps one parameter at a time, on float32 stand-ins that have a shape but no memory
+between steps. So its states are in float32 and are saved and loaded as usual.
 
-bfloat16 is the upper half of a float32. Random bits are added to the lower half before it is cut off: the nearer a
-number is to the one above, the more often the sum carries over, so small updates are not lost on average. The bits
-belong to places in the whole tensor: a shard is rounded as in the whole.
+bfloat16 is the upper half of a float32. Random bits are added to the lower half before truncation: the closer a number
+is to the next one above, the more often the sum carries, so small updates are not lost on average. The bits depend on
+positions in the whole tensor, so a shard is rounded like the whole.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from app.config.schema import OptimizerConfig
 
 
 def squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares in float64, so that it does not depend on how the gradient is sharded."""
+    """Return the sum of squares in float64, so that it does not depend on the sharding of gradients."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64)
@@ -35,14 +35,14 @@ def squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether `step_unless` works; else the caller must read the flag and leave the step out."""
+    """Return whether `step_unless` works; else the caller must read the flag and skip the step."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Step; changes neither parameters nor states if `found_inf`, a float32 scalar, is 1 and not 0."""
+    """Step; change neither parameters nor states if `found_inf`, a float32 scalar, is 1 and not 0."""
     assert skips_on_device(optimizer)
-    assert found_inf.ndim == 0, "the step counters are scalars and take the flag off in place"
+    assert found_inf.ndim == 0, "the step counters are scalars and subtract the flag in place"
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:
         optimizer.step()
@@ -54,21 +54,21 @@ START, GROWTH_INTERVAL = 65536.0, 2000  # initial scale; finite steps before it 
 
 
 class LossScale:
-    """Loss scale of fp16: halved by a step that is not finite, doubled after many finite ones.
+    """Loss scale of fp16: halved after a non-finite step, doubled after many finite steps.
 
-    As torch's GradScaler, but decided by the gradient norm, which is equal on every rank.
+    Like torch's GradScaler, but based on the gradient norm, which is equal on all ranks.
     """
 
     def __init__(self, device: torch.device, value: float = START) -> None:
         self.value = torch.tensor(value, device=device)
-        self._finite_steps = torch.zeros((), dtype=torch.int32, device=device)  # since it changed
+        self._finite_steps = torch.zeros((), dtype=torch.int32, device=device)  # since the last change
 
     def update(self, finite: Tensor) -> None:
         found_inf = (~finite).float().to(self.value.device)
         torch._amp_update_scale_(self.value, self._finite_steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
 
     def state_dict(self) -> dict[str, Any]:
-        """State under the names of torch's GradScaler."""
+        """Return the state with the names of torch's GradScaler."""
         return {"scale": float(self.value), "_growth_tracker": int(self._finite_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,34 +79,34 @@ class LossScale:
 # ---- parameter groups
 
 
-LR_FACTOR = "lr_factor"  # of a parameter group
+LR_FACTOR = "lr_factor"  # key of a parameter group
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trained parameter with its role in the model."""
+    """A trained parameter and its role in the model."""
 
     name: str
     parameter: nn.Parameter
     decays: bool
     is_hidden_matrix: bool  # 2-D, and neither an embedding nor the output head
-    is_embedding: bool  # a head tied to it too
-    place: int = 0  # among all trained tensors of the model
-    first: int = 0  # of a shard: where its first number stands in the whole tensor
-    lr_factor: float = 1.0  # its learning rate as a multiple of that of the run
+    is_embedding: bool  # or a head tied to it
+    place: int = 0  # index among all trained tensors of the model
+    first: int = 0  # for a shard: index of its first element in the whole tensor
+    lr_factor: float = 1.0  # learning rate as a multiple of `optimizer.lr`
 
 
 def trained_parameters(model: nn.Module, lr_factor: Callable[[str], float] = lambda _name: 1.0) -> list[Trained]:
-    """Parameters with `requires_grad`, once each, in the order of `model.named_parameters()`; rates by their names."""
+    """Return the parameters with `requires_grad`, once each, in the order of `model.named_parameters()`."""
     embeddings = _ids(module for module in model.modules() if isinstance(module, nn.Embedding))
     ends = embeddings | _ids(_output_heads(model))
     norms = _ids(module for module in model.modules() if "norm" in type(module).__name__.lower())
-    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return [
         Trained(
             name=name,
             parameter=parameter,
-            # Experts keep their biases in one matrix, so the number of dimensions alone does not tell.
+            # experts have their biases in one matrix, so the number of dimensions is not enough
             decays=parameter.ndim >= 2 and id(parameter) not in embeddings | norms and not name.endswith("bias"),
             is_hidden_matrix=parameter.ndim == 2 and id(parameter) not in ends,
             is_embedding=id(parameter) in embeddings,
@@ -118,17 +118,17 @@ def trained_parameters(model: nn.Module, lr_factor: Callable[[str], float] = lam
 
 
 def parameter_groups(members: Iterable[Trained], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of torch by learning rate, with and without weight decay, with names; empty ones are left out.
+    """Return non-empty torch parameter groups by learning rate, with and without weight decay, with names.
 
-    Groups with the rate of the run are first, and have no factor of it.
+    Groups with the learning rate `optimizer.lr` are first and have no factor.
     """
     members = list(members)
-    factors = sorted({each.lr_factor for each in members}, key=lambda factor: (factor != 1, factor))
+    factors = sorted({m.lr_factor for m in members}, key=lambda factor: (factor != 1, factor))
     return [
         {"params": group, "weight_decay": decay} | ({} if factor == 1 else {LR_FACTOR: factor})
         for factor in factors
-        for wanted, decay in ((True, weight_decay), (False, 0.0))
-        if (group := [(m.name, m.parameter) for m in members if m.decays is wanted and m.lr_factor == factor])
+        for decays, decay in ((True, weight_decay), (False, 0.0))
+        if (group := [(m.name, m.parameter) for m in members if m.decays is decays and m.lr_factor == factor])
     ]
 
 
@@ -137,7 +137,7 @@ def _ids(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _output_heads(model: nn.Module) -> Iterable[nn.Module]:
-    """Modules of the output heads; both the model and the head may be wrapped."""
+    """Yield the modules of the output heads; both the model and the head may be wrapped."""
     for module in model.modules():
         ask: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
         head = ask() if callable(ask) else None
@@ -149,23 +149,23 @@ def _output_heads(model: nn.Module) -> Iterable[nn.Module]:
 
 
 _HALF_BITS = 16
-PIECE_NUMBERS = 1 << 24  # rounded at once, with a generator of their own: random bits need memory
-_NAN_BITS = 0x7FC00000  # set for every NaN: a sum, or the loss of the lower half, would make a number of some
-STEPS_ROUNDED = "steps_rounded"  # key in the first group, so that a state_dict has it
+PIECE_NUMBERS = 1 << 24  # elements rounded at once, with a separate generator: random bits need memory
+_NAN_BITS = 0x7FC00000  # set for every NaN: the sum, or truncating the lower half, could turn a NaN into a number
+STEPS_ROUNDED = "steps_rounded"  # key in the first group, so that it is in the state_dict
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a parameter in the optimizer inside."""
+    """Place of a parameter in the inner optimizer."""
 
-    exact: nn.Parameter  # the stand-in, or the parameter itself where it is float32 already
+    exact: nn.Parameter  # the stand-in, or the parameter itself if it is already float32
     part: Optimizer
     group: int
     name: str
 
 
 class OneByOne(Optimizer):
-    """Optimizer that steps one parameter at a time, with the groups and states of the optimizer inside."""
+    """Optimizer that steps one parameter at a time, with the groups and states of the inner optimizer."""
 
     def __init__(
         self,
@@ -177,35 +177,35 @@ class OneByOne(Optimizer):
     ) -> None:
         number = torch.zeros((), device=trained[0].parameter.device)
         exact = [
-            replace(each, parameter=nn.Parameter(number.expand(each.parameter.shape)))
-            if each.parameter.dtype == torch.bfloat16
-            else each
-            for each in trained
+            replace(member, parameter=nn.Parameter(number.expand(member.parameter.shape)))
+            if member.parameter.dtype == torch.bfloat16
+            else member
+            for member in trained
         ]
         self.inner = build(exact)
         self.in_backward = in_backward  # whether `step_one` is called during the backward pass
         self._seed = seed
         super().__init__(self.inner.param_groups, {})
-        self._rounds = any(each.parameter.dtype == torch.bfloat16 for each in trained)
+        self._rounds = any(member.parameter.dtype == torch.bfloat16 for member in trained)
         if self._rounds:
             self.inner.param_groups[0][STEPS_ROUNDED] = 0
         self._share()
-        real = {each.name: each.parameter for each in trained}
+        real = {member.name: member.parameter for member in trained}
         self._places = {real[place.name]: place for place in _places(self.inner)}
-        self._trained = {each.parameter: each for each in trained}
+        self._trained = {member.parameter: member for member in trained}
 
     @property
     def stepped(self) -> list[nn.Parameter]:
-        """Parameters of the model, for which the optimizer inside has stand-ins."""
+        """Parameters of the model, for which the inner optimizer has stand-ins."""
         return list(self._places)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a step can be skipped on the device: `gradient_scaling.skips_on_device` asks."""
+        """Whether a step can be skipped on the device, as read by `skips_on_device`."""
         return skips_on_device(self.inner)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that still has a gradient, and count the step."""
+        """Step all parameters that still have a gradient, and count the step."""
         assert closure is None
         found_inf = getattr(self, "found_inf", None)
         for parameter in self._places:
@@ -217,7 +217,7 @@ class OneByOne(Optimizer):
 
     @torch.no_grad()
     def step_one(self, parameter: nn.Parameter, found_inf: Tensor | None = None) -> None:
-        """Step one parameter, or none if `found_inf` is 1, which needs an optimizer that skips on the device."""
+        """Step one parameter, unless `found_inf` is 1, which needs an optimizer that skips on the device."""
         place = self._places[parameter]
         if place.exact is parameter:
             self._step_at(place, found_inf)
@@ -228,7 +228,7 @@ class OneByOne(Optimizer):
             place.exact.data = parameter.detach().float()
             place.exact.grad = parameter.grad.float()
             if self.in_backward:
-                parameter.grad = None  # not read any more
+                parameter.grad = None  # no longer needed
             self._step_at(place, found_inf)
             place.exact.grad = None
             step, trained = self.param_groups[0][STEPS_ROUNDED], self._trained[parameter]
@@ -237,7 +237,7 @@ class OneByOne(Optimizer):
             place.exact.grad, place.exact.data = None, nothing
 
     def _step_at(self, place: _Place, found_inf: Tensor | None) -> None:
-        """Step with groups of this parameter only: the optimizer inside would visit all parameters every time."""
+        """Step with a group of this parameter only: the inner optimizer would visit all parameters every time."""
         part, group = place.part, self.param_groups[place.group]
         groups = part.param_groups
         part.param_groups = [{**group, "params": [place.exact], "param_names": [place.name]}]
@@ -266,19 +266,19 @@ class OneByOne(Optimizer):
 
 
 def ordinary(optimizer: Optimizer) -> Optimizer:
-    """Optimizer of torch or bitsandbytes: the one inside, or the given one."""
+    """Return the torch or bitsandbytes optimizer: the inner optimizer of a OneByOne, or the argument."""
     return optimizer.inner if isinstance(optimizer, OneByOne) else optimizer
 
 
 def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Parameters of the model that an optimizer steps."""
+    """Return the model parameters that an optimizer steps."""
     if isinstance(optimizer, OneByOne):
         return optimizer.stepped
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def steps_in_backward(optimizer: Optimizer) -> TypeGuard[OneByOne]:
-    """Whether weights are stepped during the backward pass."""
+    """Return whether weights are stepped during the backward pass."""
     return isinstance(optimizer, OneByOne) and optimizer.in_backward
 
 
@@ -294,20 +294,20 @@ def _places(optimizer: Optimizer) -> list[_Place]:
 
 @torch.no_grad()
 def round_into(weight: Tensor, exact: Tensor, key: str, first: int = 0) -> None:
-    """Round `exact`, in float32, up or down into `weight`, in bfloat16, so that the mean is `exact`.
+    """Round `exact` (float32) stochastically into `weight` (bfloat16), so that the expected value is `exact`.
 
-    `key` decides the random bits; `first` is the place of the first number in the whole tensor. Numbers of bfloat16,
-    infinities and NaN stay as they are. Works on bits, so that subnormal numbers are not flushed to zero.
+    `key` seeds the random bits; `first` is the index of the first element in the whole tensor. bfloat16 values,
+    infinities and NaN do not change. Works on bits, so that subnormal numbers are not flushed to zero.
     """
     assert weight.dtype == torch.bfloat16
     assert exact.dtype == torch.float32
-    given = exact.reshape(-1).view(torch.int32)
+    source = exact.reshape(-1).view(torch.int32)
     target = weight if weight.is_contiguous() else weight.contiguous()
     upper = target.view(-1).view(torch.int16)
-    end = first + given.numel()
+    end = first + source.numel()
     for piece in range(first - first % PIECE_NUMBERS, end, PIECE_NUMBERS):
         low, high = max(piece, first), min(piece + PIECE_NUMBERS, end)
-        bits = given[low - first : high - first]
+        bits = source[low - first : high - first]
         chance = _random_bits(f"{key}/{piece}", high - piece, exact.device)[low - piece :]
         chance.add_(bits).masked_fill_(bits.view(torch.float32).isnan(), _NAN_BITS)
         upper[low - first : high - first].copy_(chance.bitwise_right_shift_(_HALF_BITS))
@@ -316,10 +316,10 @@ def round_into(weight: Tensor, exact: Tensor, key: str, first: int = 0) -> None:
 
 
 def _random_bits(key: str, count: int, device: torch.device) -> Tensor:
-    """First `count` numbers of a piece."""
+    """Return the first `count` random numbers of a piece."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-    # on a GPU the first numbers depend on how many are drawn
+    # on a GPU the first numbers depend on the count
     drawn = PIECE_NUMBERS if device.type == "cuda" else count
     numbers = torch.empty(drawn, dtype=torch.int32, device=device)
     return numbers.random_(0, 1 << _HALF_BITS, generator=generator)[:count]
@@ -332,7 +332,7 @@ OptimizerKind = Callable[[OptimizerConfig, Sequence[Trained]], Optimizer]
 
 
 def needs_whole_matrices(config: OptimizerConfig) -> bool:
-    """Whether updates need whole matrices, so that shards are not enough."""
+    """Return whether updates need whole matrices rather than shards."""
     return config.kind == "muon"
 
 
@@ -345,17 +345,17 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of the model's trained parameters, which must be on their device.
 
-    `shards`: the local part of each sharded parameter and the place of its first number in the whole. Weights in
-    bfloat16 are rounded stochastically, by `seed`: plainly rounded, most updates would be lost. `lr_factor`: by name,
-    the learning rate of a parameter as a multiple of that of the run.
+    `shards`: the local part of each sharded parameter and the index of its first element in the whole. bfloat16
+    weights are rounded stochastically with `seed`: with plain rounding most updates would be lost. `lr_factor`: the
+    learning rate by parameter name, as a multiple of `optimizer.lr`.
     """
     trained = trained_parameters(model, lr_factor)
     if shards is not None:
-        own = ((each, *shards[each.parameter]) for each in trained if each.parameter in shards)
-        trained = [replace(each, parameter=shard, first=first) for each, shard, first in own]
+        local = ((member, *shards[member.parameter]) for member in trained if member.parameter in shards)
+        trained = [replace(member, parameter=shard, first=first) for member, shard, first in local]
     assert trained, "the model has no trained parameter"
     build = OPTIMIZERS[config.kind]
-    if config.in_backward or any(each.parameter.dtype == torch.bfloat16 for each in trained):
+    if config.in_backward or any(member.parameter.dtype == torch.bfloat16 for member in trained):
         return OneByOne(partial(build, config), trained, seed, in_backward=config.in_backward)
     return build(config, trained)
 
@@ -370,9 +370,11 @@ def _adamw(config: OptimizerConfig, trained: Sequence[Trained]) -> AdamW:
 
 
 def _muon(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
-    """Muon for hidden matrices, AdamW for the rest, with one rate: Muon's update is scaled to AdamW's size."""
-    rest = [each for each in trained if not each.is_hidden_matrix]
-    matrices = parameter_groups((each for each in trained if each.is_hidden_matrix), config.weight_decay)
+    """Build Muon for hidden matrices and AdamW for the rest, with one learning rate: Muon's updates are scaled to
+    AdamW's size.
+    """
+    rest = [member for member in trained if not member.is_hidden_matrix]
+    matrices = parameter_groups((member for member in trained if member.is_hidden_matrix), config.weight_decay)
     if not matrices:
         return _adamw(config, rest)
     muon = Muon(matrices, lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
@@ -388,7 +390,7 @@ def _sgd(config: OptimizerConfig, trained: Sequence[Trained]) -> SGD:
 
 
 def _start_momentum_at_zero(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Set momentum buffers to zero: if the first step is skipped, torch's fused SGD leaves them uninitialized."""
+    """Zero the momentum buffers: if the first step is skipped, torch's fused SGD leaves them uninitialized."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter in parameters:
         if parameter.grad is not None and "momentum_buffer" not in optimizer.state[parameter]:
@@ -396,7 +398,7 @@ def _start_momentum_at_zero(optimizer: Optimizer, _args: Any, _kwargs: Any) -> N
 
 
 def _adafactor(config: OptimizerConfig, trained: Sequence[Trained]) -> Adafactor:
-    """Adafactor on one tensor after another: `foreach` would take twice the states of AdamW in bf16, at the peak."""
+    """Build Adafactor for one tensor at a time: at its peak `foreach` takes twice the bf16 states of AdamW."""
     return Adafactor(parameter_groups(trained, config.weight_decay), lr=config.lr, foreach=False)
 
 
@@ -404,20 +406,20 @@ def _bitsandbytes(class_name: str) -> OptimizerKind:
     def build(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
         import bitsandbytes.optim as eight_bit
 
-        # `requirements.notes` says it before the run
+        # reported by `requirements.notes` before the run
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         groups = parameter_groups(trained, config.weight_decay)
         eps = {} if class_name == "Lion8bit" else {"eps": config.eps}
         make: Callable[..., Optimizer] = _with_one_wait(getattr(eight_bit, class_name))
         if config.embedding_states == "32bit":
-            make = _with_32_bits(make, {each.parameter for each in trained if each.is_embedding})
+            make = _with_32_bits(make, {member.parameter for member in trained if member.is_embedding})
         return make(groups, lr=config.lr, betas=(config.beta1, config.beta2), **eps)
 
     return build
 
 
 def _with_one_wait(kind: Any) -> Any:
-    """A class of bitsandbytes whose step has the host wait once, for paged states, and not once for each parameter."""
+    """Return a bitsandbytes class that synchronizes with paged states once per step, not once per parameter."""
     from bitsandbytes.utils import sync_gpu
 
     class WithOneWait(kind):  # type: ignore[misc]
@@ -447,15 +449,15 @@ def _with_one_wait(kind: Any) -> Any:
 
 
 def _with_32_bits(kind: Any, chosen: set[nn.Parameter]) -> Callable[..., Optimizer]:
-    """A class of bitsandbytes with 32-bit states for the `chosen` parameters.
+    """Return a bitsandbytes class with 32-bit states for the `chosen` parameters.
 
-    Not by its `GlobalOptimManager`: that is one for the whole process, and later models would get such states too.
+    `GlobalOptimManager` is not used: it is global to the process and would affect later models.
     """
 
     class With32Bits(kind):  # type: ignore[misc]
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            own: dict[str, Any] = super().get_config(gindex, pindex, group)
-            return own | ({"optim_bits": 32} if group["params"][pindex] in chosen else {})
+            options: dict[str, Any] = super().get_config(gindex, pindex, group)
+            return options | ({"optim_bits": 32} if group["params"][pindex] in chosen else {})
 
     return With32Bits
 
@@ -483,9 +485,9 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon for the matrices and AdamW for the rest, with the groups and states of one optimizer.
+    """Muon for matrices and AdamW for the rest, with the groups and states of one optimizer.
 
-    It cannot skip a step on the device: torch's Muon has no such flag.
+    Steps cannot be skipped on the device: torch's Muon has no such flag.
     """
 
     def __init__(self, muon: Muon, adamw: AdamW) -> None:
@@ -501,12 +503,12 @@ class MuonWithAdamW(Optimizer):
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, and let both parts share what was loaded."""
+        """Load as torch does, and share the loaded state with both parts."""
         super().load_state_dict(state_dict)
         self._share()
 
     def _share(self) -> None:
-        # Each part touches the state of its own parameters only, so one dictionary serves both.
+        # each part uses the state of its parameters only, so both can share one dictionary
         muon, adamw = self.parts
         muon.state = adamw.state = self.state
         muon.param_groups = self.param_groups[: self._num_matrix_groups]

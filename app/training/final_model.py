@@ -194,7 +194,7 @@ def combined(folder: Path, parts: Mapping[str, float], how: str, rank: int | Non
         member_hash = base_hash_of(member.folder)
         if None not in (base_hash, member_hash) and base_hash != member_hash:
             raise ConfigError(
-                f"adapters: {member.given} was trained on another base than run={folder} (different weight hash). "
+                f"adapters: {member.path} was trained on another base than run={folder} (different weight hash). "
                 "Remove it: only adapters of the same base can be combined."
             )
     with TemporaryDirectory(prefix="combined-") as place:

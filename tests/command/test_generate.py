@@ -37,7 +37,7 @@ def test_generate_base_equals_run_without_adapter(zygote: Zygote, finished: Fini
     assert (base.code, base.stderr) == (0, "")
     assert base.stdout == without.stdout != tuned.stdout
     adapter = zygote.run(tmp_path, f"model={finished() / 'final'}", *asked, module="app.generate", code=2)
-    assert "this is an adapter without its base. Give run=DIR" in adapter.stderr
+    assert "this is a PEFT adapter without its base. Use run=DIR" in adapter.stderr
 
 
 def talk(*lines: str, system: str | None = None) -> tuple[list[list[Message]], str, ChatSession]:

@@ -308,5 +308,5 @@ def test_own_attention_that_sees_later_tokens_is_refused() -> None:
     model = own({**_XLM, "causal": True}, TaskConfig(kind="causal"))
     assert check_causal(model, small.batch_of(PADDED_DOCUMENTS))[0].passed
     model = own({**_XLM, "causal": False}, TaskConfig(kind="causal"))
-    with pytest.raises(EnvironmentProblem, match="of kind xlm tokens see those after them"):
+    with pytest.raises(EnvironmentProblem, match="of kind xlm tokens attend to later tokens"):
         check_causal(model, small.batch_of(PADDED_DOCUMENTS))

@@ -150,14 +150,14 @@ def test_experts_that_differ_are_left_to_peft_or_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(experts, "_EXACT", -1.0)
     model = trained("mixtral")
     (remark,) = model.remarks()
-    assert "as the model and PEFT do, which is slower: 4 experts of 64 inputs, grouped" in remark
+    assert "of the model and PEFT, which is slower: 4 experts of 64 inputs, grouped" in remark
     assert model.language_model.config._experts_implementation != experts.NAME
     with pytest.raises(Exception, match=r"^quantization\.kind=nf4: 4 experts .* Set recipe=lora"):
         trained("mixtral", "nf4")
 
 
 def test_experts_of_dense_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^adapter\.experts=true: a model of kind llama has no stacks of experts"):
+    with pytest.raises(ConfigError, match=r"^adapter\.experts=true: a model of kind llama has no stacked experts"):
         training_model_of("llama", lora(experts=True))
 
 
@@ -244,7 +244,7 @@ def test_router_loss_auto_is_that_of_config_where_experts_train(
         lm.config.router_aux_loss_coef = 0.9  # of gpt-oss
         assert coefficient_of(task, adapter, lm) == 0.01
     remarks = routed(kind, "auto", adapter).remarks()
-    assert ("task.router_loss=auto: 0.001, of config.json, at most 0.01" in remarks) == bool(expected)
+    assert ("task.router_loss=auto: 0.001 (from config.json, at most 0.01)" in remarks) == bool(expected)
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])

@@ -85,7 +85,7 @@ def test_a_template_that_refuses_is_told(tokenizer: Any) -> None:
     before = tokenizer.chat_template
     tokenizer.chat_template = "{{ raise_exception('two users in a row') }}"
     try:
-        with pytest.raises(ConfigError, match="refuses this conversation: two users in a row"):
+        with pytest.raises(ConfigError, match="rejects this conversation: two users in a row"):
             asked.ids([user("Hi"), user("Hi")])
     finally:
         tokenizer.chat_template = before
@@ -181,7 +181,7 @@ def test_answers_end_at_the_last_position(tokenizer: Any) -> None:
     asked = answerer(tokenizer, "gpt2", chat=False, max_new=fits, note=notes.append)
     alone = dict(enumerate(dict(asked.answers([each], 1))[0] for each in prompts))
     assert dict(asked.answers(prompts, 2)) == alone
-    assert notes[0].endswith(f"the model reads 256 at most, and the prompt has {len(asked.ids(prompts[0]))}")
+    assert notes[0].endswith(f"the model's context length is 256, and the prompt has {len(asked.ids(prompts[0]))}")
 
 
 def test_prompts_longer_than_the_positions_refused(tokenizer: Any) -> None:
@@ -191,7 +191,7 @@ def test_prompts_longer_than_the_positions_refused(tokenizer: Any) -> None:
     (problem,) = refusal.value.problems
     assert problem.startswith("prompts: number 2: ")
     assert problem.endswith(
-        " tokens, and the model reads 256 at most, the answer included. Shorten it, or choose a model that reads more."
+        " tokens, but the model's context length is 256, with the answer. Shorten it, or choose a model with more."
     )
     with pytest.raises(PromptTooLong, match="prompt: "):
         asked.stream([user("word " * 400)], print)

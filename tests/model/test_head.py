@@ -344,7 +344,9 @@ def test_check_head_differing_logits_are_refused() -> None:
 def test_check_head_nan_weights_are_told() -> None:
     model = training_model_of("llama")
     model.language_model.model.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
-    with pytest.raises(EnvironmentProblem, match=r"not numbers \(NaN\): its weights are damaged"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"NaN in the model's logits for the first rows: its weights are damaged"
+    ):
         check_head(model, BATCH)
 
 
@@ -403,7 +405,7 @@ def test_choose_loss_head_nearly_linear_head_leaves_own_way(kind: str, monkeypat
     monkeypatch.setattr(build, "linear_head", lambda _lm: LinearHead(lm.get_output_embeddings()))
     assert choose_loss_head(model, BATCH) == []
     assert model.linear is None
-    assert "computed in the model's own way" in model.remarks()[0]
+    assert "using the model's own head" in model.remarks()[0]
 
 
 @pytest.mark.parametrize("fault", ["raises", "differs"])
@@ -419,7 +421,7 @@ def test_choose_loss_head_wrong_kernel_leaves_own_way(fault: str, monkeypatch: p
         assert choose_loss_head(model, BATCH) == []
     assert model.linear is None
     (remark,) = model.remarks()
-    assert remark.startswith("loss head: computed in the model's own way, which takes more memory: ")
+    assert remark.startswith("loss head: using the model's own head, which takes more memory: ")
     assert ("Failed to find C compiler." if fault == "raises" else "differs by 1.0e-02") in remark
     check_against_plain(model)
 
@@ -428,7 +430,7 @@ def test_choose_loss_head_nan_gradient_leaves_own_way(monkeypatch: pytest.Monkey
     monkeypatch.setattr(chunked_loss, "scaled_gradient", lambda gradient, *_: gradient * float("nan"))
     model = training_model_of("llama", lora())
     assert choose_loss_head(model, BATCH) == []
-    assert "computed in the model's own way" in model.remarks()[0]
+    assert "using the model's own head" in model.remarks()[0]
 
 
 @pytest.mark.parametrize(("precision", "adapter"), taking_turns(("fp32", "bf16", "fp16"), (None, lora())))

@@ -399,13 +399,13 @@ def test_svd_is_the_nearest_sum_of_a_rank(tmp_path: Path) -> None:
         assert float((update - expected[name]).square().sum()) == pytest.approx(missed[name], rel=1e-4, abs=1e-9)
     whole = sum(float(each.square().sum()) for each in expected.values())
     assert apart == pytest.approx((sum(missed.values()) / whole) ** 0.5, rel=1e-4)
-    with pytest.raises(ConfigError, match="rank=9: together the adapters have rank"):
+    with pytest.raises(ConfigError, match="rank=9: the adapters have a total rank of"):
         combined_in(tmp_path / "more", members, "svd", 9)
 
 
 @pytest.mark.parametrize(("how", "rank"), [("cat", None), ("svd", 2), ("linear", None)])
 def test_combinations_are_those_of_peft(how: str, rank: int | None, tmp_path: Path) -> None:
-    members = [each for each in adapters_in(tmp_path) if each.given != "1"]
+    members = [each for each in adapters_in(tmp_path) if each.path != "1"]
     _, apart = combined_in(tmp_path / "sum", members, how, rank)
     small: Any = Small()
     theirs: Any = PeftModel.from_pretrained(small, str(members[0].folder), adapter_name="0")
@@ -423,10 +423,10 @@ def test_adapter_of_more_than_two_halves_is_refused(tmp_path: Path) -> None:
     small: Any = Small()
     model: Any = get_peft_model(small, LoraConfig(r=2, target_modules=["first"], modules_to_save=["second"]))
     model.save_pretrained(str(tmp_path / "1"))
-    with pytest.raises(ConfigError, match="adapters: 1 is more than A and B of LoRA"):
+    with pytest.raises(ConfigError, match="adapters: 1 has more than A and B of LoRA"):
         combined_in(tmp_path / "sum", members, "cat")
 
 
 def test_linear_of_other_ranks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="combine=linear: the adapters have other ranks"):
+    with pytest.raises(ConfigError, match="combine=linear: the adapters have different ranks"):
         combined_in(tmp_path / "sum", adapters_in(tmp_path), "linear")

@@ -152,7 +152,7 @@ def test_damaged_runs_are_told(tmp_path: Path) -> None:
     training_model = trained(config, lora(), base=base_path(config, tmp_path / "base"))
     tokenizer = load_tokenizer(config, needs_template=True)
     save_model(training_model, tokenizer, tmp_path / "final")
-    with pytest.raises(CheckpointError, match=r"its base of random weights is not there any more \(it was .*base\)"):
+    with pytest.raises(CheckpointError, match=r"its randomly initialized base is missing \(it was .*base\)"):
         load_tuned(tmp_path, config, CAUSAL, adapter=True)
     save_base(training_model, tokenizer, tmp_path / "base")
     for file, error in (
@@ -265,7 +265,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"r": True}, "r=True"),
         ({"lora_alpha": None}, "lora_alpha=None"),
         (None, "cannot be read"),
-        ([], "is no adapter"),
+        ([], "is not an adapter"),
         ("weights", "adapter_model.safetensors is missing"),
     ],
 )

@@ -212,7 +212,7 @@ def test_end_id_that_is_no_number_is_refused(tiny_folder: Path) -> None:
 def test_template_that_writes_nothing_is_refused(tiny_folder: Path, template: str) -> None:
     (tiny_folder / "chat_template.jinja").write_text(template)
     generator = TextGenerator(*opened(tiny_folder), True, 1, {})
-    with pytest.raises(ConfigError, match=r"^prompt: the chat template writes nothing\. Set chat=false\.$"):
+    with pytest.raises(ConfigError, match=r"^prompt: the chat template renders nothing\. Set chat=false\.$"):
         generator.ids(QUESTION)
     with pytest.raises(ConfigError, match=r"^prompt: it is empty\."):
         TextGenerator(generator.lm, generator.tokenizer, False, 1, {}).ids([{"role": "user", "content": ""}])

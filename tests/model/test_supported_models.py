@@ -18,7 +18,7 @@ _UNDECODED: dict[str, Any] = {"is_decoder": False}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v32": ({}, "layers of indexed_attention"),
     "llama": ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of chunked_attention"),
-    "xlnet": ({}, "tokens see those after them, which they are to predict"),
+    "xlnet": ({}, "tokens attend to later tokens, which they must predict"),
     "deberta-v2": ({}, "not a causal language model"),
     "t5": ({}, "it is an encoder-decoder"),
     "bert": (_UNDECODED, "its tokens see the tokens after them"),
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 MASKED_REFUSED = {
     "llama": "it is not an encoder with a head for hidden tokens",
     "bart": "it is an encoder-decoder, and only models of one of the two are trained here",
-    "funnel": "it gives another logits when documents are padded",
+    "funnel": "it computes different logits for padded documents",
 }
 
 

@@ -96,7 +96,7 @@ def test_frozen_weights_get_no_gradient_and_the_others_the_same() -> None:
     [
         (
             ("embed_token",),
-            "training.freeze: embed_token is no part of a weight's name in this model. Did you mean embed",
+            "training.freeze: embed_token is not part of any weight name in this model. Did you mean embed",
         ),
         (("weight",), r"training.freeze=\[weight\] leaves nothing to train"),
     ],
@@ -184,7 +184,7 @@ def test_check_packing_wrong_gradient_is_refused(kind: str, precision: str, monk
 
     monkeypatch.setitem(BACKENDS, "sdpa", replace(BACKENDS["sdpa"], run=wrong))
     training_model = training_model_of(kind, lora(), precision)
-    with pytest.raises(EnvironmentProblem, match=rf"attention=sdpa: it gives another gradient .* of kind {kind}"):
+    with pytest.raises(EnvironmentProblem, match=rf"attention=sdpa: it computes different gradients .* of kind {kind}"):
         check_packing(training_model, packed(DOCUMENTS))
 
 
@@ -192,5 +192,7 @@ def test_check_packing_wrong_gradient_is_refused(kind: str, precision: str, monk
 def test_check_packing_layer_without_its_gradient_is_refused(layout: str) -> None:
     """Doge's mask is made of numbers that begin at zero: logits are right until they are trained."""
     batch = packed(DOCUMENTS) if layout == "packed" else batch_of(DOCUMENTS)
-    with pytest.raises(EnvironmentProblem, match=rf"a model of kind doge gives another gradient .* are {layout}"):
+    with pytest.raises(
+        EnvironmentProblem, match=rf"a model of kind doge computes different gradients for {layout} documents"
+    ):
         check_packing(training_model_of("doge"), batch)

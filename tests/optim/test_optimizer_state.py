@@ -110,7 +110,7 @@ def test_load_state_of_other_parameters_is_refused() -> None:
     model, optimizer = built("adamw")
     tensors, plain = flatten(optimizer.state_dict())
     model.wide.requires_grad_(False)
-    with pytest.raises(CheckpointError, match=r"resume: .*other trained parameters"):
+    with pytest.raises(CheckpointError, match=r"resume: .*different trained parameters"):
         load_state(build_optimizer(section("adamw"), model), tensors, plain)
 
 

@@ -76,7 +76,9 @@ def test_check_packing_kind_that_mixes_documents_is_refused(packed_loader_of: Ca
     model = trainee_of(small_run("recipe=full"))
     norm = model.language_model.base_model.norm
     norm.register_forward_hook(lambda _module, _args, out: out + out.roll(1, dims=1))
-    with pytest.raises(EnvironmentProblem, match=r"batching\.packing=true: a model of kind llama gives another logits"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"batching\.packing=true: a model of kind llama computes different logits"
+    ):
         check_packing(model, packed_loader_of(128, 1).with_most_rows())
 
 
@@ -148,7 +150,7 @@ def test_checks_out_of_memory_are_repeated_on_few_rows(where: str, packed_loader
     assert model.training
     assert [layer.forward for layer in repeated_layers(model)] == forwards
     attention.register_kernel(leaking(0), attention.NAME)
-    with pytest.raises(EnvironmentProblem, match=r"attention=sdpa: it gives another logits when documents are packed"):
+    with pytest.raises(EnvironmentProblem, match=r"attention=sdpa: it computes different logits for packed documents"):
         checked_within(few, where, model, loader)
     attention.register("sdpa")
 

@@ -82,9 +82,9 @@ def test_adapter_of_plain_peft_is_loaded_and_saved_for_it(case: str, base: Path,
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bias": "all"}, r"bias=all \(it trains biases of the base\)"),
-        ({"lora_bias": True}, r"lora_bias=True \(its layers have a bias\)"),
-        ({"init_lora_weights": "pissa"}, r"init_lora_weights=pissa \(it changes the base, unless PEFT converted it"),
+        ({"bias": "all"}, r"bias=all \(trains biases of the base\)"),
+        ({"lora_bias": True}, r"lora_bias=True \(adapter layers with a bias\)"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights=pissa \(changes the base, unless PEFT converted it"),
     ],
 )
 def test_adapter_of_plain_peft_that_is_more_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
