@@ -58,9 +58,9 @@ def spoilt(small: Small, trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "trap", "why"),
     [
-        ("llama", "rows of q and k", "gives up a token"),
+        ("llama", "rows of q and k", "does not prefer a token"),
         ("llama", "another pre-tokenizer", "it reads ["),
-        ("gemma3_text", "norms less one", "gives up a token"),
+        ("gemma3_text", "norms less one", "does not prefer a token"),
     ],
 )
 def test_proof_fails_with_a_trap_put_back(
