@@ -84,7 +84,7 @@ def in_fp32(network: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def logits(lm: Any, rows: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """Return the logits of each row `ids.N` at the positions `at.N`, or of the whole row if it has no positions.
+    """Return the logits of each row `ids.N` at the positions `at.N`, or its single output if it has no positions.
 
     `sides.N`: segment ids of a pair of texts.
     """

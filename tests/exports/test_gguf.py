@@ -59,7 +59,7 @@ def spoilt(small: Small, trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "trap", "why"),
     [
         ("llama", "rows of q and k", "does not prefer a token"),
-        ("llama", "another pre-tokenizer", "it reads ["),
+        ("llama", "another pre-tokenizer", "it reads tokens ["),
         ("gemma3_text", "norms less one", "does not prefer a token"),
     ],
 )
@@ -85,7 +85,7 @@ def test_blank_that_llama_cpp_does_not_put_is_in_the_template(small_tokenizer: A
     assert len(found.chats) == 6
     assert "' ' ~ message['content']" in str(found.template)
     small_tokenizer.chat_template = "{% for each in messages %}<|user|>{{ each.content }}{% endfor %}"
-    with pytest.raises(AppError, match="the chat template cannot be made to"):
+    with pytest.raises(AppError, match="the chat template cannot add it"):
         vocabulary_of(small_tokenizer, [1])
 
 
@@ -95,25 +95,25 @@ def test_modelfile_has_the_template_where_texts_stand_around_messages(small_toke
     assert written.startswith('FROM ./a.gguf\nTEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}<|system|> {{')
     assert written.endswith('{{ end }}{{ end }}<|assistant|>"""\nPARAMETER stop "<|end|>"\n')
     trims = str(words.template).replace("message['content']", "message['content'] | upper")
-    assert "# The chat template is more than texts" in modelfile(
+    assert "# The chat template is more than fixed text" in modelfile(
         "a.gguf", small_tokenizer, replace(words, template=trims)
     )
 
 
 def test_tokenizers_and_models_that_are_not_proven_are_refused(small_tokenizer: Any) -> None:
     other = AutoTokenizer.from_pretrained(ROOT / "wordpiece")
-    with pytest.raises(AppError, match="a tokenizer of WordPiece is not written here"):
+    with pytest.raises(AppError, match="WordPiece tokenizers are not supported"):
         vocabulary_of(other, [1])
     split = pre_tokenizers.Split(Regex(r"\\w+|\\s+"), "isolated")
     small_tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    with pytest.raises(AppError, match="splits or changes text in a way that is not among those known"):
+    with pytest.raises(AppError, match="no known equivalent of the tokenizer"):
         vocabulary_of(small_tokenizer, [1])
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     for numbers, why in (
-        (transformers.GPT2Config(), "models of the kind gpt2 are not written here"),
-        (transformers.LlamaConfig(rope_parameters=yarn), "has rope_type=yarn, which is not written"),
+        (transformers.GPT2Config(), "model type gpt2 is not supported"),
+        (transformers.LlamaConfig(rope_parameters=yarn), "has rope_type=yarn, which is not supported"),
         (transformers.Gemma3TextConfig(query_pre_attn_scalar=300), "has query_pre_attn_scalar=300"),
         (transformers.Qwen2Config(layer_types=["sliding_attention", "full_attention"] * 16), "has layer_types"),
     ):
