@@ -28,7 +28,7 @@ from app.model.build import ModelSections
 
 
 class MetaModel:
-    """Builds copies of a network with fewer layers."""
+    """Builder of copies of a network with fewer layers."""
 
     def __init__(self, sections: ModelSections, attention: str) -> None:
         """`attention`: name of an implementation registered in transformers."""

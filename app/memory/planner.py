@@ -414,9 +414,8 @@ def candidates(run: RunConfig) -> list[Candidate]:
 
 
 def _layers(run: RunConfig) -> Iterator[Candidate]:
-    if (
-        run.training.recompute is not True and run.training.recompute != "auto"
-    ):  # auto recomputes all layers if none fits
+    # auto already recomputes all layers if nothing fits
+    if run.training.recompute is not True and run.training.recompute != "auto":
         why = "gradient checkpointing: activations are recomputed in backward, which takes more compute"
         yield Candidate(("training.recompute=true",), SPEED, why)
     elif not run.training.offload:
