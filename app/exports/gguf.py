@@ -23,10 +23,10 @@ from app.exports import llama_cpp
 from app.exports.gguf_model import (
     HARD_TEXTS,
     OTHER_WAY,
-    Described,
+    GgufModel,
     Place,
     Vocabulary,
-    described,
+    describe,
     modelfile,
     vocabulary_of,
 )
@@ -74,14 +74,14 @@ class GgufExport(GgufFile):
         return {name: file for name, file in super().copied.items() if any(map(Path(name).match, LICENSES))}
 
     @cached_property
-    def model(self) -> Described:
+    def model(self) -> GgufModel:
         """The model in terms of llama.cpp."""
         base = self.evaluation.base
         if base.stacks_of_experts:
             raise ConfigError(
                 f"kind=gguf: stacked experts are not supported ({base.stacks_of_experts[0]}). {OTHER_WAY}"
             )
-        return described(base.on_meta().config, self.config.quant)
+        return describe(base.on_meta().config, self.config.quant)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -136,7 +136,7 @@ class GgufExport(GgufFile):
 
 
 def write_gguf(
-    file: Path, model: Described, vocabulary: Vocabulary, places: list[Place], read: Callable[[str], Tensor]
+    file: Path, model: GgufModel, vocabulary: Vocabulary, places: list[Place], read: Callable[[str], Tensor]
 ) -> dict[str, str]:
     """Write a file tensor by tensor and return their hashes. `read` returns the fp32 source of a place."""
     factors = model.rope_factors()

@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Described:
+class GgufModel:
     """Model of a supported type, for llama.cpp."""
 
     kind: Kind
@@ -158,13 +158,13 @@ class Described:
         return writer
 
 
-def described(numbers: Any, quant: str) -> Described:
+def describe(numbers: Any, quant: str) -> GgufModel:
     """Return the model; raise for settings that llama.cpp would compute differently."""
     if numbers.model_type not in KINDS:
         raise ConfigError(
             f"kind=gguf: model type {numbers.model_type} is not supported, only {', '.join(KINDS)}. {OTHER_WAY}"
         )
-    model = Described(KINDS[numbers.model_type], numbers, quant)
+    model = GgufModel(KINDS[numbers.model_type], numbers, quant)
     every, layers = model.kind.window_every, getattr(numbers, "layer_types", None) or []
     windowed = [at for at, layer in enumerate(layers) if layer == "sliding_attention"]
     expected = [at for at in range(len(layers)) if (at + 1) % every] if every else []

@@ -35,7 +35,7 @@ def test_kind_gives_llama_cpp_the_same_tokens_and_loss(tmp_path: Path, kind: str
 @pytest.mark.parametrize(("window", "context"), [(None, 256), (64, 64), (512, 256)])
 def test_gguf_context_length_does_not_exceed_the_window(tmp_path: Path, window: int | None, context: int) -> None:
     numbers = transformers.MistralConfig(max_position_embeddings=256, sliding_window=window)
-    written = gguf_model.described(numbers, "bf16").writer(tmp_path / "model.gguf").kv_data[0]
+    written = gguf_model.describe(numbers, "bf16").writer(tmp_path / "model.gguf").kv_data[0]
     assert written["llama.context_length"].value == context
 
 
@@ -48,7 +48,7 @@ def spoilt(small: Small, trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
         case "norms less one":
             monkeypatch.setitem(gguf_model.KINDS, small.kind, kind._replace(norm_offset=0.0))
         case "rope factors":
-            monkeypatch.setattr(gguf_model.Described, "rope_factors", lambda _: None)
+            monkeypatch.setattr(gguf_model.GgufModel, "rope_factors", lambda _: None)
         case "another pre-tokenizer":
             small.vocabulary = replace(words, pre="qwen2")
         case "a blank before":
@@ -118,7 +118,7 @@ def test_tokenizers_and_models_that_are_not_proven_are_refused(small_tokenizer: 
         (transformers.Qwen2Config(layer_types=["sliding_attention", "full_attention"] * 16), "has layer_types"),
     ):
         with pytest.raises(AppError, match=why):
-            gguf_model.described(numbers, "bf16")
+            gguf_model.describe(numbers, "bf16")
 
 
 def test_export_without_llama_cpp_says_what_was_not_proven(
