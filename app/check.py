@@ -39,25 +39,25 @@ FAILED = 3  # exit code if the planner failed on a rung
 
 
 def check(config: CheckConfig, console: Console) -> int:
-    """Run the checks, print and write their findings, and return the exit code."""
+    """Run the checks, print and write their results, and return the exit code."""
     _check_parts(config)
     if config.folder is not None and world().is_first:
         _make(config.folder)
     from app.pages.check_page import SECTIONS
     from app.pages.page import show
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in config.checks:
-        found[name] = _CHECKS[name](config, console)
+        results[name] = _CHECKS[name](config, console)
         if world().is_first:
-            show(SECTIONS[name](found[name]))
+            show(SECTIONS[name](results[name]))
     if not world().is_first:
         return 0
     if config.folder is not None:
-        _write(config.folder, found, console)
-    stops = [problem for each in found.values() for problem in each["stops"]]
+        _write(config.folder, results, console)
+    stops = [problem for facts in results.values() for problem in facts["stops"]]
     if stops:
-        text = ConfigError(stops).report() + "\ntraining would fail on these rows" * ("data" in found)
+        text = ConfigError(stops).report() + "\ntraining would fail on these rows" * ("data" in results)
         if world().is_joined:  # the launcher prints failures for all processes
             report_failure(0, STOPS, text)
         else:
@@ -68,10 +68,10 @@ def check(config: CheckConfig, console: Console) -> int:
 def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
     from app.training.data_check import advice, check_data
 
-    found = check_data(config.run, _processes(config.run), console.say)
-    facts = found.facts()
+    checked = check_data(config.run, _processes(config.run), console.say)
+    facts = checked.facts()
     facts |= {name: [as_started(text) for text in facts[name]] for name in ("lines", "notes", "stops")}
-    return {**facts, "advice": [{"set": key, "why": why} for key, why in advice(found)]}
+    return {**facts, "advice": [{"set": key, "why": why} for key, why in advice(checked)]}
 
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
@@ -80,8 +80,15 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     from app.pages.check_page import out_of_memory_problem
 
     processes = _planned_processes(config)
-    given = config.run, config.overrides, config.options.hardware
-    facts = check_memory(*given, exact=config.options.exact, processes=processes, answers=config.options.answers)
+    options = config.options
+    facts = check_memory(
+        config.run,
+        config.overrides,
+        options.hardware,
+        exact=options.exact,
+        processes=processes,
+        answers=options.answers,
+    )
     facts["stops"] = [] if facts["fits"] else [out_of_memory_problem(facts)]
     facts["seconds"] = round(time.perf_counter() - start, 2)
     return facts
@@ -115,7 +122,7 @@ def _ladder(arguments: Sequence[str]) -> int:
                 stops.append(f"{name}: {planned['error']}")
         label = planned.pop("label", label)
         rungs.append({"name": name, "claimed": rung.claimed, **planned})
-    if not stops and all(each["error"] for each in rungs):
+    if not stops and all(rung["error"] for rung in rungs):
         raise ConfigError(list(dict.fromkeys(problems)))
     seconds = round(time.perf_counter() - start, 2)
     facts: dict[str, Any] = {"sweep": ladder.name, "label": label, "source": ladder.source, "rungs": rungs}
@@ -234,12 +241,12 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
+def _write(folder: Path, results: dict[str, Any], console: Console) -> None:
     from app.pages.check_page import check_page
     from app.pages.page import as_html
 
-    write_json(folder / "check.json", found)
-    write_text(folder / "check.html", as_html(check_page(found)))
+    write_json(folder / "check.json", results)
+    write_text(folder / "check.html", as_html(check_page(results)))
     console.say(f"written {folder / 'check.json'} and check.html")
 
 

@@ -49,7 +49,7 @@ def _score_in(place: Path, config: EvaluateConfig, names: Sequence[str], folder:
     sums, counts = {}, counts_of(evaluation.run)
     for name in names:
         sums[name] = evaluation.sums(tuned=name == "tuned", say=console.say)
-        if len(names) > 1:  # the second may take long
+        if len(names) > 1:  # the second one may take long
             console.say(f"{name:<8}loss {counts.metrics(sums[name].sum(axis=0))['eval_loss']:.4f}")
     if evaluation.runtime.rank == 0:
         comparison = ModelComparison.of(sums, evaluation.rows.split_hashes, counts)
@@ -89,8 +89,8 @@ def run_harness(config: EvaluateConfig, names: Sequence[str], console: Console) 
 
 def _origin(config: EvaluateConfig) -> dict[str, Any]:
     """Return the run and its checkpoint, for JSON."""
-    kept = {} if config.kept_checkpoint is None else {"checkpoint": config.kept_checkpoint}
-    return {"run": str(config.folder), **kept}
+    checkpoint = {} if config.kept_checkpoint is None else {"checkpoint": config.kept_checkpoint}
+    return {"run": str(config.folder), **checkpoint}
 
 
 def _check_parts(config: EvaluateConfig) -> None:

@@ -1,12 +1,12 @@
-"""A finished run as files that other programs load, with the proof that they hold the same model.
+"""Export a finished run for other programs, and verify the exported model.
 
-finetune export run=runs/mine kind=adapter to=exports/mine      the adapter, its tokenizer and a card
-finetune export run=runs/mine kind=merged to=exports/mine       base and adapter as one model, in bf16
-finetune export run=runs/a kind=merged to=exports/ab adapters="[runs/a:0.7,runs/b:0.3]"      several as one
-finetune export run=runs/mine kind=quantized quant=nf4 to=exports/mine      the same in 4 bits
+finetune export run=runs/mine kind=adapter to=exports/mine      adapter, tokenizer and model card
+finetune export run=runs/mine kind=merged to=exports/mine       adapter merged into the base, in bf16
+finetune export run=runs/a kind=merged to=exports/ab adapters="[runs/a:0.7,runs/b:0.3]"      several adapters
+finetune export run=runs/mine kind=quantized quant=nf4 to=exports/mine      merged, then 4-bit
 finetune export run=runs/mine kind=gguf quant=q8_0 to=exports/mine      for llama.cpp and Ollama
 finetune export run=runs/mine kind=gguf quant=q4_k_m llama_cpp=DIR to=exports/mine      by llama.cpp's programs
-finetune export run=runs/mine kind=adapter to=exports/mine push=me/mine      and a repository of the hub
+finetune export run=runs/mine kind=adapter to=exports/mine push=me/mine      also upload it to the hub
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ from app.tracking.recorder import program_here, read_result
 if TYPE_CHECKING:
     from app.exports.kinds import Export
 
-# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
+# torch is imported inside functions, so that an error in the command line is reported at once
 
 
 def export(config: ExportConfig, console: Console) -> int:
-    """From a checked config to a verified folder; returns the exit code."""
+    """Export by a checked config, verify and upload; return the exit code."""
     require_target(config.to, config.target)
     _check_parts(config)
     target = None if config.push is None else repository(config.push, private=config.private)
@@ -44,7 +44,7 @@ def export(config: ExportConfig, console: Console) -> int:
 
 
 def _export(config: ExportConfig, console: Console) -> int:
-    """Export the run, or what takes its place: a checkpoint, or a sum of adapters."""
+    """Export the run, one of its checkpoints, or a sum of adapters."""
     from app.training.final_model import at_checkpoint, combined
 
     run = as_run(config)
@@ -57,7 +57,7 @@ def _export(config: ExportConfig, console: Console) -> int:
 
 
 def _export_from(config: ExportConfig, origin: Path, console: Console) -> int:
-    """Export what `config.run` has, made of the run in `origin`."""
+    """Export `config.run`, which comes from the run in `origin`."""
     from app.evaluation.run import prepare_evaluation
     from app.exports.export import make_export, prepare_export
 
@@ -81,12 +81,12 @@ def _export_from(config: ExportConfig, origin: Path, console: Console) -> int:
             console.say(align([(program, text)], width=8))
         console.say(f"done    {config.to}")
         return 0
-    console.say(f"failed  the weights were removed; {config.target / REPORT} has the numbers")
+    console.say(f"failed  removed the weights; the differences are in {config.target / REPORT}")
     return 3
 
 
 def _check_parts(config: ExportConfig) -> None:
-    """Collect the problems that each package finds in milliseconds, and report them together."""
+    """Run the fast checks of all packages, and report all problems together."""
     from app.base import tokenizer
     from app.data import sources
     from app.exports.gguf import converter_problems
@@ -104,7 +104,7 @@ def _check_parts(config: ExportConfig) -> None:
 
 
 def _facts(planned: "Export", origin: Path) -> dict[str, Any]:
-    """The facts of export.json besides the verification."""
+    """Return the facts of export.json, except the verification."""
     config = planned.config
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -123,7 +123,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of finetune train; 3 if the verification failed."""
+    """Exit codes of finetune train, and 3 if the verification failed."""
     run_command(_command, lambda: command_help(__doc__, EXPORT))
 
 

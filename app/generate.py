@@ -100,14 +100,14 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     classifier, cut = Classifier(lm, tokenizer, run.dataset.max_length, run.task.problem), 0
     problem = PROBLEMS[run.task.problem]
     lines = []
-    for each, (values, was_cut) in zip(texts, classifier.answers(texts), strict=True):
+    for text, (values, was_cut) in zip(texts, classifier.answers(texts), strict=True):
         cut += was_cut
         answer = problem.answer(values)
         if config.prompts is None:
             all_labels = "".join(f"  {p:7.2%}  {printable(name)}\n" for name, p in values.items() if problem.named)
             lines.append(f"{printable(text_of(answer))}\n{all_labels}")
         else:
-            line = {**dict(zip(fields, each, strict=True)), "label": answer, problem.values: values}
+            line = {**dict(zip(fields, text, strict=True)), "label": answer, problem.values: values}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     _put(config, lines)
     _tell_cut(run, cut, len(texts))

@@ -55,7 +55,7 @@ class ModelComparison:
         number = len(np.unique(clusters))
         together = resampled(np.concatenate(list(sums.values()), axis=1), clusters)
         parts = np.split(together, len(sums), axis=1)
-        values = {name: counts.metrics(each.sum(axis=0)) for name, each in sums.items()}
+        values = {name: counts.metrics(of_side.sum(axis=0)) for name, of_side in sums.items()}
         draws = {name: counts.metrics(part) for name, part in zip(sums, parts, strict=True)}
         sides = {name: _estimates(values[name], draws[name], number) for name in sums}
         if len(sides) > 1:
@@ -116,9 +116,14 @@ def _differences(tuned: Side, base: Side, tuned_draws: Mapping[str, Values], bas
 
 
 def _plain(side: Side) -> dict[str, Any]:
-    values = {key: finite_or_none(each.value) for key, each in side.items()}
-    bounded = {key for key, each in side.items() if math.isfinite(each.low) and math.isfinite(each.high)}
-    return values | {f"{key}_interval": [each.low, each.high] if key in bounded else None for key, each in side.items()}
+    values = {key: finite_or_none(metric.value) for key, metric in side.items()}
+    bounds = {
+        f"{key}_interval": [metric.low, metric.high]
+        if math.isfinite(metric.low) and math.isfinite(metric.high)
+        else None
+        for key, metric in side.items()
+    }
+    return values | bounds
 
 
 def resampled(sums: NDArray[np.float64], clusters: NDArray[np.uint64], groups: int = MAX_GROUPS) -> NDArray[np.float64]:

@@ -1,1 +1,1 @@
-"""Models for other programs: merged or as an adapter, and the proof in a fresh process."""
+"""Exports for other programs (adapter, merged or quantized model, GGUF), verified in a new process."""

@@ -1,4 +1,4 @@
-"""An export from a finished run: written aside, verified by another program in a fresh process, renamed."""
+"""Export of a finished run: written to a temporary folder, verified in a new process, renamed."""
 
 import shutil
 from collections.abc import Callable
@@ -32,7 +32,7 @@ EXPORTS: dict[str, type[Export]] = {
 
 
 def prepare_export(config: ExportConfig, evaluation: Evaluation) -> Export:
-    """Refuse what cannot be exported, and a disk that is too small, before anything is written."""
+    """Return the export; raise for an unsupported one or too little disk space, before writing."""
     evaluation.require_same_base(tuned=True)
     evaluation, trained = _with_base_of_users(evaluation)
     kind = EXPORTS[config.kind] if config.llama_cpp is None else ConvertedExport
@@ -42,21 +42,21 @@ def prepare_export(config: ExportConfig, evaluation: Evaluation) -> Export:
 
 
 def _with_base_of_users(evaluation: Evaluation) -> tuple[Evaluation, Evaluation | None]:
-    """The run on the base that users of the export load; and on that of training, if it differs and runs here."""
+    """Return the run on the base that users load, and on the training base if that differs and is supported here."""
     run, device = evaluation.run, evaluation.runtime.device
-    later = quantization_after_training(run.quantization)
-    if later == run.quantization:
+    quantization = quantization_after_training(run.quantization)
+    if quantization == run.quantization:
         return evaluation, None
-    used = replace(evaluation, run=replace(run, quantization=later))
-    return used, evaluation if missing_hardware(run.quantization, device) is None else None
+    exported = replace(evaluation, run=replace(run, quantization=quantization))
+    return exported, evaluation if missing_hardware(run.quantization, device) is None else None
 
 
 def make_export(export: Export, facts: dict[str, Any], say: Callable[[str], None]) -> Verification:
-    """Write, verify and rename into place; of an export that failed only the report is left."""
+    """Write, verify and rename into place; keep only the report of an export that fails."""
     config = export.config
     with atomic_export(config.target) as folder:
         rounded = export.write(folder)
-        say(f"written {format_bytes(export.bytes)}; a fresh process loads it")
+        say(f"written {format_bytes(export.bytes)}; loading it in a new process")
         reference = reference_of(export.evaluation)
         reloaded = export.reload(folder, reference)
         trained = None if export.trained is None else reference_of(export.trained)
@@ -81,8 +81,8 @@ def _card(export: Export, folder: Path, verified: Verification) -> str:
     manifest, result = read_manifest(run / "manifest.json"), read_result(run)
     parts = export.config.factors
     if parts:
-        named = ", ".join(f"{factor:g} of {Path(given).name}" for given, factor in parts.items())
-        how = f"The weighted sum of several adapters ({named}), by {export.config.combination}."
+        named = ", ".join(f"{factor:g} of {Path(part).name}" for part, factor in parts.items())
+        how = f"Weighted sum of several adapters ({named}), combined by {export.config.combination}."
         loading = replace(loading, made_of=how)
     return model_card(asdict(read_run(run / "run.yaml")), manifest, result, loading)
 
@@ -93,6 +93,6 @@ def _require_disk_space(export: Export) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise EnvironmentProblem(
-            f"to={export.config.to}: the export takes {format_bytes(needed)}, and {place} has {format_bytes(free)} "
-            "free. Free space, or give a folder on another disk."
+            f"to={export.config.to}: the export needs {format_bytes(needed)}, but {place} has {format_bytes(free)} "
+            "free. Free space, or set a folder on another disk."
         )

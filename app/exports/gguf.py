@@ -1,4 +1,4 @@
-"""GGUF export of the merged model: written here or by llama.cpp's converter, read back, and compared in llama.cpp."""
+"""GGUF export of the merged model: written here or by llama.cpp's converter, read back and compared in llama.cpp."""
 
 import os
 import shutil
@@ -23,10 +23,10 @@ from app.exports import llama_cpp
 from app.exports.gguf_model import (
     HARD_TEXTS,
     OTHER_WAY,
-    Described,
+    GgufModel,
     Place,
     Vocabulary,
-    described,
+    describe,
     modelfile,
     vocabulary_of,
 )
@@ -37,13 +37,13 @@ from app.model.decoding import end_ids
 from app.pages.model_card import Loading
 
 LICENSES = ("LICENSE*", "NOTICE*", "USE_*")
-NOT_READ = "llama.cpp did not read it: pip install xllamacpp for that"
-# nats that the mean loss in llama.cpp may differ by, relative to one above 1: it rounds activations as it does weights
+NOT_READ = "llama.cpp did not read it (to verify it there: pip install xllamacpp)"
+# allowed difference of the mean loss in llama.cpp, which rounds activations too: in nats, relative to a loss above 1
 QUANTS = {"bf16": 0.02, "f16": 0.02, "q8_0": 0.05, "q4_0": 0.5}
 
 
 class GgufFile(MergedExport):
-    """The merged model as one GGUF file, with a Modelfile for Ollama."""
+    """Merged model as one GGUF file, with a Modelfile for Ollama."""
 
     measure = "loss_difference"
 
@@ -56,33 +56,32 @@ class GgufFile(MergedExport):
         return load_tuned_tokenizer(self.final, self.config.model.trust_remote_code)
 
     def on_card(self, loading: Loading, verified: Verification) -> Loading:
-        lost = (
-            "" if verified.note else f" Its loss there is {verified.loss_after:.4f} (run: {verified.loss_before:.4f})."
-        )
-        said = f"A GGUF file in {self.config.quant}, for llama.cpp and programs that contain it.{lost}"
+        before, after = verified.loss_before, verified.loss_after
+        loss = "" if verified.note else f" Its loss in llama.cpp is {after:.4f} (run: {before:.4f})."
+        text = f"A GGUF file in {self.config.quant}, for llama.cpp and programs based on it.{loss}"
         commands = f"llama-server -m {self.name}\nollama create mine -f Modelfile"
-        return replace(loading, commands=commands, quantized=said)
+        return replace(loading, commands=commands, quantized=text)
 
 
 class GgufExport(GgufFile):
-    """The file as this program writes it."""
+    """GGUF file written by this program."""
 
     merged_dtype = "fp32"
-    digests: dict[str, str]  # of the bytes of each tensor that was written
+    digests: dict[str, str]  # hashes of the written tensors, by name
 
     @property
     def copied(self) -> dict[str, Path]:
         return {name: file for name, file in super().copied.items() if any(map(Path(name).match, LICENSES))}
 
     @cached_property
-    def model(self) -> Described:
-        """The model, or why it is not written."""
+    def model(self) -> GgufModel:
+        """The model in terms of llama.cpp."""
         base = self.evaluation.base
         if base.stacks_of_experts:
             raise ConfigError(
-                f"kind=gguf: {base.stacks_of_experts[0]} is a stack of experts, which is not written here. {OTHER_WAY}"
+                f"kind=gguf: stacked experts are not supported ({base.stacks_of_experts[0]}). {OTHER_WAY}"
             )
-        return described(base.on_meta().config, self.config.quant)
+        return describe(base.on_meta().config, self.config.quant)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -92,21 +91,21 @@ class GgufExport(GgufFile):
     def _ends(self) -> list[int]:
         """Tokens that end an answer."""
         folder, config = Path(self.sections.model.path), self.evaluation.base.on_meta().config
-        has_own = (folder / "generation_config.json").is_file()
-        generation = GenerationConfig.from_pretrained(str(folder)) if has_own else GenerationConfig(eos_token_id=None)
+        has_file = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(str(folder)) if has_file else GenerationConfig(eos_token_id=None)
         return end_ids(SimpleNamespace(generation_config=generation, config=config), self.tokenizer)
 
     @property
     def bytes(self) -> int:
         """Size of all files, up to names and padding."""
         return (
-            sum(each.bytes for each in self._places())
+            sum(place.bytes for place in self._places())
             + self.vocabulary.bytes
             + sum(file.stat().st_size for file in self.copied.values())
         )
 
     def _places(self) -> Iterator[Place]:
-        """The tensors of the file, by those that are merged; a tied head is not among them."""
+        """Yield the tensors of the file in the order of the merged weights, without a tied head."""
         for name, stored in self.merge.names.files.items():
             if not (name == "lm_head.weight" and self.model.numbers.tie_word_embeddings):
                 yield self.model.place(name, stored, tuple(self.merge.tensors[stored].shape))
@@ -137,9 +136,9 @@ class GgufExport(GgufFile):
 
 
 def write_gguf(
-    file: Path, model: Described, vocabulary: Vocabulary, places: list[Place], read: Callable[[str], Tensor]
+    file: Path, model: GgufModel, vocabulary: Vocabulary, places: list[Place], read: Callable[[str], Tensor]
 ) -> dict[str, str]:
-    """Write a file tensor by tensor; returns a hash of the bytes of each. `read` gives the fp32 source of a place."""
+    """Write a file tensor by tensor and return their hashes. `read` returns the fp32 source of a place."""
     factors = model.rope_factors()
     writer = model.writer(file)
     vocabulary.add_to(writer, model.numbers.vocab_size)
@@ -162,16 +161,16 @@ def write_gguf(
 
 
 def read_back(file: Path, digests: Mapping[str, str]) -> str | None:
-    """Whether a file has other tensors than those that were written."""
+    """Return an error if the tensors of a file differ from those written."""
     from gguf import GGUFReader
 
-    found = {each.name: sha256(each.data.tobytes()).hexdigest() for each in GGUFReader(str(file)).tensors}
-    other = sorted(name for name, _ in found.items() ^ digests.items())
-    return f"{other[0]} is not in the file as it was written" if other else None
+    in_file = {tensor.name: sha256(tensor.data.tobytes()).hexdigest() for tensor in GGUFReader(str(file)).tensors}
+    other = sorted(name for name, _ in in_file.items() ^ digests.items())
+    return f"{other[0]} differs in the file from the tensor that was written" if other else None
 
 
 def by_llama_cpp(file: Path, vocabulary: Vocabulary, reference: Reference, threads: int | None) -> Reloaded | str:
-    """Rows, texts and conversations as llama.cpp reads them, in a fresh process."""
+    """Return the results of llama.cpp in a new process for rows, texts and conversations, or an error as text."""
     texts, chats = vocabulary.texts, vocabulary.chats
     rows: list[dict[str, Any]] = [
         {"ids": ids.tolist(), "at": reference.rows[f"at.{i}"].tolist(), "targets": targets.tolist()}
@@ -180,16 +179,16 @@ def by_llama_cpp(file: Path, vocabulary: Vocabulary, reference: Reference, threa
     plan: dict[str, Any] = {"model": str(file), "threads": threads, "rows": rows}
     plan |= {"plain": (vocabulary.ends or [0])[0], "number": len(vocabulary.tokens)}
     plan |= {"texts": [text for text, _ in texts], "chats": [messages for messages, _ in chats]}
-    found = run_fresh(llama_cpp.__file__, plan)
-    if isinstance(found, str):
-        return found
+    results = run_fresh(llama_cpp.__file__, plan)
+    if isinstance(results, str):
+        return results
     other = [
-        f"it reads {theirs} where training read {ours}, in {given!r}"
-        for (given, ours), theirs in zip([*texts, *chats], found["texts"] + found["chats"], strict=True)
+        f"it reads tokens {theirs} instead of {ours} in {text!r}"
+        for (text, ours), theirs in zip([*texts, *chats], results["texts"] + results["chats"], strict=True)
         if ours != theirs
     ]
-    losses = [-each for row in found["rows"] for each in row["logprobs"]]
-    choices = [torch.tensor(row["choices"]) for row in found["rows"]]
+    losses = [-logprob for row in results["rows"] for logprob in row["logprobs"]]
+    choices = [torch.tensor(row["choices"]) for row in results["rows"]]
     mean = sum(losses) / len(losses)
     return Reloaded(reference.ids, mean, None, choices=choices, failure=other[0] if other else None)
 
@@ -198,49 +197,49 @@ def by_llama_cpp(file: Path, vocabulary: Vocabulary, reference: Reference, threa
 
 
 _CONVERTER, _QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
-_BY_CONVERTER = ("bf16", "f16", "q8_0")  # its --outtype; others are made of bf16
-_TOLERANCE = 0.5  # of fewer bits, in nats, as of q4_0
+_BY_CONVERTER = ("bf16", "f16", "q8_0")  # its --outtype; others are quantized from bf16
+_TOLERANCE = 0.5  # for fewer bits, in nats, as for q4_0
 
 
 def _quantizer(place: Path) -> str | None:
     return shutil.which(_QUANTIZER, path=os.pathsep.join(map(str, (place / "build" / "bin", place))))
 
 
-def converter_problems(given: str, quant: str) -> Iterator[str]:
-    """What of llama.cpp is not in the folder `llama_cpp=`."""
-    place = Path(given).expanduser()
+def converter_problems(folder: str, quant: str) -> Iterator[str]:
+    """Yield the missing programs of llama.cpp in the folder of `llama_cpp=`."""
+    place = Path(folder).expanduser()
     if not (place / _CONVERTER).is_file():
-        yield f"llama_cpp={given}: there is no {_CONVERTER} in it. Give the folder of llama.cpp's source."
+        yield f"llama_cpp={folder}: no {_CONVERTER} in this folder. Set the folder of llama.cpp's source."
     elif quant not in _BY_CONVERTER and _quantizer(place) is None:
         yield (
-            f"llama_cpp={given}: quant={quant} needs {_QUANTIZER} there or in build/bin. Build it: "
+            f"llama_cpp={folder}: quant={quant} needs {_QUANTIZER} in this folder or in build/bin. Build it: "
             "cmake -B build && cmake --build build --target llama-quantize."
         )
 
 
 class ConvertedExport(GgufFile):
-    """A GGUF file that llama.cpp's programs make of the merged model, in bf16; its Modelfile names the file alone."""
+    """GGUF file that llama.cpp's programs convert from the merged model in bf16; its Modelfile only has FROM."""
 
     @property
     def disk_bytes(self) -> int:
         return 3 * self.bytes
 
     def write(self, folder: Path) -> int:
-        whole, quant, given = folder / "merged", self.config.quant, str(self.config.llama_cpp)
-        whole.mkdir()
-        rounded = super().write(whole)
+        merged, quant, llama_cpp_folder = folder / "merged", self.config.quant, str(self.config.llama_cpp)
+        merged.mkdir()
+        rounded = super().write(merged)
         kind = quant if quant in _BY_CONVERTER else _BY_CONVERTER[0]
-        made = folder / f"model-{kind}.gguf"
-        place = Path(given).expanduser().absolute()
-        run_program(
-            given, sys.executable, str(place / _CONVERTER), str(whole), "--outfile", str(made), "--outtype", kind
-        )
+        converted = folder / f"model-{kind}.gguf"
+        place = Path(llama_cpp_folder).expanduser().absolute()
+        options = ("--outfile", str(converted), "--outtype", kind)
+        run_program(llama_cpp_folder, sys.executable, str(place / _CONVERTER), str(merged), *options)
         if kind != quant:
-            run_program(given, str(_quantizer(place)), str(made), str(folder / self.name), quant.upper())
-            made.unlink()
-        for file in [file for pattern in LICENSES for file in whole.glob(pattern)]:
+            paths = str(converted), str(folder / self.name)
+            run_program(llama_cpp_folder, str(_quantizer(place)), *paths, quant.upper())
+            converted.unlink()
+        for file in [file for pattern in LICENSES for file in merged.glob(pattern)]:
             file.rename(folder / file.name)
-        shutil.rmtree(whole)
+        shutil.rmtree(merged)
         (folder / "Modelfile").write_text(f"FROM ./{self.name}\n", encoding="utf-8")
         return rounded
 
@@ -259,11 +258,11 @@ class ConvertedExport(GgufFile):
         return QUANTS.get(self.config.quant, _TOLERANCE), f"of {self.config.quant} in llama.cpp"
 
 
-def run_program(given: str, *command: str) -> None:
-    """Run a program of llama.cpp, which imports what lies beside it."""
+def run_program(folder: str, *command: str) -> None:
+    """Run a program of llama.cpp with imports from its folder."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = " ".join((done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-3:])
+        output = " ".join((done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-3:])
         name = next(Path(word).name for word in command if word != sys.executable)
-        raise EnvironmentProblem(f"llama_cpp={given}: {name} ended with {done.returncode}: {said}")
+        raise EnvironmentProblem(f"llama_cpp={folder}: {name} failed with exit code {done.returncode}: {output}")

@@ -1,4 +1,4 @@
-"""Models and tokenizers as llama.cpp reads them: kinds, metadata, tensor names, vocabulary and pre-tokenizers."""
+"""Models and tokenizers for llama.cpp: model types, metadata, tensor names, vocabulary and pre-tokenizers."""
 
 import json
 import re
@@ -16,17 +16,17 @@ from torch import Tensor
 from app.chat_rendering import ConversationRefused, render_chat
 from app.errors import CheckpointError, ConfigError
 
-OTHER_WAY = "Give llama_cpp=DIR, a folder of llama.cpp: its own converter knows more kinds."
+OTHER_WAY = "Set llama_cpp=DIR, a llama.cpp folder: its converter supports more models."
 _LARGEST_F16 = 65504.0
 
 
 class Kind(NamedTuple):
-    """What llama.cpp's model of an architecture reads otherwise than transformers'."""
+    """Differences between llama.cpp's and transformers' model of an architecture."""
 
-    architecture: str  # its name in gguf.MODEL_ARCH
-    pairs: bool = False  # RoPE turns neighboring rows of q and k, not those half a head apart
-    norm_offset: float = 0.0  # added to what the files have of a norm
-    window_every: int = 0  # of so many layers the last one alone sees all tokens
+    architecture: str  # name in gguf.MODEL_ARCH
+    pairs: bool = False  # RoPE rotates neighboring rows of q and k, not rows half a head apart
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    window_every: int = 0  # every n-th layer attends to all tokens, the others have a window
 
 
 KINDS = {
@@ -39,11 +39,11 @@ KINDS = {
 
 
 class Place(NamedTuple):
-    """A tensor of the file."""
+    """Tensor of the file."""
 
     name: str
     model_name: str  # in the model of transformers
-    source: str  # in the files that are merged
+    source: str  # in the merged files
     shape: tuple[int, ...]
     type: Any  # GGMLQuantizationType
 
@@ -59,23 +59,23 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Described:
-    """A model of a known kind, for llama.cpp."""
+class GgufModel:
+    """Model of a supported type, for llama.cpp."""
 
     kind: Kind
-    numbers: Any  # its configuration
+    numbers: Any  # model config
     quant: str
 
     @property
     def head_dim(self) -> int:
-        own: int | None = getattr(self.numbers, "head_dim", None)
-        return own or int(self.numbers.hidden_size // self.numbers.num_attention_heads)
+        head_dim: int | None = getattr(self.numbers, "head_dim", None)
+        return head_dim or int(self.numbers.hidden_size // self.numbers.num_attention_heads)
 
     @property
     def rope(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """That of layers that see all tokens, and that of layers with a window."""
-        given = self.numbers.rope_parameters
-        return given.get("full_attention", given), given.get("sliding_attention", given)
+        """RoPE parameters of layers with full attention, and of layers with a window."""
+        parameters = self.numbers.rope_parameters
+        return parameters.get("full_attention", parameters), parameters.get("sliding_attention", parameters)
 
     @cached_property
     def _names(self) -> Any:
@@ -86,18 +86,18 @@ class Described:
     def place(self, name: str, source: str, shape: tuple[int, ...]) -> Place:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        known = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if known is None:
-            raise CheckpointError(f"kind=gguf: gguf has no name for {source}. Give kind=merged.")
+        gguf_name = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
+            raise CheckpointError(f"kind=gguf: the gguf package has no name for {source}. Set kind=merged.")
         packed = GGMLQuantizationType[self.quant.upper()]
         if len(shape) < 2:
             packed = GGMLQuantizationType.F32
         elif shape[-1] % GGML_QUANT_SIZES[packed][0]:
             packed = GGMLQuantizationType.F16
-        return Place(known, name, source, shape, packed)
+        return Place(gguf_name, name, source, shape, packed)
 
     def reordered(self, place: Place, weight: Tensor) -> Tensor:
-        """The weight as llama.cpp's model computes with it."""
+        """Return a weight in the row order and offset of llama.cpp."""
         _, _, last = place.model_name.rpartition("self_attn.")
         if self.kind.pairs and last.startswith(("q_proj.", "k_proj.")):
             halves: Tensor = weight.unflatten(0, (-1, 2, self.head_dim // 2))
@@ -110,12 +110,12 @@ class Described:
         values: Any = self.reordered(place, weight).numpy()
         if place.type.name == "F16" and bool((np.abs(values) > _LARGEST_F16).any()):
             raise CheckpointError(
-                f"quant={self.quant}: {place.source} has a value that f16 cannot hold. Give quant=bf16."
+                f"quant={self.quant}: {place.source} has a value out of the range of f16. Set quant=bf16."
             )
         return np.ascontiguousarray(quantize(values, place.type)).view(np.uint8).reshape(place.stored_shape)
 
     def rope_factors(self) -> Any:
-        """What divides the frequencies, where no metadata says it."""
+        """Return the divisors of the RoPE frequencies if the metadata cannot express them, else None."""
         rope, _ = self.rope
         if rope["rope_type"] != "llama3":
             return None
@@ -126,7 +126,7 @@ class Described:
         return (plain / scaled.double()).float().numpy()
 
     def writer(self, file: Path) -> Any:
-        """A writer with the metadata of the model."""
+        """Return a writer with the metadata of the model."""
         import gguf
 
         numbers, (rope, local) = self.numbers, self.rope
@@ -137,7 +137,7 @@ class Described:
             writer.add_sliding_window(window)
             writer.add_rope_freq_base_swa(local["rope_theta"])
         elif window:
-            context = min(context, window)  # beyond it, transformers sees less than llama.cpp
+            context = min(context, window)  # beyond it, transformers attends to less than llama.cpp
         writer.add_block_count(numbers.num_hidden_layers)
         writer.add_context_length(context)
         writer.add_embedding_length(numbers.hidden_size)
@@ -158,22 +158,21 @@ class Described:
         return writer
 
 
-def described(numbers: Any, quant: str) -> Described:
-    """The model, or a refusal of what llama.cpp would compute otherwise."""
+def describe(numbers: Any, quant: str) -> GgufModel:
+    """Return the model; raise for settings that llama.cpp would compute differently."""
     if numbers.model_type not in KINDS:
         raise ConfigError(
-            f"kind=gguf: models of the kind {numbers.model_type} are not written here, only {', '.join(KINDS)}. "
-            f"{OTHER_WAY}"
+            f"kind=gguf: model type {numbers.model_type} is not supported, only {', '.join(KINDS)}. {OTHER_WAY}"
         )
-    model = Described(KINDS[numbers.model_type], numbers, quant)
+    model = GgufModel(KINDS[numbers.model_type], numbers, quant)
     every, layers = model.kind.window_every, getattr(numbers, "layer_types", None) or []
-    windowed = [at for at, each in enumerate(layers) if each == "sliding_attention"]
+    windowed = [at for at, layer in enumerate(layers) if layer == "sliding_attention"]
     expected = [at for at in range(len(layers)) if (at + 1) % every] if every else []
     attends = getattr(numbers, "query_pre_attn_scalar", model.head_dim)
     unknown = {
-        f"rope_type={each['rope_type']}"
-        for each in model.rope
-        if each["rope_type"] not in ("default", "linear", "llama3") or each.get("partial_rotary_factor", 1) != 1
+        f"rope_type={rope['rope_type']}"
+        for rope in model.rope
+        if rope["rope_type"] not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1) != 1
     }
     if windowed and windowed != expected and not (not every and len(windowed) == len(layers)):
         unknown.add("layer_types")
@@ -182,8 +181,7 @@ def described(numbers: Any, quant: str) -> Described:
     unknown |= {name for name in ("final_logit_softcapping", "attn_logit_softcapping") if getattr(numbers, name, None)}
     if unknown:
         raise ConfigError(
-            f"kind=gguf: the model's config.json has {', '.join(sorted(unknown))}, which is not written here. "
-            f"{OTHER_WAY}"
+            f"kind=gguf: the model's config.json has {', '.join(sorted(unknown))}, which is not supported. {OTHER_WAY}"
         )
     return model
 
@@ -201,7 +199,7 @@ _WORDS = f"{_SHORT}|{_BEFORE}\\p{{L}}+"
 _OTHERS = "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
 _OTHERS_SLASH = "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*"
 _CASED = f"{_BEFORE}{_UPPER}*{_LOWER}+", f"{_BEFORE}{_UPPER}+{_LOWER}*"
-# llama.cpp's name for expressions that split text one after the other, and whether whole words come before merges
+# llama.cpp's name by the expressions that split text, in order, and whether whole words take precedence over merges
 PRE_TOKENIZERS = {
     ((_GPT2,), False): "gpt-2",
     ((_DIGIT, _GPT2), False): "smollm",
@@ -228,15 +226,15 @@ HARD_TEXTS = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a GGUF file says of a tokenizer, with texts and conversations that llama.cpp must read alike."""
+    """Tokenizer of a GGUF file, with texts and conversations that llama.cpp must tokenize the same."""
 
-    model: str  # llama.cpp's name of its algorithm
+    model: str  # llama.cpp's name of the algorithm
     tokens: list[str]
     types: list[int]
     template: str | None
-    ends: list[int]  # tokens that end an answer, the tokenizer's own first
+    ends: list[int]  # tokens that end an answer, the tokenizer's EOS first
     special: Mapping[str, int | None]
-    adds: tuple[bool, bool]  # the first and the last token, around every text
+    adds: tuple[bool, bool]  # whether BOS and EOS are added to every text
     pre: str | None = None
     merges: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -246,11 +244,11 @@ class Vocabulary:
 
     @property
     def bytes(self) -> int:
-        """Size of the metadata, where a text has its length before it."""
+        """Size of the metadata, with a length in front of every text."""
         return sum(len(text.encode()) + 12 for text in (*self.tokens, *self.merges)) + len(self.template or "")
 
     def add_to(self, writer: Any, rows: int) -> None:
-        """Add the metadata; `rows` of the embedding beyond the tokens are named as unused."""
+        """Add the metadata. `rows`: of the embedding; those without a token are marked unused."""
         import gguf
 
         beyond = range(len(self.tokens), rows)
@@ -277,27 +275,27 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any, ends: list[int]) -> Vocabulary:
-    """The vocabulary of a tokenizer, or a refusal of one that llama.cpp has no equal of."""
-    known = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, added = known["model"], known["added_tokens"]
+    """Return the vocabulary of a tokenizer; raise if llama.cpp has no equivalent."""
+    config = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, added = config["model"], config["added_tokens"]
     if model["type"] != "BPE":
-        raise ConfigError(f"kind=gguf: a tokenizer of {model['type']} is not written here, only BPE. {OTHER_WAY}")
-    merges = [each if isinstance(each, list) else each.split(" ") for each in model["merges"]]
+        raise ConfigError(f"kind=gguf: {model['type']} tokenizers are not supported, only BPE. {OTHER_WAY}")
+    merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
     template, plain = tokenizer.chat_template, tokenizer.backend_tokenizer
     if isinstance(template, dict):
         template = template.get("default")
     texts = [(text, plain.encode(text, add_special_tokens=False).ids) for text in HARD_TEXTS]
     parts: dict[str, Any] = {"texts": texts}
     if model.get("byte_fallback"):
-        parts |= {"model": "llama", "scores": _scores(model, merges), "space_prefix": _has_prefix(known)}
+        parts |= {"model": "llama", "scores": _scores(model, merges), "space_prefix": _has_prefix(config)}
     else:
-        parts |= {"model": "gpt2", "pre": _pre_tokenizer(known), "merges": [" ".join(pair) for pair in merges]}
-        if known["normalizer"] == _PREPEND:
+        parts |= {"model": "gpt2", "pre": _pre_tokenizer(config), "merges": [" ".join(pair) for pair in merges]}
+        if config["normalizer"] == _PREPEND:
             parts["texts"] = [(f" {text}", ids) for text, ids in texts]
-            plain = Tokenizer.from_str(json.dumps(known | {"normalizer": None}))
+            plain = Tokenizer.from_str(json.dumps(config | {"normalizer": None}))
             template = None if template is None else _CONTENT.sub(r"((' ' ~ \g<0>) if \g<0> else '')", template)
     tokens, types = _tokens(model, added)
-    own = tokenizer.eos_token_id
+    eos = tokenizer.eos_token_id
     ids, inside = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
     is_framed = template is None and ids != inside
     return Vocabulary(
@@ -306,32 +304,32 @@ def vocabulary_of(tokenizer: Any, ends: list[int]) -> Vocabulary:
         types=types,
         template=template,
         chats=[] if template is None else _chats(tokenizer, template, plain),
-        ends=sorted(ends, key=lambda token: token != own),
+        ends=sorted(ends, key=lambda token: token != eos),
         special={"bos": tokenizer.bos_token_id, "pad": tokenizer.pad_token_id, "unk": tokenizer.unk_token_id},
-        adds=(is_framed and ids[0] == tokenizer.bos_token_id, is_framed and ids[-1] == own),
+        adds=(is_framed and ids[0] == tokenizer.bos_token_id, is_framed and ids[-1] == eos),
     )
 
 
 def _tokens(model: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[int]]:
-    """Texts and types of all tokens, by id."""
+    """Return the texts and types of all tokens, by id."""
     from gguf import TokenType
 
-    number = 1 + max([*model["vocab"].values(), *(each["id"] for each in added)])
+    number = 1 + max([*model["vocab"].values(), *(token["id"] for token in added)])
     tokens, types = [f"[PAD{at}]" for at in range(number)], [int(TokenType.UNUSED)] * number
     for text, at in model["vocab"].items():
         is_byte = model.get("byte_fallback") and _BYTE.fullmatch(text)
         tokens[at], types[at] = text, int(TokenType.BYTE if is_byte else TokenType.NORMAL)
-    for each in added:
-        kind = TokenType.CONTROL if each["special"] else TokenType.USER_DEFINED
-        tokens[each["id"]], types[each["id"]] = each["content"], int(kind)
+    for token in added:
+        kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        tokens[token["id"]], types[token["id"]] = token["content"], int(kind)
     if model.get("unk_token") is not None:
         types[model["vocab"][model["unk_token"]]] = int(TokenType.UNKNOWN)
     return tokens, types
 
 
-def _pre_tokenizer(known: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how the text is split, which is never guessed."""
-    normalizer, steps = known["normalizer"], known["pre_tokenizer"] or {}
+def _pre_tokenizer(config: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name of the pre-tokenizer; raise if it is unknown."""
+    normalizer, steps = config["normalizer"], config["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
     patterns: list[str | None] = []
     for step in steps:
@@ -344,28 +342,28 @@ def _pre_tokenizer(known: Mapping[str, Any]) -> str:
                 patterns += [_GPT2] if uses else []
             case _:
                 patterns.append(None)
-    name = PRE_TOKENIZERS.get((tuple(map(str, patterns)), bool(known["model"].get("ignore_merges"))))
+    name = PRE_TOKENIZERS.get((tuple(map(str, patterns)), bool(config["model"].get("ignore_merges"))))
     if name is None or steps[-1].get("type") != "ByteLevel" or normalizer not in (None, {"type": "NFC"}, _PREPEND):
         raise ConfigError(
-            "kind=gguf: the tokenizer splits or changes text in a way that is not among those known to be llama.cpp's "
-            f"own: {json.dumps(normalizer)}, {json.dumps(known['pre_tokenizer'])[:300]}. {OTHER_WAY}"
+            "kind=gguf: llama.cpp has no known equivalent of the tokenizer's normalizer and pre-tokenizer: "
+            f"{json.dumps(normalizer)}, {json.dumps(config['pre_tokenizer'])[:300]}. {OTHER_WAY}"
         )
     return name
 
 
-def _has_prefix(known: Mapping[str, Any]) -> bool:
-    """Whether a blank comes before each text, of a tokenizer like those of SentencePiece."""
-    normalizer = known["normalizer"]
-    if normalizer not in (_BLANKS, _PREFIXED) or known["pre_tokenizer"] not in (None, _BETWEEN_BLANKS):
+def _has_prefix(config: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer in the style of SentencePiece puts a space before each text."""
+    normalizer = config["normalizer"]
+    if normalizer not in (_BLANKS, _PREFIXED) or config["pre_tokenizer"] not in (None, _BETWEEN_BLANKS):
         raise ConfigError(
-            f"kind=gguf: the tokenizer changes text in a way that llama.cpp does not: {json.dumps(normalizer)[:300]}. "
-            f"{OTHER_WAY}"
+            "kind=gguf: llama.cpp does not support the tokenizer's normalizer or pre-tokenizer: "
+            f"{json.dumps(normalizer)[:300]}. {OTHER_WAY}"
         )
     return bool(normalizer == _PREFIXED)
 
 
 def _scores(model: Mapping[str, Any], merges: Sequence[Sequence[str]]) -> list[float]:
-    """A score for each token: the first merge that makes it comes first."""
+    """Return a score for each token: the earlier its first merge, the higher."""
     scores = [-float(len(merges))] * (1 + max(model["vocab"].values()))
     for rank, pair in reversed(list(enumerate(merges))):
         scores[model["vocab"]["".join(pair)]] = -float(rank)
@@ -373,42 +371,42 @@ def _scores(model: Mapping[str, Any], merges: Sequence[Sequence[str]]) -> list[f
 
 
 def _chats(tokenizer: Any, template: str, plain: Tokenizer) -> list[tuple[list[dict[str, str]], list[int]]]:
-    """Conversations with the tokens of their prompts; refuses a template that cannot write what llama.cpp lacks."""
+    """Return conversations with their prompt tokens; raise if the template cannot add the spaces llama.cpp lacks."""
     question, *others = HARD_TEXTS
-    asked = [{"role": "user", "content": text.strip()} for text in (question, *others)]
-    chats = [[each] for each in asked]
-    chats.append([asked[0], {"role": "assistant", "content": others[0].strip()}, asked[2]])
-    found = []
+    questions = [{"role": "user", "content": text.strip()} for text in (question, *others)]
+    chats = [[message] for message in questions]
+    chats.append([questions[0], {"role": "assistant", "content": others[0].strip()}, questions[2]])
+    tokenized = []
     for messages in chats:
         try:
-            text, own = render_chat(tokenizer, messages, ask=True, options={"chat_template": template}), None
-            own = render_chat(tokenizer, messages, ask=True)
+            text = render_chat(tokenizer, messages, ask=True, options={"chat_template": template})
+            original = render_chat(tokenizer, messages, ask=True)
         except ConversationRefused:
             continue
-        ids = tokenizer(own, add_special_tokens=False).input_ids
+        ids = tokenizer(original, add_special_tokens=False).input_ids
         if plain.encode(text, add_special_tokens=False).ids != ids:
             raise ConfigError(
-                "kind=gguf: the tokenizer puts a blank before each text, which llama.cpp does not, and the chat "
-                f"template cannot be made to. {OTHER_WAY}"
+                "kind=gguf: the tokenizer puts a space before each text, which llama.cpp does not, and the chat "
+                f"template cannot add it. {OTHER_WAY}"
             )
-        found.append((messages, ids))
-    return found
+        tokenized.append((messages, ids))
+    return tokenized
 
 
 def modelfile(name: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
-    """The file from which Ollama makes a model."""
+    """Return the Modelfile for Ollama."""
     lines = [f"FROM ./{name}"]
     go = None if vocabulary.template is None else _go_template(tokenizer, vocabulary.template)
     if go is not None:
         lines.append(f'TEMPLATE """{go}"""')
     elif vocabulary.template is not None:
-        lines.append("# The chat template is more than texts around messages: write TEMPLATE in Ollama's language.")
+        lines.append("# The chat template is more than fixed text around messages: write TEMPLATE in Ollama's syntax.")
     lines += [f"PARAMETER stop {json.dumps(vocabulary.tokens[token])}" for token in vocabulary.ends]
     return "\n".join(lines) + "\n"
 
 
 def _go_template(tokenizer: Any, template: str) -> str | None:
-    """The template in Go, where it puts fixed texts around messages; else None."""
+    """Return the template in Go if it only puts fixed text around messages, else None."""
 
     def render(*roles: str, ask: bool = False) -> str:
         messages = [{"role": role, "content": f"<{role} {at}>"} for at, role in enumerate(roles)]

@@ -1,4 +1,4 @@
-"""Kinds of export: what each copies and writes, how another program reads it, and how near that must come."""
+"""Kinds of export: the files they copy and write, how another program reads them, and the allowed difference."""
 
 import json
 import shutil
@@ -36,21 +36,21 @@ _NOT_COPIED = {CHECKSUMS, CARD, REPORT}
 _OF_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "adapter_*")
 _WITH_TEXT = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _WITH_WEIGHTS = ("*processor*_config.json", "processor_config.json", *_WITH_TEXT)
-# Relative difference of logits computed twice in fp32 by kernels that add in another order.
+# Relative difference of fp32 logits between kernels that add in a different order.
 _FP32_TOLERANCE = 1e-5
-# Half the distance of neighboring numbers: the largest relative change of a weight by rounding.
+# Half the distance between neighboring numbers: the largest relative change of a weight by rounding.
 _ROUNDING_ERROR = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 0.0}
 
 
 @dataclass(eq=False)
 class Export(ABC):
-    """An export of one kind; asked for its size, before anything is written, it refuses what cannot be exported."""
+    """Export of one kind. Reading its size raises for unsupported models, before anything is written."""
 
-    measure: ClassVar[str] = "difference"  # of `Verification`, that is to be within the tolerance
+    measure: ClassVar[str] = "difference"  # field of `Verification` to compare with the tolerance
 
     config: ExportConfig
     evaluation: Evaluation  # on the base that users of the export load
-    trained: Evaluation | None  # where training computed with another one
+    trained: Evaluation | None  # on the training base, if that differs
 
     @property
     def final(self) -> Path:
@@ -60,7 +60,7 @@ class Export(ABC):
     def own_files(self) -> dict[str, Path]:
         """Files of final/ with a checksum, except the card."""
         names = read_json(self.final / CHECKSUMS).keys() - _NOT_COPIED
-        return {each.name: each for each in sorted(self.final.glob("*")) if each.name in names}
+        return {file.name: file for file in sorted(self.final.glob("*")) if file.name in names}
 
     @cached_property
     def sections(self) -> ModelSections:
@@ -69,7 +69,7 @@ class Export(ABC):
     @property
     @abstractmethod
     def copied(self) -> dict[str, Path]:
-        """Files that are exported as they are, by their names in the export."""
+        """Files to copy, by their names in the export."""
 
     @property
     def bytes(self) -> int:
@@ -78,43 +78,43 @@ class Export(ABC):
 
     @property
     def disk_bytes(self) -> int:
-        """What it takes while it is written."""
+        """Disk space needed while writing."""
         return self.bytes
 
     def write(self, folder: Path) -> int:
-        """Write all but card and report; returns the number of rounded matrices."""
+        """Write everything but card and report; return the number of rounded matrices."""
         for name, file in self.copied.items():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, folder / name)
         return 0
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
-        """The rows of `reference` as another program computes them with `folder`; a text: why it does not."""
+        """Return the results of another program with `folder` on the rows of `reference`, or an error as text."""
         return by_transformers(folder, {}, reference, self.evaluation)
 
     def on_card(self, loading: Loading, verified: Verification) -> Loading:  # noqa: ARG002
-        """What the model card says of how it is loaded."""
+        """Return the loading instructions of the model card."""
         return loading
 
     def remarks(self) -> list[tuple[str, str]]:
-        """What other programs make of it, by their names."""
+        """Return remarks on other programs, by their names."""
         return []
 
     def tolerance(self, rounded: int) -> tuple[float, str]:
-        """The allowed relative difference, and the reason for it.
+        """Return the allowed relative difference and its reason.
 
-        A rounded matrix changes its outputs by less than the rounding of a weight; independent errors add up as the
-        square root of their number.
+        A rounded matrix changes its outputs by less than the rounding error of a weight; independent errors grow with
+        the square root of their number.
         """
         base = DTYPES[self.evaluation.choices.precision].base
         dtype = self.config.written("dtype") or next(name for name, dtype in EXPORTED.items() if dtype == base)
         if not rounded or dtype == "fp32":
-            return _FP32_TOLERANCE, "fp32 arithmetic in another order"
+            return _FP32_TOLERANCE, "fp32 arithmetic in a different order"
         return _FP32_TOLERANCE + _ROUNDING_ERROR[dtype] * rounded**0.5, f"{rounded} matrices rounded to {dtype}"
 
 
 class AdapterExport(Export):
-    """The adapter with all of final/, and the base where that exists nowhere else: one of random weights."""
+    """Adapter with all of final/, and a randomly initialized base, which exists nowhere else."""
 
     @cached_property
     def copied(self) -> dict[str, Path]:
@@ -122,27 +122,27 @@ class AdapterExport(Export):
         return self.own_files | {f"base/{file.name}": file for file in base}
 
     def write(self, folder: Path) -> int:
-        """Beside the files, name the base; counts fp32 matrices of a head, which loading rounds to the base's dtype."""
+        """Copy the files and name the base; count fp32 matrices of a head, which loading rounds to the base's dtype."""
         super().write(folder)
         adapter = json.loads((folder / _ADAPTER).read_text())
-        named = base_path(self.config.model, self.config.target / "base")
-        write_json_unflushed(folder / _ADAPTER, adapter | {"base_model_name_or_path": named})
-        return sum(len(each.shape) > 1 for each in fully_trained_weights(self.final).values())
+        path = base_path(self.config.model, self.config.target / "base")
+        write_json_unflushed(folder / _ADAPTER, adapter | {"base_model_name_or_path": path})
+        return sum(len(weight.shape) > 1 for weight in fully_trained_weights(self.final).values())
 
     def remarks(self) -> list[tuple[str, str]]:
         if not task_of(self.sections.task).writes_text:
             return []
-        found = in_vllm(read_json(self.final / _ADAPTER), self.sections.model.vocab_size)
+        remark = in_vllm(read_json(self.final / _ADAPTER), self.sections.model.vocab_size)
         rounds_to = QUANTIZATION_KINDS[self.sections.quantization.kind].rounds_to
         if rounds_to:
-            found += f"\nanswers are others on a base that is not rounded to {rounds_to}: give it kind=merged"
-        return [("vllm", found)]
+            remark += f"\nanswers differ on a base that is not rounded to {rounds_to}: use kind=merged"
+        return [("vllm", remark)]
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
         inside, sections = folder / "base", self.sections
         unpacked = self.evaluation.base.unpacked_format
         if unpacked is not None and sections.quantizer is not None:
-            return f"no other program packs its base, in {unpacked['quant_method']}, as {sections.quantizer.kind}"
+            return f"no other program quantizes its {unpacked['quant_method']} base to {sections.quantizer.kind}"
         bitsandbytes = sections.bitsandbytes_arguments(self.evaluation.base)
         loading = {
             "stacks": [] if bitsandbytes is None else self.evaluation.base.stacks_of_experts,
@@ -157,9 +157,9 @@ class AdapterExport(Export):
 
 
 class MergedExport(Export):
-    """Base and adapter as one model, or a fully tuned one, with tokenizer, licenses and other files beside weights."""
+    """Base and adapter merged, or a fully fine-tuned model, with tokenizer, licenses and other files."""
 
-    merged_dtype: ClassVar[str | None] = None  # in place of the `dtype` that is asked for
+    merged_dtype: ClassVar[str | None] = None  # overrides `dtype`
 
     @cached_property
     def merge(self) -> Merge:
@@ -174,9 +174,9 @@ class MergedExport(Export):
         base = Path(self.sections.model.path)
         with_weights = _WITH_WEIGHTS if self.config.names == "whole" else _WITH_TEXT
         patterns = (*with_weights, *(("*.py",) if self.config.model.trust_remote_code else ()))
-        beside = {file.name: file for pattern in patterns for file in base.glob(pattern)}
+        of_base = {file.name: file for pattern in patterns for file in base.glob(pattern)}
         left_out = {"config.json", *(file.name for pattern in _OF_WEIGHTS for file in self.final.glob(pattern))}
-        return {name: file for name, file in (beside | self.own_files).items() if name not in left_out}
+        return {name: file for name, file in (of_base | self.own_files).items() if name not in left_out}
 
     @property
     def bytes(self) -> int:
@@ -189,7 +189,7 @@ class MergedExport(Export):
         else:
             rows = self.sections.model.vocab_size
             resized = {} if rows is None else {"vocab_size": rows}
-            # final/ has that of a whole model, and of a classifier's adapter with its classes
+            # final/ has one if it is a full model, or a classifier's adapter, with its classes
             place = self.final if (self.final / "config.json").is_file() else Path(self.sections.model.path)
             config = merged_config(place, self.config.dtype)
             write_json_unflushed(folder / "config.json", config | resized)
@@ -207,15 +207,15 @@ class MergedExport(Export):
 
 
 class _Quant(NamedTuple):
-    """One kind of layers of bitsandbytes that transformers writes and reads."""
+    """Quantization of bitsandbytes that transformers writes and reads."""
 
     arguments: Mapping[str, Any]  # of BitsAndBytesConfig
-    bytes_per_weight: float  # with its scales; int8 has one a row
-    max_kl: float  # nats a position, ten times those of the small model and more
-    block: int = 1  # weights that share a scale, of which each row has whole ones
+    bytes_per_weight: float  # with scales; int8 has one per row
+    max_kl: float  # nats per position, at least ten times those of the small model
+    block: int = 1  # weights that share a scale; the row length must be a multiple
 
 
-_FOUR_BITS = 0.5 + 4 / nf4.BLOCK  # bytes a weight, with scales in fp32
+_FOUR_BITS = 0.5 + 4 / nf4.BLOCK  # bytes per weight, with scales in fp32
 _QUANTS = {
     "nf4": _Quant({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _FOUR_BITS, 0.5, nf4.BLOCK),
     "fp4": _Quant({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, _FOUR_BITS, 1.0, nf4.BLOCK),
@@ -224,21 +224,21 @@ _QUANTS = {
 
 
 class QuantizedExport(MergedExport):
-    """The merged model with the linear layers of its backbone quantized by bitsandbytes, which transformers loads."""
+    """Merged model with the linear layers of its backbone quantized by bitsandbytes, for transformers."""
 
     measure = "kl"
-    digest: str  # of the model that was written
+    digest: str  # of the written model
 
     @cached_property
     def merge(self) -> Merge:
-        """With linear layers of the base as they are stored, where training packed them as the export does: of packed
-        numbers a second rounding would undo every update below half the distance of neighbors. What LoftQ begins with
-        is right beside packed numbers alone.
+        """Merge with the stored, unquantized linear layers of the base if training quantized them as the export does:
+        rounding quantized numbers again would undo every update below half the distance between neighbors. LoftQ's
+        initial adapter fits the quantized base only.
         """
         merge, trained = super().merge, self.sections
         if trained.quantization.kind != self.config.quant or trained.adapter.init == "loftq":
             return merge
-        stacks = frozenset(name for name in merge.quantized if not name.endswith(".weight"))  # which stay in dtype
+        stacks = frozenset(name for name in merge.quantized if not name.endswith(".weight"))  # they stay in dtype
         return replace(merge, quantized=stacks)
 
     @property
@@ -253,7 +253,7 @@ class QuantizedExport(MergedExport):
         if odd:
             raise ConfigError(
                 f"quant={self.config.quant}: {odd[0]} has {weights[odd[0]].shape[1]} inputs, not a multiple of "
-                f"{self.quant.block}. Give quant=int8, or kind=merged."
+                f"{self.quant.block}. Set quant=int8, or kind=merged."
             )
         saved = sum(map(Tensor.numel, weights.values())) * (of_a_weight - self.quant.bytes_per_weight)
         return super().bytes - int(saved)
@@ -263,7 +263,7 @@ class QuantizedExport(MergedExport):
         return super().bytes + self.bytes
 
     def write(self, folder: Path) -> int:
-        """Quantize the merged files, which vanish before others take their names."""
+        """Quantize the merged files and replace them."""
         rounded = super().write(folder)
         task, dtype = task_of(self.sections.task), EXPORTED[self.config.dtype]
         outside = self.evaluation.base.linear_outside
@@ -284,15 +284,15 @@ class QuantizedExport(MergedExport):
         return rounded
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
-        found = by_transformers(folder, {"digest": True, "dtype": "auto"}, reference, self.evaluation)
-        if isinstance(found, Reloaded) and found.digest != self.digest:
-            return "its tensors are not those that were written"
-        return found
+        reloaded = by_transformers(folder, {"digest": True, "dtype": "auto"}, reference, self.evaluation)
+        if isinstance(reloaded, Reloaded) and reloaded.digest != self.digest:
+            return "its tensors differ from those written"
+        return reloaded
 
     def on_card(self, loading: Loading, verified: Verification) -> Loading:
         quantized = (
-            f"Quantized to {self.config.quant} by bitsandbytes, which loads it. KL from the model of the run: "
-            f"{verified.kl:.2g} nats, the mean of {verified.positions} positions of {verified.rows} rows "
+            f"Quantized to {self.config.quant} with bitsandbytes, which is required to load it. KL from the model of "
+            f"the run: {verified.kl:.2g} nats, the mean of {verified.positions} positions of {verified.rows} rows "
             f"({verified.rows_are.replace('_', ' ')})."
         )
         return replace(loading, quantized=quantized)

@@ -1,6 +1,6 @@
-"""Reads a GGUF file by llama.cpp: run as a process of its own that imports nothing of this program.
+"""Program that reads a GGUF file with llama.cpp, in a process that imports nothing of this package.
 
-python llama_cpp.py PLAN.json      writes tokens, log-probabilities and likeliest tokens as JSON
+python llama_cpp.py PLAN.json      write tokens, log-probabilities and most likely tokens as JSON
 """
 
 import json
@@ -10,11 +10,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-_FORCED = 1e9  # added to the logit of the token that is to come; log-probabilities are those before
+_FORCED = 1e9  # added to the logit of the next token; reported log-probabilities are without it
 
 
 class Model:
-    """A file in a server of llama.cpp within this process, on an address of this machine."""
+    """GGUF file in a llama.cpp server of this process, on a local address."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         import xllamacpp
@@ -41,41 +41,40 @@ class Model:
             return json.load(answer)
 
     def tokens(self, text: str, *, add_special: bool) -> list[int]:
-        found: list[int] = self.ask("/tokenize", {"content": text, "add_special": add_special, "parse_special": True})[
-            "tokens"
-        ]
-        return found
+        answer = self.ask("/tokenize", {"content": text, "add_special": add_special, "parse_special": True})
+        ids: list[int] = answer["tokens"]
+        return ids
 
     def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of a conversation that an answer is to follow."""
+        """Return the tokens of a conversation up to the start of the next answer."""
         return self.tokens(self.ask("/apply-template", {"messages": messages})["prompt"], add_special=True)
 
     def next_token(self, ids: list[int], target: int) -> tuple[float, int]:
-        """The log-probability of a token after others, and the likeliest one."""
-        found = self._forced(ids, target, 1) or self._forced(ids, self._plain, self._number)
-        known = {each["id"]: each["logprob"] for each in [found, *found["top_logprobs"]]}
-        return known[target], found["top_logprobs"][0]["id"]
+        """Return the log-probability of a token after others, and the most likely token."""
+        forced = self._forced(ids, target, 1) or self._forced(ids, self._plain, self._number)
+        logprobs = {token["id"]: token["logprob"] for token in [forced, *forced["top_logprobs"]]}
+        return logprobs[target], forced["top_logprobs"][0]["id"]
 
     def _forced(self, ids: list[int], token: int, likeliest: int) -> Any:
-        """What is told of a token that must come, and of the likeliest; None for one that begins a character."""
-        asked = {"prompt": ids, "n_predict": 1, "n_probs": likeliest, "temperature": 0, "cache_prompt": True}
-        answer = self._server.handle_completions({**asked, "logit_bias": [[token, _FORCED]]})
+        """Return the log-probabilities of a forced token and the likeliest ones; None if it starts a character."""
+        request = {"prompt": ids, "n_predict": 1, "n_probs": likeliest, "temperature": 0, "cache_prompt": True}
+        answer = self._server.handle_completions({**request, "logit_bias": [[token, _FORCED]]})
         if "choices" not in answer:
             raise RuntimeError(json.dumps(answer))
-        told = answer["choices"][0]["logprobs"]
-        return None if told is None else told["content"][0]
+        logprobs = answer["choices"][0]["logprobs"]
+        return None if logprobs is None else logprobs["content"][0]
 
 
 def main() -> None:
-    """Read the plan that the only argument names, and write what was found."""
+    """Read the plan of the only argument and write the results."""
     plan = json.loads(Path(sys.argv[1]).read_text())
     model = Model(plan)
     rows = []
     for row in plan["rows"]:
-        found = [
+        tokens = [
             model.next_token(row["ids"][: at + 1], target) for at, target in zip(row["at"], row["targets"], strict=True)
         ]
-        rows.append({"logprobs": [each for each, _ in found], "choices": [token for _, token in found]})
+        rows.append({"logprobs": [logprob for logprob, _ in tokens], "choices": [token for _, token in tokens]})
     result = {
         "texts": [model.tokens(text, add_special=False) for text in plan["texts"]],
         "chats": [model.prompt(messages) for messages in plan["chats"]],

@@ -1,6 +1,6 @@
-"""Loads an export as its users would: run as a process of its own that imports nothing of this program.
+"""Program that loads an export as its users would, in a process that imports nothing of this package.
 
-python reload.py PLAN.json      writes the logits of the rows in the plan as safetensors
+python reload.py PLAN.json      write the logits of the rows in the plan as safetensors
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 
 def load(plan: dict[str, Any]) -> Any:
-    """Load by transformers and PEFT."""
+    """Load the model with transformers and PEFT."""
     import transformers
 
     options: dict[str, Any] = {
@@ -48,8 +48,8 @@ def load(plan: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def round_stacks(lm: torch.nn.Module, names: list[str], given: dict[str, Any]) -> None:
-    """Round stacks of experts in place, which transformers does not quantize, as bitsandbytes rounds their rows."""
+def round_stacks(lm: torch.nn.Module, names: list[str], config: dict[str, Any]) -> None:
+    """Round stacked experts in place as bitsandbytes would: transformers does not quantize them."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     for name in names:
@@ -57,38 +57,38 @@ def round_stacks(lm: torch.nn.Module, names: list[str], given: dict[str, Any]) -
         packed = quantize_4bit(
             stack.flatten(0, 1),
             blocksize=64,
-            compress_statistics=given["bnb_4bit_use_double_quant"],
-            quant_type=given["bnb_4bit_quant_type"],
+            compress_statistics=config["bnb_4bit_use_double_quant"],
+            quant_type=config["bnb_4bit_quant_type"],
         )
         stack.copy_(dequantize_4bit(*packed).view_as(stack))
 
 
 def digest(lm: torch.nn.Module) -> str:
-    """Hash of all tensors, packed ones as they are."""
-    found = hashlib.sha256()
+    """Return the hash of all tensors, without unpacking quantized ones."""
+    sha256 = hashlib.sha256()
     for name, tensor in sorted(lm.state_dict().items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return sha256.hexdigest()
 
 
 def in_fp32(network: torch.nn.Module) -> None:
-    """Switch arithmetic to fp32 in place: weights are compared, not its rounding; packed ones stay packed."""
-    torch.nn.Module.float(network)  # transformers' own refuses a packed model
+    """Switch arithmetic to fp32 in place, to compare weights without its rounding; quantized weights stay packed."""
+    torch.nn.Module.float(network)  # `float` of transformers raises for a quantized model
     for layer in network.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             packed: Any = layer
             packed.compute_dtype = torch.float32
-            packed.support_avx512bf16_for_cpu = False  # or such CPUs would evaluate in bf16
+            packed.support_avx512bf16_for_cpu = False  # CPUs with it would evaluate in bf16
 
 
 @torch.no_grad()
 def logits(lm: Any, rows: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """Logits of each row `ids.N` at the positions `at.N`, or one answer for a row without positions.
+    """Return the logits of each row `ids.N` at the positions `at.N`, or its single output if it has no positions.
 
-    `sides.N` are the segment ids of a pair of texts.
+    `sides.N`: segment ids of a pair of texts.
     """
-    found = {}
+    logits_by_row = {}
     for name in sorted(key for key in rows if key.startswith("ids.")):
         number = name.removeprefix("ids.")
         sides = rows.get(f"sides.{number}")
@@ -96,12 +96,12 @@ def logits(lm: Any, rows: dict[str, torch.Tensor], device: str) -> dict[str, tor
         answers = lm(input_ids=rows[name].long().to(device)[None], use_cache=False, **more).logits
         at = rows.get(f"at.{number}")
         chosen = answers if at is None else answers[0, at.long().to(device)]
-        found[number] = chosen.float().cpu().contiguous()
-    return found
+        logits_by_row[number] = chosen.float().cpu().contiguous()
+    return logits_by_row
 
 
 def main() -> None:
-    """Read the plan that the only argument names, and write the logits."""
+    """Read the plan of the only argument and write the logits."""
     warnings.simplefilter("ignore", FutureWarning)
     plan = json.loads(Path(sys.argv[1]).read_text())
     if plan["threads"]:

@@ -1,4 +1,4 @@
-"""Verification of an export: a fresh process loads it, and its logits must equal those of the run's own model."""
+"""Verification of an export: a new process loads it, and its logits must equal those of the run's model."""
 
 import gc
 import json
@@ -34,56 +34,56 @@ MAX_LOST_MARGIN = 25  # tolerances of the mean loss, at one position
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The comparison with the fresh process. The differences are None where that gave no logits."""
+    """Comparison with the reloaded export. Differences are None if it returned no logits."""
 
     passed: bool = False
     tolerance: float
     tolerance_is: str
     tolerance_of: str = "difference"  # or kl, or loss_difference
     difference: float | None = None  # all logits together, relative
-    kl: float | None = None  # from the run's model to a quantized one, nats a position
-    loss_difference: float | None = None  # in a program that gives no logits: nats, relative to a loss above 1
-    lost_margin: float | None = None  # the most, in nats, by which the run's model prefers a token that that does not
+    kl: float | None = None  # from the run's model to a quantized one, nats per position
+    loss_difference: float | None = None  # of a program without logits: nats, relative to a loss above 1
+    lost_margin: float | None = None  # largest margin, in nats, of a token that only the run's model prefers
     largest_difference: float | None = None  # of one logit, relative to the largest
-    same_choice: float | None = None  # share of the positions at which both prefer the same token
+    same_choice: float | None = None  # share of positions at which both prefer the same token
     loss_before: float
     loss_after: float | None = None
     rows: int
     positions: int
     rows_are: str
     failure: str | None = None
-    note: str | None = None  # on what was not compared
-    # the same rows on the base of training, where users of the export load another one
+    note: str | None = None  # on comparisons left out
+    # the same rows on the training base, if users of the export load another one
     training_difference: float | None = None
     training_loss: float | None = None
 
     def lines(self) -> str:
         verdict = "passed" if self.passed else "FAILED"
         if self.failure is not None:
-            how = "ended without logits" if self.loss_after is None else "computes something else"
-            return f"{verdict}: the fresh process {how}: {self.failure}"
+            how = "reload failed" if self.loss_after is None else "the reloaded model differs"
+            return f"{verdict}: {how}: {self.failure}"
         if self.note is not None:
             return f"{verdict}: {self.note}"
         measured = getattr(self, self.tolerance_of)
-        difference, loss = (math.nan if each is None else each for each in (measured, self.loss_after))
-        unit = {"kl": " nats a position (KL)", "loss_difference": " in its loss"}.get(self.tolerance_of, "")
+        difference, loss = (math.nan if value is None else value for value in (measured, self.loss_after))
+        unit = {"kl": " nats per position (KL)", "loss_difference": " in loss"}.get(self.tolerance_of, "")
         lines = [
-            f"{verdict}: a fresh process differs by {difference:.1e}{unit} (tolerance {self.tolerance:.1e}, "
+            f"{verdict}: the reloaded model differs by {difference:.1e}{unit} (tolerance {self.tolerance:.1e}, "
             f"{self.tolerance_is})",
             f"loss {self.loss_before:.4f} -> {loss:.4f} at {self.positions} positions of {self.rows} rows "
             f"({self.rows_are})" + ("" if self.same_choice is None else f", same choice at {self.same_choice:.1%}"),
         ]
         if self.training_loss is not None:
             lines.append(
-                f"the base is loaded unquantized; on that of training the loss is {self.training_loss:.4f}, and logits "
-                f"differ by {self.training_difference:.1e}"
+                f"the base is loaded unquantized; on the training base the loss is {self.training_loss:.4f}, and "
+                f"logits differ by {self.training_difference:.1e}"
             )
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Rows, and the logits of the run's own model that the export must give for them."""
+    """Rows, and the logits of the run's model that the export must reproduce."""
 
     rows: dict[str, Tensor]  # by the names that reload.py expects
     targets: list[Tensor]
@@ -93,19 +93,19 @@ class Reference:
 
     @property
     def ids(self) -> list[Tensor]:
-        """The tokens of each row."""
+        """Tokens of each row."""
         return [self.rows[f"ids.{i}"] for i in range(len(self.targets))]
 
     def loss(self, logits: list[Tensor]) -> float:
-        """Mean loss over all positions."""
+        """Return the mean loss over all positions."""
         losses = [
-            CLASS_PROBLEMS[self.problem].of_answers(each.double(), targets, None).sum()
-            for each, targets in zip(logits, self.targets, strict=True)
+            CLASS_PROBLEMS[self.problem].of_answers(row_logits.double(), targets, None).sum()
+            for row_logits, targets in zip(logits, self.targets, strict=True)
         ]
         return float(sum(losses)) / sum(len(targets) for targets in self.targets)
 
     def same_choice(self, ours: Tensor, theirs: Tensor) -> float | None:
-        """The share of all choices that both make alike; None where numbers are learnt, which are no choices."""
+        """Return the share of equal choices; None for regression, which has no choices."""
         if not PROBLEMS[self.problem].named:
             return None
         chosen = CLASS_PROBLEMS[self.problem].chosen
@@ -113,29 +113,29 @@ class Reference:
 
 
 class Reloaded(NamedTuple):
-    """The rows of a reference as a program computes them that has loaded an export."""
+    """Results of a program that loaded the export, on the rows of a reference."""
 
-    ids: list[Tensor]  # of the tokens that it reads in each row
+    ids: list[Tensor]  # tokens of each row
     loss: float | None  # mean cross-entropy over all positions; None: no program here reads the export
-    logits: list[Tensor] | None  # None: the program gives none, and losses are compared
-    digest: str | None = None  # of all tensors, where that was asked for
-    choices: list[Tensor] | None = None  # the likeliest tokens, of a program that gives no logits
+    logits: list[Tensor] | None  # None: the program returns none, and losses are compared
+    digest: str | None = None  # of all tensors, if requested
+    choices: list[Tensor] | None = None  # the likeliest tokens, of a program that returns no logits
     failure: str | None = None
-    note: str | None = None  # on what was not compared
+    note: str | None = None  # on comparisons left out
 
 
 def reference_of(evaluation: Evaluation) -> Reference:
-    """Compute reference logits from the run's weights in fp32 arithmetic; the model is freed afterwards."""
+    """Return the logits of the run's model in fp32 arithmetic; the model is freed afterwards."""
     model = evaluation.model(tuned=True).eval()
     reload.in_fp32(model)
     torch.set_float32_matmul_precision("highest")
     rows, targets = _labeled(evaluation, model)
-    found = reload.logits(model.language_model, rows, str(evaluation.runtime.device))
+    logits = reload.logits(model.language_model, rows, str(evaluation.runtime.device))
     del model
     gc.collect()
     torch.cuda.empty_cache()
     return Reference(
-        rows, targets, [found[str(i)] for i in range(len(targets))], evaluation.rows_are, evaluation.run.task.problem
+        rows, targets, [logits[str(i)] for i in range(len(targets))], evaluation.rows_are, evaluation.run.task.problem
     )
 
 
@@ -146,10 +146,10 @@ def verify(
     trained: Reference | None = None,
     measure: str = "difference",
 ) -> Verification:
-    """Compare an export, as a fresh process computes with it, with the run's own model; a text: why that failed.
+    """Compare a reloaded export with the run's model. `reloaded`: the results, or an error as text.
 
-    `trained`: the model of training, where that computed with another base than was exported. `measure`: the field
-    that must be `allowed`.
+    `trained`: the logits on the training base, if another base was exported. `measure`: the field to compare with the
+    tolerance `allowed`.
     """
     verification = Verification(
         tolerance=allowed[0],
@@ -157,7 +157,7 @@ def verify(
         tolerance_of=measure,
         loss_before=reference.loss(reference.logits),
         rows=len(reference.targets),
-        positions=sum(len(each) for each in reference.targets),
+        positions=sum(len(targets) for targets in reference.targets),
         rows_are=reference.rows_are,
         training_difference=None if trained is None else _relative(reference.logits, trained.logits),
         training_loss=None if trained is None else reference.loss(trained.logits),
@@ -166,42 +166,46 @@ def verify(
         return replace(verification, failure=reloaded)
     if reloaded.loss is None:
         return replace(verification, passed=True, note=reloaded.note)
-    found = replace(verification, loss_after=finite_or_none(reloaded.loss))
+    verification = replace(verification, loss_after=finite_or_none(reloaded.loss))
     other = [i for i, both in enumerate(zip(reference.ids, reloaded.ids, strict=True)) if not torch.equal(*both)]
-    failure = f"it reads other tokens in row {other[0]} of those compared" if other else reloaded.failure
+    failure = f"tokens differ in row {other[0]} of the compared rows" if other else reloaded.failure
     if failure is not None:
-        return replace(found, failure=failure)
+        return replace(verification, failure=failure)
     if reloaded.logits is None:
-        found = _with_loss(found, reference, reloaded.loss, reloaded.choices)
+        verification = _with_loss(verification, reference, reloaded.loss, reloaded.choices)
     else:
-        found = _with_logits(found, reference, reloaded.logits)
-    measured: float | None = getattr(found, measure)
-    if found.lost_margin is not None and found.lost_margin > MAX_LOST_MARGIN * found.tolerance:
-        return replace(found, failure=f"it gives up a token that the run prefers by {found.lost_margin:.2g} nats")
-    return replace(found, passed=measured is not None and measured <= found.tolerance)
+        verification = _with_logits(verification, reference, reloaded.logits)
+    measured: float | None = getattr(verification, measure)
+    margin = verification.lost_margin
+    if margin is not None and margin > MAX_LOST_MARGIN * verification.tolerance:
+        failure = f"it does not prefer a token that the run's model prefers by {margin:.2g} nats"
+        return replace(verification, failure=failure)
+    return replace(verification, passed=measured is not None and measured <= verification.tolerance)
 
 
-def _with_loss(found: Verification, reference: Reference, loss: float, choices: list[Tensor] | None) -> Verification:
-    """Differences of a program that tells its loss, and the tokens that it chooses, in place of logits."""
-    nats = abs(loss - found.loss_before) / max(1.0, found.loss_before)
-    difference = finite_or_none(abs(loss / found.loss_before - 1))
-    found = replace(found, loss_difference=finite_or_none(nats), difference=difference)
+def _with_loss(
+    verification: Verification, reference: Reference, loss: float, choices: list[Tensor] | None
+) -> Verification:
+    """Add the differences of a program that returns its loss and preferred tokens, but no logits."""
+    nats = abs(loss - verification.loss_before) / max(1.0, verification.loss_before)
+    difference = finite_or_none(abs(loss / verification.loss_before - 1))
+    verification = replace(verification, loss_difference=finite_or_none(nats), difference=difference)
     if choices is None:
-        return found
-    known, chosen = torch.cat(reference.logits).double().log_softmax(-1), torch.cat(choices)
-    lost = known.amax(-1) - known.gather(-1, chosen[:, None])[:, 0]  # the clearest choice that it does not share
-    same = float((known.argmax(-1) == chosen).double().mean())
-    return replace(found, same_choice=same, lost_margin=float(lost.max()))
+        return verification
+    log_probs, chosen = torch.cat(reference.logits).double().log_softmax(-1), torch.cat(choices)
+    margins = log_probs.amax(-1) - log_probs.gather(-1, chosen[:, None])[:, 0]
+    same = float((log_probs.argmax(-1) == chosen).double().mean())
+    return replace(verification, same_choice=same, lost_margin=float(margins.max()))
 
 
-def _with_logits(found: Verification, reference: Reference, logits: list[Tensor]) -> Verification:
+def _with_logits(verification: Verification, reference: Reference, logits: list[Tensor]) -> Verification:
     ours, theirs = torch.cat(reference.logits), torch.cat(logits)
     kl = None
-    if found.tolerance_of == "kl":  # KL(ours || theirs), the mean of all positions
-        known, other = ours.log_softmax(-1), theirs.log_softmax(-1)
-        kl = finite_or_none(float((known.exp() * (known - other)).sum(-1).mean()))
+    if verification.tolerance_of == "kl":  # KL(ours || theirs), the mean of all positions
+        log_probs, other = ours.log_softmax(-1), theirs.log_softmax(-1)
+        kl = finite_or_none(float((log_probs.exp() * (log_probs - other)).sum(-1).mean()))
     return replace(
-        found,
+        verification,
         difference=_relative(reference.logits, logits),
         kl=kl,
         largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
@@ -209,9 +213,9 @@ def _with_logits(found: Verification, reference: Reference, logits: list[Tensor]
     )
 
 
-def _relative(given: list[Tensor], found: list[Tensor]) -> float | None:
-    """The difference of all logits together; None where it is not finite."""
-    ours, theirs = torch.cat(given), torch.cat(found)
+def _relative(reference: list[Tensor], logits: list[Tensor]) -> float | None:
+    """Return the relative difference of all logits together; None if it is not finite."""
+    ours, theirs = torch.cat(reference), torch.cat(logits)
     difference = float((theirs - ours).norm(dtype=torch.float64) / ours.norm(dtype=torch.float64))
     return difference if math.isfinite(difference) else None
 
@@ -219,30 +223,31 @@ def _relative(given: list[Tensor], found: list[Tensor]) -> float | None:
 def _labeled(evaluation: Evaluation, model: TrainingModel) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return the first short rows (or the shortest ones) and the targets of their last labeled positions.
 
-    Of a preference pair, the row is the chosen answer.
+    The row of a preference pair is the chosen answer.
     """
     rows = evaluation.rows
     order = np.argsort(np.where(rows.lengths <= SHORT_ROW_TOKENS, 0, rows.lengths), kind="stable")
     batches = [evaluation.layout.batch(rows, [order[i : i + 1]], 1, epoch=0) for i in range(min(MAX_ROWS, len(order)))]
-    given: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     targets: list[Tensor] = []
     for i, batch in enumerate(batches):
         whole = slice(batch.lengths[0])  # the first document, without the padding of the bin
-        own = batch.label_rows < batch.lengths[0]
-        targets.append(batch.targets[own][-MAX_POSITIONS:])
-        given[f"ids.{i}"] = batch.ids[0, whole].contiguous()
+        in_row = batch.label_rows < batch.lengths[0]
+        targets.append(batch.targets[in_row][-MAX_POSITIONS:])
+        inputs[f"ids.{i}"] = batch.ids[0, whole].contiguous()
         if not model.pooled:
-            given[f"at.{i}"] = batch.label_rows[own][-MAX_POSITIONS:]
+            inputs[f"at.{i}"] = batch.label_rows[in_row][-MAX_POSITIONS:]
         if batch.token_type_ids is not None and model.takes_segments:
-            given[f"sides.{i}"] = batch.token_type_ids[0, whole].contiguous()
-    return given, targets
+            inputs[f"sides.{i}"] = batch.token_type_ids[0, whole].contiguous()
+    return inputs, targets
 
 
 def by_transformers(
     folder: Path, loading: Mapping[str, Any], reference: Reference, evaluation: Evaluation
 ) -> Reloaded | str:
-    """Load a model by transformers in a fresh process; `loading` says how PEFT loads an adapter, and onto what, and
-    whether a digest of the tensors is asked for.
+    """Return the logits of a model that transformers loads in a new process, or an error as text.
+
+    `loading`: how PEFT loads an adapter, its base, and whether to compute a digest of the tensors.
     """
     with tempfile.TemporaryDirectory(prefix="verify-export-") as place:
         sections = evaluation.sections(tuned=True)
@@ -269,15 +274,15 @@ def by_transformers(
         failure = _run(reload.__file__, plan, Path(place) / "plan.json")
         if failure is not None:
             return failure
-        found = load_file(plan["out"])
+        outputs = load_file(plan["out"])
         with safe_open(plan["out"], "pt") as content:
             digest = (content.metadata() or {}).get("digest")
-    logits = [found[str(i)] for i in range(len(reference.targets))]
+    logits = [outputs[str(i)] for i in range(len(reference.targets))]
     return Reloaded(reference.ids, reference.loss(logits), logits, digest)
 
 
 def run_fresh(program: str, plan: Mapping[str, Any]) -> dict[str, Any] | str:
-    """What a program writes as JSON to `out` of its plan; a text: what went wrong."""
+    """Return the JSON that a program writes to `out` of its plan, or an error as text."""
     with tempfile.TemporaryDirectory(prefix="verify-export-") as place:
         out = Path(place) / "out.json"
         failure = _run(program, {**plan, "out": str(out)}, Path(place) / "plan.json")
@@ -285,10 +290,10 @@ def run_fresh(program: str, plan: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 def _run(program: str, plan: Mapping[str, Any], file: Path) -> str | None:
-    """Run a file of Python with a plan; returns what went wrong, or None."""
+    """Run a Python file with a plan; return the error, or None."""
     file.write_text(json.dumps(plan))
     done = subprocess.run(
-        [sys.executable, "-P", program, str(file)],  # -P: nothing is imported from its own folder
+        [sys.executable, "-P", program, str(file)],  # -P: no imports from the folder of the program
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         cwd=file.parent,
         stdin=subprocess.DEVNULL,
@@ -297,5 +302,5 @@ def _run(program: str, plan: Mapping[str, Any], file: Path) -> str | None:
         check=False,
     )
     if done.returncode < 0:
-        return f"killed by signal {-done.returncode}, perhaps for want of memory"
+        return f"killed by signal {-done.returncode}, possibly out of memory"
     return done.stderr.strip().splitlines()[-1] if done.returncode else None

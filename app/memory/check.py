@@ -58,14 +58,14 @@ def check_memory(
         "bound": time_bound(planned.plan, planned.shape, machine, run.precision.kind),
         "knobs": [
             {
-                "override": " ".join(each.candidate.overrides),
-                "saves_bytes": each.saves_bytes,
-                "slower_by": round(each.slower_by, 4),
-                "fits": each.fits,
-                "costs": COSTS[each.candidate.costs],
-                "why": each.candidate.why,
+                "override": " ".join(suggestion.candidate.overrides),
+                "saves_bytes": suggestion.saves_bytes,
+                "slower_by": round(suggestion.slower_by, 4),
+                "fits": suggestion.fits,
+                "costs": COSTS[suggestion.candidate.costs],
+                "why": suggestion.candidate.why,
             }
-            for each in single
+            for suggestion in single
         ],
         "together": suggestions.together(planned, single),
         "processes": processes,

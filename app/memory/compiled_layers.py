@@ -24,12 +24,12 @@ from app.memory.fake_tensors import FakeTensorFallbacks, cost_key
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Operations that are computed together, in order; others read the results of `written`."""
+    """Operations computed together, in order; other kernels read the results of `written`."""
 
     nodes: tuple[fx.Node, ...]
     is_fused: bool
     written: tuple[fx.Node, ...]
-    last_uses: list[fx.Node] = field(default_factory=list)  # values that no later kernel reads
+    last_uses: list[fx.Node] = field(default_factory=list)  # values not read by later kernels
 
 
 def kernels_of(graph: fx.Graph) -> list[Kernel]:
@@ -43,11 +43,11 @@ def kernels_of(graph: fx.Graph) -> list[Kernel]:
             return
         nodes = groups.get(node, (node,))
         done.update(nodes)
-        for each in nodes:
-            for value in each.all_input_nodes:
+        for member in nodes:
+            for value in member.all_input_nodes:
                 visit(value)
         inside = {*nodes}
-        kernels.append(Kernel(nodes, node in groups, tuple(each for each in nodes if {*each.users} - inside)))
+        kernels.append(Kernel(nodes, node in groups, tuple(member for member in nodes if {*member.users} - inside)))
 
     for node in graph.nodes:
         if node not in groups and node.op != "output":
@@ -63,10 +63,10 @@ def kernels_of(graph: fx.Graph) -> list[Kernel]:
 
 
 def _groups(graph: fx.Graph) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
-    """Return the kernel of each operation that fuses: operations of one depth that share values.
+    """Return the kernel of every fusible operation: operations of one depth that share values.
 
-    Depth is the largest number of times that a way from the inputs goes from a product, or another operation that does
-    not fuse, to one that does. So no operation of a kernel waits for a product that waits for another one of it.
+    Depth is the largest number of steps, on any path from the inputs, from a product or another unfusible operation to
+    a fusible one. So no operation of a kernel waits for a product that waits for another operation of this kernel.
     """
     from torch._functorch.partitioners import get_default_op_list
 
@@ -88,8 +88,8 @@ def _groups(graph: fx.Graph) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
 
     for node in graph.nodes:
         sharing: dict[int, fx.Node] = {}
-        for each in filter(fuses.__getitem__, (node, *node.users)):
-            parent[root(each)] = root(sharing.setdefault(depth[each], each))
+        for fused in filter(fuses.__getitem__, (node, *node.users)):
+            parent[root(fused)] = root(sharing.setdefault(depth[fused], fused))
     members: dict[fx.Node, list[fx.Node]] = {}
     for node in filter(fuses.__getitem__, graph.nodes):
         members.setdefault(root(node), []).append(node)
@@ -101,8 +101,8 @@ def _groups(graph: fx.Graph) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
 
 Forward = Callable[..., Any]
 Count = Callable[[Forward], Forward]  # wraps a computation whose FLOPs are recomputation
-Compiled = Callable[[Any, Count], Forward]  # the compiled forward of a layer
-Place = tuple[dict[str, Any], str]  # a tensor of a layer: the dictionary that has it, and its name there
+Compiled = Callable[[Any, Count], Forward]  # returns the compiled forward of a layer
+Place = tuple[dict[str, Any], str]  # of a tensor in a layer: its dictionary and name
 
 
 @lru_cache(maxsize=4)
@@ -117,7 +117,7 @@ class _Joint:
 
     module: fx.GraphModule
     outputs: TreeSpec
-    static: Sequence[int]  # inputs that are always there, so that saving them is free
+    static: Sequence[int]  # inputs that stay allocated, so that saving them is free
     mode: FakeTensorMode
 
 
@@ -131,26 +131,26 @@ class _Parts:
 
 
 class LayerGraphs:
-    """Graphs of the compiled layers of one run: traced once per kind of layer, partitioned once per memory budget."""
+    """Graphs of the compiled layers of a run: traced once per kind of layer, partitioned once per memory budget."""
 
     def __init__(self) -> None:
         self._joints: dict[Any, _Joint] = {}
         self._parts: dict[Any, _Parts] = {}
 
     def compiled(self, budget: float, layer: Any, count: Count) -> Forward:
-        """Return the forward of `layer` as compiled with a memory budget; without gradients it is its own."""
-        own: Forward = layer.forward
+        """Return the forward of `layer` as compiled with a memory budget; without gradients it runs uncompiled."""
+        eager: Forward = layer.forward
         kind = cost_key(layer)
 
-        @wraps(own)
+        @wraps(eager)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("documents") is None or not torch.is_grad_enabled():
-                return own(*args, **kwargs)
+                return eager(*args, **kwargs)
             places = _places(layer)
-            compute, tensors = _as_function(own, args, kwargs, places)
-            key = kind, tuple((each.shape, each.dtype, each.requires_grad) for each in tensors)
+            compute, tensors = _as_function(eager, args, kwargs, places)
+            key = kind, tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch about itself
+                warnings.simplefilter("ignore")  # of torch about its own code
                 if key not in self._joints:
                     self._joints[key] = _trace(compute, tensors, places)
                 if (key, budget) not in self._parts:
@@ -163,11 +163,11 @@ class LayerGraphs:
 
 
 def _as_function(
-    own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[Place]
+    forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[Place]
 ) -> tuple[Forward, list[Tensor]]:
-    """Return a call of a layer as a function of all tensors that it reads, and these tensors, those of `places` last.
+    """Return a call of a layer as a function of all tensors it reads, and these tensors, those of `places` last.
 
-    The function puts its tensors into their places, where its backward pass finds them too.
+    The function puts its tensors into their places, where its backward pass reads them too.
     """
     documents = kwargs["documents"]
     leaves, spec = tree_flatten((args, kwargs | {"documents": documents.cu_seqlens}))
@@ -176,11 +176,11 @@ def _as_function(
     leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # a trace may outlive the call
 
     def compute(*tensors: Tensor) -> Any:
-        given = dict(zip(at, tensors, strict=False))
-        args, kwargs = tree_unflatten([given.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
+        by_index = dict(zip(at, tensors, strict=False))
+        args, kwargs = tree_unflatten([by_index.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
         for (owner, name), tensor in zip(places, tensors[len(at) :], strict=True):
             owner[name] = tensor
-        return own(*args, **kwargs | {"documents": replace(documents, cu_seqlens=kwargs["documents"])})
+        return forward(*args, **kwargs | {"documents": replace(documents, cu_seqlens=kwargs["documents"])})
 
     return compute, tensors
 
@@ -198,7 +198,7 @@ def _places(layer: nn.Module) -> list[Place]:
 
 
 def _trace(compute: Forward, tensors: Sequence[Tensor], places: Sequence[Place]) -> _Joint:
-    """Trace forward and backward of a layer, with the decompositions of inductor and without counting anything."""
+    """Trace forward and backward of a layer with inductor's decompositions, without counting FLOPs or memory."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import default_partition
@@ -212,7 +212,7 @@ def _trace(compute: Forward, tensors: Sequence[Tensor], places: Sequence[Place])
         specs.append(spec)
         return tuple(outputs)
 
-    mode: Any = next(each.fake_mode for each in tensors if hasattr(each, "fake_mode"))
+    mode: Any = next(tensor.fake_mode for tensor in tensors if hasattr(tensor, "fake_mode"))
 
     def keep(joint: fx.GraphModule, *inputs: Any, num_fwd_outputs: int, **others: Any) -> Any:
         assert num_fwd_outputs == specs[-1].num_leaves, "outputs of a layer share memory with its inputs"
@@ -223,11 +223,13 @@ def _trace(compute: Forward, tensors: Sequence[Tensor], places: Sequence[Place])
     try:
         with (
             _disable_current_modes(),
-            torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each),  # not those of recomputing
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda saved: saved, lambda saved: saved
+            ),  # not those of recomputing
             mode,
             FakeTensorFallbacks(),  # type: ignore[no-untyped-call]
         ):
-            inputs = tuple(_like(each) for each in tensors)  # the graph keeps them: counted ones would never be freed
+            inputs = tuple(map(_like, tensors))  # the graph keeps them: counted ones would never be freed
             tables: Any = {"decompositions": select_decomp_table(), "partition_fn": keep}
             aot_function(flat, lambda module, _inputs: make_boxed_func(module.forward), **tables)(*inputs)
     finally:
@@ -237,7 +239,7 @@ def _trace(compute: Forward, tensors: Sequence[Tensor], places: Sequence[Place])
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory of its own."""
+    """Return a new tensor of the same layout."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
@@ -271,7 +273,7 @@ def _partition(joint: _Joint, budget: float) -> _Parts:
 
 
 class _Graph:
-    """A graph to run. Operations with the names of `recomputed` were computed before."""
+    """Graph to run. Operations with names in `recomputed` are recomputation."""
 
     def __init__(self, module: fx.GraphModule, recomputed: Collection[str]) -> None:
         self._module, self._recomputed, self._kernels = module, recomputed, kernels_of(module.graph)
@@ -296,7 +298,7 @@ class _Graph:
         if kernel.is_fused and not _is_view(node):
             return tree_map_only(Tensor, _like, node.meta["val"])
         for base in node.all_input_nodes:
-            if base not in values:  # of a view that is written, while its base is not
+            if base not in values:  # the base of a written view is not written
                 values[base] = self._written(base, values, count, kernel)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         operation: Any = node.target
@@ -304,12 +306,12 @@ class _Graph:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the result of an operation shares memory with what it reads."""
-    return bool(_storages(node) & {storage for each in node.all_input_nodes for storage in _storages(each)})
+    """Return whether the result of an operation shares memory with its inputs."""
+    return bool(_storages(node) & {storage for value in node.all_input_nodes for storage in _storages(value)})
 
 
 def _storages(node: fx.Node) -> set[int]:
-    return {each.untyped_storage()._cdata for each in tree_leaves(node.meta["val"]) if isinstance(each, Tensor)}
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)}
 
 
 class _CompiledLayer(torch.autograd.Function):
@@ -323,5 +325,5 @@ class _CompiledLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values = [*ctx.saved_tensors, *gradients]
-        ctx.maybe_clear_saved_tensors()  # as compiled layers do: each is freed after its last use
+        ctx.maybe_clear_saved_tensors()  # as in compiled layers: tensors are freed after their last use
         return None, None, *ctx.parts.backward.run(values, ctx.count)

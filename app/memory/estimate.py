@@ -1,9 +1,9 @@
 """Estimated memory and FLOPs of a step, and whether they fit a machine.
 
 The peak of each phase is affine in the number of layers that store their activations and in the number of recomputed
-layers, of layers that differ in the number of their periods: of Qwen 3.5 one layer of full attention and three others.
-Each phase is extrapolated by itself, and the peak of the step is the largest phase. Models with no recomputed layer, or
-with recomputed layers only, have other phases, so they are extrapolated from traces of their own.
+layers, or, if layers differ, in the number of their periods: in Qwen 3.5 one layer of full attention and three others.
+Each phase is extrapolated separately, and the peak of the step is the largest phase. Models with no recomputed layer,
+or with recomputed layers only, have other phases, so they are extrapolated from separate traces.
 """
 
 import os
@@ -29,7 +29,7 @@ from app.training.auto_settings import Choices, choose_precision, memory_budget,
 from app.training.memory import host_bytes, taken_by_others
 from app.training.torch_environment import has_expandable_segments
 
-_EDGE_LAYERS = 2  # the first and the last layer that keep their activations have phases of their own
+_EDGE_LAYERS = 2  # the first and the last layer that keep their activations have separate phases
 _RECOMPUTED_EDGE_LAYERS = 3  # and the second layer, if it is recomputed
 _SHARDED_EDGE_LAYERS = 4  # and all neighbors, because FSDP prefetches weights one layer ahead
 
@@ -42,7 +42,7 @@ class MemoryPlan:
     peak_bytes: int
     peak_where: str  # name of the phase with the peak
     anatomy: dict[str, int]  # bytes at the peak by MEMORY_KINDS; their sum is `peak_bytes`
-    largest: dict[str, int]  # bytes of each kind in the phase that has most of it
+    largest: dict[str, int]  # bytes of each kind in the phase with most of that kind
     kept_bytes: int  # weights, gradients and optimizer states
     host_bytes: int  # shards and optimizer states in host memory
     flops_per_token: float  # without recomputation and optimizer, per position of the micro-batch
@@ -93,7 +93,7 @@ class Estimate:
         self.has_equal_layers = self._meta_model.has_equal_layers
 
     def planned(self, recompute: bool | int, budget: float | None = None, *, exact: bool = False) -> MemoryPlan:
-        """Plan of the whole model; `budget`: the memory budget of compiled layers, by default that of the run.
+        """Return the plan of the whole model. `budget`: memory budget of compiled layers, by default that of the run.
 
         All layers are traced if `exact`, or if they are few or differ without a pattern.
         """
@@ -137,7 +137,7 @@ class Estimate:
 
 
 def _fewest(layers: int, edges: int, period: int) -> int:
-    """The fewest of so many layers to trace: edges and a whole period, which end where all the layers end in theirs."""
+    """Return the fewest layers to trace: edges and a whole period, ending at the same position in it as all layers."""
     fewest = max(edges, period)
     return min(layers, fewest + (layers - fewest) % period)
 
@@ -183,7 +183,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of one process. `device`: gpu or cpu. `exact` traces every layer.
 
-    Workspaces are those of the GPU of this process: a GPU that is not here has none in the plan.
+    Workspaces are those of the GPU of this process; without one, the plan has none.
     """
     choices = choices or planned_choices(run, device)
     estimate = Estimate(run, shape, device, choices, steps_only=steps_only, mesh_sizes=mesh_sizes)
@@ -192,7 +192,7 @@ def plan_memory(
 
 
 def planned_choices(run: RunConfig, device: str) -> Choices:
-    """Precision and attention backend of a planned run; a GPU is assumed to support bf16 and to lack flash-attn."""
+    """Return precision and attention backend of a planned run; a GPU is assumed to have bf16, but no flash-attn."""
     precision, attention = run.precision.kind, run.attention.kind
     if attention == OWN or open_base(run.model, run.task).tier.name == OWN:
         return Choices("bf16" if (precision, device) == ("auto", "gpu") else choose_precision(run.precision), OWN)
@@ -205,7 +205,7 @@ def planned_choices(run: RunConfig, device: str) -> Choices:
 
 
 _GIB = 1 << 30
-# CUDA context and loaded kernels of a GPU on which they were not measured
+# CUDA context and loaded kernels, for GPUs without a measurement
 ASSUMED_CONTEXT_BYTES = 784 << 20
 _MARGIN_SHARE = 0.03  # of the memory of the machine, for other processes and kernels that are loaded late
 # Fragmentation in torch's CUDA caching allocator as a share of live bytes. On an H200 with expandable segments at most
@@ -247,25 +247,25 @@ def machine_of(hardware: HardwareConfig | None) -> Hardware:
         context_bytes = resident_pages * os.sysconf("SC_PAGE_SIZE")
         return Hardware("cpu", "this machine", "cpu", host_bytes(), context_bytes, True)
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
-    known = hardware_named(name)
+    entry = hardware_named(name)
     machine = (
         Hardware(
             name, name, "gpu", memory, ASSUMED_CONTEXT_BYTES, False, workspace_bytes=workspace_bytes(local_capability())
         )
-        if known is None
-        else _table_machine(known, memory)
+        if entry is None
+        else _table_machine(entry, memory)
     )
     in_use = taken_by_others()
     if in_use is None:
         return machine
-    others = f", of which others hold {in_use.bytes / 1e9:.1f} GB" if in_use.bytes >= _GIB else ""
-    # what the driver reserves is in its total and in use, but not in the memory that torch counts
+    others = f", {in_use.bytes / 1e9:.1f} GB of it used by other processes" if in_use.bytes >= _GIB else ""
+    # memory reserved by the driver is in its total and in use, but not in the memory that torch counts
     free = min(memory, in_use.total - in_use.bytes)
     return replace(machine, label=machine.label + others, memory_bytes=free)
 
 
 def hardware_named(name: str) -> HardwareConfig | None:
-    """Entry of the `hardware` group by the name that a GPU's driver reports."""
+    """Return the entry of the `hardware` group for the GPU name of the driver."""
     return next((hardware for hardware in all_hardware() if name in hardware.names), None)
 
 
@@ -328,14 +328,14 @@ def check_fit(plan: MemoryPlan, machine: Hardware) -> Verdict:
 
 
 def _allocator_share(machine: Hardware) -> float:
-    """A CPU has no caching allocator."""
+    """Return the share of live bytes lost to fragmentation; a CPU has no caching allocator."""
     if machine.device == "cpu":
         return 0.0
     return _SHARE if has_expandable_segments() else _SHARE_WITHOUT_EXPANDABLE_SEGMENTS
 
 
 def time_bound(plan: MemoryPlan, shape: Shape, machine: Hardware, precision: str) -> dict[str, float] | None:
-    """Time that no step can beat: its FLOPs at the peak rate of the machine; None if the rate is unknown."""
+    """Return the least time of a step: its FLOPs at the peak rate of the machine; None if the rate is unknown."""
     if machine.flops_per_second is None or precision not in _PRECISIONS_AT_BF16_RATE or not plan.flops:
         return None
     seconds = _compute_seconds(plan, machine)
@@ -343,7 +343,7 @@ def time_bound(plan: MemoryPlan, shape: Shape, machine: Hardware, precision: str
 
 
 def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Hardware) -> float:
-    """Relative time of a token: compute, dequantization if the bandwidth is known, and copies to the host and back.
+    """Return the relative time of a token: compute, dequantization if the bandwidth is known, and copies to the host.
 
     Meaningful only in comparison with other settings on the same machine.
     """
@@ -359,7 +359,7 @@ def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Ha
 
 
 def _compute_seconds(plan: MemoryPlan, machine: Hardware) -> float:
-    """Time of the FLOPs of a step; machines without a known rate count 1 FLOP per second."""
+    """Return the time of the FLOPs of a step, at 1 FLOP per second if the rate of the machine is unknown."""
     rate = machine.flops_per_second or 1.0
     in_fp8 = plan.fp8_flops / (machine.fp8_flops_per_second or rate)
     return (plan.flops - plan.fp8_flops) / rate + in_fp8

@@ -28,7 +28,7 @@ from app.model.build import ModelSections
 
 
 class MetaModel:
-    """Builds copies of a network with fewer layers."""
+    """Builder of copies of a network with fewer layers."""
 
     def __init__(self, sections: ModelSections, attention: str) -> None:
         """`attention`: name of an implementation registered in transformers."""
@@ -41,8 +41,8 @@ class MetaModel:
         names = (*adapter.targets, *adapter.rank_pattern, *adapter.alpha_pattern, *adapter.train_whole)
         numbered = any(part.isdecimal() for name in names for part in name.split("."))
         targets_single_layers = adapter.kind != "none" and (numbered or bool(adapter.layers))
-        # layers after which the same ones come again: all of them where there is no such pattern
-        self.period = next(each for each in range(1, len(keys) + 1) if keys[each:] == keys[:-each])
+        # number of layers that repeat; all of them if there is no such pattern
+        self.period = next(count for count in range(1, len(keys) + 1) if keys[count:] == keys[:-count])
         if targets_single_layers:
             self.period = self.depth
 
@@ -65,7 +65,7 @@ class MetaModel:
 
 
 def cost_key(layer: nn.Module) -> tuple[Any, ...]:
-    """Weights and sliding windows of a layer: layers with equal keys cost the same. A window may need a mask."""
+    """Return weights and sliding windows of a layer: layers with equal keys cost the same. A window may need a mask."""
     weights = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
     windows = tuple(getattr(part, "sliding_window", None) for part in layer.modules())
     return (*weights, windows)
@@ -78,7 +78,7 @@ def _truncated(lm: Any, depth: int) -> Any:
         (parent, name, child)
         for parent in lm.modules()
         for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) and all(id(each) in repeated for each in child)
+        if isinstance(child, nn.ModuleList) and len(child) and all(id(layer) in repeated for layer in child)
     ]
     try:
         for parent, name, layers in lists:
@@ -118,7 +118,7 @@ class FakeTensorFallbacks(TorchDispatchMode):
 
 
 def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Grouped product of experts: torch has a kernel for all dtypes but a fake kernel for bf16 only."""
+    """Return the grouped product of experts: torch has a kernel for all dtypes but a fake kernel for bf16 only."""
     left, right, *rest = args
     if left.dtype == torch.bfloat16:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
@@ -196,7 +196,7 @@ _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def attention(backend: str, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
-    """Attention of a traced model on a GPU by a run's backend, in the dtype of autocast."""
+    """Return the attention output of a traced model on a GPU with a backend, in the dtype of autocast."""
     if rules.sinks is not None or (rules.softcap is not None and backend != "flash"):
         return plain_packed(q, k, v, rules, documents)  # no fused kernel: scores of S x S, as in sdpa
     device = q.device.type
@@ -210,7 +210,7 @@ def attention(backend: str, q: Tensor, k: Tensor, v: Tensor, rules: Rules, docum
 
 
 def _pairs(length: int, rules: Rules) -> int:
-    """Unmasked pairs of a query and a key in a document of this length."""
+    """Return the number of unmasked query-key pairs in a document of this length."""
     window = length if rules.window is None else min(rules.window, length)
     causal = window * (window + 1) // 2 + (length - window) * window
     return causal if rules.causal else length * length if window == length else 2 * causal - length
@@ -219,11 +219,11 @@ def _pairs(length: int, rules: Rules) -> int:
 def _backward_workspace(
     _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _sums: Tensor, _pairs: int
 ) -> int:
-    """Bytes that the backward kernel allocates and frees before it returns."""
+    """Return the bytes that the backward kernel allocates and frees before it returns."""
     batch, heads, tokens, _ = q.shape
-    own = 4 * q.numel() + 4 * batch * heads * tokens
+    of_queries = 4 * q.numel() + 4 * batch * heads * tokens
     expanded = 0 if k.shape[1] == heads else (k.nbytes + v.nbytes) * heads // k.shape[1]
-    return own + expanded
+    return of_queries + expanded
 
 
 COSTS["app_plan::attention"] = OperationCost(attention_flops)
@@ -243,18 +243,18 @@ _FP32_FUNCTIONS = frozenset(
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Runs in float32 what autocast runs in float32 on CUDA but not on a CPU."""
+    """Mode that runs in float32 the operations that autocast runs in float32 on CUDA but not on a CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FP32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
-            args = tuple(_to_fp32(each) for each in args)
-            kwargs = {name: _to_fp32(each) for name, each in kwargs.items()}
+            args = tuple(_to_fp32(value) for value in args)
+            kwargs = {name: _to_fp32(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
     @classmethod
     def also_in_backward(cls, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward pass under this mode wherever it is called: torch leaves the mode in `Tensor.backward`."""
+        """Wrap a forward pass to run in this mode everywhere: torch leaves the mode in `Tensor.backward`."""
 
         @wraps(forward)
         def under_mode(*args: Any, **kwargs: Any) -> Any:
@@ -276,7 +276,7 @@ class PagedStates:
         self.host_bytes = 0
 
     def attach(self, optimizer: Any) -> None:
-        """Replace the allocation of paged states; an optimizer without them is left as it is."""
+        """Replace the allocation of paged states; other optimizers stay unchanged."""
         if getattr(optimizer, "is_paged", False):
             optimizer.get_state_buffer = self._buffer
             optimizer.prefetch_state = lambda _parameter: None

@@ -109,12 +109,12 @@ class Planner:
             return replace(whole, parallel_reason=f"ddp, which needs {needs}")
         sharded = with_parallel(run, "fsdp")
         if problems_of(sharded):
-            reason = f"ddp, which does not fit ({needs}); fsdp does not go with other settings"
+            reason = f"ddp, which does not fit ({needs}); fsdp does not support other settings of the run"
             return replace(whole, parallel_reason=reason)
         return replace(self.at(sharded, exact=exact), parallel_reason=f"fsdp, because ddp needs {needs}")
 
     def of_batch(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
-        """Plan micro-batches of a shape, the largest unless given, with as few recomputed layers as fit for `auto`."""
+        """Plan micro-batches of a shape, by default the largest, with as few recomputed layers as fit for `auto`."""
         shape = shape or worst_case(run)
         choices = self._choices or planned_choices(run, self.machine.device)
         sizes = mesh_sizes_of(run.parallel, self.processes, self._local_processes)
@@ -146,18 +146,17 @@ class Planner:
     def _fastest_bins(self, run: RunConfig) -> Planned:
         # on a CPU, bins larger than the model suggests are no faster
         on_cpu = self.machine.device == "cpu"
-        sizes = [each for each in bin_sizes(run) if not on_cpu or each <= suggested_bin(run)]
+        sizes = [size for size in bin_sizes(run) if not on_cpu or size <= suggested_bin(run)]
         return fastest_bins(sizes, lambda tokens: self.of_batch(with_bins(run, tokens)), first=on_cpu)
 
 
 def best_budget(
     budgets: Sequence[float], least: Callable[[float], Planned], fewest: Callable[[float], Planned]
 ) -> Planned:
-    """Plan with the memory budget that recomputes least of those that fit; with the smallest plan if nothing fits.
+    """Return the plan with the memory budget that recomputes least and fits, or the smallest plan if nothing fits.
 
-    `budgets` are ordered from the largest to the smallest. Of each, `least` is the plan with as few recomputed layers
-    as the settings allow, `fewest` the one with as few as fit. A budget is skipped if another one needs no more memory
-    and recomputes no more.
+    `budgets` are in descending order. `least` returns the plan with as few recomputed layers as the settings allow,
+    `fewest` the one with as few as fit. A budget is skipped if another one needs no more memory and recomputes no more.
     """
     first = least(budgets[0])
     if first.verdict.fits:
@@ -178,17 +177,17 @@ def _dominates(one: Planned, other: Planned) -> bool:
 
 
 def _order(planned: Planned) -> tuple[bool, float]:
-    """Sort key: plans that fit by time, others after them by memory."""
+    """Return a sort key: plans that fit by time, others after them by memory."""
     verdict = planned.verdict
     return not verdict.fits, planned.seconds if verdict.fits else verdict.needed_bytes
 
 
 def fewest_recomputed(layers: int, at: Callable[[int], Planned], *, alike: bool = True) -> Planned:
-    """Plan with as few recomputed layers as fit; with all of them if nothing fits, or if layers that are not `alike`,
-    of which each plan traces all, do not fit without.
+    """Return the plan with as few recomputed layers as fit, or with all layers recomputed if nothing fits.
 
-    Each recomputed layer between the first and the last saves memory, so binary search applies. The last layer is
-    recomputed at the start of backward and saves little: where all layers do not fit, all but one may.
+    Layers that are not `alike` are recomputed all or none, because every plan traces all of them. Each recomputed layer
+    between the first and the last saves memory, so binary search applies. The last layer is recomputed at the start of
+    backward and saves little: if all layers do not fit, all but one may.
     """
     best = at(0)
     if best.verdict.fits or layers == 0:
@@ -208,10 +207,10 @@ def fewest_recomputed(layers: int, at: Callable[[int], Planned], *, alike: bool 
 
 
 def fastest_bins(sizes: Sequence[int], at: Callable[[int], Planned], *, first: bool = False) -> Planned:
-    """Plan with the bins of least time per token, or with the `first` that fit; with the smallest if nothing fits.
+    """Return the plan with the fastest bins per token, or the `first` that fit; with the smallest if nothing fits.
 
-    `sizes` are ordered from the largest to the smallest. Smaller bins may recompute fewer layers; once no layer is
-    recomputed, still smaller bins are slower.
+    `sizes` are in descending order. Smaller bins may recompute fewer layers; once no layer is recomputed, smaller bins
+    are slower.
     """
     best, least_seconds = None, math.inf
     for tokens in sizes:
@@ -244,7 +243,7 @@ class LocalPlanner:
         planner = _local_planner(choices)
         planned = planner.of_batch(run, Shape.of(largest, micro_batches))
         needs = _needs(planned.verdict, planner.machine)
-        fits = f"which needs {needs}" if planned.verdict.fits else f"and the plan does not fit even so ({needs})"
+        fits = f"which needs {needs}" if planned.verdict.fits else f"and the run still does not fit ({needs})"
         budget = memory_budget(planned.run.compile)
         parts = [f"training.recompute=auto: {planned.recomputed} of {layers} layers"] if planned.chosen else []
         parts += [f"compile.memory_budget=auto: {budget:g}"] if planned.chosen_budget else []
@@ -271,14 +270,14 @@ def _local_planner(choices: Choices) -> Planner:
 
 
 def describe_bins(planned: Planned, micro_batches: int, machine: Hardware) -> str:
-    """Remark on the value of `batching.tokens=auto`, of a step in so many micro-batches."""
+    """Return a remark on the value of `batching.tokens=auto`, for a step of `micro_batches`."""
     needs = _needs(planned.verdict, machine)
     recomputed = f", {planned.recomputed} of {planned.layers} layers recomputed" if planned.chosen else ""
     parts = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
-    size = f"batching.tokens=auto: {planned.run.batching.bin_tokens:,} tokens, {parts} a step{recomputed}"
+    size = f"batching.tokens=auto: {planned.run.batching.bin_tokens:,} tokens, {parts} per step{recomputed}"
     if not planned.verdict.fits:
-        return f"{size}, the smallest bins, and the plan does not fit even so ({needs})"
-    slow = "; larger ones do not pay on a CPU" if machine.device == "cpu" else ""
+        return f"{size}, the smallest bins, and the run still does not fit ({needs})"
+    slow = "; larger bins are no faster on a CPU" if machine.device == "cpu" else ""
     return f"{size}, which need{'' if micro_batches > 1 else 's'} {needs}{slow}"
 
 
@@ -287,7 +286,7 @@ def _needs(verdict: Verdict, machine: Hardware) -> str:
 
 
 def random_if_missing(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Run with random weights if the files of its model are missing but its YAML has the architecture."""
+    """Return the run with random weights if the files of its model are missing but its YAML has the architecture."""
     model = run.model
     is_other_model = any(override.lstrip("+").startswith("model.path=") for override in overrides)
     if is_other_model or model.weights == "random" or "model_type" not in model.architecture:
@@ -299,7 +298,7 @@ def random_if_missing(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 SPEED, NUMBERS, LEARNING = range(3)  # cost of a candidate, in ascending order
-COSTS = ("speed", "precision of the numbers", "what is learned")
+COSTS = ("speed", "numeric precision", "training result")
 _MIN_ROW_TOKENS = 256  # no shorter dataset.max_length is suggested
 _MIN_SAVED_SHARE = 0.01  # of the missing memory; smaller savings come last
 
@@ -333,10 +332,10 @@ class Suggestions:
 
     def __init__(self, planner: Planner, overrides: Sequence[str]) -> None:
         self._planner = planner
-        self._given = overrides
+        self._overrides = overrides
 
     def alone(self, now: Planned) -> list[Suggestion]:
-        """Candidates that save memory by themselves, the cheapest first."""
+        """Return the candidates that save memory alone, the cheapest first."""
         suggestions = []
         for candidate in candidates(now.run):
             other = self.plan(now, [candidate])
@@ -347,40 +346,40 @@ class Suggestions:
         return sorted(suggestions, key=lambda s: (s.candidate.costs, max(0.0, round(s.slower_by, 2)), -s.saves_bytes))
 
     def together(self, now: Planned, alone: Sequence[Suggestion]) -> dict[str, Any] | None:
-        """Cheapest combination that fits: suggestions are added in order of cost until the plan fits.
+        """Return the cheapest combination that fits: suggestions are added in order of cost until the plan fits.
 
-        A combination is planned once its single savings add up to the missing memory. If one suggestion is enough by
-        itself, only cheaper ones are combined. Those that save almost nothing come last.
+        A combination is planned once its single savings add up to the missing memory. If one suggestion is enough
+        alone, only cheaper ones are combined. Those that save almost nothing come last.
         """
         missing_bytes = now.verdict.needed_bytes - now.verdict.memory_bytes
-        least_cost = min((each.candidate.costs for each in alone if each.fits), default=LEARNING + 1)
-        cheaper = [each for each in alone if each.candidate.costs < least_cost]
-        cheaper.sort(key=lambda each: each.saves_bytes < _MIN_SAVED_SHARE * missing_bytes)
+        least_cost = min((single.candidate.costs for single in alone if single.fits), default=LEARNING + 1)
+        cheaper = [single for single in alone if single.candidate.costs < least_cost]
+        cheaper.sort(key=lambda single: single.saves_bytes < _MIN_SAVED_SHARE * missing_bytes)
         chosen = self.compatible(cheaper)
         for count in range(2, len(chosen) + 1):
-            if count < len(chosen) and sum(each.saves_bytes for each in chosen[:count]) < missing_bytes:
+            if count < len(chosen) and sum(single.saves_bytes for single in chosen[:count]) < missing_bytes:
                 continue
-            combined = [each.candidate for each in chosen[:count]]
+            combined = [single.candidate for single in chosen[:count]]
             planned = self.plan(now, combined)
             if planned is not None and planned.verdict.fits:
                 return {"override": " ".join(_overrides(combined)), "needed_bytes": planned.verdict.needed_bytes}
         return None
 
     def compatible(self, suggestions: Sequence[Suggestion]) -> list[Suggestion]:
-        """Suggestions that can be combined, in order; of those that set the same key, the first."""
+        """Return the suggestions that can be combined, in order; of those that set the same key, the first."""
         chosen: list[Suggestion] = []
-        for each in suggestions:
-            others = [other.candidate for other in chosen]
-            is_free = all(each.candidate.keys.isdisjoint(other.keys) for other in others)
-            if is_free and self.run([*others, each.candidate]) is not None:
-                chosen.append(each)
+        for suggestion in suggestions:
+            candidate, others = suggestion.candidate, [other.candidate for other in chosen]
+            is_free = all(candidate.keys.isdisjoint(other.keys) for other in others)
+            if is_free and self.run([*others, candidate]) is not None:
+                chosen.append(suggestion)
         return chosen
 
     def run(self, chosen: Sequence[Candidate]) -> RunConfig | None:
-        """Configuration with candidates applied; None if they conflict with the command line."""
+        """Return the run with candidates applied; None if they conflict with the command line."""
         keys = {key for candidate in chosen for key in candidate.keys}
-        kept = [override for override in self._given if key_of(override) not in keys]
-        overrides = [*kept, *_overrides(chosen)]
+        unchanged = [override for override in self._overrides if key_of(override) not in keys]
+        overrides = [*unchanged, *_overrides(chosen)]
         try:
             return random_if_missing(compose_run(overrides), overrides)
         except ConfigError:
@@ -397,10 +396,10 @@ class Suggestions:
             if now.chosen_bins:  # except sizes that candidates set
                 keys, batching = {key for candidate in chosen for key in candidate.keys}, now.run.batching
                 sizes = {"tokens": batching.tokens, "accumulation": batching.accumulation}
-                kept: dict[str, Any] = {name: size for name, size in sizes.items() if f"batching.{name}" not in keys}
-                run = replace(run, batching=replace(run.batching, **kept))
+                bins: dict[str, Any] = {name: size for name, size in sizes.items() if f"batching.{name}" not in keys}
+                run = replace(run, batching=replace(run.batching, **bins))
             return self._planner.at(run)
-        except ConfigError:  # found only with the model: a base that cannot be quantized
+        except ConfigError:  # raised only with the model: a base that cannot be quantized
             return None
 
 
@@ -409,20 +408,21 @@ def _overrides(chosen: Sequence[Candidate]) -> list[str]:
 
 
 def candidates(run: RunConfig) -> list[Candidate]:
-    """Settings that would change this run and may save memory."""
+    """Return settings that would change this run and may save memory."""
     makers = (_layers, _smaller_micro_batches, _optimizer_states, _weights, _learned)
     return [candidate for make in makers for candidate in make(run)]
 
 
 def _layers(run: RunConfig) -> Iterator[Candidate]:
-    if run.training.recompute is not True and run.training.recompute != "auto":  # which takes all where none fits
-        why = "what layers compute is computed again in backward: more arithmetic"
+    # auto already recomputes all layers if nothing fits
+    if run.training.recompute is not True and run.training.recompute != "auto":
+        why = "gradient checkpointing: activations are recomputed in backward, which takes more compute"
         yield Candidate(("training.recompute=true",), SPEED, why)
     elif not run.training.offload:
-        why = "inputs of layers are copied to the memory of the host and back"
+        why = "layer inputs are copied to CPU RAM and back"
         yield Candidate(("training.offload=true",), SPEED, why)
     if run.launch.num_processes != 1 and not run.parallel.divides:
-        why = "the model is divided among the processes, and gathered layer by layer"
+        why = "the model is sharded over the processes and all-gathered layer by layer"
         yield Candidate(("parallel=fsdp",), SPEED, why)
 
 
@@ -435,27 +435,27 @@ def _smaller_micro_batches(run: RunConfig) -> Iterator[Candidate]:
         accumulation = batching.accumulation * -(-size // smaller)
         more = accumulation * smaller / (batching.accumulation * size) - 1
         tokens = f"{more:.0%} more tokens" if more else "as many tokens"
-        why = f"a step has {tokens}, in smaller micro-batches that keep a GPU less busy"
+        why = f"a step has {tokens}, in smaller micro-batches with lower GPU utilization"
         yield Candidate((f"batching.{name}={smaller}", f"batching.accumulation={accumulation}"), SPEED, why)
 
 
 def _optimizer_states(run: RunConfig) -> Iterator[Candidate]:
     kind, is_full = run.optimizer.kind, run.adapter.kind == "none"
     if is_full and kind in ("adamw", "adamw_apex", "adamw_bnb_32bit", "paged_adamw_32bit", "muon", "sgd"):
-        yield Candidate(("optimizer=adamw_8bit",), NUMBERS, "the states of the optimizer are kept in 8 bits")
+        yield Candidate(("optimizer=adamw_8bit",), NUMBERS, "8-bit optimizer states")
     if kind in ("adamw", "adamw_8bit", "adamw_apex", "adamw_bnb_32bit", "muon", "sgd"):
-        why = "8 bits, and the states move to the host when the GPU is full, which takes time only then"
+        why = "8-bit optimizer states, paged to CPU RAM when the GPU is full, which only then takes time"
         yield Candidate(("optimizer=paged_adamw_8bit",), NUMBERS, why)
     needs_whole_gradients = run.batching.accumulation > 1 or run.launch.num_processes != 1
     if is_full and not run.optimizer.in_backward and not needs_whole_gradients:
-        why = "each gradient is freed as soon as its weight was stepped, so gradients are not clipped"
+        why = "gradients are freed as soon as their weights are updated, so they are not clipped"
         yield Candidate(("optimizer.in_backward=true", "training.clip=0"), LEARNING, why)
 
 
 def _weights(run: RunConfig) -> Iterator[Candidate]:
     is_full, base = run.adapter.kind == "none", run.quantization
     if is_full and run.precision.trained == "fp32":
-        why = "weights and gradients have 16 bits; weights are rounded stochastically"
+        why = "16-bit weights and gradients; weights are rounded stochastically"
         yield Candidate(("precision=bf16", "precision.trained=bf16"), NUMBERS, why)
     change, why = QUANTIZATION_KINDS[base.kind].smaller
     if not is_full and change != f"quantization.double_quant={str(base.double_quant).lower()}":
@@ -464,13 +464,13 @@ def _weights(run: RunConfig) -> Iterator[Candidate]:
 
 def _learned(run: RunConfig) -> Iterator[Candidate]:
     if run.adapter.kind == "none":
-        yield Candidate(("recipe=lora",), LEARNING, "adapters learn in place of the whole model")
-        yield Candidate(("recipe=qlora",), LEARNING, "adapters learn, on a frozen base of 4 bits a weight")
+        yield Candidate(("recipe=lora",), LEARNING, "trains an adapter instead of the whole model")
+        yield Candidate(("recipe=qlora",), LEARNING, "trains an adapter on a frozen 4-bit base")
     elif ADAPTER_KINDS[run.adapter.kind].has_rank and run.adapter.r > 8:
-        yield Candidate(("adapter.r=8",), LEARNING, "adapters of a lower rank learn less")
+        yield Candidate(("adapter.r=8",), LEARNING, "adapters of a lower rank have less capacity")
     shorter, batching = run.dataset.max_length // 2, run.batching
     has_large_bins = batching.packing and batching.bin_tokens > run.dataset.max_length  # they become smaller first
     if shorter >= _MIN_ROW_TOKENS and not has_large_bins:
         bins = (f"batching.tokens={shorter}",) if batching.packing else ()
-        why = "longer rows are left out or cut (dataset.on_overflow)"
+        why = "longer rows are dropped, truncated or split (dataset.on_overflow)"
         yield Candidate((f"dataset.max_length={shorter}", *bins), LEARNING, why)

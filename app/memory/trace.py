@@ -61,7 +61,7 @@ class StepFlops:
         self._passes: int | None = None
 
     def count_recomputation(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the forward of a layer; whatever it computes during backward is recomputation."""
+        """Wrap the forward of a layer, to count its FLOPs during backward as recomputation."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before = self.mode.get_total_flops()
@@ -79,7 +79,7 @@ class StepFlops:
             self._passes = self.mode.get_total_flops()
 
     def totals(self, passes: int = 1) -> dict[str, int]:
-        """FLOPs of one micro-batch, those of them in fp8 and recomputed, and FLOPs of the optimizer."""
+        """Return the FLOPs of one micro-batch, those in fp8, those recomputed, and the FLOPs of the optimizer."""
         total = self.mode.get_total_flops()
         in_passes = total if self._passes is None else self._passes
         counts = self.mode.get_flop_counts().get("Global", {})
@@ -93,7 +93,7 @@ class StepFlops:
 
 
 def _packet(name: str) -> Any | None:
-    """Operation of that name; None if its library is not loaded."""
+    """Return the operation with a name; None if its library is not loaded."""
     library, _, operation = name.partition("::")
     return getattr(getattr(torch.ops, library), operation, None)
 
@@ -139,10 +139,10 @@ _PHASE_OF_STEPPER = {"forward": FORWARD, "backward": HEAD_BACKWARD, "update": CL
 def backward_phase(layer: int, plain: int, recomputed: int, *, shards: bool = False) -> str:
     """Name the phase of the backward pass of one layer; the first `recomputed` layers are recomputed.
 
-    Memory in the layers between two of these phases never exceeds the larger of the two. The second layer has a phase
-    of its own: the first one computes no gradient for its input and prefetches no input from the host. With sharding
-    the neighbors of first and last layers have their own, too: weights are all-gathered one layer ahead while gradients
-    of the layer before are still being reduced.
+    Memory in the layers between two of these phases never exceeds the larger of the two. The second layer has a
+    separate phase: the first one computes no gradient for its input and prefetches no input from the host. With
+    sharding, the neighbors of first and last layers have one too: weights are all-gathered one layer ahead while
+    gradients of the layer before are still being reduced.
     """
     last = plain + recomputed - 1
     if layer == last:
@@ -205,7 +205,7 @@ def _before_backward(enter: Callable[[], None]) -> Callable[[Any, Any, Any], Non
 def peaks(
     events: Sequence[Event], phases: Sequence[tuple[int, str]], kinds: Mapping[int, str]
 ) -> dict[str, dict[str, int]]:
-    """Bytes by kind at the peak of each phase; a phase that is entered several times counts as one.
+    """Return the bytes by kind at the peak of each phase; a phase that is entered several times counts as one.
 
     `phases`: index of the first event and name. `kinds`: kinds of persistent storages by serial number.
     """
@@ -233,7 +233,7 @@ def peaks(
 def _kinds_by_storage(
     events: Sequence[Event], bounds: Sequence[tuple[int, str]], kinds: Mapping[int, str]
 ) -> dict[int, str]:
-    """Kinds of all storages: those of forward that outlive it are saved activations, others temporary or loss head."""
+    """Return the kinds of all storages: saved activations outlive forward, others are temporary or of the loss head."""
     named = dict(kinds)
     freed = {serial: at for at, (serial, size) in enumerate(events) if size < 0}
     for (start, phase), (end, _) in pairwise(bounds):
@@ -258,8 +258,8 @@ class Shape:
 
     rows: int
     width: int  # positions of each row
-    documents: tuple[int, ...]  # lengths of packed documents, padding included; () where rows are padded
-    places: int  # entries of cu_seqlens but one, unused ones included; 0 where rows are padded
+    documents: tuple[int, ...]  # lengths of packed documents, padding included; () if rows are padded
+    places: int  # entries of cu_seqlens but one, unused ones included; 0 if rows are padded
     longest: int  # max_seqlen
     label_rows: int  # rows of hidden states that go through the head
     micro_batches: int = 1  # per step and process
@@ -289,7 +289,7 @@ class Shape:
         )
 
     def of_evaluation(self, run: RunConfig) -> "Shape":
-        """Shape of evaluation batches: equal bins, or `eval.rows` rows of equal length and label count."""
+        """Return the shape of evaluation batches: equal bins, or `eval.rows` rows of equal length and label count."""
         if run.batching.packing:
             return self
         rows = run.eval.rows * TASKS[run.task.kind].documents
@@ -303,9 +303,9 @@ class Shape:
 
 
 def worst_case(run: RunConfig) -> Shape:
-    """Largest micro-batch that the settings allow, without reading data.
+    """Return the largest micro-batch that the settings allow, without reading data.
 
-    A full bin of rows of `dataset.max_length`, or `batching.rows` of them, padded; collated as those of a run are.
+    It is a full bin of rows of `dataset.max_length`, or `batching.rows` of them, padded; collated as in a run.
     """
     longest, count = run.dataset.max_length, run.batching.rows
     lengths = [longest] * count * TASKS[run.task.kind].documents
@@ -313,7 +313,7 @@ def worst_case(run: RunConfig) -> Shape:
         full, rest = divmod(run.batching.bin_tokens, longest)
         lengths = [longest] * full + [rest] * bool(rest)
     objective = _Unlabeled(open_base(run.model, run.task).is_bidirectional, has_pairs(run.dataset))
-    rows: Any = lengths  # which is all that the objective reads of them
+    rows: Any = lengths  # the objective reads nothing else
     batch = layout_of(run, count, objective).batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0)
     labels = IMPLEMENTATIONS[run.task.kind].most_labels(run.task, sum(lengths), len(lengths))
     return replace(Shape.of(batch, run.batching.accumulation), label_rows=labels)
@@ -321,7 +321,7 @@ def worst_case(run: RunConfig) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Unlabeled(NextToken):
-    """An objective that needs no tokenizer: rows are lengths, of zeros without labels."""
+    """Objective without a tokenizer: rows are lengths, of zeros without labels."""
 
     pairs: bool = False
 
@@ -351,16 +351,16 @@ class TraceSettings:
     evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
     mesh_sizes: MeshSizes | None = None  # None: the model is not sharded
-    begins: bool = False  # whether the adapter begins with the inputs of its layers
+    begins: bool = False  # whether the adapter is initialized from the inputs of its layers
 
     @property
     def passes(self) -> int:
-        """Micro-batches to trace: with sharded gradients the second one equals all later ones."""
+        """Number of micro-batches to trace: with sharded gradients the second one equals all later ones."""
         return min(self.shape.micro_batches, 2) if self.mesh_sizes else 1
 
     @property
     def shards_on_host(self) -> bool:
-        """Whether shards, their gradients and states are outside the planned memory; on a CPU both are the same."""
+        """Whether shards, their gradients and states are outside the planned memory, which on a CPU is the same."""
         return self.on_gpu and self.mesh_sizes is not None and self.run.parallel.offload
 
 
@@ -368,7 +368,7 @@ def trace(
     settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed: int, compiled: Compiled | None = None
 ) -> Numbers:
     """Trace a model whose first `recomputed` layers are recomputed in backward, followed by `plain` layers.
-    `compiled` gives the forward of a compiled layer.
+    `compiled` returns the forward of a compiled layer.
 
     The traced step is the second one of a run: the first one creates the optimizer states.
     """
@@ -416,13 +416,13 @@ def trace(
 
 
 def _planned_loss(run: RunConfig) -> Loss:
-    """Return the loss of a run; over documents any function takes the memory of the head's two passes alone."""
+    """Return the loss of a run; a loss over documents needs only the memory of the two passes of the head."""
     loss = loss_of(run)
     return loss if loss.of_rows is None else losses.over_documents(lambda sums, _batch: sums)
 
 
 def _wrap_layers(network: Any, step_flops: StepFlops, compiled: Compiled | None, *, on_gpu: bool) -> None:
-    """Give layers their compiled forward, where they have one, and count what they recompute."""
+    """Set the compiled forward of layers that have one, and count their recomputation."""
     for layer in repeated_layers(network):
         if compiled is not None and not recurrent_mixers(layer):
             layer.forward = compiled(layer, step_flops.count_recomputation)
@@ -432,14 +432,14 @@ def _wrap_layers(network: Any, step_flops: StepFlops, compiled: Compiled | None,
 
 
 def _counter(settings: TraceSettings, stepper: Stepper, batches: list[Batch]) -> StorageCounter:
-    """Counter that knows everything allocated before the step."""
+    """Return a counter of everything allocated before the step."""
     counter = StorageCounter(as_on_gpu=settings.on_gpu)
-    kept = kept_tensors(stepper.model, stepper.optimizer)
+    tensors_by_kind = kept_tensors(stepper.model, stepper.optimizer)
     if settings.shards_on_host:
-        counter.hold(HOST, [each for each in stepper.model.network.parameters() if is_sharded(each)])
-        counter.hold(HOST, kept["optimizer_states"])
-    for kind, tensors in kept.items():
-        counter.hold(kind, [each for each in tensors if counter.kind_of(each) != HOST])
+        counter.hold(HOST, [parameter for parameter in stepper.model.network.parameters() if is_sharded(parameter)])
+        counter.hold(HOST, tensors_by_kind["optimizer_states"])
+    for kind, tensors in tensors_by_kind.items():
+        counter.hold(kind, [tensor for tensor in tensors if counter.kind_of(tensor) != HOST])
     inputs = [tensor for batch in batches for tensor in batch.tensors]
     if settings.on_gpu:
         counter.hold("temporary", inputs)  # a GPU has copies of them
@@ -457,14 +457,12 @@ def _count(
     *,
     begins: bool,
 ) -> list[int]:
-    """Run the step, a save, an evaluation and a pass before the first step; returns the serials of the gradients'
-    storages.
-    """
+    """Run the step, a save, an evaluation and a pass before the first step; return the storage serials of gradients."""
     with step_flops.mode, counter:
         result = stepper.run(batches, lr=1e-4)
     counter.enter(SAVE)
-    local = (each.grad for each in stepper.model.trained().values() if each.grad is not None)
-    gradients = [counter.serial_of(each) for each in local]
+    weights = stepper.model.trained().values()
+    gradients = [counter.serial_of(weight.grad) for weight in weights if weight.grad is not None]
     if evaluated is not None:
         stepper.forget_gradients()
         counter.enter(EVALUATION)
@@ -472,7 +470,7 @@ def _count(
             stepper.model.eval().scores(evaluated)
     if begins:
         stepper.forget_gradients()
-        stepper.model.use_linear_head(None)  # which is compared later
+        stepper.model.use_linear_head(None)  # it is compared later
         counter.enter(BEGIN)
         with counter:
             stepper.model.eval().scores(batches[0])
@@ -482,9 +480,9 @@ def _count(
 
 def _bytes(counter: StorageCounter, kinds: dict[int, str], paged_bytes: int) -> Numbers:
     sizes = {serial: size for serial, size in reversed(counter.events) if size > 0}
-    kept, on_host = (
-        sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind in wanted)
-        for wanted in (PERSISTENT_KINDS, (HOST,))
+    persistent, on_host = (
+        sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind in counted)
+        for counted in (PERSISTENT_KINDS, (HOST,))
     )
     at_peaks: Numbers = {
         (phase, kind): size
@@ -493,11 +491,11 @@ def _bytes(counter: StorageCounter, kinds: dict[int, str], paged_bytes: int) -> 
         for kind, size in sizes_by_kind.items()
         if phase != BEGIN or kind not in ("gradients", "optimizer_states")  # there are none yet
     }
-    return {**at_peaks, ("kept",): kept, ("host",): paged_bytes + on_host}
+    return {**at_peaks, ("kept",): persistent, ("host",): paged_bytes + on_host}
 
 
 def _set_gradients(training_model: nn.Module, _args: Any) -> None:
-    """Allocate the gradients of earlier micro-batches: of several, the last one is traced, which needs the most."""
+    """Allocate the gradients of earlier micro-batches: the last micro-batch is traced, which needs the most memory."""
     for parameter in training_model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)

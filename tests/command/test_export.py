@@ -96,7 +96,7 @@ def check_spoilt(zygote: Zygote, finished: FinishedRuns, tmp_path: Path, *spoilt
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("to=full", "to=full: the folder is not empty (it has mine.txt)"), ("to=file", "to=file: this is a file.")],
+    [("to=full", "to=full: the folder is not empty (found mine.txt)"), ("to=file", "to=file: this is a file.")],
 )
 def test_impossible_export_is_refused(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path, given: str, message: str
@@ -125,6 +125,6 @@ def test_export_checks_disk_space_first(
     scoring = prepare_evaluation(config, config.folder, {}, tuned=True, say=lambda _: None)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=17_000_000))
-    with pytest.raises(EnvironmentProblem, match=r"the export takes 17 MB, and .* has 17 MB free"):
+    with pytest.raises(EnvironmentProblem, match=r"the export needs 17 MB, but .* has 17 MB free"):
         prepare_export(config, scoring)
     assert not (tmp_path / "a").exists()

@@ -15,7 +15,7 @@ from torch import Tensor
 from app.assets import ROOT
 from app.exports import reload
 from app.exports.gguf import QUANTS, by_llama_cpp, read_back, write_gguf
-from app.exports.gguf_model import HARD_TEXTS, PRE_TOKENIZERS, Place, Vocabulary, described, vocabulary_of
+from app.exports.gguf_model import HARD_TEXTS, PRE_TOKENIZERS, Place, Vocabulary, describe, vocabulary_of
 from app.exports.verify import Reference, Verification, verify
 
 BOS, END = "<s>", "<|end|>"
@@ -141,7 +141,7 @@ class Small:
         return tokenizer(self.pre or KINDS[self.kind][1])
 
     def _place(self, lm: Any, name: str, weight: Tensor) -> Place:
-        return described(lm.config, self.quant).place(name, name, tuple(weight.shape))
+        return describe(lm.config, self.quant).place(name, name, tuple(weight.shape))
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -160,7 +160,7 @@ class Small:
 
     def proof(self) -> Verification:
         weights = dict(self.lm.named_parameters())  # a tied head is not among them
-        model = described(self.lm.config, self.quant)
+        model = describe(self.lm.config, self.quant)
         places = [self._place(self.lm, name, each) for name, each in weights.items()]
         file = self.folder / "model.gguf"
         digests = write_gguf(file, model, self.vocabulary, places, lambda name: weights[name].detach())

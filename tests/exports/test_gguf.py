@@ -35,7 +35,7 @@ def test_kind_gives_llama_cpp_the_same_tokens_and_loss(tmp_path: Path, kind: str
 @pytest.mark.parametrize(("window", "context"), [(None, 256), (64, 64), (512, 256)])
 def test_gguf_context_length_does_not_exceed_the_window(tmp_path: Path, window: int | None, context: int) -> None:
     numbers = transformers.MistralConfig(max_position_embeddings=256, sliding_window=window)
-    written = gguf_model.described(numbers, "bf16").writer(tmp_path / "model.gguf").kv_data[0]
+    written = gguf_model.describe(numbers, "bf16").writer(tmp_path / "model.gguf").kv_data[0]
     assert written["llama.context_length"].value == context
 
 
@@ -48,7 +48,7 @@ def spoilt(small: Small, trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
         case "norms less one":
             monkeypatch.setitem(gguf_model.KINDS, small.kind, kind._replace(norm_offset=0.0))
         case "rope factors":
-            monkeypatch.setattr(gguf_model.Described, "rope_factors", lambda _: None)
+            monkeypatch.setattr(gguf_model.GgufModel, "rope_factors", lambda _: None)
         case "another pre-tokenizer":
             small.vocabulary = replace(words, pre="qwen2")
         case "a blank before":
@@ -58,9 +58,9 @@ def spoilt(small: Small, trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "trap", "why"),
     [
-        ("llama", "rows of q and k", "gives up a token"),
-        ("llama", "another pre-tokenizer", "it reads ["),
-        ("gemma3_text", "norms less one", "gives up a token"),
+        ("llama", "rows of q and k", "does not prefer a token"),
+        ("llama", "another pre-tokenizer", "it reads tokens ["),
+        ("gemma3_text", "norms less one", "does not prefer a token"),
     ],
 )
 def test_proof_fails_with_a_trap_put_back(
@@ -85,7 +85,7 @@ def test_blank_that_llama_cpp_does_not_put_is_in_the_template(small_tokenizer: A
     assert len(found.chats) == 6
     assert "' ' ~ message['content']" in str(found.template)
     small_tokenizer.chat_template = "{% for each in messages %}<|user|>{{ each.content }}{% endfor %}"
-    with pytest.raises(AppError, match="the chat template cannot be made to"):
+    with pytest.raises(AppError, match="the chat template cannot add it"):
         vocabulary_of(small_tokenizer, [1])
 
 
@@ -95,30 +95,30 @@ def test_modelfile_has_the_template_where_texts_stand_around_messages(small_toke
     assert written.startswith('FROM ./a.gguf\nTEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}<|system|> {{')
     assert written.endswith('{{ end }}{{ end }}<|assistant|>"""\nPARAMETER stop "<|end|>"\n')
     trims = str(words.template).replace("message['content']", "message['content'] | upper")
-    assert "# The chat template is more than texts" in modelfile(
+    assert "# The chat template is more than fixed text" in modelfile(
         "a.gguf", small_tokenizer, replace(words, template=trims)
     )
 
 
 def test_tokenizers_and_models_that_are_not_proven_are_refused(small_tokenizer: Any) -> None:
     other = AutoTokenizer.from_pretrained(ROOT / "wordpiece")
-    with pytest.raises(AppError, match="a tokenizer of WordPiece is not written here"):
+    with pytest.raises(AppError, match="WordPiece tokenizers are not supported"):
         vocabulary_of(other, [1])
     split = pre_tokenizers.Split(Regex(r"\\w+|\\s+"), "isolated")
     small_tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    with pytest.raises(AppError, match="splits or changes text in a way that is not among those known"):
+    with pytest.raises(AppError, match="no known equivalent of the tokenizer"):
         vocabulary_of(small_tokenizer, [1])
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     for numbers, why in (
-        (transformers.GPT2Config(), "models of the kind gpt2 are not written here"),
-        (transformers.LlamaConfig(rope_parameters=yarn), "has rope_type=yarn, which is not written"),
+        (transformers.GPT2Config(), "model type gpt2 is not supported"),
+        (transformers.LlamaConfig(rope_parameters=yarn), "has rope_type=yarn, which is not supported"),
         (transformers.Gemma3TextConfig(query_pre_attn_scalar=300), "has query_pre_attn_scalar=300"),
         (transformers.Qwen2Config(layer_types=["sliding_attention", "full_attention"] * 16), "has layer_types"),
     ):
         with pytest.raises(AppError, match=why):
-            gguf_model.described(numbers, "bf16")
+            gguf_model.describe(numbers, "bf16")
 
 
 def test_export_without_llama_cpp_says_what_was_not_proven(

@@ -62,10 +62,10 @@ def test_missing_programs_and_keys_of_no_use_are_refused(finished: FinishedRuns,
         export_config([f"run={other}", "kind=gguf", f"to={tmp_path}/out", "llama_cpp=here"])
     with pytest.raises(AppError, match="is for GGUF files only"):
         export_config([*words, "kind=merged", "llama_cpp=here"])
-    assert "there is no convert_hf_to_gguf.py in it" in "".join(converter_problems(str(tmp_path), "bf16"))
+    assert "no convert_hf_to_gguf.py in this folder" in "".join(converter_problems(str(tmp_path), "bf16"))
     (stand_in(tmp_path / "llama.cpp") / "build" / "bin" / "llama-quantize").unlink()
     assert list(converter_problems(f"{tmp_path}/llama.cpp", "q8_0")) == []
     failing = stand_in(tmp_path / "failing", "raise SystemExit('Model X is not supported')") / "convert_hf_to_gguf.py"
-    with pytest.raises(AppError, match=r"convert_hf_to_gguf.py ended with 1: Model X is not supported"):
+    with pytest.raises(AppError, match=r"convert_hf_to_gguf.py failed with exit code 1: Model X is not supported"):
         run_program("DIR", sys.executable, str(failing))
     assert "needs llama-quantize" in "".join(converter_problems(f"{tmp_path}/llama.cpp", "q4_k_m"))

@@ -57,17 +57,21 @@ def test_pushed_repository_is_private_and_holds_the_export(
 @pytest.mark.parametrize(
     ("name", "change", "why"),
     [
-        ("mine", {}, "push=mine: not a repository name. Give push=USER/NAME."),
-        ("a/b/c", {}, "push=a/b/c: not a repository name. Give push=USER/NAME."),
+        ("mine", {}, "push=mine: not a repository name. Set push=USER/NAME."),
+        ("a/b/c", {}, "push=a/b/c: not a repository name. Set push=USER/NAME."),
         ("me/-x", {}, "push=me/-x: not a repository name ("),
         ("me/..", {}, "push=me/..: not a repository name ("),
         ("../x", {}, "push=../x: not a repository name ("),
         (f"me/{'x' * 300}", {}, ": not a repository name ("),
         ("me/x.git", {}, "push=me/x.git: not a repository name ("),
-        ("me/mine", {"role": "read"}, "push=me/mine: the token may only read."),
-        ("other/mine", {}, "may not write to other. Give push=me/NAME."),
-        ("team/mine", {"orgs": {"team": "read"}}, "may not write to team."),
-        ("me/mine", {"files": {"model.bin": b""}}, "was not made by finetune export (it has model.bin)."),
+        ("me/mine", {"role": "read"}, "push=me/mine: the token is read-only."),
+        ("other/mine", {}, "has no write access to other. Set push=me/NAME."),
+        ("team/mine", {"orgs": {"team": "read"}}, "has no write access to team."),
+        (
+            "me/mine",
+            {"files": {"model.bin": b""}},
+            "app.export did not create this repository (it has model.bin). Set another name",
+        ),
         (
             "me/mine",
             {"files": {"export.json": b""}, "public": True},
@@ -92,14 +96,14 @@ def test_push_that_cannot_be_is_refused_before_the_export(
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b"5", b'{"orgs": [{}]}', b'{"siblings": 5}'])
 def test_repository_with_unexpected_answer_of_the_hub_is_refused(hub: FakeHub, path: str, body: bytes) -> None:
     hub.broken[path] = body
-    with pytest.raises(EnvironmentProblem, match=r"^push=me/mine: the hub gave an unexpected answer \(.*HF_ENDPOINT"):
+    with pytest.raises(EnvironmentProblem, match=r"^push=me/mine: unexpected response from the hub \(.*HF_ENDPOINT"):
         repository("me/mine", private=True)
 
 
 def test_push_with_unexpected_answer_of_the_hub_keeps_the_export(hub: FakeHub, tmp_path: Path) -> None:
     hub.broken["/api/repos/create"] = b"[]"
     with pytest.raises(
-        EnvironmentProblem, match=r"unexpected answer .* The export is in .*, proven\. To send it: hf up"
+        EnvironmentProblem, match=r"unexpected response .* The verified export is in .*\. To upload it: hf up"
     ):
         repository("me/mine", private=True).push(tmp_path, "first")
 
@@ -112,6 +116,6 @@ def test_push_of_a_team_that_may_write_is_taken(hub: FakeHub) -> None:
 def test_push_without_a_token_is_refused_first(finished: FinishedRuns, tmp_path: Path, zygote: Zygote) -> None:
     env = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     words = (f"run={finished('lora')}", "kind=adapter", f"to={tmp_path}/out", "push=me/mine")
-    said = "push=me/mine: there is no token for the hub. Set HF_TOKEN, or log in: hf auth login."
+    said = "push=me/mine: no token for the hub. Set HF_TOKEN, or log in: hf auth login."
     zygote.refused(tmp_path, *words, module=TO_HUB, message=said, **env)
     assert not (tmp_path / "out").exists()

@@ -187,14 +187,14 @@ def test_planner_resolves_bins_on_gpu_and_processor() -> None:
     cpu = replace(GPU, device="cpu", memory_bytes=1 << 40)
     here = Planner(cpu).at(replace(BINS, training=replace(BINS.training, recompute=0)))
     assert (here.run.batching.bin_tokens, here.recomputed) == (BINS.model.suggest.tokens, 0) == (256, 0)
-    assert "larger ones do not pay on a CPU" in describe_bins(here, 8, cpu)
+    assert "larger bins are no faster on a CPU" in describe_bins(here, 8, cpu)
 
 
 def test_planner_of_too_small_machine_uses_smallest_bins() -> None:
     tiny: Any = replace(GPU, memory_bytes=1 << 20, context_bytes=0)
     found = Planner(tiny).at(BINS)
     assert (found.run.batching.bin_tokens, found.recomputed, found.verdict.fits) == (128, 2, False)
-    assert "does not fit even so" in describe_bins(found, 16, tiny)
+    assert "still does not fit" in describe_bins(found, 16, tiny)
 
 
 def test_parallel_auto_shards_a_model_that_does_not_fit_whole() -> None:
@@ -375,7 +375,7 @@ def test_together_combines_only_what_costs_less_than_one_that_fits(monkeypatch: 
     }
     suggestions, found, asked = suggestions_of(monkeypatch, saved, "recipe=full", alone="recipe=qlora")
     assert suggestions.together(too_large_by(500), found) is None
-    assert asked == [["optimizer=sgd", "eval.rows=2", "seed=1"]], "no suggestion that changes what is learned"
+    assert asked == [["optimizer=sgd", "eval.rows=2", "seed=1"]], "no suggestion that changes the training result"
 
 
 def test_compatible_picks_first_of_same_key(monkeypatch: pytest.MonkeyPatch) -> None:

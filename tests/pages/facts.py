@@ -49,7 +49,7 @@ MEMORY: dict[str, Any] = {
             "saves_bytes": 10_900_000_000,
             "slower_by": 0.0,
             "fits": True,
-            "costs": "precision of the numbers",
+            "costs": "numeric precision",
             "why": "4 bits a weight",
         },
     ],

@@ -137,7 +137,7 @@ class CoarseExport(NumpyExport):
 
 # what another program would say of it, and why it fails
 SPOILT: list[tuple[Callable[[Reloaded, float], Reloaded], str | None]] = [
-    (lambda found, _: found._replace(ids=[each + 1 for each in found.ids]), "it reads other tokens in row 0 of those"),
+    (lambda found, _: found._replace(ids=[each + 1 for each in found.ids]), "tokens differ in row 0 of"),
     (lambda found, loss: found._replace(logits=None, loss=1.5 * loss), None),
     (lambda found, _: found._replace(logits=None, loss=float("nan")), None),
 ]

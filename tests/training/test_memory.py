@@ -136,7 +136,7 @@ def test_memory_plan_counts_what_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
     for module in ("app.training.memory", "app.memory.estimate"):
         monkeypatch.setattr(f"{module}.taken_by_others", lambda: full)
     assert machine_of(None).memory_bytes == 57 << 30
-    assert machine_of(None).label == "Some GPU, of which others hold 24.7 GB"
+    assert machine_of(None).label == "Some GPU, 24.7 GB of it used by other processes"
     reserved = Taken(81 << 30, 1 << 30)  # by the driver, beyond what torch counts
     monkeypatch.setattr("app.memory.estimate.taken_by_others", lambda: reserved)
     assert machine_of(None).memory_bytes == 80 << 30

@@ -25,7 +25,7 @@ def settings(run: Path, section: str) -> Any:
 def test_resumed_run_keeps_recomputed_layers(zygote: Zygote, tmp_path: Path) -> None:
     words = (AUTO_LAYERS, "output_dir=run", "resume=auto")
     said = on(zygote, tmp_path, 0.001, *words, "training.stop_after=2", code=75)
-    assert "training.recompute=auto: 2 of 2 layers, and the plan does not fit even so" in said
+    assert "training.recompute=auto: 2 of 2 layers, and the run still does not fit" in said
     said = on(zygote, tmp_path, 8, *words)
     assert AUTO_LAYERS not in said
     assert settings(tmp_path / "run", "training")["recompute"] == 2
@@ -36,7 +36,7 @@ def test_resumed_run_keeps_recomputed_layers(zygote: Zygote, tmp_path: Path) -> 
 def test_resumed_run_keeps_its_bins(zygote: Zygote, tmp_path: Path) -> None:
     words = (AUTO_TOKENS, "output_dir=run", "resume=auto")
     said = on(zygote, tmp_path, 0.001, *words, "training.stop_after=1", code=75)
-    assert "batching.tokens=auto: 64 tokens, 8 micro-batches a step, the smallest bins, and the plan" in said
+    assert "batching.tokens=auto: 64 tokens, 8 micro-batches per step, the smallest bins, and the run" in said
     said = on(zygote, tmp_path, 8, *words)
     assert AUTO_TOKENS not in said
     assert settings(tmp_path / "run", "batching") == {
@@ -53,7 +53,7 @@ def test_resumed_run_keeps_its_bins(zygote: Zygote, tmp_path: Path) -> None:
 
 def test_auto_with_enough_memory_is_the_suggestion(zygote: Zygote, tmp_path: Path) -> None:
     said = on(zygote, tmp_path, 8, AUTO_TOKENS, "output_dir=run", "dry_run=true")
-    assert "batching.tokens=auto: 256 tokens, 2 micro-batches a step, which need" in said
-    assert "of 8.0 GB of this machine; larger ones do not pay on a CPU" in said
+    assert "batching.tokens=auto: 256 tokens, 2 micro-batches per step, which need" in said
+    assert "of 8.0 GB of this machine; larger bins are no faster on a CPU" in said
     said = on(zygote, tmp_path, 8, AUTO_LAYERS, "output_dir=run", "dry_run=true")
     assert "training.recompute=auto: 0 of 2 layers, which needs" in said

@@ -26,7 +26,7 @@ def test_check_memory_that_does_not_fit_exits_with_2(zygote: Zygote, tmp_path: P
     assert "optimizer states" in wrong
     best, enough = facts["together"]["override"], [each for each in facts["knobs"] if each["fits"]]
     assert wrong.endswith(f"Set {best}.\n")
-    assert {each["costs"] for each in enough} <= {"what is learned"}, "or nothing would be tried together"
+    assert {each["costs"] for each in enough} <= {"training result"}, "or nothing would be tried together"
 
     named = {word.partition("=")[0] for word in best.split()}
     rest = [word for word in words if word.partition("=")[0] not in named]

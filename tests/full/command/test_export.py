@@ -33,7 +33,7 @@ def test_adapter_export_of_random_base_includes_it(
     ended = export(zygote, tmp_path, run, "kind=adapter")
     assert (ended.code, ended.stderr) == (0, "")
     assert "takes it with" in ended.stdout
-    assert "answers are others on a base that is not rounded to four bits" in ended.stdout
+    assert "answers differ on a base that is not rounded to four bits" in ended.stdout
     assert content_of(run) == before
     out = tmp_path / "out"
     assert not list(tmp_path.glob(".writing*"))
@@ -104,7 +104,7 @@ def test_quantized_export_of_other_tensors_fails(quick_zygote: Zygote, finished:
     ended = export(quick_zygote, tmp_path, finished("lora"), "kind=quantized", SPOIL="saved")
     assert ended.code == 3, ended.stderr
     found = report(tmp_path / "out")
-    assert (found["failure"], found["files"]) == ("its tensors are not those that were written", {})
+    assert (found["failure"], found["files"]) == ("its tensors differ from those written", {})
 
 
 READ = """

@@ -34,7 +34,7 @@ def test_run_on_eight_bits_trains_and_exports(quick_zygote: Zygote, tmp_path: Pa
         assert found["training_loss"] != found["loss_before"]
         assert abs(found["training_loss"] - found["loss_before"]) < 0.05
         assert 1e-3 < found["training_difference"] < 0.3
-        assert "on that of training the loss is" in " ".join((ended.stdout + ended.stderr).split())
+        assert "on the training base the loss is" in " ".join((ended.stdout + ended.stderr).split())
         assert "BitsAndBytes" not in (tmp_path / kind / "README.md").read_text()
 
     quick_zygote.run(tmp_path, f"run={run}", module="app.evaluate", code=0)
