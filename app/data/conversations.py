@@ -78,10 +78,10 @@ def preference_label(row: Row, columns: Columns) -> Judged:
     if start in (0, len(roles)):
         raise RowProblem(f"column {columns.completion!r} has no answer to a prompt")
     _require_answer(whole.messages[start:], columns.completion)
-    return Judged(replace(whole, completion_start=start), wanted=is_wanted(row, columns.label))
+    return Judged(replace(whole, completion_start=start), wanted=answer_label(row, columns.label))
 
 
-def is_wanted(row: Row, column: str) -> bool:
+def answer_label(row: Row, column: str) -> bool:
     """Return the label of an answer, which may be text or a number."""
     found = value(row, column)
     label = judgment(found)

@@ -314,7 +314,7 @@ def without_stops(config: DatasetConfig) -> DatasetConfig:
     return replace(config, on_bad_row="skip", on_overflow=policy, on_unstable_template=unstable)
 
 
-def _num_made(counts: RowCounts) -> int:
+def _num_samples(counts: RowCounts) -> int:
     """Return the number of samples before any was dropped or held out."""
     return counts.samples + counts.held_out + counts.left_over + counts.dropped
 
@@ -322,12 +322,12 @@ def _num_made(counts: RowCounts) -> int:
 def _is_too_long(config: DatasetConfig, counts: RowCounts) -> bool:
     """Return whether overlong samples are an error: any with `error`, above a share with `auto`."""
     if config.on_overflow == "auto" and config.format != "text":
-        return counts.dropped > MAX_DROPPED_SHARE * _num_made(counts)
+        return counts.dropped > MAX_DROPPED_SHARE * _num_samples(counts)
     return config.on_overflow == "error" and counts.over_long > 0
 
 
 def _too_long(config: DatasetConfig, source: Source, counts: RowCounts, readable: int) -> str:
-    limit, number, total = config.max_length, counts.over_long, _num_made(counts)
+    limit, number, total = config.max_length, counts.over_long, _num_samples(counts)
     longest = f"(longest: {counts.longest:,} tokens, first: {counts.first_over_long})"
     if counts.longest <= readable:
         remedy = "raise it, or"

@@ -390,7 +390,7 @@ class _Segment:
     def __post_init__(self) -> None:
         self.later = self.text
 
-    def is_found(self, rendering: str, at: int) -> bool:
+    def matches(self, rendering: str, at: int) -> bool:
         """Return whether a later rendering has the segment at `at`, unchanged or without a part of the opening."""
         if rendering.startswith(self.later, at):
             return True
@@ -429,7 +429,7 @@ def join_turns(
     for index, (text, (start, end)) in zip(indices, turns, strict=True):
         at = 0
         for segment in segments:
-            if not segment.is_found(text, at):
+            if not segment.matches(text, at):
                 return None
             dropped = dropped or segment.dropped
             at += len(segment.later)

@@ -237,7 +237,7 @@ def rows_to_score(
     return Data(rows.select([]), rows, DataReport(RowCounts(), counts, notes=[*notes, *_notes(config, tokenizer)]))
 
 
-def rows_beside(
+def extra_eval_rows(
     path: str,
     config: DatasetConfig,
     formats: Sequence[str],

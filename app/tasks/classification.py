@@ -131,7 +131,7 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | Non
 
 def _count_single(run: RunConfig) -> Counts:
     ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(run.task.labels)
-    return Counts(ratios, macro_f1, own=partial(occurrences, classes), num_own=3 * classes)
+    return Counts(ratios, macro_f1, task_columns=partial(occurrences, classes), num_task_columns=3 * classes)
 
 
 def occurrences(classes: int, batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def macro_f1(sums: Sums) -> Metrics:
 
 def _count_multi(run: RunConfig) -> Counts:
     ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(run.task.labels)
-    return Counts(ratios, _both_f1, own=_labels, num_own=3 * classes)
+    return Counts(ratios, _both_f1, task_columns=_labels, num_task_columns=3 * classes)
 
 
 def _labels(batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
@@ -173,8 +173,8 @@ def _count_numbers(run: RunConfig) -> Counts:
     return Counts(
         {"eval_loss": (LOSS, WEIGHT), "mae": (error, LABELS)},
         partial(_correlations, outputs),
-        own=_compared,
-        num_own=1 + _MOMENTS * outputs,
+        task_columns=_compared,
+        num_task_columns=1 + _MOMENTS * outputs,
         of_all=partial(_with_ranks, outputs),
     )
 

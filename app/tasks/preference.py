@@ -136,7 +136,7 @@ def loss_of_labeled(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> T
     """Return the loss of each answer."""
     preference, mean = LABEL_PREFERENCES[settings.kind], batch.step_mean
     rewards = preference.reward(Answers.of(sums, batch), settings)
-    return preference.of_rewards(rewards, is_wanted(batch), rewards.new_zeros(()) if mean is None else mean, settings)
+    return preference.of_rewards(rewards, is_good(batch), rewards.new_zeros(()) if mean is None else mean, settings)
 
 
 def log_ratios(sums: Tensor, batch: Batch) -> Tensor:
@@ -144,7 +144,7 @@ def log_ratios(sums: Tensor, batch: Batch) -> Tensor:
     return Answers.of(sums, batch).ratio
 
 
-def is_wanted(batch: Batch) -> Tensor:
+def is_good(batch: Batch) -> Tensor:
     """Return whether each answer is labeled good; all True without reference values, before training starts."""
     if batch.document_values is None:
         return torch.ones(len(batch.lengths), dtype=torch.bool, device=batch.ids.device)
@@ -182,11 +182,13 @@ PREFERENCES: dict[str, Preference] = {
     "dpo": Preference(_scaled_ratio, _smoothed),
     "robust": Preference(_scaled_ratio, _unbiased),
     "ipo": Preference(
-        lambda answers, _own: answers.ratio / answers.tokens, lambda margin, own: (margin - 1 / (2 * own.beta)) ** 2
+        lambda answers, _settings: answers.ratio / answers.tokens,
+        lambda margin, settings: (margin - 1 / (2 * settings.beta)) ** 2,
     ),
-    "orpo": Preference(_log_odds, lambda margin, own: -own.beta * F.logsigmoid(margin)),
+    "orpo": Preference(_log_odds, lambda margin, settings: -settings.beta * F.logsigmoid(margin)),
     "simpo": Preference(
-        lambda answers, own: own.beta * answers.mean, lambda margin, own: -F.logsigmoid(margin - own.gamma)
+        lambda answers, settings: settings.beta * answers.mean,
+        lambda margin, settings: -F.logsigmoid(margin - settings.gamma),
     ),
 }
 LABEL_PREFERENCES: dict[str, LabelPreference] = {"kto": LabelPreference(_scaled_ratio, _kahneman_tversky)}
@@ -205,7 +207,7 @@ def _count_pairs(run: RunConfig) -> Counts:
         **_ratios_of_side("chosen", (*sides[:3], WEIGHT)),
         **_ratios_of_side("rejected", (*sides[3:], WEIGHT)),
     }
-    return Counts(ratios, own=partial(_compared, run.preference), num_own=10)
+    return Counts(ratios, task_columns=partial(_compared, run.preference), num_task_columns=10)
 
 
 def _ratios_of_side(side: str, columns: Sequence[int]) -> dict[str, tuple[int, int]]:
@@ -239,7 +241,7 @@ def _count_labeled(run: RunConfig) -> Counts:
         **_ratios_of_side("chosen", sides[0]),
         **_ratios_of_side("rejected", sides[1]),
     }
-    return Counts(ratios, _margin_of_means, own=partial(_judged, run.preference), num_own=9)
+    return Counts(ratios, _margin_of_means, task_columns=partial(_judged, run.preference), num_task_columns=9)
 
 
 def _margin_of_means(sums: Sums) -> dict[str, NDArray[np.float64]]:
@@ -249,7 +251,7 @@ def _margin_of_means(sums: Sums) -> dict[str, NDArray[np.float64]]:
 
 def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
     """Return reward, log-probability, tokens and count of good and of bad answers, and exact match of good ones."""
-    answers, good = Answers.of(log_probabilities(losses, batch), batch), is_wanted(batch)
+    answers, good = Answers.of(log_probabilities(losses, batch), batch), is_good(batch)
     reward = LABEL_PREFERENCES[settings.kind].reward(answers, settings)
     each = torch.stack([reward, answers.log_probability, answers.tokens, torch.ones_like(reward)], dim=1)
     exact = _exact_matches(batch, chosen) * good

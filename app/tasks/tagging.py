@@ -46,8 +46,13 @@ def _counts(run: RunConfig) -> Counts:
     names = run.task.labels
     ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(names)
     entities = are_entities(names)
-    own = partial(_of_rows, classes, names if entities else [])
-    return Counts(ratios, _f1 if entities else macro_f1, own=own, num_own=3 * classes + _ENTITIES * entities)
+    task_columns = partial(_of_rows, classes, names if entities else [])
+    return Counts(
+        ratios,
+        _f1 if entities else macro_f1,
+        task_columns=task_columns,
+        num_task_columns=3 * classes + _ENTITIES * entities,
+    )
 
 
 def are_entities(names: Sequence[str]) -> bool:

@@ -145,7 +145,7 @@ def test_entity_f1_of_random_tags_equals_a_plain_computation(names: tuple[str, .
         LabeledTokens(np.zeros(n + 2, np.int32), 1 + np.arange(n), each) for n, each in zip(lengths, true, strict=True)
     ]
     for batch in (collate_padded(rows, 0), collate_packed(rows, 0, BinShape(80, 40, 9))):
-        own = counts.own(batch, torch.zeros(sum(lengths)), torch.from_numpy(np.concatenate(chosen)))
+        own = counts.task_columns(batch, torch.zeros(sum(lengths)), torch.from_numpy(np.concatenate(chosen)))
         assert len(own) == len(rows)
         metrics = counts.metrics(np.concatenate([np.ones(6), own.sum(0).numpy()]))
         told = [[[names[at] for at in row] for row in side] for side in (true, chosen)]
