@@ -257,15 +257,15 @@ def _join_lines(c: RowCounts) -> Iterator[str]:
         return
     expand, join = (c.unstable_tokens[name] for name in ("expand", "join"))
     about = f"expand: about {_rounded(expand)} tokens, {expand / join:.1f}x; join: about {_rounded(join)}"
-    kept = f'earlier answers keep "{escaped(c.dropped_text[:_MAX_DROPPED_CHARS])}", which the template drops'
+    effect = f'earlier answers keep "{escaped(c.dropped_text[:_MAX_DROPPED_CHARS])}", which the template drops'
     if c.joined:
-        yield f"{about}; {kept}"
+        yield f"{about}; {effect}"
     elif c.unstable_reasoning:
         refused = many(c.unstable_reasoning, "conversation")
         yield f"{about}; dataset.on_unstable_template=join does not support {refused} with reasoning in earlier turns"
     else:
         same = "train the same answers in one sample per conversation"
-        yield f"{about}. Set dataset.on_unstable_template=join to {same}, where {kept}"
+        yield f"{about}. Set dataset.on_unstable_template=join to {same}, where {effect}"
 
 
 def _rounded(number: int) -> str:

@@ -266,17 +266,17 @@ class Renderer:
 
 
 def _require_whole(*answers: RenderedRow) -> None:
-    if any(len(each.samples) > 1 or (each.unstable and len(each.samples[0].spans) > 1) for each in answers):
+    if any(len(answer.samples) > 1 or (answer.unstable and len(answer.samples[0].spans) > 1) for answer in answers):
         raise RowProblem(
             "the chat template rewrites earlier turns of an answer, which preference data does not support"
         )
-    if any(sample.weights for each in answers for sample in each.samples):
+    if any(sample.weights for answer in answers for sample in answer.samples):
         raise RowProblem("preference data supports only message weights of 0 and 1")
 
 
 def _labeled(answer: RenderedRow, label: str) -> RenderedRow:
     _require_whole(answer)
-    return replace(answer, samples=[replace(each, label=label) for each in answer.samples])
+    return replace(answer, samples=[replace(sample, label=label) for sample in answer.samples])
 
 
 def _only_adds(rendered: RenderedConversation, index: int, span: Span) -> bool:
