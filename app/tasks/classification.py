@@ -137,7 +137,7 @@ def _count_single(run: RunConfig) -> Counts:
 def occurrences(classes: int, batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
     """Return whether each class is true, predicted or both, by label."""
     names = torch.arange(classes, device=chosen.device)
-    true, predicted = (each[: batch.num_labels, None] == names for each in (batch.targets, chosen))
+    true, predicted = (labels[: batch.num_labels, None] == names for labels in (batch.targets, chosen))
     return torch.cat([true, predicted, true & predicted], dim=1)
 
 
@@ -156,7 +156,7 @@ def _count_multi(run: RunConfig) -> Counts:
 
 def _labels(batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
     """Return whether each label is true, predicted or both, by document."""
-    true, predicted = (each[: batch.num_labels].bool() for each in (batch.targets, chosen))
+    true, predicted = (labels[: batch.num_labels].bool() for labels in (batch.targets, chosen))
     return torch.cat([true, predicted, true & predicted], dim=1)
 
 
@@ -181,7 +181,7 @@ def _count_numbers(run: RunConfig) -> Counts:
 
 def _compared(batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
     """Return the mean absolute error of each document, and the moments of true and predicted numbers."""
-    true, predicted = (each[: batch.num_labels].double() for each in (batch.targets, chosen))
+    true, predicted = (numbers[: batch.num_labels].double() for numbers in (batch.targets, chosen))
     error = (true - predicted).abs().mean(dim=1, keepdim=True)
     return torch.cat([error, true, predicted, true.square(), predicted.square(), true * predicted], dim=1)
 
@@ -190,8 +190,8 @@ def _with_ranks(outputs: int, rows: Sums) -> Sums:
     """Append the moments of ranks; equal numbers have their mean rank."""
     true, predicted = (rows[:, NUM_BASIC + 1 + side * outputs :][:, :outputs] for side in (0, 1))
     ranks = [np.stack([_ranks(column) for column in side.T], axis=1) for side in (true, predicted)]
-    ordered = [each - (len(rows) + 1) / 2 for each in ranks]
-    return np.hstack([rows, *ordered, *(each**2 for each in ordered), ordered[0] * ordered[1]])
+    centered = [values - (len(rows) + 1) / 2 for values in ranks]
+    return np.hstack([rows, *centered, *(values**2 for values in centered), centered[0] * centered[1]])
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:

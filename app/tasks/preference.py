@@ -38,7 +38,7 @@ class Comparisons(Objective):
     reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by hash of the row
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
-        parts = (np.split(each, [rows.second_start(i)]) for each in (rows.ids(i), rows.loss_mask(i)))
+        parts = (np.split(values, [rows.second_start(i)]) for values in (rows.ids(i), rows.loss_mask(i)))
         sides = tuple(label_next_tokens(ids, loss_mask) for ids, loss_mask in zip(*parts, strict=True))
         if not self.reference:
             return sides
@@ -223,7 +223,7 @@ def _compared(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: 
     decided = margin.abs() > _TIE
     basic = torch.stack([(margin > 0) & decided, decided, _exact_matches(batch, chosen)[0::2], margin], dim=1)
     by_side = [[reward, side.log_probability, side.tokens] for reward, side in zip(rewards, sides, strict=True)]
-    return torch.cat([basic, *(torch.stack(each, dim=1) for each in by_side)], dim=1)
+    return torch.cat([basic, *(torch.stack(columns, dim=1) for columns in by_side)], dim=1)
 
 
 def _exact_matches(batch: Batch, chosen: Tensor) -> Tensor:
@@ -253,9 +253,9 @@ def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Te
     """Return reward, log-probability, tokens and count of good and of bad answers, and exact match of good ones."""
     answers, good = Answers.of(log_probabilities(losses, batch), batch), is_good(batch)
     reward = LABEL_PREFERENCES[settings.kind].reward(answers, settings)
-    each = torch.stack([reward, answers.log_probability, answers.tokens, torch.ones_like(reward)], dim=1)
+    columns = torch.stack([reward, answers.log_probability, answers.tokens, torch.ones_like(reward)], dim=1)
     exact = _exact_matches(batch, chosen) * good
-    return torch.cat([each * good[:, None], each * ~good[:, None], exact[:, None]], dim=1)
+    return torch.cat([columns * good[:, None], columns * ~good[:, None], exact[:, None]], dim=1)
 
 
 # ---- answers
