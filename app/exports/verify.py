@@ -108,7 +108,7 @@ class Reference:
         """The share of all choices that both make alike; None where numbers are learnt, which are no choices."""
         if not PROBLEMS[self.problem].named:
             return None
-        chosen = CLASS_PROBLEMS[self.problem].chosen
+        chosen = CLASS_PROBLEMS[self.problem].predictions
         return float((chosen(theirs) == chosen(ours)).double().mean())
 
 

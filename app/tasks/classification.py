@@ -37,9 +37,9 @@ from app.tracking.formatting import Sample
 
 @dataclass(frozen=True, slots=True)
 class Classification(Objective):
-    """One state predicts class or numbers: the first if the model is bidirectional, else the last without padding.
+    """Prediction of class or numbers from one hidden state, the same as in transformers.
 
-    Models of transformers use the same state.
+    The first state if the model is bidirectional, else the last without padding.
     """
 
     names: tuple[str, ...]
@@ -80,7 +80,7 @@ class ClassProblem:
     """A value of `task.problem`: its loss, predictions and metrics."""
 
     of_answers: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # [N], from logits [N, C], targets and class weights
-    chosen: Callable[[Tensor], Tensor]  # predictions in the form of targets
+    predictions: Callable[[Tensor], Tensor]  # in the form of targets
     values: Callable[[Tensor], Tensor]  # shown value of each output
     blank: Callable[..., Tensor]  # empty targets by answers and outputs, for the memory estimate
     counts: Callable[[RunConfig], Counts]
@@ -112,7 +112,7 @@ class _ClassLoss:
 
     def scores(self, head: LossHead, states: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         losses, logits = self.losses(head, states, batch)
-        return losses, self.problem.chosen(logits)
+        return losses, self.problem.predictions(logits)
 
 
 def class_loss(task: TaskConfig, _preference: PreferenceConfig) -> Loss:
@@ -134,10 +134,10 @@ def _count_single(run: RunConfig) -> Counts:
     return Counts(ratios, macro_f1, task_columns=partial(occurrences, classes), num_task_columns=3 * classes)
 
 
-def occurrences(classes: int, batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
+def occurrences(classes: int, batch: Batch, _losses: Tensor, predictions: Tensor) -> Tensor:
     """Return whether each class is true, predicted or both, by label."""
-    names = torch.arange(classes, device=chosen.device)
-    true, predicted = (labels[: batch.num_labels, None] == names for labels in (batch.targets, chosen))
+    names = torch.arange(classes, device=predictions.device)
+    true, predicted = (labels[: batch.num_labels, None] == names for labels in (batch.targets, predictions))
     return torch.cat([true, predicted, true & predicted], dim=1)
 
 
@@ -154,9 +154,9 @@ def _count_multi(run: RunConfig) -> Counts:
     return Counts(ratios, _both_f1, task_columns=_labels, num_task_columns=3 * classes)
 
 
-def _labels(batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
+def _labels(batch: Batch, _losses: Tensor, predictions: Tensor) -> Tensor:
     """Return whether each label is true, predicted or both, by document."""
-    true, predicted = (labels[: batch.num_labels].bool() for labels in (batch.targets, chosen))
+    true, predicted = (labels[: batch.num_labels].bool() for labels in (batch.targets, predictions))
     return torch.cat([true, predicted, true & predicted], dim=1)
 
 
@@ -179,9 +179,9 @@ def _count_numbers(run: RunConfig) -> Counts:
     )
 
 
-def _compared(batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
+def _compared(batch: Batch, _losses: Tensor, predictions: Tensor) -> Tensor:
     """Return the mean absolute error of each document, and the moments of true and predicted numbers."""
-    true, predicted = (numbers[: batch.num_labels].double() for numbers in (batch.targets, chosen))
+    true, predicted = (numbers[: batch.num_labels].double() for numbers in (batch.targets, predictions))
     error = (true - predicted).abs().mean(dim=1, keepdim=True)
     return torch.cat([error, true, predicted, true.square(), predicted.square(), true * predicted], dim=1)
 

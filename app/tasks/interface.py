@@ -24,7 +24,7 @@ LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # all but losses and weig
 NUM_BASIC = 6
 
 
-def _no_columns(batch: Batch, losses: Tensor, _chosen: Tensor) -> Tensor:
+def _no_columns(batch: Batch, losses: Tensor, _predictions: Tensor) -> Tensor:
     return losses.new_zeros(len(batch.documents_of_rows), 0)
 
 

@@ -96,7 +96,7 @@ class Answers:
 
     @property
     def mean(self) -> Tensor:
-        """Log-probability of a token."""
+        """Mean log-probability per token."""
         return self.log_probability / self.tokens
 
     def pairs(self) -> tuple["Answers", "Answers"]:
@@ -215,20 +215,20 @@ def _ratios_of_side(side: str, columns: Sequence[int]) -> dict[str, tuple[int, i
     return {f"{side}_reward": (reward, answers), f"{side}_log_probability": (log_probability, tokens)}
 
 
-def _compared(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+def _compared(settings: PreferenceConfig, batch: Batch, losses: Tensor, predictions: Tensor) -> Tensor:
     """Return accuracy, exact match and margin of each pair, and reward, log-probability and tokens of both answers."""
     sides = Answers.of(log_probabilities(losses, batch), batch).pairs()
     rewards = [PREFERENCES[settings.kind].reward(side, settings) for side in sides]
     margin = rewards[0] - rewards[1]
     decided = margin.abs() > _TIE
-    basic = torch.stack([(margin > 0) & decided, decided, _exact_matches(batch, chosen)[0::2], margin], dim=1)
+    basic = torch.stack([(margin > 0) & decided, decided, _exact_matches(batch, predictions)[0::2], margin], dim=1)
     by_side = [[reward, side.log_probability, side.tokens] for reward, side in zip(rewards, sides, strict=True)]
     return torch.cat([basic, *(torch.stack(columns, dim=1) for columns in by_side)], dim=1)
 
 
-def _exact_matches(batch: Batch, chosen: Tensor) -> Tensor:
+def _exact_matches(batch: Batch, predictions: Tensor) -> Tensor:
     """Return whether greedy decoding generates the trained tokens of each document."""
-    wrong = log_probabilities((chosen != batch.targets).double(), batch)  # negative count
+    wrong = log_probabilities((predictions != batch.targets).double(), batch)  # negative count
     return (wrong == 0).double()
 
 
@@ -249,12 +249,12 @@ def _margin_of_means(sums: Sums) -> dict[str, NDArray[np.float64]]:
     return {"reward_margin": chosen / num_chosen - rejected / num_rejected}
 
 
-def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, predictions: Tensor) -> Tensor:
     """Return reward, log-probability, tokens and count of good and of bad answers, and exact match of good ones."""
     answers, good = Answers.of(log_probabilities(losses, batch), batch), is_good(batch)
     reward = LABEL_PREFERENCES[settings.kind].reward(answers, settings)
     columns = torch.stack([reward, answers.log_probability, answers.tokens, torch.ones_like(reward)], dim=1)
-    exact = _exact_matches(batch, chosen) * good
+    exact = _exact_matches(batch, predictions) * good
     return torch.cat([columns * good[:, None], columns * ~good[:, None], exact[:, None]], dim=1)
 
 

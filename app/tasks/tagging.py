@@ -30,7 +30,7 @@ _ENTITIES = 3  # true, predicted, both
 
 @dataclass(frozen=True, slots=True)
 class WordTags(Classification):
-    """The state of the first token of each word predicts its tag."""
+    """Tags of words, predicted from the hidden state of the first token of each word."""
 
     marked: ClassVar[str] = "the first token of each word, which predicts its tag"
 
@@ -63,13 +63,13 @@ def _f1(sums: Sums) -> Metrics:
     return {**macro_f1(sums[..., :-_ENTITIES]), "entity_f1": (2 * both / (true + predicted))[..., 0]}
 
 
-def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor, predictions: Tensor) -> Tensor:
     """Return how often each tag, and each entity, is true, predicted or both in each row."""
     starts = torch.tensor(batch.starts, device=batch.label_rows.device)
     row = torch.searchsorted(starts, batch.label_rows[: batch.num_labels], right=True) - 1  # a document is a row
-    columns = [occurrences(classes, batch, losses, chosen)]
+    columns = [occurrences(classes, batch, losses, predictions)]
     if entities:
-        true, predicted = (_entities(entities, tags[: batch.num_labels], row) for tags in (batch.targets, chosen))
+        true, predicted = (_entities(entities, tags[: batch.num_labels], row) for tags in (batch.targets, predictions))
         same = (true >= 0) & (true == predicted)
         columns.append(torch.stack([true >= 0, predicted >= 0, same], dim=1))
     of_labels = torch.cat(columns, dim=1).float()
