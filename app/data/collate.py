@@ -18,9 +18,9 @@ from app.data.objectives import NEXT_TOKEN, LabeledTokens, Objective
 from app.data.packing import plan_bins, shuffle_bins
 from app.data.token_dataset import TokenRows
 
-WIDTH_MULTIPLE = 8  # efficient row length for GPU matrix units; rows are padded to a multiple of it
+WIDTH_MULTIPLE = 8  # rows are padded to a multiple: efficient for GPU matrix units
 
-Unit = NDArray[np.int64]  # indices of its rows
+Unit = NDArray[np.int64]  # row indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class BinShape:
 
 
 def _by_row(batch: Batch, rows: Sequence[tuple[LabeledTokens, ...]], objective: Objective) -> Batch:
-    """Add which documents belong to one data row, and the inputs of a loss over documents."""
+    """Add the number of documents per data row, and the inputs of a loss over documents."""
     if objective.documents_per_row > 1:
         batch = replace(batch, rows=tuple(map(len, rows)))
     if not objective.over_documents:

@@ -59,9 +59,8 @@ class RowCounts:
     expanded_into: int = 0  # samples after expansion; 0 if only the last turn is trained
     joined: int = 0  # unstable conversations joined to one sample with all turns
     unstable_reasoning: int = 0  # unstable conversations with reasoning before the last trained turn
-    unstable_tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # of unstable conversations before truncation, for expand and join
+    # of unstable conversations before truncation, for expand and join
+    unstable_tokens: dict[str, int] = field(default_factory=dict)
     dropped_text: str = ""  # the first text that the template drops from earlier turns and `join` keeps
     glued: int = 0  # samples with a token across the start or end of the trained text
     end_tokens: int = 0  # answers from which an end token written as text was removed

@@ -26,8 +26,8 @@ class Labeling:
     classes: Callable[[str], Sequence[str]]  # of a label, repeated if the label has them repeatedly
     targets: Callable[[str, Sequence[str]], NDArray[Any]]  # from a label and all classes; one line per answer
     problem: Callable[[str], str]  # problem of a label, after the column name; empty if there is none
-    balanced: Callable[[NDArray[np.float64], int], NDArray[np.float64]] | None = None  # class weights from
-    # class counts and the number of rows
+    # class weights from class counts and the number of rows
+    balanced: Callable[[NDArray[np.float64], int], NDArray[np.float64]] | None = None
     named: bool = True  # whether labels are classes; otherwise numbers
     weighs_answers: bool = True  # whether class weights are weights of answers in the mean loss
 
@@ -132,7 +132,7 @@ def _outputs(label: str) -> Sequence[str]:
 
 
 def _of_equal_sums(occurrences: NDArray[np.float64], _rows: int) -> NDArray[np.float64]:
-    """Give all classes the same total weight and answers a mean of 1, as `balanced` in scikit-learn."""
+    """Return weights with equal totals for all classes and a mean of 1, as `balanced` in scikit-learn."""
     return np.asarray(occurrences.sum() / (len(occurrences) * occurrences), np.float64)
 
 

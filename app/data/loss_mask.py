@@ -78,7 +78,7 @@ class RenderedRow:
 
 
 class Renderer:
-    """Applies one chat template under one `dataset.train_on` and `dataset.thinking`.
+    """Renderer of rows for one chat template, `dataset.train_on` and `dataset.thinking`.
 
     `on_unstable` is the policy for conversations with earlier turns that the template rewrites: `expand` makes one
     sample per trained turn, `join` one sample for all turns (or as `expand` if not possible), `last` one for the last.
@@ -218,14 +218,14 @@ class Renderer:
         """Return the indices of the trained messages."""
         first = content.completion_start if self._train_on in ("auto", "completion") else 0
         roles = [message["role"] for message in content.messages]
-        wishes = {index: "train=true" for index, flag in content.trained.items() if flag}
-        wishes |= {index: f"weight={weight:g}" for index, weight in content.weights.items()}
-        for index, wish in wishes.items():
+        flags = {index: "train=true" for index, flag in content.trained.items() if flag}
+        flags |= {index: f"weight={weight:g}" for index, weight in content.weights.items()}
+        for index, flag in flags.items():
             if roles[index] != "assistant" or index < first:
                 where = f"has the role {roles[index]}" if index >= first else "is in the prompt"
                 what = "the completion" if first else "assistant messages"
                 raise RowProblem(
-                    f"message {index} {where} and has {wish}, but dataset.train_on={self._train_on} trains only {what}"
+                    f"message {index} {where} and has {flag}, but dataset.train_on={self._train_on} trains only {what}"
                 )
         answers = [index for index, role in enumerate(roles) if role == "assistant" and index >= first]
         if not answers:
@@ -353,9 +353,9 @@ def _all_but_untrained(rendered: RenderedConversation, content: Conversation) ->
         before, through = rendered.prefix(index), rendered.prefix(index + 1)
         is_stable = through.startswith(before) and rendered.whole.startswith(through)
         if not is_stable or not _is_in(through[len(before) :], _text_of(rendered.messages[index])):
-            wish = f"has weight={weight:g}" if weight else "is excluded from training"
+            setting = f"has weight={weight:g}" if weight else "is excluded from training"
             raise RowProblem(
-                f"message {index} {wish}, but it cannot be located in the rendered text, as dataset.train_on=all"
+                f"message {index} {setting}, but it cannot be located in the rendered text, as dataset.train_on=all"
                 " requires"
             )
         spans += [((start, len(before)), 1.0), ((len(before), len(through)), weight)]

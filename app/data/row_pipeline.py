@@ -256,13 +256,13 @@ class _Pipeline:
             marker = WRITTEN_CHAT.search(content.text, 0, _MAX_MARKER_CHARS)
             if marker:
                 count_name(self._counts.foreign_markers, marker.group().strip())
-        reads = self._renderer.names
+        template = self._renderer.names
         for at, chat in enumerate(chats):
             first = chat.completion_start if at else 0  # a pair of answers has the same prompt
-            for key in (key for index in range(first, len(chat.messages)) for key in reads.unread_keys(chat, index)):
+            for key in (key for index in range(first, len(chat.messages)) for key in template.unread_keys(chat, index)):
                 if key != "reasoning_content" or not thought:
                     count_name(self._counts.unread_keys, key)
-        for name in (name for name in (chats[0].options if chats else ()) if not reads.reads_option(name)):
+        for name in (name for name in (chats[0].options if chats else ()) if not template.reads_option(name)):
             count_name(self._counts.unread_columns, f"{columns.chat_template_kwargs}.{name}")
 
     def _count_missed(self, row: Row, content: Content, rendered: RenderedRow, names: Sequence[str]) -> None:
@@ -305,9 +305,8 @@ class _Pipeline:
             self._writer.add(location, part, digest(deciding))
             counts.samples += 1
             counts.tokens += len(part.ids)
-            counts.trained_tokens += max(
-                int(part.loss_mask.sum()), part.label is not None
-            )  # a single label has no mask
+            # a single label has no mask
+            counts.trained_tokens += max(int(part.loss_mask.sum()), part.label is not None)
 
     def _count_unstable(self, row: RenderedRow, samples: Sequence[Tokens]) -> None:
         """Count a conversation with rewritten turns, and its tokens with expand and join.
