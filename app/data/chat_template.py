@@ -90,8 +90,8 @@ def with_merged_answers(conversation: Conversation) -> Conversation | None:
     merged: list[Message] = []
     for message in conversation.messages:
         both = (merged[-1], message) if merged else ()
-        if both and all(each["role"] == "assistant" and each.keys() == {"role", "content"} for each in both):
-            merged[-1] = {**message, "content": "\n\n".join(each["content"] for each in both)}
+        if both and all(turn["role"] == "assistant" and turn.keys() == {"role", "content"} for turn in both):
+            merged[-1] = {**message, "content": "\n\n".join(turn["content"] for turn in both)}
         else:
             merged.append(message)
     return replace(conversation, messages=merged) if len(merged) < len(conversation.messages) else None
@@ -121,7 +121,7 @@ class TemplateNames:
                 self._unread.clear()
             before = conversation.messages[:index]
             whole = self._text(conversation, [*before, message])
-            others = ({each: inner for each, inner in message.items() if each != key} for key in extra)
+            others = ({name: inner for name, inner in message.items() if name != key} for key in extra)
             texts = [self._text(conversation, [*before, other]) for other in others]
             self._unread[pattern] = tuple(
                 key for key, text in zip(extra, texts, strict=True) if whole is not None and text == whole

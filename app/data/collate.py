@@ -18,9 +18,9 @@ from app.data.objectives import NEXT_TOKEN, LabeledTokens, Objective
 from app.data.packing import plan_bins, shuffle_bins
 from app.data.token_dataset import TokenRows
 
-WIDTH_MULTIPLE = 8  # efficient row length for GPU matrix units; rows are padded to a multiple of it
+WIDTH_MULTIPLE = 8  # rows are padded to a multiple: efficient for GPU matrix units
 
-Unit = NDArray[np.int64]  # indices of its rows
+Unit = NDArray[np.int64]  # row indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Packed:
     def _bins(self, documents: Sequence[LabeledTokens], max_documents: int) -> Iterator[Batch]:
         """Collate documents outside any unit. They are shorter than the rows, so a bin may have more fillers."""
         shape = BinShape(self.tokens, self.max_length, max_documents - -self.tokens // self.max_length)
-        placed, starts = plan_bins(np.array([len(each.ids) for each in documents], np.int32), self.tokens)
+        placed, starts = plan_bins(np.array([len(document.ids) for document in documents], np.int32), self.tokens)
         for chosen in np.split(placed, starts[1:]) if len(starts) else ():
             members = [documents[int(i)] for i in chosen]
             yield _of_documents(collate_packed(members, self.pad_id, shape), members)
@@ -134,7 +134,7 @@ class BinShape:
 
 
 def _by_row(batch: Batch, rows: Sequence[tuple[LabeledTokens, ...]], objective: Objective) -> Batch:
-    """Add which documents belong to one data row, and the inputs of a loss over documents."""
+    """Add the number of documents per data row, and the inputs of a loss over documents."""
     if objective.documents_per_row > 1:
         batch = replace(batch, rows=tuple(map(len, rows)))
     if not objective.over_documents:
@@ -144,13 +144,13 @@ def _by_row(batch: Batch, rows: Sequence[tuple[LabeledTokens, ...]], objective: 
 
 def _others(rows: Sequence[tuple[LabeledTokens, ...]]) -> list[LabeledTokens]:
     """Return the additional documents whose mean over the step a loss reads."""
-    return [each.mean_of for each in chain(*rows) if each.mean_of is not None]
+    return [document.mean_of for document in chain(*rows) if document.mean_of is not None]
 
 
 def _of_documents(batch: Batch, documents: Sequence[LabeledTokens]) -> Batch:
     """Add the document of each label, and the values of each document."""
-    labels = [np.full(len(each.at), number) for number, each in enumerate(documents)]
-    values = torch.tensor([each.values for each in documents], dtype=torch.float64)
+    labels = [np.full(len(document.at), number) for number, document in enumerate(documents)]
+    values = torch.tensor([document.values for document in documents], dtype=torch.float64)
     of_label = _joined(labels, if_empty=len(labels))
     return replace(batch, document_of_label=of_label, document_values=values if values.numel() else None)
 

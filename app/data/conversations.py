@@ -78,16 +78,16 @@ def preference_label(row: Row, columns: Columns) -> LabeledAnswer:
     if start in (0, len(roles)):
         raise RowProblem(f"column {columns.completion!r} has no answer to a prompt")
     _require_answer(whole.messages[start:], columns.completion)
-    return LabeledAnswer(replace(whole, completion_start=start), is_good=is_wanted(row, columns.label))
+    return Judged(replace(whole, completion_start=start), wanted=answer_label(row, columns.label))
 
 
-def is_wanted(row: Row, column: str) -> bool:
+def answer_label(row: Row, column: str) -> bool:
     """Return the label of an answer, which may be text or a number."""
-    found = value(row, column)
-    label = judgment(found)
+    cell = value(row, column)
+    label = judgment(cell)
     if label is None:
-        what = repr(found) if isinstance(found, str | int | float) else kind_of(found)
-        raise RowProblem(f"column {column!r} must be true (good answer) or false (bad answer), found {what}")
+        shown = repr(cell) if isinstance(cell, str | int | float) else kind_of(cell)
+        raise RowProblem(f"column {column!r} must be true (good answer) or false (bad answer), found {shown}")
     return label
 
 
@@ -101,35 +101,35 @@ def _answered(row: Row, column: str, columns: Columns) -> Conversation:
 
 
 def _require_answer(messages: Sequence[Message], column: str) -> None:
-    if not any(each["content"].strip() or "tool_calls" in each for each in messages):
+    if not any(message["content"].strip() or "tool_calls" in message for message in messages):
         raise RowProblem(f"column {column!r} has an empty answer")
 
 
 def _turns(row: Row, column: str, speaker: str) -> list[Any]:
     """Return the messages of a column with a list of messages, one message, or its text."""
-    found = value(row, column)
-    if isinstance(found, str):
-        return [{"role": speaker, "content": found}]
-    found = [found] if isinstance(found, dict) else _message_list(row, column)
-    return [_turn(at, each) if isinstance(each, dict) and "from" in each else each for at, each in enumerate(found)]
+    turns = value(row, column)
+    if isinstance(turns, str):
+        return [{"role": speaker, "content": turns}]
+    turns = [turns] if isinstance(turns, dict) else _message_list(row, column)
+    return [_turn(at, turn) if isinstance(turn, dict) and "from" in turn else turn for at, turn in enumerate(turns)]
 
 
-def parsed_list(found: Any) -> Any:
+def parsed_list(cell: Any) -> Any:
     """Parse a list that is stored as JSON text, as in CSV; return other values unchanged."""
-    if not isinstance(found, str) or not found.lstrip().startswith("["):
-        return found
+    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
+        return cell
     try:
-        return json.loads(found)
+        return json.loads(cell)
     except (ValueError, RecursionError):
-        return found
+        return cell
 
 
 def _message_list(row: Row, column: str) -> list[Any]:
-    found = parsed_list(value(row, column))
-    if not isinstance(found, list) or not found:
-        what = "an empty list" if found == [] else kind_of(found)
-        raise RowProblem(f"column {column!r} must be a list of messages, found {what}")
-    return found
+    turns = parsed_list(value(row, column))
+    if not isinstance(turns, list) or not turns:
+        shown = "an empty list" if turns == [] else kind_of(turns)
+        raise RowProblem(f"column {column!r} must be a list of messages, found {shown}")
+    return turns
 
 
 def _turn(index: int, turn: object) -> Message:
@@ -178,12 +178,12 @@ def tools_column(row: Row, columns: Columns) -> str | None:
 
 def _options(row: Row, column: str | None) -> dict[str, Any]:
     """Return chat template options from an object or its JSON text."""
-    found = optional(row, column)
-    if isinstance(found, str):
-        found = _parsed(found, f"column {column!r}") if found.strip() else None
-    if not isinstance(found, dict | None):
-        raise RowProblem(f"column {column!r} must be an object, found {kind_of(found)}")
-    return {str(name): inner for name, inner in (found or {}).items() if inner is not None}
+    options = optional(row, column)
+    if isinstance(options, str):
+        options = _parsed(options, f"column {column!r}") if options.strip() else None
+    if not isinstance(options, dict | None):
+        raise RowProblem(f"column {column!r} must be an object, found {kind_of(options)}")
+    return {str(name): inner for name, inner in (options or {}).items() if inner is not None}
 
 
 def _system_messages(system: str, first: Message, column: str | None) -> list[Message]:
@@ -198,13 +198,13 @@ def _system_messages(system: str, first: Message, column: str | None) -> list[Me
     )
 
 
-def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
+def _message(index: int, turn: object) -> tuple[Message, bool | None, float]:
     """Return the message, its train flag (None: unset), and its weight."""
-    if not isinstance(found, dict):
-        raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(found)}")
+    if not isinstance(turn, dict):
+        raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(turn)}")
     fields: Message = {
         str(key) if key == "loss" and not isinstance(value, bool) else _KEY_ALIASES.get(key, str(key)): value
-        for key, value in found.items()
+        for key, value in turn.items()
         if value is not None  # tables store absent keys as null
     }
     role = _role(index, fields)
@@ -240,20 +240,20 @@ def _role(index: int, message: Message) -> str:
     return str(role)
 
 
-def _without_parts(index: int, given: Message) -> Message:
+def _without_parts(index: int, message: Message) -> Message:
     """Return the message with its content parts split into text, reasoning and tool calls."""
-    if not isinstance(given.get("content"), list):
-        return given
-    parts = [_part(index, part) for part in given["content"]]
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = [_part(index, part) for part in message["content"]]
     thoughts = [text for kind, text in parts if kind == "reasoning"]
     calls = [_parsed(text, f"message {index}: a tool_call") for kind, text in parts if kind == "tool_call"]
     merged: Message = {"content": "\n".join(text for kind, text in parts if kind == "text")}
     if thoughts:
         merged["reasoning_content"] = "\n".join(thoughts)
-    other_calls = given.get("tool_calls", [])
+    other_calls = message.get("tool_calls", [])
     if calls and isinstance(other_calls, list):
         merged["tool_calls"] = [*other_calls, *calls]
-    return {**given, **merged}
+    return {**message, **merged}
 
 
 def _part(index: int, part: Any) -> tuple[str, str]:
@@ -268,39 +268,38 @@ def _part(index: int, part: Any) -> tuple[str, str]:
     )
 
 
-def _weight(index: int, given: Any) -> float:
+def _weight(index: int, weight: Any) -> float:
     """Return the loss weight of the tokens of a message."""
-    if given is None:
+    if weight is None:
         return 1.0
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or not (given == 0 or _MIN_WEIGHT <= given <= _MAX_WEIGHT):
-        found = str(given)[:20] if is_number else kind_of(given)
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not (weight == 0 or _MIN_WEIGHT <= weight <= _MAX_WEIGHT):
+        shown = str(weight)[:20] if is_number else kind_of(weight)
         raise RowProblem(
             f"message {index}: weight must be 0 (not trained) or a number from {_MIN_WEIGHT:g} to"
-            f" {_MAX_WEIGHT:,.0f} (default 1), found {found}"
+            f" {_MAX_WEIGHT:,.0f} (default 1), found {shown}"
         )
-    return float(given)
+    return float(weight)
 
 
-def read_tools(found: Any, column: str) -> list[dict[str, Any]] | None:
+def read_tools(tools: Any, column: str) -> list[dict[str, Any]] | None:
     """Read a list of tools or its JSON text; nulls in JSON text belong to the schema and are not removed."""
-    is_text = isinstance(found, str)
-    found = found if not is_text else _parsed(found, f"column {column!r}") if found.strip() else None
-    if found is None or found == []:
+    is_text = isinstance(tools, str)
+    tools = tools if not is_text else _parsed(tools, f"column {column!r}") if tools.strip() else None
+    if tools is None or tools == []:
         return None
-    if not isinstance(found, list):
-        raise RowProblem(f"column {column!r} must be a list of tools, found {kind_of(found)}")
-    return [_tool(index, tool if is_text else _without_nulls(tool), column) for index, tool in enumerate(found)]
+    if not isinstance(tools, list):
+        raise RowProblem(f"column {column!r} must be a list of tools, found {kind_of(tools)}")
+    return [_tool(index, tool if is_text else _without_nulls(tool), column) for index, tool in enumerate(tools)]
 
 
-def _tool(index: int, given: Any, column: str) -> dict[str, Any]:
-    function = given.get("function", given) if isinstance(given, dict) else None
+def _tool(index: int, tool: Any, column: str) -> dict[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowProblem(
-            f"column {column!r}: tool {index} must be an object with name, or with function.name;"
-            f" found {kind_of(given)}"
+            f"column {column!r}: tool {index} must be an object with name, or with function.name; found {kind_of(tool)}"
         )
-    return given if "function" in given else {"type": "function", "function": given}
+    return tool if "function" in tool else {"type": "function", "function": tool}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -311,14 +310,14 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _calls(index: int, message: Message) -> list[Message]:
-    found = message.get("tool_calls") or []
-    if not isinstance(found, list):
-        raise RowProblem(f"message {index}: tool_calls must be a list, found {kind_of(found)}")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise RowProblem(f"message {index}: tool_calls must be a list, found {kind_of(calls)}")
     if message.get("function_call"):
-        found = [*found, message["function_call"]]
-    if found and message["role"] != "assistant":
+        calls = [*calls, message["function_call"]]
+    if calls and message["role"] != "assistant":
         raise RowProblem(f"message {index} has tool calls, but its role is {message['role']}, not assistant")
-    return [_call(f"message {index}: tool call {at}", call) for at, call in enumerate(found)]
+    return [_call(f"message {index}: tool call {at}", call) for at, call in enumerate(calls)]
 
 
 def _call(where: str, call: Any) -> Message:

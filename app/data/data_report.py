@@ -59,9 +59,8 @@ class RowCounts:
     expanded_into: int = 0  # samples after expansion; 0 if only the last turn is trained
     joined: int = 0  # unstable conversations joined to one sample with all turns
     unstable_reasoning: int = 0  # unstable conversations with reasoning before the last trained turn
-    unstable_tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # of unstable conversations before truncation, for expand and join
+    # of unstable conversations before truncation, for expand and join
+    unstable_tokens: dict[str, int] = field(default_factory=dict)
     dropped_text: str = ""  # the first text that the template drops from earlier turns and `join` keeps
     glued: int = 0  # samples with a token across the start or end of the trained text
     end_tokens: int = 0  # answers from which an end token written as text was removed
@@ -257,15 +256,15 @@ def _join_lines(c: RowCounts) -> Iterator[str]:
         return
     expand, join = (c.unstable_tokens[name] for name in ("expand", "join"))
     about = f"expand: about {_rounded(expand)} tokens, {expand / join:.1f}x; join: about {_rounded(join)}"
-    kept = f'earlier answers keep "{escaped(c.dropped_text[:_MAX_DROPPED_CHARS])}", which the template drops'
+    effect = f'earlier answers keep "{escaped(c.dropped_text[:_MAX_DROPPED_CHARS])}", which the template drops'
     if c.joined:
-        yield f"{about}; {kept}"
+        yield f"{about}; {effect}"
     elif c.unstable_reasoning:
         refused = many(c.unstable_reasoning, "conversation")
         yield f"{about}; dataset.on_unstable_template=join does not support {refused} with reasoning in earlier turns"
     else:
         same = "train the same answers in one sample per conversation"
-        yield f"{about}. Set dataset.on_unstable_template=join to {same}, where {kept}"
+        yield f"{about}. Set dataset.on_unstable_template=join to {same}, where {effect}"
 
 
 def _rounded(number: int) -> str:
@@ -314,7 +313,7 @@ def without_stops(config: DatasetConfig) -> DatasetConfig:
     return replace(config, on_bad_row="skip", on_overflow=policy, on_unstable_template=unstable)
 
 
-def _num_made(counts: RowCounts) -> int:
+def _num_samples(counts: RowCounts) -> int:
     """Return the number of samples before any was dropped or held out."""
     return counts.samples + counts.held_out + counts.left_over + counts.dropped
 
@@ -322,12 +321,12 @@ def _num_made(counts: RowCounts) -> int:
 def _is_too_long(config: DatasetConfig, counts: RowCounts) -> bool:
     """Return whether overlong samples are an error: any with `error`, above a share with `auto`."""
     if config.on_overflow == "auto" and config.format != "text":
-        return counts.dropped > MAX_DROPPED_SHARE * _num_made(counts)
+        return counts.dropped > MAX_DROPPED_SHARE * _num_samples(counts)
     return config.on_overflow == "error" and counts.over_long > 0
 
 
 def _too_long(config: DatasetConfig, source: Source, counts: RowCounts, readable: int) -> str:
-    limit, number, total = config.max_length, counts.over_long, _num_made(counts)
+    limit, number, total = config.max_length, counts.over_long, _num_samples(counts)
     longest = f"(longest: {counts.longest:,} tokens, first: {counts.first_over_long})"
     if counts.longest <= readable:
         remedy = "raise it, or"

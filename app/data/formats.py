@@ -92,7 +92,7 @@ def _preference_label_text(row: Row, columns: Columns) -> LabeledAnswer:
     prompt, answer = optional_text(row, columns.prompt), text(row, columns.completion)
     if not prompt and ASSISTANT in answer:
         prompt = answer[: answer.rfind(ASSISTANT) + len(ASSISTANT)]
-    return LabeledAnswer(_plain_answer(prompt, answer, columns.completion), conversations.is_wanted(row, columns.label))
+    return Judged(_plain_answer(prompt, answer, columns.completion), conversations.answer_label(row, columns.label))
 
 
 def _plain_answer(prompt: str, cell: str, column: str) -> Document:

@@ -16,7 +16,7 @@ from app.data.rows import RowProblem, kind_of
 FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MAX_LABEL_CHARS = 200  # a longer label is a text in the wrong column
-_NOT_ONE = "must be a label (a word or an integer), found"
+_NOT_A_LABEL = "must be a label (a word or an integer), found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Labeling:
     classes: Callable[[str], Sequence[str]]  # of a label, repeated if the label has them repeatedly
     targets: Callable[[str, Sequence[str]], NDArray[Any]]  # from a label and all classes; one line per answer
     problem: Callable[[str], str]  # problem of a label, after the column name; empty if there is none
-    balanced: Callable[[NDArray[np.float64], int], NDArray[np.float64]] | None = None  # class weights from
-    # class counts and the number of rows
+    # class weights from class counts and the number of rows
+    balanced: Callable[[NDArray[np.float64], int], NDArray[np.float64]] | None = None
     named: bool = True  # whether labels are classes; otherwise numbers
     weighs_answers: bool = True  # whether class weights are weights of answers in the mean loss
 
@@ -40,33 +40,33 @@ class KnownLabels:
     classes: tuple[str, ...] = ()
 
 
-def as_text(found: Any) -> str:
+def as_text(label: Any) -> str:
     """Return a label as text, the same for CSV and Parquet; a list as JSON."""
-    if isinstance(found, str):
-        found = found.strip()
-        if not found.startswith("["):
-            return str(found)
+    if isinstance(label, str):
+        label = label.strip()
+        if not label.startswith("["):
+            return str(label)
         try:
-            found = json.loads(found)
+            label = json.loads(label)
         except ValueError:
-            return str(found)
-    if isinstance(found, list):
-        parts = [as_text(part) for part in found if not isinstance(part, list)]
-        if len(parts) < len(found):
+            return str(label)
+    if isinstance(label, list):
+        parts = [as_text(part) for part in label if not isinstance(part, list)]
+        if len(parts) < len(label):
             raise RowProblem("has a nested list, which is not a label")
         return json.dumps(parts, ensure_ascii=False)
-    if isinstance(found, bool | int):
-        return str(found).lower()
-    if isinstance(found, float) and math.isfinite(found):
-        return repr(found)
-    raise RowProblem(f"{_NOT_ONE} {kind_of(found)}")
+    if isinstance(label, bool | int):
+        return str(label).lower()
+    if isinstance(label, float) and math.isfinite(label):
+        return repr(label)
+    raise RowProblem(f"{_NOT_A_LABEL} {kind_of(label)}")
 
 
-def tags_as_text(found: list[Any]) -> str:
+def tags_as_text(tags: list[Any]) -> str:
     """Return the word tags of a row as JSON; RowProblem if they mix names and numbers."""
-    if len({isinstance(tag, bool | int | float) for tag in found}) > 1:
+    if len({isinstance(tag, bool | int | float) for tag in tags}) > 1:
         raise RowProblem("mixes numbers and names; use one of them in all rows")
-    return as_text(found)
+    return as_text(tags)
 
 
 def parts_of(label: str) -> list[str]:
@@ -83,7 +83,7 @@ def parts_of(label: str) -> list[str]:
 def _single_problem(label: str) -> str:
     if label.startswith("[") and parts_of(label) != [label]:
         return (
-            f"{_NOT_ONE} a list: set task.problem=multi for several labels per row, or task.problem=regression for "
+            f"{_NOT_A_LABEL} a list: set task.problem=multi for several labels per row, or task.problem=regression for "
             "numbers"
         )
     if FRACTION.fullmatch(label):
@@ -96,7 +96,7 @@ def _single_problem(label: str) -> str:
 
 def _name_problem(label: str) -> str:
     if not label:
-        return f"{_NOT_ONE} empty"
+        return f"{_NOT_A_LABEL} empty"
     return f"has {len(label):,} characters: this is a text, not a label" if len(label) > _MAX_LABEL_CHARS else ""
 
 
@@ -120,8 +120,8 @@ def _number_problem(label: str) -> str:
     parts = parts_of(label)
     words = [part for part in parts if not _NUMBER.fullmatch(part) or not math.isfinite(float(part))]
     if words or not parts:
-        what = repr(words[0][:_MAX_LABEL_CHARS]) if words else "empty"
-        return f"must be a number, found {what}: set task.problem=single for labels that are words"
+        shown = repr(words[0][:_MAX_LABEL_CHARS]) if words else "empty"
+        return f"must be a number, found {shown}: set task.problem=single for labels that are words"
     return ""
 
 
@@ -132,7 +132,7 @@ def _outputs(label: str) -> Sequence[str]:
 
 
 def _of_equal_sums(occurrences: NDArray[np.float64], _rows: int) -> NDArray[np.float64]:
-    """Give all classes the same total weight and answers a mean of 1, as `balanced` in scikit-learn."""
+    """Return weights with equal totals for all classes and a mean of 1, as `balanced` in scikit-learn."""
     return np.asarray(occurrences.sum() / (len(occurrences) * occurrences), np.float64)
 
 

@@ -78,7 +78,7 @@ class RenderedRow:
 
 
 class Renderer:
-    """Applies one chat template under one `dataset.train_on` and `dataset.thinking`.
+    """Renderer of rows for one chat template, `dataset.train_on` and `dataset.thinking`.
 
     `on_unstable` is the policy for conversations with earlier turns that the template rewrites: `expand` makes one
     sample per trained turn, `join` one sample for all turns (or as `expand` if not possible), `last` one for the last.
@@ -218,14 +218,14 @@ class Renderer:
         """Return the indices of the trained messages."""
         first = content.completion_start if self._train_on in ("auto", "completion") else 0
         roles = [message["role"] for message in content.messages]
-        wishes = {index: "train=true" for index, flag in content.trained.items() if flag}
-        wishes |= {index: f"weight={weight:g}" for index, weight in content.weights.items()}
-        for index, wish in wishes.items():
+        flags = {index: "train=true" for index, flag in content.trained.items() if flag}
+        flags |= {index: f"weight={weight:g}" for index, weight in content.weights.items()}
+        for index, flag in flags.items():
             if roles[index] != "assistant" or index < first:
                 where = f"has the role {roles[index]}" if index >= first else "is in the prompt"
                 what = "the completion" if first else "assistant messages"
                 raise RowProblem(
-                    f"message {index} {where} and has {wish}, but dataset.train_on={self._train_on} trains only {what}"
+                    f"message {index} {where} and has {flag}, but dataset.train_on={self._train_on} trains only {what}"
                 )
         answers = [index for index, role in enumerate(roles) if role == "assistant" and index >= first]
         if not answers:
@@ -266,17 +266,17 @@ class Renderer:
 
 
 def _require_whole(*answers: RenderedRow) -> None:
-    if any(len(each.samples) > 1 or (each.unstable and len(each.samples[0].spans) > 1) for each in answers):
+    if any(len(answer.samples) > 1 or (answer.unstable and len(answer.samples[0].spans) > 1) for answer in answers):
         raise RowProblem(
             "the chat template rewrites earlier turns of an answer, which preference data does not support"
         )
-    if any(sample.weights for each in answers for sample in each.samples):
+    if any(sample.weights for answer in answers for sample in answer.samples):
         raise RowProblem("preference data supports only message weights of 0 and 1")
 
 
 def _labeled(answer: RenderedRow, label: str) -> RenderedRow:
     _require_whole(answer)
-    return replace(answer, samples=[replace(each, label=label) for each in answer.samples])
+    return replace(answer, samples=[replace(sample, label=label) for sample in answer.samples])
 
 
 def _only_adds(rendered: RenderedConversation, index: int, span: Span) -> bool:
@@ -353,9 +353,9 @@ def _all_but_untrained(rendered: RenderedConversation, content: Conversation) ->
         before, through = rendered.prefix(index), rendered.prefix(index + 1)
         is_stable = through.startswith(before) and rendered.whole.startswith(through)
         if not is_stable or not _is_in(through[len(before) :], _text_of(rendered.messages[index])):
-            wish = f"has weight={weight:g}" if weight else "is excluded from training"
+            setting = f"has weight={weight:g}" if weight else "is excluded from training"
             raise RowProblem(
-                f"message {index} {wish}, but it cannot be located in the rendered text, as dataset.train_on=all"
+                f"message {index} {setting}, but it cannot be located in the rendered text, as dataset.train_on=all"
                 " requires"
             )
         spans += [((start, len(before)), 1.0), ((len(before), len(through)), weight)]
@@ -390,7 +390,7 @@ class _Segment:
     def __post_init__(self) -> None:
         self.later = self.text
 
-    def is_found(self, rendering: str, at: int) -> bool:
+    def matches(self, rendering: str, at: int) -> bool:
         """Return whether a later rendering has the segment at `at`, unchanged or without a part of the opening."""
         if rendering.startswith(self.later, at):
             return True
@@ -429,7 +429,7 @@ def join_turns(
     for index, (text, (start, end)) in zip(indices, turns, strict=True):
         at = 0
         for segment in segments:
-            if not segment.is_found(text, at):
+            if not segment.matches(text, at):
                 return None
             dropped = dropped or segment.dropped
             at += len(segment.later)

@@ -11,7 +11,7 @@ from app.data.token_dataset import TokenRows
 
 @dataclass(frozen=True, slots=True)
 class LabeledTokens:
-    """One document as the model reads it: the hidden state at `at[i]` must predict `targets[i]`."""
+    """One document as model input: the hidden state at `at[i]` must predict `targets[i]`."""
 
     ids: NDArray[np.int32]
     at: NDArray[np.int64]
@@ -26,9 +26,8 @@ class Objective(Protocol):
     """Training objective of a task."""
 
     documents_per_row: ClassVar[int] = 1
-    over_documents: ClassVar[bool] = (
-        False  # whether the loss is a function of whole documents instead of a sum over labels
-    )
+    # whether the loss is a function of whole documents instead of a sum over labels
+    over_documents: ClassVar[bool] = False
     marked: ClassVar[str] = "tokens in the loss"  # description of the highlighted tokens of a row
 
     @property

@@ -56,10 +56,10 @@ class Pool:
         rows = parts[0] if len(parts) == 1 else TokenRows.concat(parts)
         return cls(rows, source_of, {name: counts for name, (_, counts) in sources.items()}, weights)
 
-    def keep(self, kept: NDArray[np.bool_]) -> "Pool":
+    def keep(self, mask: NDArray[np.bool_]) -> "Pool":
         """Keep only some of the rows and recount."""
-        rows = self.rows.select(np.flatnonzero(kept))
-        pool = Pool(rows, self.source_of[kept], self.counts, self.weights)
+        rows = self.rows.select(np.flatnonzero(mask))
+        pool = Pool(rows, self.source_of[mask], self.counts, self.weights)
         for number, counts in enumerate(self.counts.values()):
             recount(counts, rows.select(pool.rows_of(number)))
         return pool
@@ -125,7 +125,7 @@ def total(parts: Sequence[RowCounts]) -> RowCounts:
     if len(parts) == 1:
         return parts[0]
     merged: dict[str, Any] = {
-        each.name: _together(each.name, [getattr(c, each.name) for c in parts]) for each in fields(RowCounts)
+        field.name: _together(field.name, [getattr(c, field.name) for c in parts]) for field in fields(RowCounts)
     }
     return RowCounts(**merged)
 
@@ -190,20 +190,21 @@ def prepare(
     `labeling` is the label type.
     """
     labels = KnownLabels(labeling, tuple(classes))
-    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=labels)
+    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, labels=labels)
     eval_rows = eval_source(config)
     pool = _pool(config, rows_of)
-    known = tuple(classes or pool.rows.class_counts())
-    _require_equal_labels(pool.rows, config, () if classes else known)
+    label_names = tuple(classes or pool.rows.class_counts())
+    _require_equal_labels(pool.rows, config, () if classes else label_names)
     report = DataReport(pool.total(), notes=[*notes, *unread_splits(config), *_notes(config, tokenizer)])
     if eval_rows is not None:
-        chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, config, known=replace(labels, classes=known))
+        labels = replace(labels, classes=label_names)
+        chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, config, labels=labels)
         report.shared = int(np.isin(chosen.ids_hashes, pool.rows.ids_hashes).sum())
         data = _with_epoch(pool, chosen, report)
     else:
         data = _hold_out(pool, config, report)
-    report.notes += _class_notes(known, data.train) if LABELINGS[labeling].named else _number_notes(data.train)
-    return replace(data, classes=known)
+    report.notes += _class_notes(label_names, data.train) if LABELINGS[labeling].named else _number_notes(data.train)
+    return replace(data, classes=label_names)
 
 
 def rows_to_score(
@@ -217,7 +218,7 @@ def rows_to_score(
 ) -> Data:
     """Return the eval set of a run as `eval`, without reading training rows; all rows if there is no eval set."""
     labels = KnownLabels(labeling, tuple(classes))
-    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=labels)
+    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, labels=labels)
     eval_rows = eval_source(config)
     if eval_rows is not None:
         rows, counts = rows_of(eval_rows, config.eval_max_rows, config)
@@ -237,7 +238,7 @@ def rows_to_score(
     return Data(rows.select([]), rows, DataReport(RowCounts(), counts, notes=[*notes, *_notes(config, tokenizer)]))
 
 
-def rows_beside(
+def extra_eval_rows(
     path: str,
     config: DatasetConfig,
     formats: Sequence[str],
@@ -258,7 +259,7 @@ def rows_beside(
         train_on=config.train_on if config.train_on in shape.train_on else "auto",
         on_overflow="auto" if config.on_overflow == "split" else config.on_overflow,
     )
-    reader = {"tokenizer": tokenizer, "cache_dir": cache_dir, "judge": judge, "known": labels}
+    reader = {"tokenizer": tokenizer, "cache_dir": cache_dir, "judge": judge, "labels": labels}
     rows, counts = _rows(source, config.eval_max_rows, section, **reader)
     return rows, [*split_lines("also", counts), f"also: read as dataset={section.format}"]
 
@@ -266,12 +267,12 @@ def rows_beside(
 def _pool(config: DatasetConfig, rows_of: Callable[..., RowsOfSource], most: int | None = None) -> Pool:
     """Load each source from its cache entry; weights are not part of the key. `most` limits the rows per source."""
     sections = sources_of(config)
-    found = {}
+    sources = {}
     for name, section in sections.items():
         limit = min((n for n in (section.max_rows, most) if n is not None), default=None)
-        found[name] = rows_of(train_source(section, name), limit, section)
+        sources[name] = rows_of(train_source(section, name), limit, section)
     weights = [config.mix[name].weight if name else 1.0 for name in sections]
-    return Pool.from_sources(found, weights).deduplicated(drop=config.deduplicate)
+    return Pool.from_sources(sources, weights).deduplicated(drop=config.deduplicate)
 
 
 def _with_epoch(pool: Pool, held_out: TokenRows | None, report: DataReport) -> Data:
@@ -290,7 +291,7 @@ def _rows(
     tokenizer: Tokenizer,
     cache_dir: str,
     judge: Judge,
-    known: KnownLabels,
+    labels: KnownLabels,
 ) -> RowsOfSource:
     """Load the rows of one source. `max_rows` limits the rows read and the samples made from them."""
     check_tokenizer(tokenizer, config.format)
@@ -307,13 +308,13 @@ def _rows(
     shape = ROW_FORMATS[config.format]
     column = str(getattr(config.columns, shape.needs[-1]))  # the last field has labels or tags
     # answers may have either label, independent of the training rows
-    classes = () if shape.learnt_by else known.classes
-    rows = _of_classes(rows.labeled_as(known.labeling), classes, counts, column)
+    classes = () if shape.learnt_by else labels.classes
+    rows = _of_classes(rows.labeled_as(labels.labeling), classes, counts, column)
     judge(config, source, counts)
     return _first(rows, max_rows, counts), counts
 
 
-def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column: str) -> TokenRows:
+def _of_classes(rows: TokenRows, classes: Sequence[str], counts: RowCounts, column: str) -> TokenRows:
     """Drop rows with an invalid or unknown label, and count them as bad."""
     if not rows.labels:
         return rows
@@ -324,11 +325,11 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column
             return f"column {column!r} {wrong}"
         names = labeling.classes(label)
         if not labeling.named:
-            size = len(known) or len(labeling.classes(first))
+            size = len(classes) or len(labeling.classes(first))
             wrong = f"column {column!r} has {many(len(names), 'number')}, expected {size} per row"
             return wrong if len(names) != size else ""
-        unknown = [name for name in names if name not in known] if known else []
-        return f"unknown label {unknown[0]!r}; labels: {listed(known)}" if unknown else ""
+        unknown = [name for name in names if name not in classes] if classes else []
+        return f"unknown label {unknown[0]!r}; labels: {listed(classes)}" if unknown else ""
 
     wrong = np.flatnonzero(rows.where_label(lambda label: bool(problem(label))))
     for i in wrong.tolist():
@@ -339,7 +340,7 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: RowCounts, column
     return chosen
 
 
-def _require_equal_labels(rows: TokenRows, config: DatasetConfig, found: Sequence[str]) -> None:
+def _require_equal_labels(rows: TokenRows, config: DatasetConfig, classes: Sequence[str]) -> None:
     """Raise DataError for different counts of numbers in a mix, and for classes with two spellings."""
     sizes = {len(LABELINGS[rows.labeling].classes(label)) for label in rows.labels}
     if not LABELINGS[rows.labeling].named and len(sizes) > 1:
@@ -348,7 +349,7 @@ def _require_equal_labels(rows: TokenRows, config: DatasetConfig, found: Sequenc
             "same count."
         )
     for name in ("False", "True"):  # CSV spelling of false and true in JSON
-        if {name, name.lower()} <= {*found}:
+        if {name, name.lower()} <= {*classes}:
             raise DataError(
                 f"dataset.path={paths_of(config)}: the labels {name} and {name.lower()} would be two classes. "
                 "Use one of them in all rows."
@@ -415,11 +416,11 @@ def _number_notes(rows: TokenRows) -> list[str]:
     """Return notes with mean, spread and range of target numbers, and a hint if they are large."""
     if not rows.labels:
         return []
-    found = np.concatenate([LABELINGS[rows.labeling].targets(rows.class_of(i), ()) for i in range(len(rows))])
-    mean, spread = found.mean(axis=0, dtype=np.float64), found.std(axis=0, dtype=np.float64)
+    numbers = np.concatenate([LABELINGS[rows.labeling].targets(rows.class_of(i), ()) for i in range(len(rows))])
+    mean, spread = numbers.mean(axis=0, dtype=np.float64), numbers.std(axis=0, dtype=np.float64)
     notes = [
         f"target numbers: mean {m:.4g}, standard deviation {s:.4g}, from {low:.4g} to {high:.4g}"
-        for m, s, low, high in zip(mean, spread, found.min(axis=0), found.max(axis=0), strict=True)
+        for m, s, low, high in zip(mean, spread, numbers.min(axis=0), numbers.max(axis=0), strict=True)
     ]
     if max(np.abs(mean).max(), spread.max()) > _LARGE_NUMBER:
         notes.append(

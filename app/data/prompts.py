@@ -41,14 +41,14 @@ def read_examples(name: str, fields: Sequence[str]) -> list[list[str]]:
     """Read the texts to classify: lines, or the columns `fields` of rows; a single column may be named prompt."""
     texts = []
     for location, row in _rows(name):
-        found = [value(row, field) for field in fields]
-        if len(fields) == 1 and not isinstance(found[0], str):
-            found = [row.get("prompt")]
-        if not all(isinstance(text, str) and text.strip() for text in found):
+        example = [value(row, field) for field in fields]
+        if len(fields) == 1 and not isinstance(example[0], str):
+            example = [row.get("prompt")]
+        if not all(isinstance(text, str) and text.strip() for text in example):
             raise DataError(
                 f"{location}: expected text in {' and '.join(fields)}; found columns {', '.join(row) or 'none'}."
             )
-        texts.append(found)
+        texts.append(example)
     return texts
 
 
@@ -56,9 +56,9 @@ def read_words(name: str, field: str) -> list[list[str]]:
     """Read the words to tag: of lines, or of the column `field` of rows, as a list or text."""
     texts = []
     for location, row in _rows(name):
-        found = row.get("prompt") if value(row, field) is ABSENT else value(row, field)
-        words = found.split() if isinstance(found, str) else found
-        are_words = isinstance(words, list) and all(isinstance(each, str) and each.strip() for each in words)
+        cell = row.get("prompt") if value(row, field) is ABSENT else value(row, field)
+        words = cell.split() if isinstance(cell, str) else cell
+        are_words = isinstance(words, list) and all(isinstance(word, str) and word.strip() for word in words)
         if not (words and are_words):
             raise DataError(f"{location}: expected words in {field}; found columns {', '.join(row) or 'none'}.")
         texts.append(words)
@@ -71,21 +71,21 @@ def tokens_of_words(rows: Sequence[Sequence[str]], tokenizer: Tokenizer, max_len
     The mask has the first token of each word.
     """
     texts = [words_with_tags(words) for words in rows]
-    rendered = [RenderedText(each.text, (), raw=True, label=each.label, words=each.words) for each in texts]
+    rendered = [RenderedText(text.text, (), raw=True, label=text.label, words=text.words) for text in texts]
     samples = []
     for number, (words, tokens) in enumerate(zip(rows, Encoder(tokenizer).encode(rendered), strict=True), 1):
         without = len(words) - int(tokens.loss_mask.sum())
-        kept = [tokens] if len(tokens.ids) <= max_length else POLICIES["truncate"](tokens, max_length)
+        fitted = [tokens] if len(tokens.ids) <= max_length else POLICIES["truncate"](tokens, max_length)
         if without:
             raise DataError(
                 f"prompts: the tokenizer has no separate token for {without} of the {len(words)} words of text "
                 f"{number}. Remove these words."
             )
-        if not kept:
+        if not fitted:
             raise DataError(
                 f"prompts: dataset.max_length={max_length} leaves no word of text {number}. Remove the text."
             )
-        samples += kept
+        samples += fitted
     return samples
 
 
@@ -116,9 +116,9 @@ def _of_row(location: str, row: Row) -> list[Message]:
         return [{"role": "user", "content": row["prompt"]}]
     messages = row.get("messages")
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        kept = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-        if kept:
-            return [{"role": m["role"], "content": m["content"]} for m in kept]
+        turns = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if turns:
+            return [{"role": m["role"], "content": m["content"]} for m in turns]
     raise DataError(
         f"{location}: expected a column prompt with text, or messages with role and content; "
         f"found {', '.join(row) or 'nothing'}."

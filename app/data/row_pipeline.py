@@ -41,17 +41,17 @@ def fit(sample: Tokens, max_length: int, policy: str, counts: RowCounts) -> list
     if length <= max_length:
         return [sample]
     counts.too_long(length)
-    kept = POLICIES[policy](sample, max_length)
+    parts = POLICIES[policy](sample, max_length)
     if policy == "split":
         counts.split += 1
-        counts.pieces += len(kept)
-    elif kept:
+        counts.pieces += len(parts)
+    elif parts:
         counts.truncated += 1
         counts.tokens_lost += length - max_length
     else:
         counts.dropped += 1
         counts.tokens_lost += length
-    return kept
+    return parts
 
 
 def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: RowCounts) -> list[Tokens]:
@@ -61,14 +61,14 @@ def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: RowC
         [side] if n <= max_length else POLICIES[policy](side, max_length)
         for side, n in zip(sides, lengths, strict=True)
     ]
-    kept = [part for parts in cut for part in parts]
-    chosen, rejected = kept if len(kept) == len(sides) else sides
+    remaining = [part for parts in cut for part in parts]
+    chosen, rejected = remaining if len(remaining) == len(sides) else sides
     if np.array_equal(chosen.ids, rejected.ids):  # some are equal only after truncation
         counts.equal_answers += 1
         return []
-    if not fit(sides[lengths.index(max(lengths))], max_length, policy, counts) or len(kept) < len(sides):
+    if not fit(sides[lengths.index(max(lengths))], max_length, policy, counts) or len(remaining) < len(sides):
         return []
-    ids, masks = ([getattr(part, name) for part in kept] for name in ("ids", "loss_mask"))
+    ids, masks = ([getattr(part, name) for part in remaining] for name in ("ids", "loss_mask"))
     return [Tokens(np.concatenate(ids), np.concatenate(masks), second_start=len(ids[0]))]
 
 
@@ -77,8 +77,8 @@ def _truncate(sample: Tokens, max_length: int) -> list[Tokens]:
     if sample.text_ids is not None:
         return _truncate_example(sample, sample.text_ids, max_length)
     weights = None if sample.weights is None else sample.weights[:max_length]
-    kept = Tokens(sample.ids[:max_length], sample.loss_mask[:max_length], weights=weights, label=sample.label)
-    return [kept] if kept.loss_mask.any() else []
+    truncated = Tokens(sample.ids[:max_length], sample.loss_mask[:max_length], weights=weights, label=sample.label)
+    return [truncated] if truncated.loss_mask.any() else []
 
 
 def _split(sample: Tokens, max_length: int) -> list[Tokens]:
@@ -99,13 +99,13 @@ def _truncate_example(sample: Tokens, text_ids: np.ndarray, max_length: int) -> 
     if available < 1:
         return []
     remains = text_ids < 0
-    for side, number in enumerate(_kept_lengths(lengths, available)):
+    for side, number in enumerate(_truncated_lengths(lengths, available)):
         remains[np.flatnonzero(text_ids == side)[:number]] = True
     second, mask = sample.second_start, sample.loss_mask[remains]
     if sample.loss_mask.any() and not mask.any():
         return []
     first_tags = json.dumps(parts_of(str(sample.label))[: int(mask.sum())], ensure_ascii=False)
-    kept = replace(
+    truncated = replace(
         sample,
         ids=sample.ids[remains],
         loss_mask=mask,
@@ -113,10 +113,10 @@ def _truncate_example(sample: Tokens, text_ids: np.ndarray, max_length: int) -> 
         text_ids=text_ids[remains],
         second_start=int(remains[:second].sum()) if second >= 0 else second,
     )
-    return [kept]
+    return [truncated]
 
 
-def _kept_lengths(lengths: list[int], available: int) -> list[int]:
+def _truncated_lengths(lengths: list[int], available: int) -> list[int]:
     short = min(lengths)
     long = max(short, available - short)
     if short + long > available:
@@ -206,19 +206,19 @@ class _Pipeline:
     def write(self, rows: Sequence[Located]) -> None:
         """Render, tokenize and write a batch; DataError with the bad rows so far if they are an error."""
         rendered = [self._render(row) for _, row in rows]
-        texts = [text for each in rendered if isinstance(each, RenderedRow) for text in each.samples]
+        texts = [text for result in rendered if isinstance(result, RenderedRow) for text in result.samples]
         tokens = iter(self._encoder.encode(texts))
-        for (location, _), each in zip(rows, rendered, strict=True):
+        for (location, _), result in zip(rows, rendered, strict=True):
             self._counts.rows_read += 1
-            if isinstance(each, str):
-                self._counts.bad(location, each)
+            if isinstance(result, str):
+                self._counts.bad(location, result)
                 continue
-            samples = [next(tokens) for _ in each.samples]
-            problem = _nothing_trained(each.samples, samples)
+            samples = [next(tokens) for _ in result.samples]
+            problem = _nothing_trained(result.samples, samples)
             if problem:
                 self._counts.bad(location, problem)
             else:
-                self._write_row(location, each, samples)
+                self._write_row(location, result, samples)
         if self._config.on_bad_row == "error" and self._counts.bad_rows:
             raise DataError(bad_row_problems(self._counts))
 
@@ -244,7 +244,7 @@ class _Pipeline:
     def _count_unread(self, row: Row, content: Content, rendered: RenderedRow) -> None:
         """Count unread columns, and message keys that the template does not read."""
         columns = self._config.columns
-        chats = [each for each in sides_of(content) if isinstance(each, Conversation)]
+        chats = [side for side in sides_of(content) if isinstance(side, Conversation)]
         read = {*self._read_columns, tools_column(row, columns) or ""} if chats else self._read_columns
         thought = thought_column(row, columns) if "reasoning" in fields_of(self._config.format) else None
         names = [name for name in unread(row, read) if name != thought]
@@ -256,22 +256,22 @@ class _Pipeline:
             marker = WRITTEN_CHAT.search(content.text, 0, _MAX_MARKER_CHARS)
             if marker:
                 count_name(self._counts.foreign_markers, marker.group().strip())
-        reads = self._renderer.names
+        template = self._renderer.names
         for at, chat in enumerate(chats):
             first = chat.completion_start if at else 0  # a pair of answers has the same prompt
-            for key in (key for index in range(first, len(chat.messages)) for key in reads.unread_keys(chat, index)):
+            for key in (key for index in range(first, len(chat.messages)) for key in template.unread_keys(chat, index)):
                 if key != "reasoning_content" or not thought:
                     count_name(self._counts.unread_keys, key)
-        for name in (name for name in (chats[0].options if chats else ()) if not reads.reads_option(name)):
+        for name in (name for name in (chats[0].options if chats else ()) if not template.reads_option(name)):
             count_name(self._counts.unread_columns, f"{columns.chat_template_kwargs}.{name}")
 
     def _count_missed(self, row: Row, content: Content, rendered: RenderedRow, names: Sequence[str]) -> None:
         """Count the named columns with text that no sample has, and the places where they can be read."""
         read = ReadRow(self._config, row, content, rendered.samples, self._renderer.names)
         for name, place in read.missed(names):
-            said = value(row, name)
+            cell = value(row, name)
             count_name(self._counts.missed, name)
-            count_name(self._counts.missed_chars, name, len(said) if isinstance(said, str) else 0)
+            count_name(self._counts.missed_chars, name, len(cell) if isinstance(cell, str) else 0)
             if place is not None and name in self._counts.missed:
                 self._counts.missed_places.setdefault(name, place)
 
@@ -289,25 +289,24 @@ class _Pipeline:
         counts.endless += sum(sample.endless for sample in samples)
         limit, shape = self._config.max_length, ROW_FORMATS[self._config.format]
         if shape.pairs:
-            kept = fit_pair(samples, limit, self._policy, counts)
+            parts = fit_pair(samples, limit, self._policy, counts)
         else:
-            kept = [part for each in samples for part in fit(each, limit, self._policy, counts)]
+            parts = [part for sample in samples for part in fit(sample, limit, self._policy, counts)]
         if counts.over_long and not counts.first_over_long:
             counts.first_over_long = location
-        counts.rows_kept += bool(kept)
-        counts.rows_lost += not kept
-        for part in kept:
+        counts.rows_kept += bool(parts)
+        counts.rows_lost += not parts
+        for part in parts:
             # Samples of one conversation overlap, so they must be in the same split; pieces of a text do not overlap.
             # Preference answers are split by their prompt, if they have one.
-            deciding = (part if self._policy == "split" else kept[-1]).ids
+            deciding = (part if self._policy == "split" else parts[-1]).ids
             if shape.learnt_by and row.samples[0].spans[0][0]:
                 deciding = deciding[: int(np.argmax(part.loss_mask))]
             self._writer.add(location, part, digest(deciding))
             counts.samples += 1
             counts.tokens += len(part.ids)
-            counts.trained_tokens += max(
-                int(part.loss_mask.sum()), part.label is not None
-            )  # a single label has no mask
+            # a single label has no mask
+            counts.trained_tokens += max(int(part.loss_mask.sum()), part.label is not None)
 
     def _count_unstable(self, row: RenderedRow, samples: Sequence[Tokens]) -> None:
         """Count a conversation with rewritten turns, and its tokens with expand and join.

@@ -209,9 +209,9 @@ class TokenRows:
         """Number of rows by label text."""
         return Counter(label for label in self._labels if label is not None)
 
-    def where_label(self, holds: Callable[[str], bool]) -> NDArray[np.bool_]:
+    def where_label(self, condition: Callable[[str], bool]) -> NDArray[np.bool_]:
         """Return whether a condition is true for the label of each row; evaluated once per label text."""
-        results = {label: holds(label) for label in self.labels}
+        results = {label: condition(label) for label in self.labels}
         return np.array([label is not None and results[label] for label in self._labels], np.bool_)
 
     @cached_property
@@ -291,8 +291,8 @@ class TokenRows:
     def _column(self, name: str) -> NDArray[Any]:
         return self._of_chosen([batch.numbers(name) for batch in self._batches])
 
-    def _of_chosen(self, every: list[NDArray[Any]]) -> NDArray[Any]:
-        return np.concatenate(every)[self._chosen] if every else np.empty(0, np.int64)
+    def _of_chosen(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate(parts)[self._chosen] if parts else np.empty(0, np.int64)
 
 
 class MismatchedRows(TokenRows):
@@ -357,20 +357,20 @@ log = logging.getLogger(__name__)
 def cached_rows(cache_dir: str, key: str, write: "Callable[[RowWriter], Facts]") -> tuple[TokenRows, Facts]:
     """Return the rows of `key` and their stored facts; `write` creates both if missing."""
     path = Path(cache_dir).expanduser() / "tokens" / f"{key}.arrow"
-    found = open_rows(path)
-    if found is None:
+    cached = open_rows(path)
+    if cached is None:
         with _lock(path, cache_dir) as locked:
-            found = open_rows(path)  # another process may have created it while this one waited
-            if found is None:
+            cached = open_rows(path)  # another process may have created it while this one waited
+            if cached is None:
                 _remove_abandoned(path, locked=locked)
                 _make(path, cache_dir, write)
-                found = open_rows(path)
-    if found is None:
+                cached = open_rows(path)
+    if cached is None:
         raise EnvironmentProblem(
             f"cache_dir={cache_dir}: data read back differs from the data just written;"
             " set cache_dir to a folder on another disk"
         )
-    return found
+    return cached
 
 
 def open_rows(path: Path) -> tuple[TokenRows, Facts] | None:

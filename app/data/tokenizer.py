@@ -110,7 +110,7 @@ class Encoder:
     def _encode_examples(self, texts: Sequence[RenderedText]) -> Iterator[Tokens]:
         """Encode with the special tokens of the tokenizer, as at inference."""
         tokenizer, first = self._tokenizer, texts[0]
-        inputs = [each.text if each.second is None else (each.text, each.second) for each in texts]
+        inputs = [text.text if text.second is None else (text.text, text.second) for text in texts]
         encodings = tokenizer.backend_tokenizer.encode_batch(inputs, add_special_tokens=True)
         has_types = first.second is not None and "token_type_ids" in tokenizer.model_input_names
         for text, encoding in zip(texts, encodings, strict=True):

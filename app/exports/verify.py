@@ -108,7 +108,7 @@ class Reference:
         """Return the share of equal choices; None for regression, which has no choices."""
         if not PROBLEMS[self.problem].named:
             return None
-        chosen = CLASS_PROBLEMS[self.problem].chosen
+        chosen = CLASS_PROBLEMS[self.problem].predictions
         return float((chosen(theirs) == chosen(ours)).double().mean())
 
 

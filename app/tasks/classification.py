@@ -37,9 +37,9 @@ from app.tracking.formatting import Sample
 
 @dataclass(frozen=True, slots=True)
 class Classification(Objective):
-    """One state predicts class or numbers: the first if the model is bidirectional, else the last without padding.
+    """Prediction of class or numbers from one hidden state, the same as in transformers.
 
-    Models of transformers use the same state.
+    The first state if the model is bidirectional, else the last without padding.
     """
 
     names: tuple[str, ...]
@@ -80,7 +80,7 @@ class ClassProblem:
     """A value of `task.problem`: its loss, predictions and metrics."""
 
     of_answers: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # [N], from logits [N, C], targets and class weights
-    chosen: Callable[[Tensor], Tensor]  # predictions in the form of targets
+    predictions: Callable[[Tensor], Tensor]  # in the form of targets
     values: Callable[[Tensor], Tensor]  # shown value of each output
     blank: Callable[..., Tensor]  # empty targets by answers and outputs, for the memory estimate
     counts: Callable[[RunConfig], Counts]
@@ -112,7 +112,7 @@ class _ClassLoss:
 
     def scores(self, head: LossHead, states: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         losses, logits = self.losses(head, states, batch)
-        return losses, self.problem.chosen(logits)
+        return losses, self.problem.predictions(logits)
 
 
 def class_loss(task: TaskConfig, _preference: PreferenceConfig) -> Loss:
@@ -131,13 +131,13 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | Non
 
 def _count_single(run: RunConfig) -> Counts:
     ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(run.task.labels)
-    return Counts(ratios, macro_f1, own=partial(occurrences, classes), num_own=3 * classes)
+    return Counts(ratios, macro_f1, task_columns=partial(occurrences, classes), num_task_columns=3 * classes)
 
 
-def occurrences(classes: int, batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
+def occurrences(classes: int, batch: Batch, _losses: Tensor, predictions: Tensor) -> Tensor:
     """Return whether each class is true, predicted or both, by label."""
-    names = torch.arange(classes, device=chosen.device)
-    true, predicted = (each[: batch.num_labels, None] == names for each in (batch.targets, chosen))
+    names = torch.arange(classes, device=predictions.device)
+    true, predicted = (labels[: batch.num_labels, None] == names for labels in (batch.targets, predictions))
     return torch.cat([true, predicted, true & predicted], dim=1)
 
 
@@ -151,12 +151,12 @@ def macro_f1(sums: Sums) -> Metrics:
 
 def _count_multi(run: RunConfig) -> Counts:
     ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(run.task.labels)
-    return Counts(ratios, _both_f1, own=_labels, num_own=3 * classes)
+    return Counts(ratios, _both_f1, task_columns=_labels, num_task_columns=3 * classes)
 
 
-def _labels(batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
+def _labels(batch: Batch, _losses: Tensor, predictions: Tensor) -> Tensor:
     """Return whether each label is true, predicted or both, by document."""
-    true, predicted = (each[: batch.num_labels].bool() for each in (batch.targets, chosen))
+    true, predicted = (labels[: batch.num_labels].bool() for labels in (batch.targets, predictions))
     return torch.cat([true, predicted, true & predicted], dim=1)
 
 
@@ -173,15 +173,15 @@ def _count_numbers(run: RunConfig) -> Counts:
     return Counts(
         {"eval_loss": (LOSS, WEIGHT), "mae": (error, LABELS)},
         partial(_correlations, outputs),
-        own=_compared,
-        num_own=1 + _MOMENTS * outputs,
+        task_columns=_compared,
+        num_task_columns=1 + _MOMENTS * outputs,
         of_all=partial(_with_ranks, outputs),
     )
 
 
-def _compared(batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
+def _compared(batch: Batch, _losses: Tensor, predictions: Tensor) -> Tensor:
     """Return the mean absolute error of each document, and the moments of true and predicted numbers."""
-    true, predicted = (each[: batch.num_labels].double() for each in (batch.targets, chosen))
+    true, predicted = (numbers[: batch.num_labels].double() for numbers in (batch.targets, predictions))
     error = (true - predicted).abs().mean(dim=1, keepdim=True)
     return torch.cat([error, true, predicted, true.square(), predicted.square(), true * predicted], dim=1)
 
@@ -190,8 +190,8 @@ def _with_ranks(outputs: int, rows: Sums) -> Sums:
     """Append the moments of ranks; equal numbers have their mean rank."""
     true, predicted = (rows[:, NUM_BASIC + 1 + side * outputs :][:, :outputs] for side in (0, 1))
     ranks = [np.stack([_ranks(column) for column in side.T], axis=1) for side in (true, predicted)]
-    ordered = [each - (len(rows) + 1) / 2 for each in ranks]
-    return np.hstack([rows, *ordered, *(each**2 for each in ordered), ordered[0] * ordered[1]])
+    centered = [values - (len(rows) + 1) / 2 for values in ranks]
+    return np.hstack([rows, *centered, *(values**2 for values in centered), centered[0] * centered[1]])
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:

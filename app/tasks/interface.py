@@ -24,7 +24,7 @@ LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # all but losses and weig
 NUM_BASIC = 6
 
 
-def _no_columns(batch: Batch, losses: Tensor, _chosen: Tensor) -> Tensor:
+def _no_columns(batch: Batch, losses: Tensor, _predictions: Tensor) -> Tensor:
     return losses.new_zeros(len(batch.documents_of_rows), 0)
 
 
@@ -35,8 +35,9 @@ class Counts:
     ratios: Mapping[str, tuple[int, int]]  # metrics that are one column over another, with error margins
     others: Callable[[Sums], Metrics] = lambda _: {}
     answers: bool = False  # whether to count exact matches of whole answers
-    own: Callable[[Batch, Tensor, Tensor], Tensor] = _no_columns  # [rows, num_own], from losses and predicted labels
-    num_own: int = 0  # columns after the first six
+    # [rows, num_task_columns], from losses and predicted labels
+    task_columns: Callable[[Batch, Tensor, Tensor], Tensor] = _no_columns
+    num_task_columns: int = 0  # columns after the first six
     of_all: Callable[[Sums], Sums] | None = None  # adds columns that need all rows, such as ranks
 
     def metrics(self, sums: Sums) -> dict[str, NDArray[np.float64]]:

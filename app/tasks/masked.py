@@ -26,7 +26,7 @@ _MASKED_SHARE, _RANDOM_SHARE = 0.8, 0.1
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens(Objective):
-    """Mask and predict a share of the tokens of each row, selected again in each epoch."""
+    """Prediction of a masked share of the tokens of each row, selected again in each epoch."""
 
     marked: ClassVar[str] = "masked tokens of the first epoch"
     share: float
@@ -34,9 +34,8 @@ class MaskedTokens(Objective):
     special: NDArray[np.int64]  # never selected
     ordinary: NDArray[np.int32]  # random replacements
     seed: int
-    continues: NDArray[np.bool_] | None = (
-        None  # by ID, whether it continues a word; None: tokens are selected individually
-    )
+    # by token ID, whether the token continues a word; None: tokens are selected individually
+    continues: NDArray[np.bool_] | None = None
     bidirectional: bool = True
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:
@@ -85,7 +84,7 @@ def _objective(config: TaskConfig, tokenizer: Tokenizer, seed: int, _bidirection
 
 
 def _continues_a_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
-    """Return by token ID whether it continues the previous word, marked by ## in WordPiece."""
+    """Return by token ID whether the token continues the previous word, marked by ## in WordPiece."""
     model = tokenizer.backend_tokenizer.model
     if not isinstance(model, WordPiece):
         raise ConfigError(

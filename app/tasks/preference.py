@@ -38,7 +38,7 @@ class Comparisons(Objective):
     reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by hash of the row
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabeledTokens, ...]:  # noqa: ARG002  nothing is drawn
-        parts = (np.split(each, [rows.second_start(i)]) for each in (rows.ids(i), rows.loss_mask(i)))
+        parts = (np.split(values, [rows.second_start(i)]) for values in (rows.ids(i), rows.loss_mask(i)))
         sides = tuple(label_next_tokens(ids, loss_mask) for ids, loss_mask in zip(*parts, strict=True))
         if not self.reference:
             return sides
@@ -96,7 +96,7 @@ class Answers:
 
     @property
     def mean(self) -> Tensor:
-        """Log-probability of a token."""
+        """Mean log-probability per token."""
         return self.log_probability / self.tokens
 
     def pairs(self) -> tuple["Answers", "Answers"]:
@@ -136,7 +136,7 @@ def loss_of_labeled(settings: PreferenceConfig, sums: Tensor, batch: Batch) -> T
     """Return the loss of each answer."""
     preference, mean = LABEL_PREFERENCES[settings.kind], batch.step_mean
     rewards = preference.reward(Answers.of(sums, batch), settings)
-    return preference.of_rewards(rewards, is_wanted(batch), rewards.new_zeros(()) if mean is None else mean, settings)
+    return preference.of_rewards(rewards, is_good(batch), rewards.new_zeros(()) if mean is None else mean, settings)
 
 
 def log_ratios(sums: Tensor, batch: Batch) -> Tensor:
@@ -144,7 +144,7 @@ def log_ratios(sums: Tensor, batch: Batch) -> Tensor:
     return Answers.of(sums, batch).ratio
 
 
-def is_wanted(batch: Batch) -> Tensor:
+def is_good(batch: Batch) -> Tensor:
     """Return whether each answer is labeled good; all True without reference values, before training starts."""
     if batch.document_values is None:
         return torch.ones(len(batch.lengths), dtype=torch.bool, device=batch.ids.device)
@@ -182,11 +182,13 @@ PREFERENCES: dict[str, Preference] = {
     "dpo": Preference(_scaled_ratio, _smoothed),
     "robust": Preference(_scaled_ratio, _unbiased),
     "ipo": Preference(
-        lambda answers, _own: answers.ratio / answers.tokens, lambda margin, own: (margin - 1 / (2 * own.beta)) ** 2
+        lambda answers, _settings: answers.ratio / answers.tokens,
+        lambda margin, settings: (margin - 1 / (2 * settings.beta)) ** 2,
     ),
-    "orpo": Preference(_log_odds, lambda margin, own: -own.beta * F.logsigmoid(margin)),
+    "orpo": Preference(_log_odds, lambda margin, settings: -settings.beta * F.logsigmoid(margin)),
     "simpo": Preference(
-        lambda answers, own: own.beta * answers.mean, lambda margin, own: -F.logsigmoid(margin - own.gamma)
+        lambda answers, settings: settings.beta * answers.mean,
+        lambda margin, settings: -F.logsigmoid(margin - settings.gamma),
     ),
 }
 LABEL_PREFERENCES: dict[str, LabelPreference] = {"kto": LabelPreference(_scaled_ratio, _kahneman_tversky)}
@@ -205,7 +207,7 @@ def _count_pairs(run: RunConfig) -> Counts:
         **_ratios_of_side("chosen", (*sides[:3], WEIGHT)),
         **_ratios_of_side("rejected", (*sides[3:], WEIGHT)),
     }
-    return Counts(ratios, own=partial(_compared, run.preference), num_own=10)
+    return Counts(ratios, task_columns=partial(_compared, run.preference), num_task_columns=10)
 
 
 def _ratios_of_side(side: str, columns: Sequence[int]) -> dict[str, tuple[int, int]]:
@@ -213,20 +215,20 @@ def _ratios_of_side(side: str, columns: Sequence[int]) -> dict[str, tuple[int, i
     return {f"{side}_reward": (reward, answers), f"{side}_log_probability": (log_probability, tokens)}
 
 
-def _compared(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+def _compared(settings: PreferenceConfig, batch: Batch, losses: Tensor, predictions: Tensor) -> Tensor:
     """Return accuracy, exact match and margin of each pair, and reward, log-probability and tokens of both answers."""
     sides = Answers.of(log_probabilities(losses, batch), batch).pairs()
     rewards = [PREFERENCES[settings.kind].reward(side, settings) for side in sides]
     margin = rewards[0] - rewards[1]
     decided = margin.abs() > _TIE
-    basic = torch.stack([(margin > 0) & decided, decided, _exact_matches(batch, chosen)[0::2], margin], dim=1)
+    basic = torch.stack([(margin > 0) & decided, decided, _exact_matches(batch, predictions)[0::2], margin], dim=1)
     by_side = [[reward, side.log_probability, side.tokens] for reward, side in zip(rewards, sides, strict=True)]
-    return torch.cat([basic, *(torch.stack(each, dim=1) for each in by_side)], dim=1)
+    return torch.cat([basic, *(torch.stack(columns, dim=1) for columns in by_side)], dim=1)
 
 
-def _exact_matches(batch: Batch, chosen: Tensor) -> Tensor:
+def _exact_matches(batch: Batch, predictions: Tensor) -> Tensor:
     """Return whether greedy decoding generates the trained tokens of each document."""
-    wrong = log_probabilities((chosen != batch.targets).double(), batch)  # negative count
+    wrong = log_probabilities((predictions != batch.targets).double(), batch)  # negative count
     return (wrong == 0).double()
 
 
@@ -239,7 +241,7 @@ def _count_labeled(run: RunConfig) -> Counts:
         **_ratios_of_side("chosen", sides[0]),
         **_ratios_of_side("rejected", sides[1]),
     }
-    return Counts(ratios, _margin_of_means, own=partial(_judged, run.preference), num_own=9)
+    return Counts(ratios, _margin_of_means, task_columns=partial(_judged, run.preference), num_task_columns=9)
 
 
 def _margin_of_means(sums: Sums) -> dict[str, NDArray[np.float64]]:
@@ -247,13 +249,13 @@ def _margin_of_means(sums: Sums) -> dict[str, NDArray[np.float64]]:
     return {"reward_margin": chosen / num_chosen - rejected / num_rejected}
 
 
-def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+def _judged(settings: PreferenceConfig, batch: Batch, losses: Tensor, predictions: Tensor) -> Tensor:
     """Return reward, log-probability, tokens and count of good and of bad answers, and exact match of good ones."""
-    answers, good = Answers.of(log_probabilities(losses, batch), batch), is_wanted(batch)
+    answers, good = Answers.of(log_probabilities(losses, batch), batch), is_good(batch)
     reward = LABEL_PREFERENCES[settings.kind].reward(answers, settings)
-    each = torch.stack([reward, answers.log_probability, answers.tokens, torch.ones_like(reward)], dim=1)
-    exact = _exact_matches(batch, chosen) * good
-    return torch.cat([each * good[:, None], each * ~good[:, None], exact[:, None]], dim=1)
+    columns = torch.stack([reward, answers.log_probability, answers.tokens, torch.ones_like(reward)], dim=1)
+    exact = _exact_matches(batch, predictions) * good
+    return torch.cat([columns * good[:, None], columns * ~good[:, None], exact[:, None]], dim=1)
 
 
 # ---- answers

@@ -41,5 +41,5 @@ def counts_of(run: RunConfig) -> Counts:
 def metrics_of(run: RunConfig) -> list[str]:
     """Return the metric names of the eval set."""
     counts = counts_of(run)
-    rows = np.zeros((1, NUM_BASIC + counts.num_own))
+    rows = np.zeros((1, NUM_BASIC + counts.num_task_columns))
     return list(counts.metrics(rows if counts.of_all is None else counts.of_all(rows)))

@@ -30,7 +30,7 @@ _ENTITIES = 3  # true, predicted, both
 
 @dataclass(frozen=True, slots=True)
 class WordTags(Classification):
-    """The state of the first token of each word predicts its tag."""
+    """Tags of words, predicted from the hidden state of the first token of each word."""
 
     marked: ClassVar[str] = "the first token of each word, which predicts its tag"
 
@@ -46,8 +46,9 @@ def _counts(run: RunConfig) -> Counts:
     names = run.task.labels
     ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(names)
     entities = are_entities(names)
-    own = partial(_of_rows, classes, names if entities else [])
-    return Counts(ratios, _f1 if entities else macro_f1, own=own, num_own=3 * classes + _ENTITIES * entities)
+    task_columns = partial(_of_rows, classes, names if entities else [])
+    metrics, count = _f1 if entities else macro_f1, 3 * classes + _ENTITIES * entities
+    return Counts(ratios, metrics, task_columns=task_columns, num_task_columns=count)
 
 
 def are_entities(names: Sequence[str]) -> bool:
@@ -62,16 +63,16 @@ def _f1(sums: Sums) -> Metrics:
     return {**macro_f1(sums[..., :-_ENTITIES]), "entity_f1": (2 * both / (true + predicted))[..., 0]}
 
 
-def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+def _of_rows(classes: int, entities: Sequence[str], batch: Batch, losses: Tensor, predictions: Tensor) -> Tensor:
     """Return how often each tag, and each entity, is true, predicted or both in each row."""
     starts = torch.tensor(batch.starts, device=batch.label_rows.device)
     row = torch.searchsorted(starts, batch.label_rows[: batch.num_labels], right=True) - 1  # a document is a row
-    found = [occurrences(classes, batch, losses, chosen)]
+    columns = [occurrences(classes, batch, losses, predictions)]
     if entities:
-        true, predicted = (_entities(entities, each[: batch.num_labels], row) for each in (batch.targets, chosen))
+        true, predicted = (_entities(entities, tags[: batch.num_labels], row) for tags in (batch.targets, predictions))
         same = (true >= 0) & (true == predicted)
-        found.append(torch.stack([true >= 0, predicted >= 0, same], dim=1))
-    of_labels = torch.cat(found, dim=1).float()
+        columns.append(torch.stack([true >= 0, predicted >= 0, same], dim=1))
+    of_labels = torch.cat(columns, dim=1).float()
     return of_labels.new_zeros(len(batch.lengths), of_labels.shape[1]).index_add_(0, row, of_labels)
 
 
@@ -96,7 +97,7 @@ def _answer(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     for i in held_out.indices:
         (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
         predicted = model.logits(torch.from_numpy(row.ids.astype(np.int64))).argmax(-1).cpu()[row.at]
-        expected, answer = (" ".join(names[at] for at in each.tolist()) for each in (row.targets, predicted))
+        expected, answer = (" ".join(names[at] for at in tags.tolist()) for tags in (row.targets, predicted))
         samples.append(Sample(prompt=held_out.text(row.ids), expected=expected, answer=answer))
     return samples
 

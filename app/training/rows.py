@@ -24,7 +24,7 @@ from app.data.detect_format import detect_formats
 from app.data.labels import KnownLabels, class_weights
 from app.data.loader import Loader, StepSplit
 from app.data.objectives import Objective
-from app.data.prepare import Data, prepare, rows_beside, rows_to_score, stop_if_wrong
+from app.data.prepare import Data, extra_eval_rows, prepare, rows_to_score, stop_if_wrong
 from app.data.sources import Source
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, refuse
@@ -180,7 +180,7 @@ def rows_of_also(rows: Rows) -> tuple[TokenRows | None, list[str]]:
     judge = partial(stop_if_wrong, longest_row=base.longest_row, trains=False)
     labels = KnownLabels(labeling_of(run.task), tuple(run.task.labels))
     settings = (formats_for(run.task.kind), rows.tokenizer, run.cache_dir, judge, labels)
-    also, lines = rows_beside(run.eval.also, run.dataset, *settings)
+    also, lines = extra_eval_rows(run.eval.also, run.dataset, *settings)
     refuse(_unknown_ids(run, base, also))
     return also, lines
 

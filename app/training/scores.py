@@ -92,7 +92,7 @@ def score_documents(
 
 def score_rows(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, counts: Counts) -> Sums:
     """Return the sums of each of `rows` rows, in order, gathered on every process."""
-    total = np.zeros((rows, NUM_BASIC + counts.num_own))
+    total = np.zeros((rows, NUM_BASIC + counts.num_task_columns))
     mine = _of_rows(model, batches, runtime, counts, depth=0)
     for samples, sums in runtime.host_group.all_gather_object(mine):
         total[samples] = sums
@@ -160,7 +160,7 @@ def _of_rows(
 ) -> tuple[NDArray[np.int64], Sums]:
     """Return the number of each data row, and its sums, which stay on the device until the last batch."""
     samples, device = list[int](), runtime.device
-    task_counts = [torch.zeros(0, counts.num_own, dtype=torch.bool, device=device)]  # the dtype follows the next parts
+    own = [torch.zeros(0, counts.num_task_columns, dtype=torch.bool, device=device)]  # the dtype follows the next parts
     host_sums, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     batches = with_step_mean(model, batches, runtime, depth)
     with evaluating(model):
@@ -175,7 +175,7 @@ def _of_rows(
                 on_host[2] = 1.0
             sums.append(on_device)
             host_sums.append(on_host)
-            task_counts.append(counts.own(batch, losses, chosen))
+            own.append(counts.task_columns(batch, losses, chosen))
     loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()
     labels, answered, weight = np.concatenate(host_sums, axis=1)
     basic = np.stack([loss, labels, hits, answered, exact, weight], axis=1)

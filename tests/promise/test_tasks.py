@@ -85,7 +85,7 @@ ENTRIES: dict[str, Any] = {
     "IMPLEMENTATIONS": Implementation(
         objective=lambda *_: Ranked(),
         loss=lambda *_: over_documents(ranking),
-        counts=lambda _run: Counts(RATIOS, own=count_ranked, num_own=2),
+        counts=lambda _run: Counts(RATIOS, task_columns=count_ranked, num_task_columns=2),
         answers=compared,
     ),
 }
