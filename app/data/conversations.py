@@ -78,7 +78,7 @@ def preference_label(row: Row, columns: Columns) -> LabeledAnswer:
     if start in (0, len(roles)):
         raise RowProblem(f"column {columns.completion!r} has no answer to a prompt")
     _require_answer(whole.messages[start:], columns.completion)
-    return Judged(replace(whole, completion_start=start), wanted=answer_label(row, columns.label))
+    return LabeledAnswer(replace(whole, completion_start=start), is_good=answer_label(row, columns.label))
 
 
 def answer_label(row: Row, column: str) -> bool:

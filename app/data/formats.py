@@ -92,7 +92,8 @@ def _preference_label_text(row: Row, columns: Columns) -> LabeledAnswer:
     prompt, answer = optional_text(row, columns.prompt), text(row, columns.completion)
     if not prompt and ASSISTANT in answer:
         prompt = answer[: answer.rfind(ASSISTANT) + len(ASSISTANT)]
-    return Judged(_plain_answer(prompt, answer, columns.completion), conversations.answer_label(row, columns.label))
+    label = conversations.answer_label(row, columns.label)
+    return LabeledAnswer(_plain_answer(prompt, answer, columns.completion), label)
 
 
 def _plain_answer(prompt: str, cell: str, column: str) -> Document:

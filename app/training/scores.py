@@ -160,7 +160,9 @@ def _of_rows(
 ) -> tuple[NDArray[np.int64], Sums]:
     """Return the number of each data row, and its sums, which stay on the device until the last batch."""
     samples, device = list[int](), runtime.device
-    own = [torch.zeros(0, counts.num_task_columns, dtype=torch.bool, device=device)]  # the dtype follows the next parts
+    task_counts = [
+        torch.zeros(0, counts.num_task_columns, dtype=torch.bool, device=device)
+    ]  # the dtype follows the next parts
     host_sums, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     batches = with_step_mean(model, batches, runtime, depth)
     with evaluating(model):
@@ -175,7 +177,7 @@ def _of_rows(
                 on_host[2] = 1.0
             sums.append(on_device)
             host_sums.append(on_host)
-            own.append(counts.task_columns(batch, losses, chosen))
+            task_counts.append(counts.task_columns(batch, losses, chosen))
     loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()
     labels, answered, weight = np.concatenate(host_sums, axis=1)
     basic = np.stack([loss, labels, hits, answered, exact, weight], axis=1)

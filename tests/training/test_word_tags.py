@@ -145,10 +145,10 @@ def test_entity_f1_of_random_tags_equals_a_plain_computation(names: tuple[str, .
         LabeledTokens(np.zeros(n + 2, np.int32), 1 + np.arange(n), tags) for n, tags in zip(lengths, true, strict=True)
     ]
     for batch in (collate_padded(rows, 0), collate_packed(rows, 0, BinShape(80, 40, 9))):
-        own = counts.task_columns(batch, torch.zeros(sum(lengths)), torch.from_numpy(np.concatenate(chosen)))
-        assert len(own) == len(rows)
-        metrics = counts.metrics(np.concatenate([np.ones(6), own.sum(0).numpy()]))
-        told = [[[names[at] for at in row] for row in side] for side in (true, chosen)]
+        row_sums = counts.task_columns(batch, torch.zeros(sum(lengths)), torch.from_numpy(np.concatenate(chosen)))
+        assert len(row_sums) == len(rows)
+        metrics = counts.metrics(np.concatenate([np.ones(6), row_sums.sum(0).numpy()]))
+        labels = [[[names[at] for at in row] for row in side] for side in (true, chosen)]
         flat = [np.concatenate(side) for side in (true, chosen)]
         assert metrics["macro_f1"] == pytest.approx(f1_score(*flat, average="macro"))
         if "O" in names:
