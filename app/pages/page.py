@@ -179,7 +179,7 @@ class Code(Block):
 
 @dataclass(frozen=True)
 class TrainingSamples(Block):
-    """Training rows by place: pieces of text, whether in the loss, and weight; `marked` names the highlighted pieces."""
+    """Training rows by place: pieces of text, whether in the loss, and weight; `marked` names the highlighted ones."""
 
     samples: Sequence[tuple[str, Sequence[tuple[str, bool, str]]]]
     marked: str
