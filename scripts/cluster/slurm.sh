@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A run on several machines under Slurm. Set the lines below to your cluster, then, in the folder of the program:
+# A multi-node run with Slurm. Adapt the lines below to your cluster, then run in the folder of the program:
 #
 #   scripts/setup && sbatch scripts/cluster/slurm.sh output_dir=/shared/runs/mine recipe=qlora model=llama ...
 #
-# Before its time is over the run saves, and the job goes back into the queue to continue; so it does when a machine dies.
+# Before the time limit the run saves, and the job is requeued and resumed; also after a machine failure.
 #SBATCH --job-name=finetune
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -22,23 +22,23 @@ fail() {
   exit 2
 }
 
-root=${APP_ROOT:-$SLURM_SUBMIT_DIR} # Slurm runs a copy of this file, which lies elsewhere
+root=${APP_ROOT:-$SLURM_SUBMIT_DIR} # Slurm runs a copy of this file in another folder
 [[ -x $root/scripts/cluster/node.sh ]] ||
-  fail "$root is not the folder of the program: call sbatch from there, or give APP_ROOT=DIR"
-[[ " $*" == *" output_dir="* ]] || fail "output_dir has no value that all machines share: give output_dir=DIR"
-[[ " $*" != *" resume="* ]] || fail "resume: it is always auto here; leave it out"
+  fail "$root is not the folder of the program: run sbatch there, or set APP_ROOT=DIR"
+[[ " $*" == *" output_dir="* ]] || fail "output_dir is required: set output_dir=DIR, a folder shared by all machines"
+[[ " $*" != *" resume="* ]] || fail "resume is always auto here; leave it out"
 APP_PYTHON=$("$root/scripts/setup" core)
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export APP_PYTHON RENDEZVOUS="${hosts[0]}:$((20000 + SLURM_JOB_ID % 20000))"
 export RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 
-# A machine that fails alone is waited for no longer than a minute; --kill-on-bad-exit=1, which an srun of the program
-# itself needs, would end machines that still save.
+# After a machine fails, wait at most a minute for the others; --kill-on-bad-exit=1, which srun with the program itself
+# needs, would kill machines that are still saving.
 srun --ntasks-per-node=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=0 --wait=60 \
   "$root/scripts/cluster/node.sh" "$@" &
 step=$!
 asked="" woken=""
-pass_on() { # srun hands USR1 on to node.sh on every machine; SIGTERM would make it kill them
+pass_on() { # srun forwards USR1 to node.sh on all machines; on SIGTERM it would kill them
   woken=1
   kill -USR1 "$step" 2>/dev/null || :
 }
@@ -50,6 +50,6 @@ while woken="" code=0; do
 done
 
 if [[ $asked ]] && ((code == 75)); then
-  scontrol requeue "$SLURM_JOB_ID" || printf 'saved; sbatch the same again to go on\n' >&2
+  scontrol requeue "$SLURM_JOB_ID" || printf 'saved; run the same sbatch command to resume\n' >&2
 fi
 exit "$code"

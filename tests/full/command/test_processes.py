@@ -227,7 +227,7 @@ def test_machine_dies_and_returns_run_is_unchanged(whole: Path, start: Callable[
 
     same_ending(whole, run)
     assert len(json.loads((run / "manifest.json").read_text())["starts"]) == 3
-    assert again.printed.count("torchrun was killed by signal 9: it is started again") == 1
+    assert again.printed.count("torchrun was killed by signal 9: restarting it") == 1
     assert processes_of(first.process.pid) == processes_of(again.process.pid) == []
 
 
@@ -283,8 +283,8 @@ def test_node_script_without_variables_is_refused(start: Callable[..., Machine])
 @pytest.mark.parametrize(
     ("arguments", "env", "said"),
     [
-        ((), {}, "output_dir has no value that all machines share"),
-        (("output_dir=run", "resume=run/checkpoints/step-000003"), {}, "resume: it is always auto here"),
+        ((), {}, "output_dir is required: set output_dir=DIR"),
+        (("output_dir=run", "resume=run/checkpoints/step-000003"), {}, "resume is always auto here"),
         (("output_dir=run",), {"SLURM_SUBMIT_DIR": "/"}, "/ is not the folder of the program"),
     ],
 )
