@@ -86,7 +86,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of app.train."""
+    """Exit codes of app.train."""
     run_command(_command, lambda: __doc__ or "")
 
 
