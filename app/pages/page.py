@@ -133,13 +133,13 @@ class Bars(Block):
     bars: Sequence[Bar]
     title: str = ""
     counts: bool = False
-    beside: Sequence[Block] = ()
+    neighbors: Sequence[Block] = ()
 
     def rows(self, screen: Screen) -> Rows:
         labels, texts = ([getattr(bar, name) for bar in self.bars] for name in ("label", "text"))
         width, numbers = (max(map(len, column), default=0) for column in (labels, texts))
         longest = max(1, min(_MAX_BAR_CHARACTERS, screen.width - width - numbers - 14))
-        yield from chain.from_iterable(block.rows(screen) for block in self.beside)
+        yield from chain.from_iterable(block.rows(screen) for block in self.neighbors)
         for bar in self.bars:
             drawn = screen.ink * (max(1, round(longest * bar.share)) if bar.share else 0)
             before = f"{bar.label:>{width}} " if self.counts else f"{bar.label:<{width}} {bar.text:>8} "

@@ -279,7 +279,7 @@ def _data(run: SavedRun) -> Iterator[Block]:
     more = len(labels) - _MAX_LABELS
     remarks = [*([f"{more} more labels."] if more > 0 else []), *_packing(run), *counted.get("notes", ())]
     left += [Paragraph(text, "remark") for text in remarks]
-    yield from [Bars(lengths, "Sample lengths (tokens)", beside=left)] if lengths else left
+    yield from [Bars(lengths, "Sample lengths (tokens)", neighbors=left)] if lengths else left
     yield from [samples] if samples else []
 
 
@@ -337,7 +337,7 @@ def _memory(run: SavedRun) -> Iterator[Block]:
     ]
     parts = {name: size for name, size in plan["anatomy"].items() if format_bytes(size) != format_bytes(0)}
     bars = [Bar(PARTS.get(name, name), size / plan["bytes"], format_bytes(size)) for name, size in parts.items()]
-    yield Bars(bars, "Estimated memory by part", beside=[Facts(facts)])
+    yield Bars(bars, "Estimated memory by part", neighbors=[Facts(facts)])
     if run.memory_owner == "process":
         yield Paragraph(_PROCESS_MEMORY, "remark")
 
