@@ -208,7 +208,7 @@ _REMEDY = "Fix it, or set another: model.chat_template=FILE or the name of a bui
 
 
 class ConversationRefused(Exception):  # noqa: N818  (raised by the template itself)
-    """The template rejects this conversation; the message has the reason."""
+    """Conversation rejected by the template; the message has the reason."""
 
 
 class _TooSlow(Exception):  # noqa: N818

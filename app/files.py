@@ -30,8 +30,8 @@ _FULL_DISKS = {
 # disk errors; other errors in code that does more than write may be bugs
 DISK_ERRORS = frozenset({*_FULL_DISKS, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EBUSY})
 _TEMP_DIR_PREFIX = ".writing-"
-STATE, SAVE_NUMBER = "state.json", "save"  # of a checkpoint, and the key of its place among all saves of the run
-RESUMED = "resumed.json"  # next to checkpoints: the one last resumed with `resume=PATH`, and its place since then
+STATE, SAVE_NUMBER = "state.json", "save"  # file in a checkpoint, and its key with the save number in the run
+RESUMED = "resumed.json"  # next to checkpoints: the checkpoint last resumed with `resume=PATH`, and its save number
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,})$")
 _MAX_JSON_BYTES = 256 << 20  # for untrusted files
 
