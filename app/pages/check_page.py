@@ -72,7 +72,7 @@ def memory_sections(facts: CheckFacts) -> list[Section]:
     ]
     peak = Facts([("peak", f"{format_bytes(facts['peak_bytes'])} ({facts['peak_where']})")])
     sections = [
-        Section("Planned run", [Facts([("memory", facts["subject"]), ("micro-batch", facts["worst_case"])])]),
+        Section("Estimated run", [Facts([("memory", facts["subject"]), ("micro-batch", facts["worst_case"])])]),
         Section("Memory at the peak", [peak, Bars(bars)]),
         Section("Verdict", [Facts(list(_verdict(facts)))]),
     ]
@@ -81,7 +81,7 @@ def memory_sections(facts: CheckFacts) -> list[Section]:
         needs = f"{_needed({**facts, **answers})}: {'fits' if answers['fits'] else 'does not fit'}"
         most = max(most, answers["needed_bytes"])
         parts = [Bar(PARTS.get(name, name), n / most, format_bytes(n)) for name, n in answers["anatomy"].items()]
-        sections.append(Section("Memory of answers", [Facts([("answers", size), ("", needs)]), Bars(parts)]))
+        sections.append(Section("Memory of generation", [Facts([("answers", size), ("", needs)]), Bars(parts)]))
     return [*sections, Section("Memory-saving options, cheapest first", options, label="options")]
 
 
@@ -140,14 +140,14 @@ def quantization_sections(facts: CheckFacts) -> list[Section]:
 
 
 def models_sections(facts: CheckFacts) -> list[Section]:
-    """Return the sections for `models` in check.json: counts by task, then the kinds that are not packed."""
+    """Return the sections for `models` in check.json: counts by task, then the types that are not packed."""
     labels = {"packed": "packed", "padded": "padded", "own": "padded with own attention", "refused": "not trainable"}
     counts = [
         (
             task,
-            f"{', '.join(f'{kind[tier]} {text}' for tier, text in labels.items())}, of {many(kind['total'], 'kind')}",
+            f"{', '.join(f'{sums[tier]} {text}' for tier, text in labels.items())}, of {many(sums['total'], 'type')}",
         )
-        for task, kind in facts["by_task"].items()
+        for task, sums in facts["by_task"].items()
     ]
     others = [kind for kind in facts["kinds"] if kind["tier"] != "packed" or len(facts["kinds"]) == 1]
     of_whole = {kind["kind"]: f"its text part, {kind['text_of']}: " for kind in others if kind["text_of"]}
@@ -155,7 +155,7 @@ def models_sections(facts: CheckFacts) -> list[Section]:
         (kind["kind"], f"{kind['task']}, {kind['tier']}: {of_whole.get(kind['kind'], '')}{kind['reason']}".strip(": "))
         for kind in others
     ]
-    heading = f"Model kinds of transformers {facts['transformers']}"
+    heading = f"Model types of transformers {facts['transformers']}"
     title = "Not packed" if len(rows) != 1 else "This model"
     return [Section(heading, [Facts(counts)]), Section(title, [Facts(rows)])]
 
