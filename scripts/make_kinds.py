@@ -104,7 +104,7 @@ def proven_tier(task: Task, kind: str) -> Tier:
 
 @contextlib.contextmanager
 def _assumed(task: Task, kind: str, tier: Tier | None) -> Iterator[None]:
-    """Context in which the program assumes `tier` for a model type, or does not know the type."""
+    """Assume `tier` for a model type inside the context, or treat the type as unknown."""
     tables, section = model_kinds().tasks, task.name
     if task.name == "causal" and kind in tables.get(WHOLES, {}):
         section = WHOLES
@@ -154,7 +154,7 @@ def _try(config: ModelConfig, task: Task, tier: str) -> _Failure | tuple[str, ..
 
 @contextlib.contextmanager
 def _linear_calls(lm: Any) -> Iterator[Counter[str]]:
-    """Context that counts the calls of the backbone's linear layers, by name with * for numbers."""
+    """Count the calls of the backbone's linear layers, by name with * for numbers."""
     calls = Counter[str]()
     handles = []
     for name, module in lm.named_modules():
@@ -271,7 +271,7 @@ def tier_in(section: str, kind: str) -> Tier:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context without warnings, which mean nothing for tiny models."""
+    """Suppress warnings inside the context; they mean nothing for tiny models."""
     level = transformers.logging.get_verbosity()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
