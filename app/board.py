@@ -1,9 +1,9 @@
-"""Command finetune board: the runs of a folder in a browser: watch, start, stop, resume, compare and ask.
+"""Watch, start, stop, resume and compare the runs of a folder in a browser, and chat with them.
 
-finetune board runs/                 prints an address on this machine; open it
-finetune board runs/ port=8808       the same port each time
+finetune board runs/                 prints a local address; open it in a browser
+finetune board runs/ port=8808       fixed port
 
-Needs the packages starlette, uvicorn and python-multipart (extra `board`).
+Requires starlette, uvicorn and python-multipart (extra `board`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart":
 
 @dataclass(kw_only=True, slots=True)
 class BoardConfig:
-    """Options of finetune board: the folder in which the folders of runs and sweeps are; `port=0` is a free one."""
+    """Options of finetune board: folder with the runs and sweeps, and port; `port=0` selects a free one."""
 
     folder: str
     port: int = number(0, at_least=0, at_most=65535)
@@ -29,7 +29,7 @@ class BoardConfig:
 
 def _problems(config: BoardConfig, _changes: Changes) -> Iterator[str]:
     if not Path(config.folder).expanduser().is_dir():
-        yield f"folder={config.folder}: there is no such folder. Give the one in which the folders of runs are."
+        yield f"folder={config.folder}: no such folder. Give the folder that contains the runs."
 
 
 BOARD = Command(schema=BoardConfig, rules=_problems, bare="folder", example="finetune board runs/")
@@ -39,8 +39,8 @@ def _command(arguments: Sequence[str]) -> int:
     config = BOARD.parse(arguments)
     missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if missing:
-        needed = f"app.board needs packages that are not installed: {', '.join(missing)}"
-        raise EnvironmentProblem(f"{needed}. pip install {' '.join(_PACKAGES.values())}")
+        problem = f"app.board requires packages that are not installed: {', '.join(missing)}"
+        raise EnvironmentProblem(f"{problem}. Run pip install {' '.join(_PACKAGES.values())}")
     from app.web.board import serve
 
     serve(Path(config.folder).expanduser(), config.port)
@@ -48,7 +48,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes: 0 ended by SIGTERM, 2 the folder, the port or a package is missing, 130 Ctrl-C."""
+    """Exit codes: 0 after SIGTERM, 2 if the folder, the port or a package is not available, 130 Ctrl-C."""
     run_command(_command, lambda: command_help(__doc__, BOARD))
 
 

@@ -30,7 +30,7 @@ _INTERPOLATED = re.compile(r"%(?:\([^)]*\))?[-+ #0]*([\d*]*)(?:\.([\d*]*))?")  #
 
 
 def _width(_value: Any, *args: Any, **named: Any) -> int:
-    return max((each for each in (*args, *named.values()) if isinstance(each, int)), default=0)
+    return max((value for value in (*args, *named.values()) if isinstance(value, int)), default=0)
 
 
 def _length(value: Any) -> Any:
@@ -114,7 +114,7 @@ def _product_size(operator: str, left: Any, right: Any) -> Any:
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         return 0 if bits <= _MAX_BITS else MAX_SIZE + 1
-    sizes = [_length(each) for each in (left, right) if isinstance(each, (*_SEQUENCES, int))]
+    sizes = [_length(value) for value in (left, right) if isinstance(value, (*_SEQUENCES, int))]
     return sizes[0] * sizes[1] if len(sizes) == 2 else 0
 
 
@@ -125,8 +125,8 @@ class _CodeGenerator(CodeGenerator):
             super().visit_Concat(node, frame)
             return
         self.write("environment.concat(map(str, (")
-        for each in node.nodes:
-            self.visit(each, frame)
+        for child in node.nodes:
+            self.visit(child, frame)
             self.write(", ")
         self.write(")))")
 
@@ -208,7 +208,7 @@ _REMEDY = "Fix it, or set another: model.chat_template=FILE or the name of a bui
 
 
 class ConversationRefused(Exception):  # noqa: N818  (raised by the template itself)
-    """The template rejects this conversation; the message has the reason."""
+    """Conversation rejected by the template; the message has the reason."""
 
 
 class _TooSlow(Exception):  # noqa: N818

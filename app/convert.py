@@ -90,7 +90,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of finetune train."""
+    """Exit codes of finetune train."""
     run_command(_command, lambda: __doc__ or "")
 
 

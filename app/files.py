@@ -30,8 +30,8 @@ _FULL_DISKS = {
 # disk errors; other errors in code that does more than write may be bugs
 DISK_ERRORS = frozenset({*_FULL_DISKS, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EBUSY})
 _TEMP_DIR_PREFIX = ".writing-"
-STATE, SAVE_NUMBER = "state.json", "save"  # of a checkpoint, and the key of its place among all saves of the run
-RESUMED = "resumed.json"  # next to checkpoints: the one last resumed with `resume=PATH`, and its place since then
+STATE, SAVE_NUMBER = "state.json", "save"  # file in a checkpoint, and its key with the save number in the run
+RESUMED = "resumed.json"  # next to checkpoints: the checkpoint last resumed with `resume=PATH`, and its save number
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,})$")
 _MAX_JSON_BYTES = 256 << 20  # for untrusted files
 
@@ -92,15 +92,15 @@ def is_disk_full(fault: BaseException) -> bool:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints of a run in the order in which they were saved."""
-    found = [(CHECKPOINT_NAME.match(save.name), save) for save in folder.glob("step-*") if save.is_dir()]
+    matches = [(CHECKPOINT_NAME.match(save.name), save) for save in folder.glob("step-*") if save.is_dir()]
     later = {name: at for name, at in read_object(folder / RESUMED).items() if isinstance(at, int)}
-    named = [(max(save_number(save), later.get(save.name, 0)), int(name[1]), save) for name, save in found if name]
+    named = [(max(save_number(save), later.get(save.name, 0)), int(name[1]), save) for name, save in matches if name]
     return [save for _, _, save in sorted(named)]
 
 
 def next_save_number(folder: Path) -> int:
     """Return the number of the next save in a folder."""
-    return 1 + max((int(each) for each in map(save_number, folder.glob("step-*")) if each != math.inf), default=0)
+    return 1 + max((int(number) for number in map(save_number, folder.glob("step-*")) if number != math.inf), default=0)
 
 
 def save_number(save: Path) -> float:
@@ -241,8 +241,8 @@ def verify_checksums(folder: Path, read: Iterable[str] = ()) -> str | None:
             return f"{name} is missing"
         if sha256(file) != expected:
             return f"{name} has changed since it was written"
-    found = {str(file.relative_to(folder)) for pattern in read for file in folder.glob(pattern)}
-    unknown = min(found - {*hashes, CHECKSUMS}, default=None)
+    read_files = {str(file.relative_to(folder)) for pattern in read for file in folder.glob(pattern)}
+    unknown = min(read_files - {*hashes, CHECKSUMS}, default=None)
     return None if unknown is None else f"{unknown} is not in {CHECKSUMS}"
 
 
@@ -253,7 +253,7 @@ def require_intact(folder: Path, remedy: str, read: Iterable[str] = MODEL_FILES,
     """
     if not sealed:
         hashes = read_object(folder / CHECKSUMS)
-        if not hashes or not all(isinstance(each, str) and _SHA256.fullmatch(each) for each in hashes.values()):
+        if not hashes or not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in hashes.values()):
             return
     damage = verify_checksums(folder, read) if folder.is_dir() else "the folder is missing"
     if damage:

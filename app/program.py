@@ -1,4 +1,4 @@
-"""How the program was started, for the commands that it prints."""
+"""Start command of the program, for the commands that it prints."""
 
 import os
 import re

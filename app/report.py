@@ -33,9 +33,9 @@ def report(config: ReportConfig, console: Console) -> None:
     try:
         page = as_html(_page(config))
     except PAGE_FAULTS as fault:
-        given = " ".join(name for name, _ in config.folders)
+        options = " ".join(name for name, _ in config.folders)
         raise CheckpointError(
-            f"{given}: a file is damaged ({type(fault).__name__}: {fault}). Restore the folder from a copy, or move "
+            f"{options}: a file is damaged ({type(fault).__name__}: {fault}). Restore the folder from a copy, or move "
             "manifest.json, preview.json or samples.jsonl away: the report works without them."
         ) from fault
     write_text(config.target, page)

@@ -77,24 +77,24 @@ def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], l
     return compare_programs(then, now), compare_content(then, now)
 
 
-def _verdict(found: LineComparison, agrees: bool, last: int) -> str:
-    ended = "" if found.last_step == last else f"\nended there; the original run continued to step {last}"
-    return f"{'agrees' if agrees else 'differs'}, {found.summary()}{ended}"
+def _verdict(comparison: LineComparison, agrees: bool, last: int) -> str:
+    ended = "" if comparison.last_step == last else f"\nended there; the original run continued to step {last}"
+    return f"{'agrees' if agrees else 'differs'}, {comparison.summary()}{ended}"
 
 
 def _result(
-    config: ReproduceConfig, found: LineComparison, agrees: bool, origin: Sequence[Difference]
+    config: ReproduceConfig, comparison: LineComparison, agrees: bool, origin: Sequence[Difference]
 ) -> dict[str, Any]:
     return {
         "run": config.run,
         "agrees": agrees,
         "tolerance": config.tolerance,
-        "same_bits": found.first is None,
-        "lines": found.lines,
-        "last_step": found.last_step,
-        "first_difference": found.first and found.first.as_dict(),
-        "largest_difference": found.largest and found.largest.as_dict(),
-        "origin": [asdict(each) for each in origin],
+        "same_bits": comparison.first is None,
+        "lines": comparison.lines,
+        "last_step": comparison.last_step,
+        "first_difference": comparison.first and comparison.first.as_dict(),
+        "largest_difference": comparison.largest and comparison.largest.as_dict(),
+        "origin": [asdict(difference) for difference in origin],
     }
 
 

@@ -1,8 +1,8 @@
-"""Twelve short runs and three plans by two checkouts, compared file by file: a restructuring changes none of them.
+"""Compare twelve short runs and three checks of two checkouts, file by file; a refactoring must not change them.
 
 python scripts/compare_commits.py BEFORE AFTER FOLDER
 
-BEFORE and AFTER are folders with checkouts of this program. Exit code 1 names the files and keys that differ.
+BEFORE and AFTER are folders with checkouts of this program. Exit code 1 if files or keys differ, which are printed.
 """
 
 import difflib
@@ -40,45 +40,47 @@ PLANS = {
 }
 COMPARED = ("run.yaml", "manifest.json", "result.json", "metrics.jsonl", "log.txt", "check.json")
 
-# Keys that a clock, the machine or the checkout decides
+# keys that depend on the clock, the machine or the checkout
 LEFT_OUT = re.compile(
     r"time|date|second|git|commit|dirty|host|clock|memory_taken|memory_measured|_per_second|peak_memory|process|took|path"
     r"|README|adapter_config"  # hashes of files with a path in them
 )
-# and words of lines for people that say the same
+# the same in text lines
 NUMBERS_OF_CLOCKS = re.compile(r"\d[\d.,]* ?(s|min|h|ms|GB|MB|tokens/s|samples/s|k tokens/s)\b|\d\d:\d\d(:\d\d)?")
 
 
 def main() -> None:
-    """Run both, and compare."""
-    before, after, folder = (Path(each).resolve() for each in sys.argv[1:4])
+    """Run both checkouts, and compare the results."""
+    before, after, folder = (Path(word).resolve() for word in sys.argv[1:4])
     problems = []
     for name, words in {**RUNS, **PLANS}.items():
         outputs = [_output(checkout, folder / side, name, words) for checkout, side in ((before, "a"), (after, "b"))]
-        found = list(_differences(*outputs))
-        problems += [f"{name}: {each}" for each in found]
-        print(f"{name:20} {len(found)} differences", flush=True)
+        differences = list(_differences(*outputs))
+        problems += [f"{name}: {text}" for text in differences]
+        print(f"{name:20} {len(differences)} differences", flush=True)
     print("\n".join(problems))
     sys.exit(bool(problems))
 
 
 def _output(checkout: Path, folder: Path, name: str, words: str) -> Path:
-    """The folder that the command fills, with what it printed in `printed.txt`."""
+    """Run a command, and return its folder, with its output in `printed.txt`."""
     place = folder / name.replace(" ", "_")
     place.mkdir(parents=True)
     command, settings = ("check", "") if name in PLANS else ("train", TINY)
     if "precision=" in words:
         settings = settings.replace("precision=fp32", "")
     line = f"{sys.executable} -m app.{command} {words} {settings} output_dir=out"
-    known = os.environ | {"PYTHONPATH": str(checkout), "XDG_CACHE_HOME": str(folder / "cache")}
-    ended = subprocess.run(["bash", "-c", line], check=False, cwd=place, env=known, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(checkout), "XDG_CACHE_HOME": str(folder / "cache")}
+    ended = subprocess.run(
+        ["bash", "-c", line], check=False, cwd=place, env=environment, capture_output=True, text=True
+    )
     (place / "printed.txt").write_text(f"{ended.returncode}\n{ended.stdout}{ended.stderr}")
     return place
 
 
 def _differences(before: Path, after: Path) -> Iterator[str]:
     files = [
-        sorted(str(each.relative_to(place)) for each in place.rglob("*") if each.is_file()) for place in (before, after)
+        sorted(str(file.relative_to(place)) for file in place.rglob("*") if file.is_file()) for place in (before, after)
     ]
     if files[0] != files[1]:
         yield f"files {set(files[0]) ^ set(files[1])}"
@@ -98,22 +100,22 @@ def _differences(before: Path, after: Path) -> Iterator[str]:
 def _comparable(file: Path, place: Path) -> str:
     text = file.read_text().replace(str(place), "PLACE").replace(str(place.parent), "FOLDER")
     if file.suffix == ".json":
-        return json.dumps(_kept(json.loads(text)), indent=1, sort_keys=True)
+        return json.dumps(_compared(json.loads(text)), indent=1, sort_keys=True)
     if file.suffix == ".jsonl":
-        return "\n".join(json.dumps(_kept(json.loads(line)), sort_keys=True) for line in text.splitlines())
+        return "\n".join(json.dumps(_compared(json.loads(line)), sort_keys=True) for line in text.splitlines())
     return _words(text)
 
 
-def _kept(value: Any) -> Any:
+def _compared(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _kept(inner) for key, inner in value.items() if not LEFT_OUT.search(str(key))}
+        return {key: _compared(inner) for key, inner in value.items() if not LEFT_OUT.search(str(key))}
     if isinstance(value, list):
-        return [_kept(each) for each in value]
+        return [_compared(item) for item in value]
     return _words(value) if isinstance(value, str) else value
 
 
 def _words(text: str) -> str:
-    """The text without what the measured memory of several processes or a clock changes from run to run."""
+    """Return the text without numbers that differ between runs: times and measured memory."""
     return NUMBERS_OF_CLOCKS.sub("N", re.sub(r" \([+-][\d.]+%\)", "", text))
 
 

@@ -1,10 +1,11 @@
-"""python -m scripts.fuzz [NAME [SEED]]: random input that must end well, or in one message for users.
+"""Fuzz tests: random input must be accepted or rejected with an error message.
 
-`overrides` are command lines, composed and checked; `files` are rows of all kinds and damaged files, recognized and
-read; `preparations` are rows under random settings, tokenized; `received` are run folders with one file edited, read
-by the commands that take them. A crash is any exception but AppError, a wrong count, or
-a case that takes too long; each is printed with its seed, and `python -m scripts.fuzz NAME SEED` repeats it. Exit code
-1 if there was one.
+python -m scripts.fuzz [NAME [SEED]]
+
+`overrides`: command lines, composed and checked; `files`: rows of all formats and damaged files, detected and read;
+`preparations`: rows under random settings, tokenized; `received`: run folders with one edited file, read by commands.
+A crash is any exception except AppError, a wrong count, or a timeout. Crashes are printed with their seed;
+`python -m scripts.fuzz NAME SEED` repeats one. Exit code 1 if there were any.
 """
 
 import csv
@@ -39,7 +40,7 @@ _MAX_CASE_SECONDS = 30
 
 @dataclass(slots=True)
 class Figures:
-    """What became of the cases of one fuzzer."""
+    """Outcomes and crashes of one fuzzer."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     crashes: list[tuple[int, str]] = field(default_factory=list)  # seed and traceback
@@ -50,7 +51,7 @@ class _TooLongError(Exception):
 
 
 def run(name: str, seeds: Iterable[int]) -> Figures:
-    """Run one fuzzer in this process, a case for each seed."""
+    """Run one fuzzer in this process, one case per seed."""
     figures = Figures()
     old = signal.signal(signal.SIGALRM, _too_long)
     for seed in seeds:
@@ -62,9 +63,9 @@ def run(name: str, seeds: Iterable[int]) -> Figures:
             except AppError as refusal:
                 figures.outcomes["refused"] += 1
                 is_printable = all(line.isprintable() for line in refusal.report().splitlines())
-                if name != "overrides" and not is_printable:  # what a user types, a user may see
+                if name != "overrides" and not is_printable:  # messages may repeat typed characters
                     figures.crashes.append((seed, f"not printable: {refusal.report()!r}"))
-            except Exception:  # noqa: BLE001 (any crash is what is looked for)
+            except Exception:  # noqa: BLE001 (the fuzzer looks for any crash)
                 figures.crashes.append((seed, traceback.format_exc(limit=-8)))
             finally:
                 signal.alarm(0)
@@ -76,7 +77,7 @@ def _too_long(_signal: int, _frame: FrameType | None) -> None:
     raise _TooLongError(f"a case took more than {_MAX_CASE_SECONDS} s")
 
 
-# ---- words of a command line
+# ---- command lines
 
 _WORDS = (
     *("", "null", "true", "0", "-1", "1e999", "nan", "1.5", "auto", "none", "'", '"', "\\", "a b", "é\u202e\udce9"),
@@ -101,11 +102,11 @@ _WORDS = (
 @cache
 def _keys() -> tuple[str, ...]:
     def walk(section: Any, prefix: str) -> Iterator[str]:
-        for each in fields(section):
-            value = getattr(section, each.name, None)
-            yield f"{prefix}{each.name}"
+        for entry in fields(section):
+            value = getattr(section, entry.name, None)
+            yield f"{prefix}{entry.name}"
             if is_dataclass(value):
-                yield from walk(value, f"{prefix}{each.name}.")
+                yield from walk(value, f"{prefix}{entry.name}.")
 
     return tuple(walk(compose_run([]), ""))
 
@@ -151,7 +152,7 @@ _OTHER_COLUMNS = (
 
 
 def _value(random: Random, depth: int = 0) -> Any:
-    """A random value as JSON has them."""
+    """Return a random JSON value."""
     kind = random.randrange(9 if depth < 3 else 6)
     if kind < 3:
         return random.choice(_TEXTS)
@@ -181,8 +182,8 @@ def _conversation(random: Random, speaker: str, text: str, names: tuple[str, str
 
 
 def _row(random: Random, fmt: str) -> dict[str, Any]:
-    """A row of the format, mostly right."""
-    wanted: dict[str, Callable[[], dict[str, Any]]] = {
+    """Return a row of the format, usually valid."""
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
         "messages": lambda: {"messages": _conversation(random, "role", "content", ("user", "assistant"))},
         "sharegpt": lambda: {"conversations": _conversation(random, "from", "value", ("human", "gpt"))},
         "chat_completion": lambda: {
@@ -201,9 +202,9 @@ def _row(random: Random, fmt: str) -> dict[str, Any]:
         "labelled_text": ("text", "label"),
         "text_pair": ("sentence1", "sentence2", "label"),
     }.get(fmt, ("text",))
-    row = wanted[fmt]() if fmt in wanted else {name: random.choice(_TEXTS) for name in names}
+    row = makers[fmt]() if fmt in makers else {name: random.choice(_TEXTS) for name in names}
     for _ in range(random.choice((0, 0, 0, 1, 3))):
-        name = random.choice((*row, *_OTHER_COLUMNS, *(each.name for each in fields(Columns))))
+        name = random.choice((*row, *_OTHER_COLUMNS, *(column.name for column in fields(Columns))))
         row[name] = _value(random)
     return row
 
@@ -218,7 +219,7 @@ def _rows(random: Random, fmt: str) -> list[dict[str, Any]]:
 
 
 def _file(random: Random, folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """A file of the rows, of a random kind, sometimes packed or damaged."""
+    """Write the rows to a file of a random type, sometimes compressed or damaged."""
     kind = random.choice(("jsonl", "jsonl", "jsonl", "json", "csv", "tsv", "txt", "parquet", "feather"))
     raw = _bytes_of(rows, kind)
     if random.random() < 0.3:
@@ -259,7 +260,7 @@ def _bytes_of(rows: list[dict[str, Any]], kind: str) -> bytes:
         else:
             with pyarrow.ipc.new_file(sink, table.schema) as writer_of_arrow:
                 writer_of_arrow.write_table(table)
-    except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError):  # rows that no table holds
+    except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError):  # rows that no table can store
         return b"PAR1"
     return bytes(sink.getvalue().to_pybytes())
 
@@ -270,7 +271,7 @@ def _policy() -> DatasetConfig:
 
 
 def _settings(random: Random, path: Path, fmt: str) -> DatasetConfig:
-    """Random settings that the rules of the configuration let pass."""
+    """Return random valid settings."""
     columns = replace(_policy().columns)
     if random.random() < 0.1:
         columns.output = random.choice(("answer", "instances.*.output", "a.b", "completion"))
@@ -347,7 +348,7 @@ def fuzz_preparations(random: Random, folder: Path) -> None:
             assert data.classes or rows.loss_mask(i).any()
 
 
-# how many cases make a whole run, and the case
+# number of cases of a full run, and the function of a case
 FUZZERS: dict[str, tuple[int, Callable[[Random, Path], None]]] = {
     "overrides": (2000, fuzz_overrides),
     "files": (2500, fuzz_files),
@@ -357,7 +358,7 @@ FUZZERS: dict[str, tuple[int, Callable[[Random, Path], None]]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the arguments name, and print figures and crashes."""
+    """Run the fuzzers in the arguments, and print counts and crashes."""
     crashed = False
     for name in arguments[:1] or FUZZERS:
         seeds = [int(seed) for seed in arguments[1:]] or range(FUZZERS[name][0])

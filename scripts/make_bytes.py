@@ -1,4 +1,4 @@
-"""python -m scripts.make_bytes: writes the bytes of each optimizer in docs/memory.md, of tensors without memory."""
+"""python -m scripts.make_bytes: write the bytes of each optimizer in docs/memory.md, counted on fake tensors."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,13 +31,13 @@ _SETTINGS = (
 
 
 def memory_page() -> str:
-    """The page with a row for each optimizer and some of their settings."""
-    head = ("`optimizer=`", "weights", "gradients", "states", "kept", "states on the host")
+    """Return the page with a row for each optimizer and some settings."""
+    head = ("`optimizer=`", "weights", "gradients", "states", "total", "states in CPU RAM")
     return with_table("memory.md", "make_bytes", head, map(_row, _SETTINGS))
 
 
 def _row(settings: str) -> Iterator[str]:
-    """Bytes a weight, where all weights of the 8B shape are trained."""
+    """Yield the cells: bytes per parameter in full fine-tuning of the 8B shape."""
     kind, *more = settings.split()
     shape = ("model=llama", "model.weights=random", "recipe=full", "precision=bf16")
     run = compose_run([*shape, f"optimizer={PLANNED_AS.get(kind, kind)}", *more])
@@ -52,9 +52,9 @@ def _row(settings: str) -> Iterator[str]:
         stepper = stepper_of(assemble(network, sections, loss_of(run), None), run, one_process, "bf16")
         paged.attach(ordinary(stepper.optimizer))
         stepper.allocate_states()
-        kept = kept_bytes(stepper.model, stepper.optimizer)
-    kept["optimizer_states"] -= paged.host_bytes
-    parts = [kept[part] for part in ("trained_weights", "gradients", "optimizer_states")]
+        sizes = kept_bytes(stepper.model, stepper.optimizer)
+    sizes["optimizer_states"] -= paged.host_bytes
+    parts = [sizes[part] for part in ("trained_weights", "gradients", "optimizer_states")]
     count = sum(parameter.numel() for parameter in stepper.model.trained().values())
     yield f"`{settings}`"
     yield from (f"{size / count:.2f}" for size in (*parts, sum(parts)))

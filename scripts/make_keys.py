@@ -1,6 +1,6 @@
-"""python -m scripts.make_keys: writes docs/keys.md and what follows from files of conf/ and app/config.
+"""Write docs/keys.md, the table of docs/coming-from.md and the GPUs of docs/check.md, from conf/ and app/config.
 
-That is every key of a run, the table of docs/coming-from.md, and the GPUs of docs/check.md.
+python -m scripts.make_keys
 """
 
 import ast
@@ -23,13 +23,13 @@ from app.config.schema import RunConfig
 from app.config.validate import CHOICES, LIMITS, SECTIONS, TYPE, format_value, other_programs, type_text, typed_only
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-_END = "<!-- end -->"  # of a table
+_END = "<!-- end -->"  # of a generated table
 _PROGRAMS = {
     "axolotl": "Axolotl",
     "llama_factory": "LLaMA-Factory",
     "trl": "TRL, transformers, PEFT, Unsloth",
     "torchtune": "torchtune",
-    "others": "other words",
+    "others": "other names",
 }
 _HEAD = """\
 # Every key
@@ -45,72 +45,74 @@ _COMMENT = re.compile(r"#\s+(.*)$")
 
 
 def keys_page() -> str:
-    """The page as text."""
+    """Return the content of docs/keys.md."""
     sections = "\n".join(_section(RunConfig, "", default_values()))
     return f"{_HEAD}\n{sections}"
 
 
 def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator[str]:
-    """The table of a section, then those of the sections in it."""
+    """Yield the table of a section, then those of its subsections."""
     documentation = meanings(section)
-    own = [each for each in fields(section) if not is_dataclass(each.type)]
+    keys = [entry for entry in fields(section) if not is_dataclass(entry.type)]
     yield from (f"## {prefix.rstrip('.') or 'The run'}", "", section.__doc__ or "", "")
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
-    for each in own:
-        key, meaning = f"{prefix}{each.name}", documentation[each.name]
+    for entry in keys:
+        key, meaning = f"{prefix}{entry.name}", documentation[entry.name]
         readers = readers_of(key)
         meaning += f" ({', '.join(readers)})" if readers else ""
         meaning += " (command line only)" if typed_only(RunConfig, key) else ""
-        cells = (f"`{key}`", _values(each, prefix), _default(each, defaults), meaning)
+        cells = (f"`{key}`", _values(entry, prefix), _default(entry, defaults), meaning)
         yield f"| {' | '.join(cells)} |"
     yield ""
-    for each in fields(section):
-        inner = defaults.get(each.name, {})
-        if is_dataclass(each.type):
-            yield from _section(each.type, f"{prefix}{each.name}.", inner)
-        elif SECTIONS in each.metadata:
-            yield from _section(each.metadata[SECTIONS], f"{prefix}{each.name}.NAME.", {})
+    for entry in fields(section):
+        inner = defaults.get(entry.name, {})
+        if is_dataclass(entry.type):
+            yield from _section(entry.type, f"{prefix}{entry.name}.", inner)
+        elif SECTIONS in entry.metadata:
+            yield from _section(entry.metadata[SECTIONS], f"{prefix}{entry.name}.NAME.", {})
 
 
 def meanings(section: type) -> dict[str, str]:
-    """Return the documentation of each field: the comment behind it, or else in the line above it."""
+    """Return the documentation of each field: the comment after it, or in the line above."""
     lines = inspect.getsource(section).splitlines()
     (body,) = ast.parse("\n".join(lines)).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
-    for each in body.body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            comment = _COMMENT.search(lines[(each.end_lineno or 0) - 1]) or _COMMENT.search(lines[each.lineno - 2])
+    comments = {}
+    for statement in body.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            comment = _COMMENT.search(lines[(statement.end_lineno or 0) - 1]) or _COMMENT.search(
+                lines[statement.lineno - 2]
+            )
             if comment:
-                found[each.target.id] = comment[1].replace("|", "\\|")
-    return found
+                comments[statement.target.id] = comment[1].replace("|", "\\|")
+    return comments
 
 
-def _values(each: Field[Any], prefix: str) -> str:
+def _values(entry: Field[Any], prefix: str) -> str:
     group = prefix.rstrip(".")
-    choices = each.metadata.get(CHOICES, ())
-    if each.name == "kind" and group in choices_by_group():
+    choices = entry.metadata.get(CHOICES, ())
+    if entry.name == "kind" and group in choices_by_group():
         choices = choices or choices_by_group()[group]
     if choices:
         return ", ".join(f"`{name}`" for name in choices)
-    limits = each.metadata.get(LIMITS, {})
+    limits = entry.metadata.get(LIMITS, {})
     bounds = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in limits.items())
-    text = type_text(each.metadata.get(TYPE, each.type)).replace(_QUOTING_ADVICE, "")
+    text = type_text(entry.metadata.get(TYPE, entry.type)).replace(_QUOTING_ADVICE, "")
     return f"{text}, {bounds}" if bounds else text
 
 
-def _default(each: Field[Any], defaults: Mapping[str, Any]) -> str:
-    value = defaults.get(each.name, each.default)
-    if value is NO_DEFAULT and callable(each.default_factory):
-        value = each.default_factory()
+def _default(entry: Field[Any], defaults: Mapping[str, Any]) -> str:
+    value = defaults.get(entry.name, entry.default)
+    if value is NO_DEFAULT and callable(entry.default_factory):
+        value = entry.default_factory()
     if value in (NO_DEFAULT, MISSING, ""):
         return ""
     text = format_value(value)
-    return "of the model" if isinstance(value, Mapping) and len(text) > _MAX_MAPPING_CHARACTERS else f"`{text}`"
+    return "from the model" if isinstance(value, Mapping) and len(text) > _MAX_MAPPING_CHARACTERS else f"`{text}`"
 
 
 def with_table(page: str, script: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """The page with the table of today between the marks of the script that makes it."""
+    """Return the page with the current table between the marks of the script."""
     begin, columns = f"<!-- made by python -m scripts.{script} -->", [*head]
     before, _, rest = (DOCS / page).read_text("utf-8").partition(begin)
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(row)} |" for row in rows)]
@@ -118,23 +120,23 @@ def with_table(page: str, script: str, head: Iterable[str], rows: Iterable[Itera
 
 
 def coming_from_page() -> str:
-    """The page with the names of other programs."""
+    """Return the page with the names of settings in other programs."""
     rows = (
         [
-            f"`{row['here']}`" if "here" in row else "not here",
-            *(_names(row, each) for each in _PROGRAMS),
+            f"`{row['here']}`" if "here" in row else "not supported",
+            *(_names(row, program) for program in _PROGRAMS),
             row.get("remark", ""),
         ]
         for row in other_programs()
     )
-    not_needed = {each: PROGRAMS[each]["not_needed"].split() if each in PROGRAMS else [] for each in _PROGRAMS}
-    names = (", ".join(f"`{name}`" for name in given) for given in not_needed.values())
-    last = ["not needed", *names, "No equivalent, and none is needed."]
-    return with_table("coming-from.md", "make_keys", ("here", *_PROGRAMS.values(), "remark"), [*rows, last])
+    not_needed = [PROGRAMS[program]["not_needed"].split() if program in PROGRAMS else [] for program in _PROGRAMS]
+    names = (", ".join(f"`{name}`" for name in group) for group in not_needed)
+    last = ["not needed", *names, "No equivalent needed."]
+    return with_table("coming-from.md", "make_keys", ("setting", *_PROGRAMS.values(), "remark"), [*rows, last])
 
 
 def hardware_page() -> str:
-    """The page with the GPUs of conf/hardware."""
+    """Return the page with the GPUs of conf/hardware."""
     head = ("`hardware=`", "GPU", "memory", "bandwidth", "bf16, dense", "fp8, dense")
     rows = (
         [
@@ -151,7 +153,7 @@ def hardware_page() -> str:
 
 
 def _names(row: Mapping[str, Any], program: str) -> str:
-    """The names of a program, values behind them as in its own files."""
+    """Return the names in a program, with values as in its files."""
     sign = "=" if program in ("trl", "others") else ": "
     return ", ".join(f"`{name.replace('=', sign)}`" for name in row.get(program, ()))
 

@@ -1,9 +1,11 @@
-"""python -m scripts.make_kinds [SECTION ...]: tries every kind of transformers as a tiny model, writes table and page.
+"""Test every transformers model type as a tiny model, and write the table and page of supported types.
 
-Each is built in training mode from scripts/tiny_kinds.yaml, without dropout and with an adapter. Documents of several
-lengths go through it: in one row, in padded rows, in padded rows with the model's own attention. The first of these
-that gives the loss, and the gradient of every weight, of each document alone through the model's own plain attention is
-its tier. Linear layers that the training pass does not call are recorded: an adapter would not learn there.
+python -m scripts.make_kinds [SECTION ...]
+
+Models are built in training mode from scripts/tiny_kinds.yaml, without dropout and with an adapter, and run on
+documents of several lengths: in one row, in padded rows, and in padded rows with the model's own attention. The tier is
+the first of these that gives the loss and weight gradients of separate documents with the model's eager attention.
+Linear layers that the training pass does not call are recorded, because an adapter would not learn there.
 """
 
 import contextlib
@@ -48,15 +50,15 @@ from app.tasks.table import IMPLEMENTATIONS
 from scripts.tiny_kinds import architecture, tables
 
 TABLE = ROOT / "model_kinds.json"
-WHOLES = "image_text"  # which task=causal trains on text
+WHOLES = "image_text"  # multimodal models, trained on text by task=causal
 SECTIONS = ("causal", WHOLES, "masked", "classification")
-_LENGTHS = (21, 64, 13, 90, 40)  # more than the windows of 8 and than an index chooses
-_ALLOWED = 1e-4  # of the norm of all gradients, in float32
+_LENGTHS = (21, 64, 13, 90, 40)  # longer than the windows of 8 and the top-k of an index
+_ALLOWED = 1e-4  # relative to the norm of all gradients, in float32
 _MODES = {PACKED: "sdpa", PADDED: "sdpa", OWN: OWN}
 
 
 def kinds_of(section: str) -> list[str]:
-    """The kinds that transformers has a class for; of `image_text`, those that are no causal language models."""
+    """Return the model types with a transformers class; for `image_text`, without causal language models."""
     from transformers.models.auto import modeling_auto
 
     if section != WHOLES:
@@ -67,18 +69,18 @@ def kinds_of(section: str) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class _Failure:
     reason: str
-    of_numbers: bool  # else of what the model is
-    of_code: bool = False  # the tiny numbers may be at fault
+    of_numbers: bool  # wrong results; otherwise the type itself is not supported
+    of_code: bool = False  # may be caused by the tiny sizes
 
 
 def proven_tier(task: Task, kind: str) -> Tier:
-    """The best tier of a kind for which a tiny model gives the right numbers."""
+    """Return the best tier of a model type for which a tiny model computes correct results."""
     try:
         config = ModelConfig(path="asset:tiny", weights="random", architecture=architecture(kind))
         numbers = BaseModel(config, task).numbers
-    except Exception as fault:  # noqa: BLE001  of the configuration of any kind
-        return Tier(REFUSED, f"no small model of it could be built: {_in_words(fault)}", compared=False)
-    if numbers.model_type != kind:  # the text part of the whole
+    except Exception as fault:  # noqa: BLE001  from the configuration of any type
+        return Tier(REFUSED, f"no tiny model could be built: {_in_words(fault)}", compared=False)
+    if numbers.model_type != kind:  # text part of a multimodal model
         return replace(proven_tier(task, numbers.model_type), text_of=numbers.model_type)
     types = tuple(sorted(set(getattr(numbers.get_text_config(decoder=True), "layer_types", None) or ())))
     with _assumed(task, kind, Tier(PACKED, layers=types)):
@@ -89,11 +91,11 @@ def proven_tier(task: Task, kind: str) -> Tier:
     reasons = [unknown.reason] if unknown.name == OWN else []
     for name in (OWN,) if reasons else (PACKED, PADDED, OWN):
         with _assumed(task, kind, Tier(name, layers=types)):
-            found = _try(config, task, name)
-        if not isinstance(found, _Failure):
+            result = _try(config, task, name)
+        if not isinstance(result, _Failure):
             reason = next(iter(reasons), "")
-            return Tier(name, reason, layers=() if unknown.accepted else types, uncalled=found)
-        failure = found
+            return Tier(name, reason, layers=() if unknown.accepted else types, uncalled=result)
+        failure = result
         if not failure.of_numbers:
             return Tier(REFUSED, failure.reason, compared=False)
         reasons.append(failure.reason)
@@ -102,21 +104,21 @@ def proven_tier(task: Task, kind: str) -> Tier:
 
 @contextlib.contextmanager
 def _assumed(task: Task, kind: str, tier: Tier | None) -> Iterator[None]:
-    """Context in which the program takes a kind for one of `tier`, or does not know it."""
-    known, section = model_kinds().tasks, task.name
-    if task.name == "causal" and kind in known.get(WHOLES, {}):
+    """Assume `tier` for a model type inside the context, or treat the type as unknown."""
+    tables, section = model_kinds().tasks, task.name
+    if task.name == "causal" and kind in tables.get(WHOLES, {}):
         section = WHOLES
-    before = known.get(section, {})
-    others = {each: kept for each, kept in before.items() if each != kind}
-    known[section] = others if tier is None else {**others, kind: tier}
+    before = tables.get(section, {})
+    others = {name: entry for name, entry in before.items() if name != kind}
+    tables[section] = others if tier is None else {**others, kind: tier}
     try:
         yield
     finally:
-        known[section] = before
+        tables[section] = before
 
 
 def _try(config: ModelConfig, task: Task, tier: str) -> _Failure | tuple[str, ...]:
-    """Return why the kind is not of `tier`, or the modules whose linear layers it does not call in training."""
+    """Return why the type does not reach `tier`, or the modules whose linear layers training does not call."""
     labels = TaskConfig(kind=task.name, labels=["north", "east", "south"] if task.pooled else [])
     base = BaseModel(config, task_of(labels))
     sections = ModelSections(
@@ -143,16 +145,16 @@ def _try(config: ModelConfig, task: Task, tier: str) -> _Failure | tuple[str, ..
         words = str(refusal)
         inside = words.partition("is not supported (")[2].partition("). Choose")[0]
         return _Failure(inside or _short(words), of_numbers=not inside)
-    except Exception as fault:  # noqa: BLE001  of any kind's code
-        return _Failure(f"a small model of it fails: {_in_words(fault)}", of_numbers=True, of_code=True)
+    except Exception as fault:  # noqa: BLE001  from the code of any type
+        return _Failure(f"a tiny model fails: {_in_words(fault)}", of_numbers=True, of_code=True)
     if difference <= _ALLOWED:
         return _uncalled(calls)
-    return _Failure("gradients of weights are others", of_numbers=True)
+    return _Failure("weight gradients differ", of_numbers=True)
 
 
 @contextlib.contextmanager
 def _linear_calls(lm: Any) -> Iterator[Counter[str]]:
-    """Context that counts the calls of the backbone's linear layers, by their names with * for numbers."""
+    """Count the calls of the backbone's linear layers, by name with * for numbers."""
     calls = Counter[str]()
     handles = []
     for name, module in lm.named_modules():
@@ -168,16 +170,16 @@ def _linear_calls(lm: Any) -> Iterator[Counter[str]]:
 
 
 def _uncalled(calls: Counter[str]) -> tuple[str, ...]:
-    """Return the linear layers that were not called; of several in one module without a called one, the module."""
-    found = set()
+    """Return the linear layers that were not called, or their module if it has several and none was called."""
+    names = set()
     for name in (name for name, count in calls.items() if not count):
         parts = name.split(".")
         for outer in (".".join(parts[:size]) for size in range(1, len(parts) + 1)):
-            inside = [count for each, count in calls.items() if f"{each}.".startswith(f"{outer}.")]
+            inside = [count for layer, count in calls.items() if f"{layer}.".startswith(f"{outer}.")]
             if not any(inside) and (len(inside) > 1 or outer == name):
-                found.add(outer)
+                names.add(outer)
                 break
-    return tuple(sorted(found))
+    return tuple(sorted(names))
 
 
 def _in_words(fault: Exception) -> str:
@@ -185,13 +187,13 @@ def _in_words(fault: Exception) -> str:
 
 
 def _short(words: str) -> str:
-    """The cause alone, of a check's message, without its numbers."""
+    """Return the cause in the message of a check, without numbers."""
     cause = re.sub(r" \(relative difference [^)]*\)", "", words.partition(": ")[2].partition(", so ")[0])
-    return re.sub(r"^(in this|an?) model of kind \S+ ", lambda found: "" if found[1] == "in this" else "it ", cause)
+    return re.sub(r"^(in this|an?) model of kind \S+ ", lambda match: "" if match[1] == "in this" else "it ", cause)
 
 
 def _change_all(model: TrainingModel) -> None:
-    """Numbers at which a wrong layer shows, where biases, norms and adapters begin at zero and one; all are trained."""
+    """Randomize all parameters, so that errors show although biases, norms and adapters start at 0 and 1; train all."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -219,8 +221,8 @@ def _labeled(task: Task, ids: Any, number: int, bidirectional: bool) -> LabeledT
 
 
 def _difference(model: TrainingModel, batch: Batch) -> float:
-    """Compare the gradients of all weights with those of each document alone; return 1 where a weight has none."""
-    found = _gradients(model)
+    """Return the difference of all gradients from those of separate documents; 1 if a weight has none."""
+    gradients = _gradients(model)
     lm: Any = model.language_model
     lm.set_attn_implementation("eager")
     labels = list(zip(batch.label_rows.tolist(), batch.targets.tolist(), strict=True))
@@ -229,11 +231,11 @@ def _difference(model: TrainingModel, batch: Batch) -> float:
         if here:
             _loss_alone(model, batch.ids.flatten()[start : start + length], here).backward()
     expected = _gradients(model)
-    if any(expected[name].any() and not found[name].any() for name in expected):
+    if any(expected[name].any() and not gradients[name].any() for name in expected):
         return 1.0
-    apart = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
-    size = sum(float(each.double().square().sum()) for each in expected.values())
-    return float((apart / size) ** 0.5)
+    difference = sum(float((gradients[name] - expected[name]).double().square().sum()) for name in expected)
+    size = sum(float(gradient.double().square().sum()) for gradient in expected.values())
+    return float((difference / size) ** 0.5)
 
 
 def _loss_alone(model: TrainingModel, ids: Tensor, labels: Sequence[tuple[int, int]]) -> Tensor:
@@ -243,33 +245,33 @@ def _loss_alone(model: TrainingModel, ids: Tensor, labels: Sequence[tuple[int, i
 
 
 def _gradients(model: TrainingModel) -> dict[str, Tensor]:
-    """And zero them."""
-    found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    """Return copies of the gradients, and zero them."""
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    return found
+    return gradients
 
 
 def table(sections: Sequence[str] = SECTIONS, say: Any = print) -> dict[str, dict[str, Tier]]:
-    """The tier of every kind, by task."""
-    found: dict[str, dict[str, Tier]] = {}
+    """Return the tier of every model type, by task."""
+    tiers: dict[str, dict[str, Tier]] = {}
     for section in sections:
         for kind in kinds_of(section):
-            begun = time.perf_counter()
-            tier = found.setdefault(section, {})[kind] = tier_in(section, kind)
-            say(f"{section} {kind} {tier.name} {tier.reason} ({time.perf_counter() - begun:.1f} s)", flush=True)
-    return found
+            start = time.perf_counter()
+            tier = tiers.setdefault(section, {})[kind] = tier_in(section, kind)
+            say(f"{section} {kind} {tier.name} {tier.reason} ({time.perf_counter() - start:.1f} s)", flush=True)
+    return tiers
 
 
 def tier_in(section: str, kind: str) -> Tier:
-    """The tier of a kind in a section of the table: told in tiny_kinds.yaml, or proven."""
+    """Return the tier of a model type in a section: given in tiny_kinds.yaml, or tested."""
     task = TASKS["causal" if section == WHOLES else section]
-    told = tables()["reasons"].get(kind) if task.writes_text else None
-    return proven_tier(task, kind) if told is None else Tier(REFUSED, told)
+    reason = tables()["reasons"].get(kind) if task.writes_text else None
+    return proven_tier(task, kind) if reason is None else Tier(REFUSED, reason)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context without warnings, which say nothing about tiny numbers."""
+    """Suppress warnings inside the context; they mean nothing for tiny models."""
     level = transformers.logging.get_verbosity()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -282,10 +284,10 @@ def quiet() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def write(found: dict[str, dict[str, Tier]]) -> None:
-    """Write the table; tasks that were not tried anew keep their entries."""
-    model_kinds.cache_clear()  # others may have written since
-    tasks = {**model_kinds().tasks, **found}
+def write(tiers: dict[str, dict[str, Tier]]) -> None:
+    """Write the table; tasks that were not tested keep their entries."""
+    model_kinds.cache_clear()  # another process may have written it
+    tasks = {**model_kinds().tasks, **tiers}
     entries = {
         task: {kind: _entry(tasks[task][kind]) for kind in sorted(tasks[task])} for task in SECTIONS if task in tasks
     }
@@ -308,7 +310,7 @@ _MARKS = ("<!-- made by python -m scripts.make_kinds -->", "<!-- end of kinds --
 
 
 def page() -> str:
-    """The page of models with the table that ships between its marks."""
+    """Return the models page with the table of the program between its marks."""
     begin, end = _MARKS
     before, _, rest = PAGE.read_text("utf-8").partition(begin)
     return "\n".join([f"{before}{begin}\n", *_kinds_as_text(), f"\n{end}{rest.partition(end)[2]}"])
@@ -316,8 +318,8 @@ def page() -> str:
 
 def _kinds_as_text() -> Iterator[str]:
     counts = model_kinds().facts("causal")["by_task"]
-    yield f"Kinds of transformers {model_kinds().transformers}:\n"
-    yield "| table | kinds | trained | packed | padded | padded, own attention |"
+    yield f"Model types of transformers {model_kinds().transformers}:\n"
+    yield "| task | model types | supported | packed | padded | padded, own attention |"
     yield f"|{'---|' * 6}"
     for section, count in counts.items():
         numbers = (count[name] for name in ("total", "accepted", PACKED, PADDED, OWN))
@@ -330,12 +332,12 @@ def _kinds_as_text() -> Iterator[str]:
         for kind, tier in tiers.items():
             if tier.name != PACKED:
                 by_reason.setdefault((tier.name, tier.reason.replace("|", "/")), []).append(kind)
-        yield f"\n**{section}, others**\n\n| how | why not better | kinds |\n|---|---|---|"
+        yield f"\n**{section}, others**\n\n| layout | reason | model types |\n|---|---|---|"
         for (name, reason), kinds in sorted(by_reason.items()):
-            yield f"| {_HOW[name]} | {reason} | {', '.join(kinds)} |"
+            yield f"| {_LAYOUTS[name]} | {reason} | {', '.join(kinds)} |"
 
 
-_HOW = {PADDED: "padded", OWN: "padded, own attention", REFUSED: "refused"}
+_LAYOUTS = {PADDED: "padded", OWN: "padded, own attention", REFUSED: "not supported"}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""python -m scripts.make_models: writes the table of docs/models.md, with a memory plan of each model and recipe."""
+"""python -m scripts.make_models: write the table of docs/models.md, with estimated memory by model and recipe."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +21,12 @@ _MASKED = ("dataset=text", "dataset.path=book.txt", "task=masked", "batching.pac
 
 
 def models() -> list[str]:
-    """The choices of `model=` that name a model of the hub."""
+    """Return the choices of `model=` that are models on the Hub."""
     return [name for name in choices_by_group()["model"] if name not in ("folder", "tiny")]
 
 
 def row_of(name: str) -> str:
-    """A line of the table: the id, the weights, and for each recipe its peak and the smallest GPU that it fits."""
+    """Return a table row: ID, parameters, and for each recipe the peak memory and the smallest GPU that fits."""
     words = [f"model={name}", *(_MASKED if name in _ENCODERS else ())]
     model = compose_run(words).model
     if not model.architecture:
@@ -34,30 +34,30 @@ def row_of(name: str) -> str:
     words.append("model.weights=random")
     run = compose_run(words)
     words += ["training.recompute=true"] if run.model.suggest.recompute == "auto" else []
-    weights = sum(each.numel() for each in BaseModel(run.model, task_of(run.task)).on_meta().parameters())
+    count = sum(weight.numel() for weight in BaseModel(run.model, task_of(run.task)).on_meta().parameters())
     cells = (_plan([*words, *recipe.split()]) for recipe in RECIPES)
-    return f"| `{name}` | {model.path} | {weights / 1e9:.2f} billion | {' | '.join(cells)} |"
+    return f"| `{name}` | {model.path} | {count / 1e9:.2f}B | {' | '.join(cells)} |"
 
 
 def _plan(words: list[str]) -> str:
-    cards = sorted(all_hardware(), key=lambda each: each.memory_gib)
+    cards = sorted(all_hardware(), key=lambda card: card.memory_gib)
     try:
         plan = Planner(machine_of(cards[-1]), 1).at(compose_run([*words, "precision=bf16"])).plan
     except ConfigError:
-        return "refused"
-    fits = (each.label for each in cards if check_fit(plan, machine_of(each)).fits)
-    return f"{plan.peak_bytes / 1e9:.1f} GB, {next(fits, 'no one GPU')}"
+        return "not supported"
+    fits = (card.label for card in cards if check_fit(plan, machine_of(card)).fits)
+    return f"{plan.peak_bytes / 1e9:.1f} GB, {next(fits, 'no single GPU')}"
 
 
 def page() -> str:
-    """The page with the table of today between its marks."""
+    """Return the page with the current table between its marks."""
     begin, end = _MARKS
     before, _, rest = PAGE.read_text("utf-8").partition(begin)
     return "\n".join([f"{before}{begin}\n", *_table(), f"\n{end}{rest.partition(end)[2]}"])
 
 
 def _table() -> Iterator[str]:
-    head = ("`model=`", "of the hub", "weights", *(f"`{recipe}`" for recipe in RECIPES))
+    head = ("`model=`", "Hub ID", "parameters", *(f"`{recipe}`" for recipe in RECIPES))
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     yield from map(row_of, models())

@@ -8,18 +8,18 @@ from bitsandbytes.functional import get_4bit_type
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "quantization.md"
 _MARKS = ("<!-- made by python -m scripts.make_number_formats -->", "<!-- end -->")
-_HEAD = ("", "bits", "exponent", "mantissa", "largest", "smallest normal", "smallest", "step at 1", "bytes a weight")
+_HEAD = ("", "bits", "exponent", "mantissa", "largest", "smallest normal", "smallest", "step at 1", "bytes per weight")
 
 
 @dataclass(frozen=True)
 class FloatLayout:
-    """A sign, an exponent with the usual bias 2^(e-1) - 1, and a mantissa."""
+    """Sign, exponent with the usual bias 2^(e-1) - 1, and mantissa."""
 
     name: str
     exponent: int
     mantissa: int
     bytes: float
-    # codes at the top that are no numbers: those of the last exponent (as IEEE 754 has it), the last one, or none
+    # highest codes that are not numbers: those of the last exponent (IEEE 754), the last code, or none
     reserved: str = "exponent"
 
     @property
@@ -38,7 +38,7 @@ class FloatLayout:
 
     @property
     def smallest(self) -> float:
-        """With the exponent 0, where the mantissa has no leading one."""
+        """Smallest subnormal number: exponent 0, no leading one in the mantissa."""
         return float(2.0 ** (1 - self.bias - self.mantissa))
 
     @property
@@ -61,7 +61,7 @@ FLOATS = (
     FloatLayout("E2M1", 2, 1, 0.5, "none"),
     FloatLayout("E3M0", 3, 0, 0.5, "none"),
 )
-_BLOCK_SCALE = 4 / 64  # bytes a weight of one scale in fp32 for 64 weights
+_BLOCK_SCALE = 4 / 64  # bytes per weight of one fp32 scale for 64 weights
 
 
 def _number(value: float) -> str:
@@ -69,31 +69,31 @@ def _number(value: float) -> str:
 
 
 def scaled_rows() -> Iterator[tuple[str, ...]]:
-    """Formats whose numbers mean something only times a scale; the largest is 1."""
+    """Yield the rows of formats whose values are multiplied by a scale; the largest is 1."""
     for name, codes in (
-        ("int8", [each / 127 for each in range(128)]),
+        ("int8", [code / 127 for code in range(128)]),
         *((kind.upper(), _codes(kind)) for kind in ("nf4", "fp4")),
     ):
         bits = 8 if name == "int8" else 4
         size = 1 if name == "int8" else 0.5 + _BLOCK_SCALE
-        above_zero = [each for each in sorted(codes) if each > 0]
+        above_zero = [code for code in sorted(codes) if code > 0]
         step = above_zero[-1] - above_zero[-2]
         yield (name, str(bits), "", "", "1", "", _number(above_zero[0]), _number(step), f"{size:g}")
 
 
 def _codes(kind: str) -> list[float]:
-    found: list[float] = get_4bit_type(kind, device="cpu").tolist()
-    return found
+    codes: list[float] = get_4bit_type(kind, device="cpu").tolist()
+    return codes
 
 
 def tables() -> str:
-    """All rows in Markdown."""
-    rows = [_HEAD, ("---", *["---:"] * (len(_HEAD) - 1)), *(each.row() for each in FLOATS), *scaled_rows()]
+    """Return all rows in Markdown."""
+    rows = [_HEAD, ("---", *["---:"] * (len(_HEAD) - 1)), *(layout.row() for layout in FLOATS), *scaled_rows()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def page() -> str:
-    """The page with its table made anew."""
+    """Return the page with the current table."""
     before, _, rest = PAGE.read_text("utf-8").partition(_MARKS[0])
     return f"{before}{_MARKS[0]}\n\n{tables()}\n\n{_MARKS[1]}{rest.partition(_MARKS[1])[2]}"
 

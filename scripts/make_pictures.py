@@ -1,6 +1,8 @@
-"""python -m scripts.make_pictures [FOLDER]: makes docs/pictures/ of README.md from real runs, with headless Chromium.
+"""Create docs/pictures/ for README.md from real runs, with headless Chromium.
 
-What FOLDER has from an earlier call (output of the commands, the run) is used again. Times and paths are taken out.
+python -m scripts.make_pictures [FOLDER]
+
+Output and runs of an earlier call in FOLDER are reused. Times and paths are removed.
 """
 
 import hashlib
@@ -18,10 +20,10 @@ from rich.text import Text
 
 REPO = Path(__file__).resolve().parents[1]
 PICTURES = REPO / "docs" / "pictures"
-SHOWN = PICTURES / "terminal.txt"  # the text of the picture
+SHOWN = PICTURES / "terminal.txt"  # text of the picture
 MADE_OF = PICTURES / "made_of.sha256"
 _WIDTH, _REPORT_SIZE = 100, "1200,1262"
-# a command, and which lines are shown of its output
+# commands, and patterns for the shown lines of their output
 _COMMANDS = {
     "train recipe=qlora model=llama optimizer.lrr=3e-4 dataset.max_len=1024 lora_alpha=16": ".+",
     "check memory model=llama hardware=rtx3090 training.recompute=false": (
@@ -36,8 +38,8 @@ _COLORS = {
     r"\(enough\)": "bold green",
     r"^done": "bold green",
 }
-_KINDS = {"Programming Language :: Python :: 3.": "Python", "Operating System :: ": "system"}  # of classifiers
-# of the page: begin, host and path; the tiles of time and speed
+_KINDS = {"Programming Language :: Python :: 3.": "Python", "Operating System :: ": "system"}  # classifiers
+# hides start time, host and path, and the tiles of time and speed
 _HIDDEN = "<style>.top + p + p, .tile:nth-child(4), .tile:nth-child(5) { display: none }</style>"
 _BADGE = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" font-family="sans-serif" font-size="11">
@@ -52,19 +54,21 @@ _FLAGS = (
 
 
 def made_of() -> str:
-    """A hash of what the pictures show: templates and style of the page, the text of the terminal."""
+    """Return a hash of the content of the pictures: page templates, style, terminal text."""
     templates = sorted((REPO / "app" / "pages" / "templates").glob("*"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in [*templates, SHOWN])).hexdigest()
 
 
 def badges() -> dict[str, str]:
-    """Pictures of what pyproject.toml says, by their files."""
+    """Return badges for facts in pyproject.toml, by file name."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
-    after = {kind: [each.rpartition(" :: ")[2] for each in project["classifiers"] if kind in each] for kind in _KINDS}
-    (torch,) = (each.partition(">=")[2] for each in project["dependencies"] if each.startswith("torch>"))
-    said = {name: ", ".join(after[kind]) for kind, name in _KINDS.items()}
-    said |= {"PyTorch": f"{torch} or newer", "license": project["license"]}
-    return {f"{name.lower()}.svg": _badge(name, value) for name, value in said.items()}
+    classifiers = {
+        kind: [text.rpartition(" :: ")[2] for text in project["classifiers"] if kind in text] for kind in _KINDS
+    }
+    (torch,) = (text.partition(">=")[2] for text in project["dependencies"] if text.startswith("torch>"))
+    facts = {name: ", ".join(classifiers[kind]) for kind, name in _KINDS.items()}
+    facts |= {"PyTorch": f"{torch} or newer", "license": project["license"]}
+    return {f"{name.lower()}.svg": _badge(name, value) for name, value in facts.items()}
 
 
 def _badge(name: str, value: str) -> str:
@@ -73,12 +77,13 @@ def _badge(name: str, value: str) -> str:
 
 
 def main() -> None:
-    """Make both pictures, and write down what they are made of."""
+    """Create the pictures, and write the hash of their content."""
     folder = Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     PICTURES.mkdir(exist_ok=True)
     parts = [
-        _shown(words, _output(folder / f"{n}.txt", words), kept) for n, (words, kept) in enumerate(_COMMANDS.items())
+        _shown(words, _output(folder / f"{n}.txt", words), pattern)
+        for n, (words, pattern) in enumerate(_COMMANDS.items())
     ]
     SHOWN.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     (PICTURES / "terminal.svg").write_text(_terminal(SHOWN.read_text("utf-8")), encoding="utf-8")
@@ -92,7 +97,7 @@ def main() -> None:
 
 
 def _output(file: Path, words: str) -> str:
-    """What a command prints, in the folder of `file`, which keeps it."""
+    """Return the output of a command run in the folder of `file`, which caches it."""
     if not file.exists():
         command = [sys.executable, "-c", "from app.main import main; main()", *words.split()]
         env = {**os.environ, "PYTHONPATH": str(REPO)}
@@ -101,15 +106,15 @@ def _output(file: Path, words: str) -> str:
     return file.read_text("utf-8")
 
 
-def _shown(words: str, output: str, kept: str) -> str:
-    """A command and the lines that are kept, cut at the width, without seconds."""
-    lines = [line for found in re.finditer(f"^(?:{kept})$", output, re.MULTILINE) for line in found[0].splitlines()]
+def _shown(words: str, output: str, pattern: str) -> str:
+    """Return a command and the shown lines of its output, truncated to the width."""
+    lines = [line for match in re.finditer(f"^(?:{pattern})$", output, re.MULTILINE) for line in match[0].splitlines()]
     short = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines]
     return "\n".join([f"$ finetune {words}", *short])
 
 
 def _terminal(text: str) -> str:
-    """The text as rich draws a terminal, without fonts of the web."""
+    """Return text as an SVG of a terminal drawn by rich, without web fonts."""
     console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for line in text.splitlines():
         styled = Text(line)

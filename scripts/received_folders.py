@@ -1,4 +1,4 @@
-"""Run folders as somebody may send them: made whole, then edited at random, for scripts/fuzz.py."""
+"""Randomly edited run folders, as received from others, for scripts/fuzz.py."""
 
 import json
 import os
@@ -37,7 +37,7 @@ _SNIPPETS = (
 
 
 def fuzz_received(random: Random, folder: Path) -> None:
-    """Edit one file of a run folder, and read the folder by a random command."""
+    """Edit one file of a run folder, and read the folder with a random command."""
     from app.adapters.adapters import read_adapter_config
 
     os.environ["RECEIVED"] = _SECRET
@@ -47,14 +47,14 @@ def fuzz_received(random: Random, folder: Path) -> None:
     _edit(random, file)
     if name.startswith("checkpoints") and file.name != "manifest.json" and random.random() < 0.8:
         _seal(file.parent)
-    readers = (lambda each: read_adapter_config(each / "final"),) if name.startswith("final") else readers
-    found = random.choice(readers)(folder)
-    assert _SECRET not in repr(found)
+    readers = (lambda path: read_adapter_config(path / "final"),) if name.startswith("final") else readers
+    content = random.choice(readers)(folder)
+    assert _SECRET not in repr(content)
     assert not Path("ran").exists()
 
 
 def _write_run(folder: Path) -> None:
-    """As much of a run as its readers need."""
+    """Write the files of a run that the commands read."""
     from safetensors.torch import save_file
 
     (folder / "final").mkdir()
@@ -126,7 +126,7 @@ def _seal(save: Path) -> None:
 
 
 def _edit(random: Random, file: Path) -> None:
-    """Other values, or text in between."""
+    """Change values or insert text in a file."""
     import yaml
 
     text = file.read_text()
@@ -144,7 +144,7 @@ def _edit(random: Random, file: Path) -> None:
 
 
 def _edited(random: Random, data: Any) -> Any:
-    """A copy with one value replaced, added or removed."""
+    """Return a copy with one value replaced, added or removed."""
     if not isinstance(data, dict | list) or not data or random.random() < 0.1:
         return random.choice(_VALUES)
     if isinstance(data, list):
@@ -152,7 +152,7 @@ def _edited(random: Random, data: Any) -> Any:
         return [*data[:at], _edited(random, data[at]), *data[at + 1 :]]
     key = random.choice(list(data))
     if random.random() < 0.1:
-        return {name: each for name, each in data.items() if name != key}
+        return {name: value for name, value in data.items() if name != key}
     if random.random() < 0.1:
         return {**data, str(random.choice(_VALUES))[:20]: random.choice(_VALUES)}
     return {**data, key: _edited(random, data[key])}
@@ -171,7 +171,7 @@ def _checkpoint(folder: Path) -> Any:
 
 
 def _start(folder: Path) -> None:
-    """A start in the folder reads what the last one left."""
+    """Read the manifest of the last start, as a new start does."""
     from app.tracking.recorder import Manifest
 
     Manifest(folder / "manifest.json").add({"seed": 1})

@@ -1,1 +1,1 @@
-"""Pages about runs, sweeps, comparisons and checks, and the model card, made from output folders alone."""
+"""Pages of runs, sweeps, comparisons and checks, and the model card, created from output folders."""

@@ -1,7 +1,7 @@
 """Charts of pages: lines over steps, dots over swept values, bars of sample lengths; and their geometry in SVG.
 
-Positions are percentages, so that a chart fits any width while its text keeps its size. Only lines need coordinates:
-they lie in a view box of 1000 x 1000 that is stretched.
+Positions are percentages, so charts fit any width and text keeps its size. Only lines need coordinates, in a stretched
+view box of 1000 x 1000.
 """
 
 import math
@@ -13,23 +13,23 @@ from typing import Any, Protocol
 from app.tracking.formatting import format_number
 
 COLORS = 8
-_THINNING_SEGMENTS = 75  # of a long line, with four points each
+_THINNING_SEGMENTS = 75  # of a long line, with four points per segment
 _MAX_LINE_DOTS = 60
 _TICKS = 5
-_MARGIN = 0.06  # fraction of the range between lines and edge
-_MIN_RELATIVE_RANGE = 1e-9  # a smaller range counts as a constant
-_MIN_LOG_RATIO = 20.0  # of the largest to the smallest value for a logarithmic axis
-_MIN_SWEPT_LOG_RATIO = 3.0  # the same of swept values
+_MARGIN = 0.06  # between lines and edge, as a fraction of the range
+_MIN_RELATIVE_RANGE = 1e-9  # values in a smaller range count as constant
+_MIN_LOG_RATIO = 20.0  # largest to smallest value, for a logarithmic axis
+_MIN_SWEPT_LOG_RATIO = 3.0  # the same for swept values
 _MAX_SWEPT_TICKS = 6
-_MIN_END_DISTANCE = 0.08  # of a tick from the end of an axis of steps, as a fraction
+_MIN_END_DISTANCE = 0.08  # from a tick to the end of a step axis, as a fraction
 _MAX_LENGTH_BARS = 12
-Point = tuple[float, float | None]  # None for a line of the file without a number
+Point = tuple[float, float | None]  # y is None if the line of the file has no number
 Formatter = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear or logarithmic axis from `low` to `high`."""
+    """Linear or logarithmic axis from `low` to `high`."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Position of a value: 0 at the beginning of the axis, 1 at its end."""
+        """Return the position of a value, from 0 at the start of the axis to 1 at its end."""
         if self.log:
             start = math.log(self.low)
             return (math.log(value) - start) / (math.log(self.high) - start)
@@ -49,7 +49,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What a chart shows: its title, and the name, format and scale of its vertical axis; no name repeats the title."""
+    """Title of a chart, and name, format and scale of its vertical axis; the name must not repeat the title."""
 
     title: str
     axis: str
@@ -61,7 +61,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line of a chart. A `raw` one is drawn thin behind its mean; a `mean` has no dots."""
+    """Line of a chart; the kind `raw` is drawn thin behind its mean, `mean` has no dots."""
 
     name: str
     points: Sequence[Point]
@@ -71,7 +71,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A point at percentages of width and height; `text` is its tooltip."""
+    """Point at percentages of width and height; `text` is the tooltip."""
 
     x: str
     y: str
@@ -82,7 +82,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Geometry of a chart. `lines` are classes with the points of each piece; `legend` has names and colors."""
+    """Geometry of a chart; `lines` have CSS classes and the points of each piece, `legend` names and colors."""
 
     quantity: Quantity
     x_name: str
@@ -95,7 +95,7 @@ class Plot:
 
 
 class Chart(Protocol):
-    """A figure in SVG, and a line of text in its place for terminals and Markdown."""
+    """Figure in SVG, and a line of text instead for terminals and Markdown."""
 
     def plot(self) -> Plot: ...
 
@@ -104,45 +104,45 @@ class Chart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """Lines over steps. Charts of the same lines share one legend, which is not theirs."""
+    """Lines over steps; charts with the same lines share a legend outside the charts."""
 
     quantity: Quantity
     series: Sequence[Series]
     has_legend: bool = True
 
     def plot(self) -> Plot:
-        shown = [each for each in self.series if each.points]
-        across = axis_of((x for each in shown for x, _ in each.points), "{:,.0f}".format, steps=True)
-        up = _vertical_axis(self.quantity, [y for each in shown for _, y in each.points if y is not None])
-        measured = [each for each in shown if each.kind != "mean"]
+        drawn = [line for line in self.series if line.points]
+        across = axis_of((x for line in drawn for x, _ in line.points), "{:,.0f}".format, steps=True)
+        up = _vertical_axis(self.quantity, [y for line in drawn for _, y in line.points if y is not None])
+        measured = [line for line in drawn if line.kind != "mean"]
         return Plot(
             self.quantity,
             "step",
             across,
             up,
             lines=[
-                (f"c{each.color % COLORS} {each.kind}".strip(), _pieces(thinned(each.points), across, up))
-                for each in shown
+                (f"c{line.color % COLORS} {line.kind}".strip(), _pieces(thinned(line.points), across, up))
+                for line in drawn
             ],
-            dots=[dot for each in measured for dot in _line_dots(each, across, up, self.quantity.formatter)],
-            legend=[(each.name, each.color % COLORS) for each in shown if each.kind != "raw"]
-            if self.has_legend and len(shown) > 1
+            dots=[dot for line in measured for dot in _line_dots(line, across, up, self.quantity.formatter)],
+            legend=[(line.name, line.color % COLORS) for line in drawn if line.kind != "raw"]
+            if self.has_legend and len(drawn) > 1
             else (),
             remarks=list(_remarks(measured)),
         )
 
     def words(self) -> str:
-        """The first and the last number of each line."""
+        """Return the first and last values of each line."""
         texts = []
-        for each in self.series:
-            known = [f"{self.quantity.formatter(y)} at step {x:,.0f}" for x, y in each.points if y is not None]
-            texts += [f"{each.name} {', '.join(dict.fromkeys((known[0], known[-1])))}"] if known else []
+        for line in self.series:
+            values = [f"{self.quantity.formatter(y)} at step {x:,.0f}" for x, y in line.points if y is not None]
+            texts += [f"{line.name} {', '.join(dict.fromkeys((values[0], values[-1])))}"] if values else []
         return f"{self.quantity.title}: {'; '.join(texts)}"
 
 
 @dataclass(frozen=True, slots=True)
 class DotChart:
-    """A dot at each x and y, with its text; the `best` are marked."""
+    """Dots at x and y with a text; the `best` are marked."""
 
     quantity: Quantity
     x_name: str
@@ -168,7 +168,7 @@ class DotChart:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar as a `share` of the longest possible one; `beyond` is drawn in another color."""
+    """Bar with a length relative to the longest one; `beyond` selects another color."""
 
     label: str
     share: float
@@ -177,19 +177,19 @@ class Bar:
 
 
 def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = None) -> list[Bar]:
-    """Histogram of tokens per sample from its first class with samples to its last, with neighbors joined."""
+    """Return a histogram of tokens per sample, from the first to the last non-empty bin, with neighbors merged."""
     edges, samples = lengths["edges"], lengths["samples"]
-    filled = [at for at, count in enumerate(samples) if count] or [0]
+    filled = [at for at, number in enumerate(samples) if number] or [0]
     end = filled[-1] + 1
     joined = -(-(end - filled[0]) // _MAX_LENGTH_BARS)
     classes = [(start, min(start + joined, end)) for start in range(filled[0], end, joined)]
-    found = []
+    counts = []
     for first, last in classes:
         shortest, longest = edges[first], edges[last] - 1
         name = f"{shortest:,}" if shortest == longest else f"{shortest:,}-{longest:,}"
-        found.append((name, sum(samples[first:last])))
-    most = max(1, dropped[1] if dropped else 0, *(count for _, count in found))
-    bars = [Bar(name, count / most, f"{count:,}") for name, count in found]
+        counts.append((name, sum(samples[first:last])))
+    most = max(1, dropped[1] if dropped else 0, *(number for _, number in counts))
+    bars = [Bar(name, number / most, f"{number:,}") for name, number in counts]
     return [*bars, Bar(dropped[0], dropped[1] / most, f"{dropped[1]:,}", True)] if dropped else bars
 
 
@@ -202,12 +202,12 @@ def axis_of(
     steps: bool = False,
     min_log_ratio: float = _MIN_LOG_RATIO,
 ) -> Axis:
-    """An axis that contains all `values`; logarithmic if allowed, and they are positive and far apart.
+    """Return an axis for all `values`; logarithmic if allowed and they are positive and far apart.
 
-    An axis of `steps` has whole numbers, its ends among them, and no margin.
+    A `steps` axis has integer ticks, including both ends, and no margin.
     """
-    known = list(values)
-    low, high = min(known, default=0.0), max(known, default=1.0)
+    numbers = list(values)
+    low, high = min(numbers, default=0.0), max(numbers, default=1.0)
     if may_log and low > 0 and high / low >= min_log_ratio:
         margin = (high / low) ** _MARGIN
         low, high = low / margin, high * margin
@@ -233,25 +233,25 @@ def _vertical_axis(quantity: Quantity, values: Sequence[float]) -> Axis:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """The first, lowest, highest and last point of each segment; a segment without any number is a gap."""
+    """Return the first, lowest, highest and last point of each segment; segments without numbers become gaps."""
     if len(points) <= 4 * _THINNING_SEGMENTS:
         return list(points)
     edges = [len(points) * at // _THINNING_SEGMENTS for at in range(_THINNING_SEGMENTS + 1)]
     remaining: list[Point] = []
     for start, end in pairwise(edges):
-        known = [(y, at) for at in range(start, end) if (y := points[at][1]) is not None]
-        places = {known[0][1], min(known)[1], max(known)[1], known[-1][1]} if known else {start}
+        numbers = [(y, at) for at in range(start, end) if (y := points[at][1]) is not None]
+        places = {numbers[0][1], min(numbers)[1], max(numbers)[1], numbers[-1][1]} if numbers else {start}
         remaining += [points[at] for at in sorted(places)]
     return remaining
 
 
 def percent(share: float) -> str:
-    """A position as an attribute of SVG."""
+    """Return a position as an SVG attribute."""
     return f"{round(100 * share, 2):g}%"
 
 
 def _pieces(points: Sequence[Point], across: Axis, up: Axis) -> list[str]:
-    """Points of a line, interrupted where there is no number."""
+    """Return the points of a line, split at missing numbers."""
     pieces: list[list[str]] = [[]]
     for x, y in points:
         if y is None:
@@ -262,7 +262,7 @@ def _pieces(points: Sequence[Point], across: Axis, up: Axis) -> list[str]:
 
 
 def _line_dots(series: Series, across: Axis, up: Axis, formatter: Formatter) -> Iterator[Dot]:
-    """Dots on a line of few points: a single point draws no line."""
+    """Yield dots on a line with few points; a single point would draw no line."""
     for x, y in series.points if len(series.points) <= _MAX_LINE_DOTS else ():
         if y is not None:
             text = f"step {x:,.0f}: {series.name} {formatter(y)}"
@@ -270,15 +270,15 @@ def _line_dots(series: Series, across: Axis, up: Axis, formatter: Formatter) -> 
 
 
 def _remarks(series: Sequence[Series]) -> Iterator[str]:
-    """Notes below a chart: thinned lines, missing numbers."""
-    longest = max((len(each.points) for each in series), default=0)
+    """Yield the notes below a chart: thinned lines, missing numbers."""
+    longest = max((len(line.points) for line in series), default=0)
     if longest > 4 * _THINNING_SEGMENTS:
-        each_of = f"each {longest / _THINNING_SEGMENTS:,.0f}"
-        yield f"{longest:,} lines, drawn by the first, lowest, highest and last of {each_of}."
-    for each in series:
-        missing = sum(y is None for _, y in each.points)
+        per_segment = f"each {longest / _THINNING_SEGMENTS:,.0f}"
+        yield f"{longest:,} lines, drawn by the first, lowest, highest and last of {per_segment}."
+    for line in series:
+        missing = sum(y is None for _, y in line.points)
         if missing:
-            yield f"{missing:,} of {len(each.points):,} lines have no number for {each.name}."
+            yield f"{missing:,} of {len(line.points):,} lines have no number for {line.name}."
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
@@ -295,11 +295,11 @@ def _linear_ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(part * power for part in (1, 2, 2.5, 5, 10) if part * power >= rough * 0.99)
     ticks = [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return [tick for tick in ticks if low <= tick <= high]  # rounding may put one just outside
+    return [tick for tick in ticks if low <= tick <= high]  # rounding may put a tick just outside
 
 
 def _labeled(ticks: list[float], formatter: Formatter) -> list[tuple[float, str]]:
-    """Ticks with distinct labels."""
+    """Return ticks with distinct labels."""
     labels = [formatter(tick) for tick in ticks]
     if len(set(labels)) < len(labels):
         labels = [f"{tick:,.12g}" for tick in ticks]

@@ -1,4 +1,4 @@
-"""Findings of finetune check as sections of a page, which a terminal shows too."""
+"""Results of finetune check as sections of a page, also shown in the terminal."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -14,33 +14,33 @@ from app.tracking.formatting import format_bytes, format_count
 _BEYOND_TENSORS = ("lost_bytes", "context_bytes", "margin_bytes")
 _MAX_REASONS = 5
 _MAX_LAYERS = 5
-Found = Mapping[str, Any]  # of a check, in check.json
+CheckFacts = Mapping[str, Any]  # result of a check in check.json
 
 
-def check_page(found: Mapping[str, Found]) -> Page:
-    """The page for check.json, which has a section for each check."""
-    memory = found.get("memory")
-    stops = [problem for facts in found.values() for problem in facts["stops"]]
+def check_page(checks: Mapping[str, CheckFacts]) -> Page:
+    """Return the page for check.json, with a section per check."""
+    memory = checks.get("memory")
+    stops = [problem for facts in checks.values() for problem in facts["stops"]]
     badges = [("training would fail", "bad") if stops else ("no problems found", "good")]
     if memory:
         fits = ("fits", "good") if memory["fits"] else ("does not fit", "bad")
         badges.append((f"{fits[0]} {memory['label']}", fits[1]))
-    name = next((subject(found[key]) for key, subject in _SUBJECTS.items() if key in found), next(iter(found)))
+    name = next((subject(checks[key]) for key, subject in _SUBJECTS.items() if key in checks), next(iter(checks)))
     return Page(
         title=f"Check: {name}",
         heading=name,
         badges=badges,
         about=[Paragraph("checked before training", "soft small")],
         notes=[("bad", problem) for problem in stops],
-        sections=[section for key, make in SECTIONS.items() if key in found for section in make(found[key])],
+        sections=[section for key, make in SECTIONS.items() if key in checks for section in make(checks[key])],
     )
 
 
-def data_sections(facts: Found) -> list[Section]:
-    """Sections for `data` of check.json."""
+def data_sections(facts: CheckFacts) -> list[Section]:
+    """Return the sections for `data` in check.json."""
     percentiles, preview = facts["length_percentiles"], facts["preview"]
     samples = training_samples(preview)
-    advice = [Code(str(each["set"]), why=str(each["why"])) for each in facts["advice"]]
+    advice = [Code(str(setting["set"]), why=str(setting["why"])) for setting in facts["advice"]]
     sections = [Section("Data", [Facts(list(_data_rows(facts)))], label="data")]
     if percentiles is not None:
         text = "  ".join(f"{name} {length:,}" for name, length in percentiles.items())
@@ -54,17 +54,17 @@ def data_sections(facts: Found) -> list[Section]:
     ]
 
 
-def memory_sections(facts: Found) -> list[Section]:
-    """Sections for `memory` of check.json."""
-    knobs = []
-    for each in facts["knobs"]:
-        share, enough = each["slower_by"], " (enough)" if each["fits"] else ""
+def memory_sections(facts: CheckFacts) -> list[Section]:
+    """Return the sections for `memory` in check.json."""
+    options = []
+    for option in facts["knobs"]:
+        share, enough = option["slower_by"], " (enough)" if option["fits"] else ""
         cost = f"{abs(share):.0%} {'slower' if share > 0 else 'faster'}" if abs(share) >= 0.005 else "as fast"
-        saves = f"saves {format_bytes(each['saves_bytes'])}{enough}, {cost}"
-        knobs.append(Code(str(each["override"]), why=f"{saves}: {each['why']}"))
+        saves = f"saves {format_bytes(option['saves_bytes'])}{enough}, {cost}"
+        options.append(Code(str(option["override"]), why=f"{saves}: {option['why']}"))
     if facts["together"]:
         needed = format_bytes(facts["together"]["needed_bytes"])
-        knobs.append(Code(str(facts["together"]["override"]), why=f"together: {needed}, fits"))
+        options.append(Code(str(facts["together"]["override"]), why=f"together: {needed}, fits"))
     most = max(facts["memory_bytes"], facts["needed_bytes"])
     bars = [
         Bar(PARTS.get(name, name), size / most, format_bytes(size), name in _BEYOND_TENSORS)
@@ -72,7 +72,7 @@ def memory_sections(facts: Found) -> list[Section]:
     ]
     peak = Facts([("peak", f"{format_bytes(facts['peak_bytes'])} ({facts['peak_where']})")])
     sections = [
-        Section("Planned run", [Facts([("memory", facts["subject"]), ("micro-batch", facts["worst_case"])])]),
+        Section("Estimated run", [Facts([("memory", facts["subject"]), ("micro-batch", facts["worst_case"])])]),
         Section("Memory at the peak", [peak, Bars(bars)]),
         Section("Verdict", [Facts(list(_verdict(facts)))]),
     ]
@@ -81,22 +81,22 @@ def memory_sections(facts: Found) -> list[Section]:
         needs = f"{_needed({**facts, **answers})}: {'fits' if answers['fits'] else 'does not fit'}"
         most = max(most, answers["needed_bytes"])
         parts = [Bar(PARTS.get(name, name), n / most, format_bytes(n)) for name, n in answers["anatomy"].items()]
-        sections.append(Section("Memory of answers", [Facts([("answers", size), ("", needs)]), Bars(parts)]))
-    return [*sections, Section("Memory-saving options, cheapest first", knobs, label="options")]
+        sections.append(Section("Memory of generation", [Facts([("answers", size), ("", needs)]), Bars(parts)]))
+    return [*sections, Section("Memory-saving options, cheapest first", options, label="options")]
 
 
-def _parts(facts: Found) -> list[tuple[str, int]]:
-    """Parts of the needed memory by their names in PARTS, without those that round to 0."""
+def _parts(facts: CheckFacts) -> list[tuple[str, int]]:
+    """Return the parts of the required memory by their names in PARTS, without those that round to 0."""
     parts = [*facts["anatomy"].items(), *((name, facts[name]) for name in _BEYOND_TENSORS)]
     return [(name, size) for name, size in parts if format_bytes(size) != format_bytes(0)]
 
 
-def cluster_sections(facts: Found) -> list[Section]:
-    """Sections for `cluster` of check.json."""
+def cluster_sections(facts: CheckFacts) -> list[Section]:
+    """Return the sections for `cluster` in check.json."""
     first = facts["ranks"][0]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     members = [("", counted_processes(facts)), ("versions", versions)]
-    members += [(f"process {each['rank']}", _member(each)) for each in facts["ranks"]]
+    members += [(f"process {rank['rank']}", _member(rank)) for rank in facts["ranks"]]
     rates, before = [], ""
     for row in facts["collectives"]:
         algorithm, bus = (format_bytes(row[f"{kind}_bytes_per_second"]) for kind in ("algorithm", "bus"))
@@ -111,12 +111,16 @@ def cluster_sections(facts: Found) -> list[Section]:
     ]
 
 
-def quantization_sections(facts: Found) -> list[Section]:
-    """Sections for `quantization` of check.json."""
-    worst = max(each["error"] for each in facts["formats"]) or 1.0
+def quantization_sections(facts: CheckFacts) -> list[Section]:
+    """Return the sections for `quantization` in check.json."""
+    worst = max(number_format["error"] for number_format in facts["formats"]) or 1.0
     bars = [
-        Bar(f"{each['format']} ({each['bits_per_weight']:.2f} bits)", each["error"] / worst, f"{each['error']:.2%}")
-        for each in facts["formats"]
+        Bar(
+            f"{number_format['format']} ({number_format['bits_per_weight']:.2f} bits)",
+            number_format["error"] / worst,
+            f"{number_format['error']:.2%}",
+        )
+        for number_format in facts["formats"]
     ]
     layers = sorted(facts["layers"], key=lambda layer: -layer["largest_in_stds"])[:_MAX_LAYERS]
     outliers = [
@@ -127,55 +131,58 @@ def quantization_sections(facts: Found) -> list[Section]:
         )
         for at, layer in enumerate(layers)
     ]
-    of = f"{facts['weights']:,} weights in {len(facts['layers'])} linear layers, {facts['seconds']:.1f} s"
+    weights = f"{facts['weights']:,} weights in {len(facts['layers'])} linear layers, {facts['seconds']:.1f} s"
     title = "Quantization error by format"
     return [
-        Section(title, [Facts([("weights", of)]), Bars(bars)]),
+        Section(title, [Facts([("weights", weights)]), Bars(bars)]),
         Section("Layers with the largest outliers", [Facts(outliers)]),
     ]
 
 
-def models_sections(facts: Found) -> list[Section]:
-    """Sections for `models` of check.json: counts by task, then each kind that is not packed."""
-    words = {"packed": "packed", "padded": "padded", "own": "padded with own attention", "refused": "not trainable"}
+def models_sections(facts: CheckFacts) -> list[Section]:
+    """Return the sections for `models` in check.json: counts by task, then the types that are not packed."""
+    labels = {"packed": "packed", "padded": "padded", "own": "padded with own attention", "refused": "not trainable"}
     counts = [
-        (task, f"{', '.join(f'{each[tier]} {text}' for tier, text in words.items())}, of {many(each['total'], 'kind')}")
-        for task, each in facts["by_task"].items()
+        (
+            task,
+            f"{', '.join(f'{sums[tier]} {text}' for tier, text in labels.items())}, of {many(sums['total'], 'type')}",
+        )
+        for task, sums in facts["by_task"].items()
     ]
-    others = [each for each in facts["kinds"] if each["tier"] != "packed" or len(facts["kinds"]) == 1]
-    of_whole = {each["kind"]: f"its text part, {each['text_of']}: " for each in others if each["text_of"]}
+    others = [kind for kind in facts["kinds"] if kind["tier"] != "packed" or len(facts["kinds"]) == 1]
+    of_whole = {kind["kind"]: f"its text part, {kind['text_of']}: " for kind in others if kind["text_of"]}
     rows = [
-        (each["kind"], f"{each['task']}, {each['tier']}: {of_whole.get(each['kind'], '')}{each['reason']}".strip(": "))
-        for each in others
+        (kind["kind"], f"{kind['task']}, {kind['tier']}: {of_whole.get(kind['kind'], '')}{kind['reason']}".strip(": "))
+        for kind in others
     ]
-    of = f"Model kinds of transformers {facts['transformers']}"
+    heading = f"Model types of transformers {facts['transformers']}"
     title = "Not packed" if len(rows) != 1 else "This model"
-    return [Section(of, [Facts(counts)]), Section(title, [Facts(rows)])]
+    return [Section(heading, [Facts(counts)]), Section(title, [Facts(rows)])]
 
 
-def counted_processes(facts: Found) -> str:
-    """Processes, machines and backend of a cluster check."""
+def counted_processes(facts: CheckFacts) -> str:
+    """Return the number of processes and machines, and the backend, of a cluster check."""
     machines = many(facts["machines"], "machine")
     return f"{facts['processes']} processes on {machines}, {facts['backend']}"
 
 
-def _member(each: Found) -> str:
-    parts = [each["host"], f"{each['device']['name']}, {many(each['device']['cores'], 'core')}"]
-    if "matmul_flops" in each:
-        parts.append(f"{each['matmul_flops'] / 1e12:.3g} TFLOP/s")
-        parts.append(f"clock {each['clock_offset_seconds']:+.1f} s")
+def _member(rank: CheckFacts) -> str:
+    parts = [rank["host"], f"{rank['device']['name']}, {many(rank['device']['cores'], 'core')}"]
+    if "matmul_flops" in rank:
+        parts.append(f"{rank['matmul_flops'] / 1e12:.3g} TFLOP/s")
+        parts.append(f"clock {rank['clock_offset_seconds']:+.1f} s")
     return "; ".join(parts)
 
 
-def out_of_memory_problem(facts: Found) -> str:
-    """Problem of a run that does not fit: the needed memory by part, and the cheapest remedy."""
+def out_of_memory_problem(facts: CheckFacts) -> str:
+    """Return the problem of a run that does not fit: the required memory by part, and the cheapest fix."""
     parts = ", ".join(f"{PARTS.get(name, name)} {format_bytes(size)}" for name, size in _parts(facts))
     return f"it needs {_needed(facts)}: {parts}; peak: {facts['peak_where']}. {_way_in(facts)}"
 
 
-def _data_rows(facts: Found) -> Iterator[tuple[str, str]]:
+def _data_rows(facts: CheckFacts) -> Iterator[tuple[str, str]]:
     yield "", f"{facts['source']}, {facts['format']}"
-    for at, line in enumerate(facts["lines"]):  # those of a run
+    for at, line in enumerate(facts["lines"]):  # the lines that a run prints
         yield "" if at else "rows", line
     yield from _bad_rows("bad", facts["bad"])
     yield from _bad_rows("eval bad", facts["eval"]["bad"] if facts["eval"] else ())
@@ -183,16 +190,16 @@ def _data_rows(facts: Found) -> Iterator[tuple[str, str]]:
     yield "steps", _steps(facts)
 
 
-def _bad_rows(label: str, reasons: Sequence[Found]) -> Iterator[tuple[str, str]]:
-    """Each reason with its first place and the number of others."""
-    for at, each in enumerate(reasons[:_MAX_REASONS]):
-        others = f" and {many(each['rows'] - 1, 'more row')}" if each["rows"] > 1 else ""
-        yield "" if at else label, f"{each['first']}{others}: {each['reason']}"
+def _bad_rows(label: str, reasons: Sequence[CheckFacts]) -> Iterator[tuple[str, str]]:
+    """Yield each reason with its first row and the number of other rows."""
+    for at, reason in enumerate(reasons[:_MAX_REASONS]):
+        others = f" and {many(reason['rows'] - 1, 'more row')}" if reason["rows"] > 1 else ""
+        yield "" if at else label, f"{reason['first']}{others}: {reason['reason']}"
     if len(reasons) > _MAX_REASONS:
         yield "", f"and {len(reasons) - _MAX_REASONS} more reasons"
 
 
-def _packing(facts: Found) -> str:
+def _packing(facts: CheckFacts) -> str:
     if facts["fill"] is None:
         return "nothing to pack"
     least = f"lower bound {facts['lower_bound_bins']:,}"
@@ -201,7 +208,7 @@ def _packing(facts: Found) -> str:
     return f"{bins}; padded rows: {padded}" if facts["packing"] else f"off: padded rows, {padded}; on: {bins}"
 
 
-def _steps(facts: Found) -> str:
+def _steps(facts: CheckFacts) -> str:
     size = many(facts["units_per_step"], facts["unit_name"].removesuffix("s"))
     shared = f", shared by {facts['processes']} processes" if facts["processes"] > 1 else ""
     tokens = f"about {facts['tokens_per_step']:,.0f} tokens, {facts['trained_tokens_per_step']:,.0f} trained"
@@ -209,7 +216,7 @@ def _steps(facts: Found) -> str:
     return f"{facts['steps']:,} ({epochs}), {size} per step, {tokens}{shared}"
 
 
-def _verdict(facts: Found) -> Iterator[tuple[str, str]]:
+def _verdict(facts: CheckFacts) -> Iterator[tuple[str, str]]:
     yield "needs", f"{_needed(facts)}: {'fits' if facts['fits'] else 'does not fit'}"
     for text in facts["notes"]:
         yield "", text
@@ -225,16 +232,16 @@ def _verdict(facts: Found) -> Iterator[tuple[str, str]]:
     yield "took", f"{facts['seconds']:.1f} s, {traced} traced{'' if facts['exact'] else ', the rest extrapolated'}"
 
 
-def _needed(facts: Found) -> str:
+def _needed(facts: CheckFacts) -> str:
     return f"{format_bytes(facts['needed_bytes'])} of {format_bytes(facts['memory_bytes'])} on {facts['label']}"
 
 
-def _way_in(facts: Found) -> str:
-    if facts["together"]:  # which costs less than what is enough alone
+def _way_in(facts: CheckFacts) -> str:
+    if facts["together"]:  # costs less than a single setting that is enough
         return f"Set {facts['together']['override']}."
-    for knob in facts["knobs"]:
-        if knob["fits"]:
-            return f"Set {knob['override']}, which saves {format_bytes(knob['saves_bytes'])}."
+    for option in facts["knobs"]:
+        if option["fits"]:
+            return f"Set {option['override']}, which saves {format_bytes(option['saves_bytes'])}."
     return "No setting makes it fit: choose a smaller model or a larger GPU."
 
 
@@ -246,9 +253,9 @@ SECTIONS = {
     "models": models_sections,
     "ladder": planned_tables,
 }
-# of a page with several checks the first names it
-_SUBJECTS: dict[str, Callable[[Found], str]] = {
-    "data": lambda facts: " + ".join(PurePath(each).name for each in facts["source"].split(" + ")),
+# the first of these names a page with several checks
+_SUBJECTS: dict[str, Callable[[CheckFacts], str]] = {
+    "data": lambda facts: " + ".join(PurePath(source).name for source in facts["source"].split(" + ")),
     "memory": lambda facts: str(facts["subject"]),
     "quantization": lambda facts: str(facts["model"]),
     "ladder": lambda facts: str(facts["sweep"]),

@@ -1,4 +1,4 @@
-"""Pages that compare runs: several runs, the trials of a sweep, the rungs of a ladder (measured or planned)."""
+"""Pages that compare runs: several runs, trials of a sweep, rungs of a ladder (measured or estimated)."""
 
 import os
 import shlex
@@ -39,18 +39,18 @@ _RESULTS = (
     ("samples/s", "samples_per_second", format_count, max),
     ("peak memory", "peak_memory_bytes", format_bytes, min),
 )
-_MAX_CURVES = 6  # of the best trials
-# a sweep has the first status that any trial has
+_MAX_CURVES = 6  # for the best trials
+# the status of a sweep is the first one that any trial has
 _STATUSES = ("running", "stopped", "pending", "finished", "dry_run", "failed", "refused")
 _UNFINISHED = ("pending", "running", "stopped")
 _REPORT = "report.html"
 Trial = Mapping[str, Any]
 Rungs = Sequence[Mapping[str, Any]]  # of sweep.json
-RungColumns = Mapping[str, tuple[str, Callable[[Any], str]]]  # key of a rung: head and format
+RungColumns = Mapping[str, tuple[str, Callable[[Any], str]]]  # key of a rung: column header and format
 
 
 def comparison_page(folders: Sequence[Path]) -> Page:
-    """Compare the runs of several folders."""
+    """Return the page that compares the runs in several folders."""
     runs = [read_run(folder) for folder in folders]
     names = distinct_names(folders)
     named = list(zip(names, runs, strict=True))
@@ -72,7 +72,7 @@ def comparison_page(folders: Sequence[Path]) -> Page:
             Section("Settings that differ", [Table(["", *names], settings) if settings else equal]),
             Section(
                 "Differences in metrics, program and data",
-                [block for each in named[1:] for block in _origin(*each, *named[0])],
+                [block for other in named[1:] for block in _origin(*other, *named[0])],
             ),
             Section("Final answers to eval prompts", [answers] if answers else []),
         ],
@@ -80,7 +80,7 @@ def comparison_page(folders: Sequence[Path]) -> Page:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Paths of folders below their common parent."""
+    """Return the paths of folders relative to their common parent."""
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]
@@ -92,48 +92,49 @@ def _badge(status: str) -> Span:
 
 
 def _curves(runs: Sequence[tuple[str, SavedRun]]) -> list[Charts]:
-    """Charts of the runs with their legend; none if nothing was logged."""
+    """Return the charts of the runs with a legend; empty if nothing was logged."""
     charts = curves_of_several(runs)
     return [Charts(charts, [(name, at) for at, (name, _) in enumerate(runs)])] if charts else []
 
 
 def _results(runs: Sequence[SavedRun]) -> Iterator[Sequence[Inline]]:
-    """Rows of results, each with the best one marked. Equal rows are shown once.
+    """Yield rows of results with the best value marked; equal rows are shown once.
 
-    Scores of different held-out rows have no best one.
+    Scores on different eval sets have no best value.
     """
     shown = []
     for name, key, formatter, better in _RESULTS:
-        known = [finite_number(run.result.get(key)) for run in runs]
-        there = [each for each in known if each is not None]
-        if not there or known in shown:
+        values = [finite_number(run.result.get(key)) for run in runs]
+        numbers = [value for value in values if value is not None]
+        if not numbers or values in shown:
             continue
-        shown.append(known)
+        shown.append(values)
         rows = {section_of(run.manifest, "hashes").get("eval") for run in runs if run.result.get(key) is not None}
         unlike = len(rows) > 1 and key in _OF_HELD_OUT_ROWS
-        best = better(there) if better and len(set(there)) > 1 and not unlike else None
+        best = better(numbers) if better and len(set(numbers)) > 1 and not unlike else None
         cells = [
-            Span(format_or(each, formatter) or NO_VALUE, "best" if each is not None and each == best else "")
-            for each in known
+            Span(format_or(value, formatter) or NO_VALUE, "best" if value is not None and value == best else "")
+            for value in values
         ]
         yield [f"{name} (different eval sets)" if unlike else name, *cells]
 
 
 def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
-    """Every key that differs between runs."""
+    """Return the settings that differ between runs."""
     settings = [{key: format_value(value) for key, value in flat("", run.settings) if key} for run in runs]
-    keys = dict.fromkeys(key for each in settings for key in each if key not in _UNCOMPARED_KEYS)
+    keys = dict.fromkeys(key for run_settings in settings for key in run_settings if key not in _UNCOMPARED_KEYS)
     return [
-        (key, *(each.get(key, NO_VALUE) for each in settings))
+        (key, *(run_settings.get(key, NO_VALUE) for run_settings in settings))
         for key in keys
-        if len({each.get(key) for each in settings}) > 1
+        if len({run_settings.get(key) for run_settings in settings}) > 1
     ]
 
 
 def _origin(name: str, run: SavedRun, first_name: str, first: SavedRun) -> Iterator[Block]:
-    """Differences between a run and the first."""
+    """Yield the differences between a run and the first one."""
     then, now = first.manifest, run.manifest
-    rows = [(each.name, each.then, each.now) for each in (*compare_programs(then, now), *compare_content(then, now))]
+    differences = (*compare_programs(then, now), *compare_content(then, now))
+    rows = [(difference.name, difference.then, difference.now) for difference in differences]
     yield Paragraph(f"{name} compared with {first_name}", "heading")
     yield Paragraph(compare_lines(first.lines, run.lines).summary(), "lines")
     equal = Paragraph("Same versions, commit, hardware, data, tokenizer and base model.")
@@ -141,9 +142,9 @@ def _origin(name: str, run: SavedRun, first_name: str, first: SavedRun) -> Itera
 
 
 def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> Page:
-    """The page for sweep.json in a folder. Links to the pages of trials are relative to `target`."""
+    """Return the page for sweep.json in a folder, with links to trial pages relative to `target`."""
     trials, name, ladder = content["trials"], folder.resolve().name, content.get("ladder")
-    ranked = trials if ladder else sorted(trials, key=_rank)  # rungs are compared in their order
+    ranked = trials if ladder else sorted(trials, key=_rank)  # rungs stay in their order
     keys = [] if ladder else list(dict.fromkeys(key for trial in trials for key in trial["values"]))
     statuses = {trial["status"] for trial in trials}
     places = ((_name(trial), _folder(folder, trial)) for trial in ranked)
@@ -162,10 +163,10 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> Page:
     return Page(
         title=f"sweep {name}",
         heading=name,
-        badges=[status_badge(next((each for each in _STATUSES if each in statuses), "pending"))],
+        badges=[status_badge(next((status for status in _STATUSES if status in statuses), "pending"))],
         about=[Paragraph(str(folder), "soft small")],
         notes=list(_notes(trials)),
-        tiles=list(_tiles(ranked, objective))[1 if ladder else 0 :],  # no rung is the best
+        tiles=list(_tiles(ranked, objective))[1 if ladder else 0 :],  # a ladder has no best rung
         sections=[
             Section("Best trial", _best(content, folder, objective)),
             *(measured_tables(ladder) if ladder else ()),
@@ -190,7 +191,7 @@ def _name(trial: Trial) -> str:
 
 
 def _folder(folder: Path, trial: Trial) -> Path:
-    """The folder of a trial, inside that of the sweep, which may have been moved."""
+    """Return the folder of a trial inside the sweep folder, which may have been moved."""
     return folder / Path(trial["folder"]).name
 
 
@@ -198,32 +199,32 @@ def _notes(trials: Sequence[Trial]) -> Iterator[tuple[str, str]]:
     counts = Counter(trial["status"] for trial in trials)
     if counts["failed"]:
         yield "bad", f"{counts['failed']} of {len(trials)} trials failed; errors below."
-    left = sum(counts[each] for each in _UNFINISHED)
+    left = sum(counts[status] for status in _UNFINISHED)
     if left:
         yield "busy", f"{left} of {len(trials)} trials are unfinished; the ranking may change."
 
 
 def _objective(runs: Sequence[SavedRun]) -> str:
-    """What the trials are ranked by."""
-    known = [run.result for run in runs if run.result.get("objective") is not None]
-    if not known:
+    """Return the name of the objective that ranks the trials."""
+    results = [run.result for run in runs if run.result.get("objective") is not None]
+    if not results:
         return "objective"
-    name = known[0].get("objective_is", "eval_loss")
-    if name is None or known[0].get("eval_loss") is None:
+    name = results[0].get("objective_is", "eval_loss")
+    if name is None or results[0].get("eval_loss") is None:
         return "training loss"
     return "eval loss" if name == "eval_loss" else METRICS[name].label
 
 
 def _tiles(ranked: Sequence[Trial], objective: str) -> Iterator[tuple[str, str | None]]:
-    known = [trial["objective"] for trial in ranked if trial["objective"] is not None]
+    objectives = [trial["objective"] for trial in ranked if trial["objective"] is not None]
     done = sum(trial["status"] == "finished" for trial in ranked)
-    yield f"best {objective} ({_better(ranked)} is better)", format_number(known[0]) if known else None
+    yield f"best {objective} ({_better(ranked)} is better)", format_number(objectives[0]) if objectives else None
     yield f"finished of {len(ranked)} trials", str(done)
     yield "total time", format_duration(sum(trial["seconds"] for trial in ranked))
 
 
 def _better(trials: Sequence[Trial]) -> str:
-    name = next((each.get("objective_is") for each in trials if each["objective"] is not None), None)
+    name = next((trial.get("objective_is") for trial in trials if trial["objective"] is not None), None)
     return "lower" if name is None else METRICS[name].better
 
 
@@ -236,10 +237,10 @@ def _best(content: Mapping[str, Any], folder: Path, objective: str) -> list[Code
 
 
 def _chart(key: str, trials: Sequence[Trial], objective: str) -> DotChart | None:
-    """The objective by the numbers of a swept key; None for texts, which the ranking shows."""
-    known = [trial for trial in trials if trial["objective"] is not None and key in trial["values"]]
-    found = [(trial["values"][key], trial) for trial in known]
-    if not all(type(value) in (int, float) for value, _ in found) or len({value for value, _ in found}) < 2:
+    """Return a chart of the objective by a swept key; None for text values, which the leaderboard shows."""
+    scored = [trial for trial in trials if trial["objective"] is not None and key in trial["values"]]
+    points = [(trial["values"][key], trial) for trial in scored]
+    if not all(type(value) in (int, float) for value, _ in points) or len({value for value, _ in points}) < 2:
         return None
     dots = [
         (
@@ -247,9 +248,9 @@ def _chart(key: str, trials: Sequence[Trial], objective: str) -> DotChart | None
             trial["objective"],
             f"trial {trial['number']}: {value}\n{objective} {format_number(trial['objective'])}",
         )
-        for value, trial in found
+        for value, trial in points
     ]
-    better = _better(known)
+    better = _better(scored)
     quantity = Quantity(f"{objective.capitalize()} by {key}", f"{better} is better", may_log=True)
     return DotChart(quantity, key, dots, min if better == "lower" else max)
 
@@ -301,12 +302,12 @@ _MEASURED: RungColumns = {
 
 
 def measured_tables(ladder: Mapping[str, Any]) -> list[Section]:
-    """The tables for `ladder` of sweep.json."""
+    """Return the tables for `ladder` in sweep.json."""
     return [_table("Measured", _MEASURED, ladder["rungs"]), *_claimed_tables(ladder["source"], ladder["rungs"])]
 
 
 def planned_tables(facts: Mapping[str, Any]) -> list[Section]:
-    """The tables for `ladder` of check.json: parts, each where it is largest, the peak, and the source's figures."""
+    """Return the tables for `ladder` in check.json: maximum of each part, peak, and figures of the source."""
     columns = {key: (PARTS.get(key, key), _megabytes) for key in (*PARTS, "tensors", "needs")}
     planned = _table(
         f"Estimated on {facts['label']}: maximum of each part, tensors at the peak",
@@ -317,7 +318,7 @@ def planned_tables(facts: Mapping[str, Any]) -> list[Section]:
 
 
 def _claimed_tables(source: str, rungs: Rungs) -> list[Section]:
-    """The figures that the source claims, of other hardware; nothing where it has none."""
+    """Return a table of the figures claimed by the source, on other hardware; empty if there are none."""
     claimed = [{"name": rung["name"], **rung["claimed"]} for rung in rungs]
     columns = {key: (key, lambda figure: f"{figure}") for rung in claimed for key in rung}
     title = f"Claimed by the source: {source}"
@@ -325,8 +326,8 @@ def _claimed_tables(source: str, rungs: Rungs) -> list[Section]:
 
 
 def _table(title: str, columns: RungColumns, rungs: Rungs) -> Section:
-    """A row for each rung; a column that no rung has a value for is left out."""
-    shown = {key: each for key, each in columns.items() if any(rung.get(key) is not None for rung in rungs)}
+    """Return a table with a row per rung, without empty columns."""
+    shown = {key: column for key, column in columns.items() if any(rung.get(key) is not None for rung in rungs)}
     rows = [
         [NO_VALUE if rung.get(key) is None else text(rung[key]) for key, (_, text) in shown.items()] for rung in rungs
     ]
@@ -334,7 +335,7 @@ def _table(title: str, columns: RungColumns, rungs: Rungs) -> Section:
     notes += [f"{rung['name']}: split after out-of-memory, so it has no ratio" for rung in rungs if rung.get("splits")]
     first: Mapping[str, float] = next((rung["clocks"] for rung in rungs if "clocks" in rung), {})
     for rung in rungs:
-        if (own := rung.get("clocks", first)) != first:
-            limits = ", ".join(f"{name} {first.get(name)} -> {own.get(name)}" for name in {**first, **own})
+        if (clocks := rung.get("clocks", first)) != first:
+            limits = ", ".join(f"{name} {first.get(name)} -> {clocks.get(name)}" for name in {**first, **clocks})
             notes.append(f"{rung['name']}: GPU limits differ from the first rung: {limits}")
     return Section(title, [Table([head for head, _ in shown.values()], rows, notes=notes)])

@@ -1,4 +1,4 @@
-"""Model card of a finished run, in the Markdown of hubs: what the model is, how to load it, how it was made."""
+"""Model card of a finished run for model hubs: description, code that loads the model, settings, data and metrics."""
 
 import json
 import re
@@ -29,36 +29,36 @@ _SETTINGS = {
 }
 _OF_SPLIT = ("source", "rows_read", "samples", "tokens", "trained_tokens", "dropped", "truncated", "bad_rows")
 _PIPELINES = {task.auto_class: task.pipeline for task in TASKS.values()}
-# the folders of a path that begins at the root, at home or in the current folder
+# folders of a path that starts at the root, the home folder or the current folder
 _FOLDERS = re.compile(r"(?<![^=,\[{:'\"\s(])(?:~|\.\.?)?/(?!/)(?:[^,\[\]{}'\"=]*/)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """How to load the model that lies beside the card."""
+    """Facts needed to load the model in the folder of the card."""
 
     auto_class: str
-    adapter: Mapping[str, Any] | None = None  # content of adapter_config.json; None: a whole model
-    dtype: str  # of the base
-    base_place: str | None = None  # of a base with random weights, from the folder of the card
+    adapter: Mapping[str, Any] | None = None  # content of adapter_config.json; None for a full model
+    dtype: str  # base dtype
+    base_place: str | None = None  # path of a base with random weights, relative to the card
     quantization: str = "none"
-    bitsandbytes: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig that quantize alike
-    made_of: str = ""  # a sentence on what was put together
-    quantized: str = ""  # a sentence on how far the quantized model is from the one before
-    commands: str = ""  # that load it, where no code of Python does
-    own_classes: bool = False  # the adapter brings a config.json that names the classes
+    bitsandbytes: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig for the same quantization
+    made_of: str = ""  # sentence on the merged parts
+    quantized: str = ""  # sentence on the difference to the model before quantization
+    commands: str = ""  # commands that load the model, if no Python code does
+    own_classes: bool = False  # the adapter has a config.json with the class names
     needs_transformers_5: bool = False
-    rows: int | None = None  # of the embedding, where the adapter needs more than its base has
+    rows: int | None = None  # embedding rows, if the adapter needs more than its base has
 
     @property
     def is_adapter(self) -> bool:
         return self.adapter is not None
 
     def code(self, model: Mapping[str, Any]) -> str:
-        """Python code that loads it, to run in the folder of the card."""
+        """Return Python code that loads the model from the folder of the card."""
         auto = ["AutoTokenizer", self.auto_class, *(["BitsAndBytesConfig"] if self.bitsandbytes else [])]
         auto += ["AutoConfig"] if self.own_classes else []
-        lines = [f"from transformers import {', '.join(sorted(auto))}", "", 'here = "."  # the folder of this file']
+        lines = [f"from transformers import {', '.join(sorted(auto))}", "", 'here = "."  # folder of this file']
         if self.is_adapter:
             lines = ["from peft import PeftModel", *lines, *self._base_lines(model)]
             lines.append("model = PeftModel.from_pretrained(base, here)")
@@ -71,7 +71,7 @@ class Loading:
         if self.base_place is not None:
             place = f'f"{{here}}/{self.base_place}"'
         elif not _is_hub_id(model):
-            yield f"base_folder = {place}  # wherever this model lies"
+            yield f"base_folder = {place}  # path of this model"
             place = "base_folder"
         options = f"dtype={json.dumps(self.dtype)}"
         if self.bitsandbytes is not None:
@@ -87,53 +87,53 @@ class Loading:
 
 
 def model_card(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapping[str, Any], loading: Loading) -> str:
-    """The card of a run as Markdown with metadata in front, from its settings and files; secrets are masked."""
+    """Return the card of a run as Markdown with YAML metadata; secrets are masked."""
     return safe_text(f"{_front(run, loading)}\n\n{as_markdown(card_page(run, manifest, result, loading))}")
 
 
 def card_page(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapping[str, Any], loading: Loading) -> Page:
-    """The card without its metadata."""
+    """Return the card without metadata."""
     model = run["model"]
     subject = f"{name_of(run['adapter'])} adapter" if loading.is_adapter else "Model"
     base = "random weights" if model["weights"] == "random" else _base_name(model)
     code = Code(loading.commands) if loading.commands else Code(loading.code(model), "python")
     settings = Table(("setting", "value"), list(_settings(run)))
-    metrics = Table(("metric", "value", "95 % interval", "before training"), list(_metrics(result)))
-    of_held_out = Paragraph("From eval_loss on: of the held-out rows, by this model.")
+    metrics = Table(("metric", "value", "95% interval", "before training"), list(_metrics(result)))
+    note = Paragraph("eval_loss and the metrics below it are measured on the eval set with this model.")
     return Page(
-        heading=f"{subject}, tuned from {base}",
+        heading=f"{subject}, fine-tuned from {base}",
         about=[Paragraph(f"Task: {run['task']['kind']}. Base: {base}.")],
         sections=[
-            Section("Loading it", [code, *_serving(run, loading)]),
-            Section("Recipe", [settings, Code(_command(manifest), intro="The command:")]),
-            Section("Data", [Table(("", "train", "held out"), list(_data(manifest)))]),
-            Section("Metrics", [metrics, *([of_held_out] if result.get("final_metrics") else [])]),
+            Section("How to load", [code, *_serving(run, loading)]),
+            Section("Training", [settings, Code(_command(manifest), intro="Command:")]),
+            Section("Data", [Table(("", "train", "eval"), list(_data(manifest)))]),
+            Section("Metrics", [metrics, *([note] if result.get("final_metrics") else [])]),
             Section("License", [Paragraph(_license(model.get("licence_page")))]),
-            Section("Made with", [Facts(list(_origin(manifest, result)))]),
+            Section("Environment", [Facts(list(_origin(manifest, result)))]),
         ],
     )
 
 
 def _license(address: str | None) -> list[Inline]:
-    """A sentence, with a link if the address can be one."""
+    """Return the license note, with a link if the address is a valid URL."""
     is_link = address and address.startswith(("https://", "http://")) and not set(address) & set("<> \n\t")
     where: list[Inline] = [": ", Span(address, link=address if is_link else None)] if address else []
-    return ["That of the base holds for what was made of it", *where, ". So may that of the data."]
+    return ["The license of the base model applies", *where, ". The license of the training data may apply too."]
 
 
 def _front(run: Mapping[str, Any], loading: Loading) -> str:
-    """YAML metadata for hubs; JSON strings are YAML."""
+    """Return the YAML metadata for hubs; JSON strings are valid YAML."""
     model = run["model"]
-    license = {"license": "other", "license_name": "that-of-the-base", "license_link": model.get("licence_page")}
+    license = {"license": "other", "license_name": "base-model-license", "license_link": model.get("licence_page")}
     library = "peft" if loading.is_adapter else "transformers"
-    named = {
+    metadata = {
         "library_name": "llama.cpp" if loading.commands else library,
         "pipeline_tag": _PIPELINES.get(loading.auto_class),
         **({"base_model": model["path"]} if _is_hub_id(model) else {}),
         **({"base_model_relation": "adapter" if loading.is_adapter else "finetune"} if _is_hub_id(model) else {}),
         **(license if model.get("licence_page") else {}),
     }
-    return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in named.items() if value), "---"])
+    return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items() if value), "---"])
 
 
 def _is_hub_id(model: Mapping[str, Any]) -> bool:
@@ -143,7 +143,7 @@ def _is_hub_id(model: Mapping[str, Any]) -> bool:
 
 
 def _base_name(model: Mapping[str, Any]) -> str:
-    """The base without folders of this machine."""
+    """Return the name of the base model without local folders."""
     path = str(model["path"])
     return path if _is_hub_id(model) else PurePath(path).name
 
@@ -156,22 +156,22 @@ def _serving(run: Mapping[str, Any], loading: Loading) -> Iterator[Block]:
     if loading.quantized:
         yield Paragraph(loading.quantized)
     elif loading.bitsandbytes is not None:
-        learned = (
-            "The adapter has learnt to make up for the rounding of its base to "
-            f"{QUANTIZATION_KINDS[loading.quantization].rounds_to}: on a base that is not quantized so, its answers "
-            "are others. For programs that load such a base, "
+        warning = (
+            "The adapter was trained on a base quantized to "
+            f"{QUANTIZATION_KINDS[loading.quantization].rounds_to} and compensates for the quantization error: on "
+            "another base, answers differ. For programs that load another base, "
         )
-        yield Paragraph((learned, *export))
+        yield Paragraph((warning, *export))
     elif loading.auto_class == "AutoModelForCausalLM" and loading.adapter is not None and refused:
-        yield Paragraph((f"vLLM {' and '.join(refused)}. For programs like it, ", *export))
+        yield Paragraph((f"vLLM {' and '.join(refused)}. For such programs, ", *export))
     elif loading.auto_class == "AutoModelForCausalLM":
         base = loading.base_place or (_base_name(run["model"]) if _is_hub_id(run["model"]) else "BASE_FOLDER")
         command = "vllm serve ."
         if loading.adapter is not None:
             command = f"vllm serve {shlex.quote(base)} {options_of_vllm(loading.adapter)} --lora-modules tuned=."
-        yield Code(command, intro="In vLLM:")
+        yield Code(command, intro="Serve with vLLM:")
     if loading.needs_transformers_5:
-        yield Paragraph("Needs transformers 5: earlier versions have other names for the rope of this kind of model.")
+        yield Paragraph("Requires transformers 5: earlier versions use other RoPE names for this model type.")
 
 
 def _settings(run: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -185,7 +185,7 @@ def _settings(run: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _command(manifest: Mapping[str, Any]) -> str:
-    """The words of the first start, as they would be typed elsewhere."""
+    """Return the command of the first start, without local folders."""
     starts: list[dict[str, Any]] = manifest.get("starts", [])
     words = [_without_folders(word) for start in starts[:1] for word in start["command_line"][1:] if "=" in word]
     return " ".join(["finetune train", *map(shlex.quote, words)])
@@ -193,25 +193,25 @@ def _command(manifest: Mapping[str, Any]) -> str:
 
 def _data(manifest: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     data = manifest.get("counts", {}).get("data", {})
-    train, held = data.get("train") or {}, data.get("eval") or {}
+    train, held_out = data.get("train") or {}, data.get("eval") or {}
     for key in _OF_SPLIT:
-        if train.get(key) or held.get(key):
-            yield key.replace("_", " "), *(_without_folders(_text(each.get(key, ""))) for each in (train, held))
+        if train.get(key) or held_out.get(key):
+            yield key.replace("_", " "), *(_without_folders(_text(split.get(key, ""))) for split in (train, held_out))
 
 
 def _without_folders(text: str) -> str:
-    """Text without the folders of this machine; several sources are joined by a plus."""
-    return " + ".join(_FOLDERS.sub("", each) for each in text.split(" + "))
+    """Return text without local folders; several sources are joined by a plus."""
+    return " + ".join(_FOLDERS.sub("", source) for source in text.split(" + "))
 
 
 def _metrics(result: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for key in ("steps", "train_loss_first", "train_loss_last"):
         if result.get(key) is not None:
             yield key, _text(result[key]), "", ""
-    found: Mapping[str, float] = result.get("final_metrics") or {}
+    final: Mapping[str, float] = result.get("final_metrics") or {}
     start: Mapping[str, float] = result.get("start_metrics") or {}
-    for key, value in found.items():
-        margin = found.get(f"{key}_margin")
+    for key, value in final.items():
+        margin = final.get(f"{key}_margin")
         if not key.endswith("_margin"):
             yield key, _text(value), "" if margin is None else f"± {_text(margin)}", _text(start.get(key, ""))
 

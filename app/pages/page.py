@@ -1,7 +1,7 @@
-"""A page as a value: sections of blocks (facts, tables, bars, charts, commands), as HTML, terminal text or Markdown.
+"""Pages: sections of blocks (facts, tables, bars, charts, commands), rendered as HTML, terminal text or Markdown.
 
-A kind of block is a class with its rows for a terminal, and a macro of the same name in templates/macros.html.j2. In
-Markdown it is those rows, or what its method `markdown` returns.
+A block is a class with rows for a terminal, and a macro of the same name in templates/macros.html.j2. Its Markdown is
+these rows, or the result of its method `markdown`.
 """
 
 import re
@@ -26,9 +26,9 @@ from app.tracking.console import SafeStream, print_table, rich_terminal
 from app.tracking.formatting import align, align_columns
 
 GENERATOR = "app.report"  # marks pages that app.report may overwrite
-# of files that are not as runs write them
+# errors from damaged files
 PAGE_FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError)
-_MAX_TEXT_CHARACTERS = 20_000  # of a prompt or an answer
+_MAX_TEXT_CHARACTERS = 20_000  # of a prompt or answer
 _MAX_OPEN_CHARACTERS, _MAX_OPEN_LINES = 400, 6  # of a text that is not folded
 _MIN_LABEL_CHARACTERS = 8
 _MAX_BAR_CHARACTERS = 32
@@ -37,7 +37,7 @@ _MARKDOWN_SIGNS = re.compile(r"[\\`*\[\]|#]|(?<!\w)_|_(?!\w)")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a text or table: `code`, `best`, a link, or of other CSS classes, such as `badge good`."""
+    """Part of a text or table cell: `code`, `best`, a link, or other CSS classes such as `badge good`."""
 
     text: str
     kind: str = ""
@@ -48,29 +48,29 @@ class Span:
 
 
 Inline = str | Span | None
-Badge = tuple[str, str]  # text, and its tone: good, bad, warn, busy
-Rows = Iterable[tuple[str, Sequence[tuple[str, str]]]]  # label, and texts with their styles in rich
+Badge = tuple[str, str]  # text and tone: good, bad, warn, busy
+Rows = Iterable[tuple[str, Sequence[tuple[str, str]]]]  # label, texts and their styles in rich
 
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What text is drawn with; by default as in a file."""
+    """Width, bar character and color support of a terminal; the defaults are those of a file."""
 
     width: int = 80
     ink: str = "#"
     has_color: bool = False
 
     def marked(self, text: str) -> tuple[str, str]:
-        """Mark by color, or by brackets where there is none."""
+        """Return the text with a style that highlights it: color, or brackets without color."""
         return (text, "black on green") if self.has_color else (f"[[{text}]]", "bold")
 
 
 class Block(ABC):
-    """A part of a section. As HTML it is what the macro with the name of its class makes of it."""
+    """Part of a section, rendered as HTML by the macro with the name of its class."""
 
     @abstractmethod
     def rows(self, screen: Screen, /) -> Rows:
-        """Rows for a terminal."""
+        """Return the rows for a terminal."""
 
     def markdown(self) -> str:
         return Code(as_text(Section("", [self]))).markdown()
@@ -78,7 +78,7 @@ class Block(ABC):
 
 @dataclass(frozen=True)
 class Paragraph(Block):
-    """A text. `tone` is `heading`, or CSS classes."""
+    """Text; `tone` is `heading` or CSS classes."""
 
     text: str | Sequence[Inline]
     tone: str = ""
@@ -96,7 +96,7 @@ class Paragraph(Block):
 
 @dataclass(frozen=True)
 class Facts(Block):
-    """Names and values; a row without a value is left out, and one without a name continues the row before."""
+    """Names and values; rows without a value are omitted, rows without a name continue the row before."""
 
     facts: Sequence[tuple[str, str | None]]
 
@@ -109,7 +109,7 @@ class Facts(Block):
 
 @dataclass(frozen=True)
 class Table(Block):
-    """A table; cells of the columns `numbers` stand to the right, `notes` stand below."""
+    """Table; the columns `numbers` are right-aligned, `notes` are below."""
 
     head: Sequence[str]
     cells: Sequence[Sequence[Inline]]
@@ -128,18 +128,18 @@ class Table(Block):
 
 @dataclass(frozen=True)
 class Bars(Block):
-    """Bars below each other, next to other blocks. Those of `counts` have their labels to the right."""
+    """Bar chart next to other blocks; with `counts`, labels are right-aligned."""
 
     bars: Sequence[Bar]
     title: str = ""
     counts: bool = False
-    beside: Sequence[Block] = ()
+    neighbors: Sequence[Block] = ()
 
     def rows(self, screen: Screen) -> Rows:
         labels, texts = ([getattr(bar, name) for bar in self.bars] for name in ("label", "text"))
-        width, numbers = (max(map(len, each), default=0) for each in (labels, texts))
+        width, numbers = (max(map(len, column), default=0) for column in (labels, texts))
         longest = max(1, min(_MAX_BAR_CHARACTERS, screen.width - width - numbers - 14))
-        yield from chain.from_iterable(block.rows(screen) for block in self.beside)
+        yield from chain.from_iterable(block.rows(screen) for block in self.neighbors)
         for bar in self.bars:
             drawn = screen.ink * (max(1, round(longest * bar.share)) if bar.share else 0)
             before = f"{bar.label:>{width}} " if self.counts else f"{bar.label:<{width}} {bar.text:>8} "
@@ -149,7 +149,7 @@ class Bars(Block):
 
 @dataclass(frozen=True)
 class Charts(Block):
-    """Charts next to each other. `legend` has the names and colors of lines that all of them share."""
+    """Charts next to each other; `legend` has the names and colors of the lines in all of them."""
 
     charts: Sequence[Chart]
     legend: Sequence[tuple[str, int]] = ()
@@ -160,7 +160,7 @@ class Charts(Block):
 
 @dataclass(frozen=True)
 class Code(Block):
-    """Text to copy, after an introduction and before a reason. `kind` is `command`, a language, or empty."""
+    """Text to copy, with an introduction before and a reason after it; `kind` is `command`, a language, or empty."""
 
     text: str
     kind: str = "command"
@@ -172,32 +172,32 @@ class Code(Block):
         yield "", [(intro, ""), (self.text, "bold cyan"), (why, "")]
 
     def markdown(self) -> str:
-        fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", self.text)), 3)  # longer than any inside
+        fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", self.text)), 3)  # longer than any fence inside
         fenced = f"{fence}{self.kind.removeprefix('command')}\n{self.text}\n{fence}"
         return "\n\n".join(filter(None, (_escaped(self.intro), fenced, _escaped(self.why))))
 
 
 @dataclass(frozen=True)
 class TrainingSamples(Block):
-    """Training rows by place, as texts, whether they are trained, and their weight as text; `marked`: those trained."""
+    """Training rows by place: pieces of text, whether in the loss, and weight; `marked` names the highlighted ones."""
 
     samples: Sequence[tuple[str, Sequence[tuple[str, bool, str]]]]
     marked: str
     title: str = ""
 
     def rows(self, screen: Screen) -> Rows:
-        yield "", [("the first, ", ""), screen.marked(self.marked)]
+        yield "", [("highlighted: ", ""), screen.marked(self.marked)]
         for place, pieces in self.samples:
             yield "", [(place, "dim")]
             shown = (
-                (screen.marked(text) if trained else (text, ""), (weight, "dim")) for text, trained, weight in pieces
+                (screen.marked(text) if in_loss else (text, ""), (weight, "dim")) for text, in_loss, weight in pieces
             )
             yield "", [*chain.from_iterable(shown)]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer; `right` is None if it is not judged."""
+    """Answer; `right` is None if it is not scored."""
 
     label: str
     text: str
@@ -206,7 +206,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerTable(Block):
-    """Prompts, each with the expected and the given answers; `more` prompts are left out."""
+    """Prompts with the expected and generated answers; `more` is the number of omitted prompts."""
 
     prompts: Sequence[tuple[str, Sequence[Answer]]]
     summary: str
@@ -216,7 +216,7 @@ class AnswerTable(Block):
         yield "", [(self.summary, "")]
         for prompt, answers in self.prompts:
             yield "prompt", [(prompt, "")]
-            yield from ((each.label, [(each.text, "green" if each.right else "")]) for each in answers)
+            yield from ((answer.label, [(answer.text, "green" if answer.right else "")]) for answer in answers)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Fold(Block):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks below a title; one without blocks is not shown. `label` names its first row in `show`, without title."""
+    """Title and blocks; not shown without blocks. `label` names the first row in `show`, which prints no title."""
 
     title: str
     blocks: Sequence[Block]
@@ -245,7 +245,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page; `title` is that of its window, and `notes` have a tone and a text."""
+    """Page; `title` is the window title, `notes` have a tone and a text."""
 
     heading: str
     sections: Sequence[Section]
@@ -257,25 +257,25 @@ class Page:
 
 
 def as_html(page: Page) -> str:
-    """The page as a file that needs nothing else: values are escaped, and it has no script."""
-    made = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    """Return the page as self-contained HTML with escaped values and no scripts."""
+    created = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     template = environment().get_template("page.html.j2")
-    return template.render(page=page, generator=GENERATOR, made=made, version=app.__version__)
+    return template.render(page=page, generator=GENERATOR, created=created, version=app.__version__)
 
 
 def write_page(target: Path, make: Callable[[], Page]) -> str:
-    """Write a page at the end of a run or sweep, which must not fail by it; returns the message about it."""
+    """Write a page at the end of a run or sweep, and return a message; errors do not fail the run."""
     try:
         write_text(target, as_html(make()))
-    except Exception as fault:  # noqa: BLE001  a fault of a page must not fail the run that it reports
+    except Exception as fault:  # noqa: BLE001  a page error must not fail the run
         return f"report  could not be written ({type(fault).__name__}: {fault}); all other files are complete"
     return f"report  {target}"
 
 
 @cache
 def environment() -> Environment:
-    """The templates of this package with their filters."""
-    made = Environment(
+    """Return the templates of this package with their filters."""
+    templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -283,8 +283,8 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(percent=percent, shortened=_shortened, is_long=_is_long, draw=_draw)
-    return made
+    templates.filters.update(percent=percent, shortened=_shortened, is_long=_is_long, draw=_draw)
+    return templates
 
 
 def _draw(block: Block) -> Any:
@@ -292,14 +292,14 @@ def _draw(block: Block) -> Any:
 
 
 def _finalize(value: Any) -> Any:
-    """Text of a value before it is escaped: without control characters, empty for None."""
+    """Return a value without control characters, before it is escaped; empty for None."""
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return printable(value)
     return "" if value is None else value
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a long text, with the number of characters left out."""
+    """Return the beginning of a long text and the number of omitted characters."""
     if len(text) <= _MAX_TEXT_CHARACTERS:
         return text
     return f"{text[:_MAX_TEXT_CHARACTERS]} … ({len(text) - _MAX_TEXT_CHARACTERS:,} more characters)"
@@ -329,9 +329,9 @@ def show(sections: Iterable[Section], stream: TextIO | None = None) -> None:
 
 
 def as_text(*sections: Section) -> str:
-    """Sections with their titles as lines of plain text."""
+    """Return sections with their titles as plain text."""
     texts = []
-    for section in filter(lambda each: each.blocks, sections):
+    for section in filter(lambda section: section.blocks, sections):
         rows = [(label, "".join(text for text, _ in parts)) for label, parts in section.rows(Screen())]
         width = _MIN_LABEL_CHARACTERS if any(label for label, _ in rows) else 0
         texts.append("\n".join(filter(None, (section.title, align(rows, width, gap=1)))))
@@ -339,7 +339,7 @@ def as_text(*sections: Section) -> str:
 
 
 def as_markdown(page: Page) -> str:
-    """The page as Markdown, which is escaped in values."""
+    """Return the page as Markdown with escaped values."""
     notes, tiles = (Paragraph(text) for _, text in page.notes), [Facts(page.tiles)] if page.tiles else []
     texts = [f"# {_escaped(page.heading)}", *(block.markdown() for block in (*page.about, *notes, *tiles))]
     for section in page.sections:
@@ -349,7 +349,7 @@ def as_markdown(page: Page) -> str:
 
 
 def _escaped(cell: Inline) -> str:
-    """Text with Markdown and HTML escaped; an underscore inside a word is none of Markdown's signs."""
+    """Return text with Markdown and HTML escaped; underscores inside words are not Markdown."""
     if isinstance(cell, Span) and cell.link:
         return f"<{cell.link}>" if cell.text == cell.link else f"[{_escaped(cell.text)}]({cell.link})"
     if isinstance(cell, Span) and cell.kind == "code":

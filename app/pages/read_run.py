@@ -1,6 +1,6 @@
-"""Reader of the folders of runs and sweeps, in which any file may be absent, as after a kill.
+"""Read the folders of runs and sweeps, in which any file may be missing, for example after a kill.
 
-Links are passed over like absent files: pages are sent on, and a link in a received folder may lead to a private file.
+Links are treated as missing files: a link in a received folder may point to a private file, and pages are shared.
 """
 
 import re
@@ -25,7 +25,7 @@ _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d)  ", re.MULT
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """Files of a run. `remarks` are about files that could not be read."""
+    """Content of the files of a run; `remarks` are about unreadable files."""
 
     folder: Path
     status: str
@@ -36,8 +36,8 @@ class SavedRun:
     lines: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     preview: Mapping[str, Any]
-    scores: list[dict[str, Any]]  # of finetune evaluate, the run's own first
-    message_times: list[datetime]  # of log.txt
+    scores: list[dict[str, Any]]  # of finetune evaluate, evaluate.json first
+    message_times: list[datetime]  # in log.txt
     remarks: list[str]
 
     @property
@@ -46,67 +46,67 @@ class SavedRun:
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
-        """The starts of the run in their order."""
+        """Starts of the run, in order."""
         starts: list[Mapping[str, Any]] = self.manifest.get("starts", [])
         return starts
 
     @property
     def memory_owner(self) -> str:
-        """Whose memory peak_memory_bytes is."""
+        """Owner of the memory in peak_memory_bytes: process or GPU."""
         return "process" if section_of(self.manifest, "choices").get("device") == "cpu" else "GPU"
 
     def seconds(self) -> float | None:
-        """Total time from each start to the last message before the next one."""
-        begun = [datetime.fromisoformat(each["time"]) for each in self.starts]
-        if not begun:
+        """Return the total time from each start to the last message before the next start."""
+        starts = [datetime.fromisoformat(entry["time"]) for entry in self.starts]
+        if not starts:
             return None
         total = 0.0
-        for start, after in zip(begun, [*begun[1:], datetime.max.replace(tzinfo=UTC)], strict=True):
+        for start, after in zip(starts, [*starts[1:], datetime.max.replace(tzinfo=UTC)], strict=True):
             last = max((time for time in self.message_times if start <= time < after), default=start)
             total += (last - start).total_seconds()
         return total or None
 
     def points(self, key: str) -> list[tuple[float, float | None]]:
-        """Logged values of a metric by step."""
-        found = [(float(line["step"]), finite_number(line[key])) for line in self.lines if key in line]
-        return sorted(found, key=lambda point: point[0])
+        """Return the logged values of a metric by step."""
+        points = [(float(line["step"]), finite_number(line[key])) for line in self.lines if key in line]
+        return sorted(points, key=lambda point: point[0])
 
 
 def section_of(values: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """The mapping at a path of keys; empty if there is none."""
+    """Return the mapping at a path of keys; empty if there is none."""
     for name in path:
         values = values.get(name) or {}
     return values
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder has any file of a run."""
-    own = RunFolder(folder)
-    return any(is_own_file(file) for file in (own.run_yaml, own.manifest, own.metrics, own.result))
+    """Return whether the folder has any file of a run."""
+    files = RunFolder(folder)
+    return any(is_own_file(file) for file in (files.run_yaml, files.manifest, files.metrics, files.result))
 
 
 def status_in(folder: Path, result: Mapping[str, Any]) -> str:
-    """Status of a run: without result.json it is at work, or was killed."""
+    """Return the status of a run; without result.json it is running or was killed."""
     return str(result["status"]) if result else RUNNING if lock_owner(folder) else UNFINISHED
 
 
 def read_run(folder: Path) -> SavedRun:
-    """Read the run of a folder that `is_run`."""
-    own, links = RunFolder(folder), sorted(each.name for each in folder.iterdir() if each.is_symlink())
+    """Read the run in a folder for which `is_run` is true."""
+    files, links = RunFolder(folder), sorted(path.name for path in folder.iterdir() if path.is_symlink())
     remarks = [f"{name} is a link and was not followed." for name in links]
     result = read_result(folder)
     return SavedRun(
         folder=folder,
         status=status_in(folder, result),
         result=result,
-        manifest=_mapping(own.manifest, remarks),
-        settings=_mapping(own.run_yaml, remarks),
-        settings_text=_text(own.run_yaml),
-        lines=_lines(own.metrics),
-        samples=redact(_lines(own.samples)),
-        preview=redact(_mapping(own.preview, remarks)),
+        manifest=_mapping(files.manifest, remarks),
+        settings=_mapping(files.run_yaml, remarks),
+        settings_text=_text(files.run_yaml),
+        lines=_lines(files.metrics),
+        samples=redact(_lines(files.samples)),
+        preview=redact(_mapping(files.preview, remarks)),
         scores=[_mapping(file, remarks) for file in sorted(folder.glob("evaluate*.json"), key=lambda file: file.stem)],
-        message_times=[datetime.fromisoformat(stamp) for stamp in _STAMP.findall(_text(own.log))],
+        message_times=[datetime.fromisoformat(stamp) for stamp in _STAMP.findall(_text(files.log))],
         remarks=remarks,
     )
 
@@ -116,7 +116,7 @@ def _text(path: Path) -> str:
 
 
 def _mapping(path: Path, remarks: list[str]) -> dict[str, Any]:
-    """Content of a YAML or JSON file; empty with a remark if it cannot be read."""
+    """Return the content of a YAML or JSON file; empty, with a remark, if it cannot be read."""
     read = read_json if path.suffix == ".json" else read_yaml
     try:
         values = read(path) if is_own_file(path) and path.stat().st_size else {}
@@ -133,7 +133,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_sweep(folder: Path) -> dict[str, Any] | None:
-    """Content of sweep.json; None if it cannot be read."""
+    """Return the content of sweep.json; None if it cannot be read."""
     file = folder / "sweep.json"
     values = read_object(file) if is_own_file(file) else {}
     return values if "trials" in values else None

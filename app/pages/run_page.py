@@ -1,4 +1,4 @@
-"""Page of a run: answers, curves, scores, data, memory, checks and provenance; curves and answers of several runs."""
+"""Page of a run: answers, curves, scores, data, memory, checks, provenance; curves and answers of several runs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ from app.tracking.formatting import (
     format_or,
 )
 
-# names of parts of the planned memory
+# labels of the parts of the estimated memory
 PARTS = {
     "frozen_weights": "frozen weights",
     "quantization_constants": "quantization constants",
@@ -88,21 +88,21 @@ _PROCESS_MEMORY = (
 _ASSETS = {"asset:tiny": "bundled tiny model", "asset:sample/train.jsonl": "bundled sample data"}
 _MODULE = "app.train"
 _MAX_LABELS = 50
-_MIN_DIFFERENCE = 0.005  # of measured and planned memory, as a fraction
+_MIN_DIFFERENCE = 0.005  # between measured and estimated memory, as a fraction
 
-_MEAN_REACH = 20  # a mean is over a tenth of the line: a twentieth before a point and one after it
+_MEAN_REACH = 20  # means cover a tenth of the line: a twentieth before and after each point
 _MEAN_POINTS = 150
 _LOSS = Quantity("Loss", "", may_log=True, tall=True)
 _SCORES = {
-    each.name: Quantity(
-        each.label[0].upper() + each.label[1:],
-        each.meaning,
-        formatter="{:.0%}".format if each.is_share else "{:.3g}".format,
-        from_zero=each.is_share,
+    metric.name: Quantity(
+        metric.label[0].upper() + metric.label[1:],
+        metric.meaning,
+        formatter="{:.0%}".format if metric.is_share else "{:.3g}".format,
+        from_zero=metric.is_share,
         tall=True,
     )
-    for each in METRICS.values()
-    if each.logged and each.name != "eval_loss"
+    for metric in METRICS.values()
+    if metric.logged and metric.name != "eval_loss"
 }
 _OTHERS = {
     "lr": Quantity("Learning rate", "", from_zero=True),
@@ -115,7 +115,7 @@ _Prompt = tuple[str, str]  # prompt and expected answer
 
 
 def run_page(folder: Path) -> Page:
-    """The page of the run in a folder."""
+    """Return the page of the run in a folder."""
     run = read_run(folder)
     badge, charts, answers = status_badge(run.status), curves(run), answers_before_and_after(run.samples)
     return Page(
@@ -143,12 +143,12 @@ def run_page(folder: Path) -> Page:
 
 
 def status_badge(status: str) -> Badge:
-    """The badge of a status."""
+    """Return the badge of a status."""
     return _STATUSES.get(status, (status, "warn"))
 
 
 def method(run: SavedRun) -> str:
-    """One line: method, model, dataset, optimizer, device."""
+    """Return one line with method, model, dataset, optimizer and device."""
     chosen, path = section_of(run.manifest, "choices"), _setting(run, "dataset", "path")
     parts = (
         _tuning(run),
@@ -170,11 +170,15 @@ def _tuning(run: SavedRun) -> str:
         return ""
     kind = ADAPTER_KINDS.get(str(adapter.get("kind", "none")), ADAPTER_KINDS["lora"])
     base = _setting(run, "quantization", "kind")
-    known = QUANTIZATION_KINDS.get(base or "none")
-    how = f"{name_of(adapter)} on an {base} base" if known is None else known.tuning.format(name_of(adapter))
-    how += f", rank {adapter.get('r')}" if kind.has_rank else ""
-    drawn = " with random weights" if model.get("weights") == "random" else ""
-    return f"{how} · {_named(model.get('path'))}{drawn}"
+    quantization = QUANTIZATION_KINDS.get(base or "none")
+    label = (
+        f"{name_of(adapter)} on an {base} base"
+        if quantization is None
+        else quantization.tuning.format(name_of(adapter))
+    )
+    label += f", rank {adapter.get('r')}" if kind.has_rank else ""
+    random = " with random weights" if model.get("weights") == "random" else ""
+    return f"{label} · {_named(model.get('path'))}{random}"
 
 
 def _setting(run: SavedRun, *path: str) -> str:
@@ -195,7 +199,7 @@ def _notes(run: SavedRun) -> Iterator[tuple[str, str]]:
     if run.status == "failed":
         yield "bad", f"Failed. {run.result.get('error') or ''}"
     if run.status == RUNNING:
-        yield "busy", "Running. This page is a snapshot, made at the time given at its end."
+        yield "busy", "Running. This page is a snapshot; its time is at the bottom."
     if run.status == UNFINISHED:
         yield "warn", "No result: the process or its machine was killed."
     if run.status in ("stopped", UNFINISHED):
@@ -232,7 +236,7 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
 
 
 def _scores(scores: Mapping[str, Any]) -> Iterator[Block]:
-    """Scores of a file of finetune evaluate, of one model or of base and tuned model."""
+    """Yield the scores in a file of finetune evaluate: of one model, or of the base and the fine-tuned model."""
     sides = [side for side in ("base_", "tuned_") if f"{side}eval_loss" in scores] or [""]
     rows = [
         (metric.label, *(format_or(scores.get(f"{side}{key}"), metric.text) for side in sides))
@@ -268,12 +272,12 @@ def _data(run: SavedRun) -> Iterator[Block]:
         shown = labels[:_MAX_LABELS]
         classes = [section_of(side, "classes") for side in sides]
         left.append(
-            _of_both("label", [(each, *(format_integer(side.get(each, 0)) for side in classes)) for each in shown])
+            _of_both("label", [(name, *(format_integer(side.get(name, 0)) for side in classes)) for name in shown])
         )
     more = len(labels) - _MAX_LABELS
     remarks = [*([f"{more} more labels."] if more > 0 else []), *_packing(run), *counted.get("notes", ())]
     left += [Paragraph(text, "remark") for text in remarks]
-    yield from [Bars(lengths, "Sample lengths (tokens)", beside=left)] if lengths else left
+    yield from [Bars(lengths, "Sample lengths (tokens)", neighbors=left)] if lengths else left
     yield from [samples] if samples else []
 
 
@@ -282,14 +286,14 @@ def _of_both(name: str, rows: Sequence[tuple[str | None, ...]]) -> Table:
 
 
 def training_samples(preview: Mapping[str, Any], title: str = "") -> TrainingSamples | None:
-    """The rows of preview.json; None without any."""
+    """Return the rows of preview.json; None if there are none."""
     rows = [
         (
             f"{row['place']}, {format_integer(row['tokens'])} tokens, "
             f"{format_integer(row['trained_tokens'])} highlighted",
             [
-                (each["text"], each["trained"], f"(weight {each['weight']:g})" if "weight" in each else "")
-                for each in row["pieces"]
+                (piece["text"], piece["trained"], f"(weight {piece['weight']:g})" if "weight" in piece else "")
+                for piece in row["pieces"]
             ],
         )
         for row in preview.get("rows", ())
@@ -298,7 +302,7 @@ def training_samples(preview: Mapping[str, Any], title: str = "") -> TrainingSam
 
 
 def _count(key: str, split: Mapping[str, Any]) -> str:
-    """A count of one side; rows that were held out of the others were not read for themselves."""
+    """Return a count of one split; an eval set split off the training rows has no rows_read."""
     if key not in split or not (split[key] or split.get("rows_read")):
         return ""
     is_share = key == "trained_tokens" and split["tokens"] and not split.get("classes")
@@ -311,13 +315,13 @@ def _packing(run: SavedRun) -> Iterator[str]:
     if "units" not in counts:
         return
     full = "" if counts.get("fill") is None else f", {counts['fill']:.1%} full"
-    each = counts["units_per_step"]
-    unit = counts["unit_name"] if each > 1 else counts["unit_name"].removesuffix("s")
-    yield f"{-(-counts['units'] // each):,} steps per epoch, {each:,} {unit} per step{full}."
+    per_step = counts["units_per_step"]
+    unit = counts["unit_name"] if per_step > 1 else counts["unit_name"].removesuffix("s")
+    yield f"{-(-counts['units'] // per_step):,} steps per epoch, {per_step:,} {unit} per step{full}."
 
 
 def _memory(run: SavedRun) -> Iterator[Block]:
-    """The planned memory of the tensors by part, and how the measured one differs."""
+    """Yield the estimated tensor memory by part, and the difference to the measured peak."""
     plan, counts = section_of(run.manifest, "memory_plan"), section_of(run.manifest, "counts")
     if not plan:
         return
@@ -331,7 +335,7 @@ def _memory(run: SavedRun) -> Iterator[Block]:
     ]
     parts = {name: size for name, size in plan["anatomy"].items() if format_bytes(size) != format_bytes(0)}
     bars = [Bar(PARTS.get(name, name), size / plan["bytes"], format_bytes(size)) for name, size in parts.items()]
-    yield Bars(bars, "Estimated memory by part", beside=[Facts(facts)])
+    yield Bars(bars, "Estimated memory by part", neighbors=[Facts(facts)])
     if run.memory_owner == "process":
         yield Paragraph(_PROCESS_MEMORY, "remark")
 
@@ -344,12 +348,12 @@ def _off(measured: float, planned: float) -> str:
 
 
 def _checks(run: SavedRun) -> Section:
-    """The comparisons before the first step, folded where all of them passed."""
+    """Return the checks before the first step, folded if all passed."""
     rows, are_passed = [], True
-    for each in run.manifest.get("proofs", ()):
-        is_passed = each["difference"] <= each["allowed"]
+    for check in run.manifest.get("proofs", ()):
+        is_passed = check["difference"] <= check["allowed"]
         badge = Span("passed", "badge good") if is_passed else Span("failed", "badge bad")
-        rows.append((badge, each["what"], *(format_number(each[key]) for key in ("difference", "allowed"))))
+        rows.append((badge, check["what"], *(format_number(check[key]) for key in ("difference", "allowed"))))
         are_passed &= is_passed
     table = Table(["", "comparison", "difference", "allowed"], rows, numbers=(2, 3))
     fold = Fold(f"{len(rows)} checks before the first step", [table], is_open=not are_passed)
@@ -357,7 +361,7 @@ def _checks(run: SavedRun) -> Section:
 
 
 def _typed(run: SavedRun) -> list[str] | None:
-    """The typed settings, if known."""
+    """Return the typed settings, if known."""
     line = run.starts[0]["command_line"] if run.starts else []
     settings = line[line.index(_MODULE) + 1 :] if _MODULE in line else None
     several = section_of(run.manifest, "choices").get("processes", 1) > 1
@@ -365,7 +369,7 @@ def _typed(run: SavedRun) -> list[str] | None:
 
 
 def _commands(run: SavedRun) -> Iterator[Code]:
-    """Commands that reproduce the run, and the one that was typed."""
+    """Yield the command that reproduces the run, and the original command."""
     yield Code(command_text("reproduce", f"run={run.folder}"), intro="Reproduce and compare:")
     if (settings := _typed(run)) is not None:
         yield Code(command_text("train", *settings), intro=f"Original command (in {run.starts[0]['folder']}):")
@@ -373,7 +377,9 @@ def _commands(run: SavedRun) -> Iterator[Code]:
 
 def _environment(run: SavedRun) -> Iterator[Block]:
     packages = section_of(run.manifest, "packages")
-    starts = [(each["time"], each["host"], (section_of(each, "git").get("commit") or "")[:12]) for each in run.starts]
+    starts = [
+        (start["time"], start["host"], (section_of(start, "git").get("commit") or "")[:12]) for start in run.starts
+    ]
     yield Facts(list(_environment_facts(run)))
     if packages:
         yield Fold("Packages", [Facts(list(packages.items()))])
@@ -391,8 +397,8 @@ def _environment_facts(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     yield "program", f"app {program['version']}, {commit}" if program else None
     yield "device", hardware.get("gpu") or hardware.get("device")
     yield "CPU", f"{hardware.get('cpu') or ''}, {manifest['cpus']} cores".strip(", ") if program else None
-    words = {key: {True: "yes", False: "no"}[each] if isinstance(each, bool) else each for key, each in choices.items()}
-    yield "auto settings", ", ".join(f"{_CHOICES.get(key, key)} {each}" for key, each in words.items())
+    words = {key: "yes" if value is True else "no" if value is False else value for key, value in choices.items()}
+    yield "auto settings", ", ".join(f"{_CHOICES.get(key, key)} {text}" for key, text in words.items())
     for key in ("python", "platform", "seed"):
         yield key, None if manifest.get(key) is None else str(manifest[key])
     for key, value in section_of(manifest, "hashes").items():
@@ -400,7 +406,7 @@ def _environment_facts(run: SavedRun) -> Iterator[tuple[str, str | None]]:
 
 
 def curves(run: SavedRun) -> list[LineChart]:
-    """Charts of a run; none if nothing was logged."""
+    """Return the charts of a run; empty if nothing was logged."""
     losses = [*_training_loss("train", run), Series("eval", run.points("eval_loss"), 1)]
     losses += [Series("general", points, 2)] if (points := run.points("also_eval_loss")) else []
     memory = replace(_OTHERS["peak_memory_bytes"], title=f"Peak {run.memory_owner} memory")
@@ -410,7 +416,7 @@ def curves(run: SavedRun) -> list[LineChart]:
 
 
 def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
-    """Charts of several named runs, each in its own color."""
+    """Return the charts of several named runs, one color per run."""
     losses = {
         "eval_loss": replace(_LOSS, title="Eval loss"),
         "loss": replace(_LOSS, title="Training loss", axis="smoothed"),
@@ -418,7 +424,7 @@ def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
 
     def series(key: str, name: str, run: SavedRun, color: int) -> Series:
         if key == "loss":
-            return _training_loss(name, run, color)[-1]  # raw lines of several runs would hide each other
+            return _training_loss(name, run, color)[-1]  # raw lines of several runs would overlap
         return Series(name, run.points(key), color)
 
     return _logged(
@@ -428,7 +434,7 @@ def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
 
 
 def _training_loss(name: str, run: SavedRun, color: int = 0) -> list[Series]:
-    """The line as it was logged, and its means where it is long enough to have any."""
+    """Return the logged line and, if it is long enough, the smoothed one."""
     points = run.points("loss")
     means = smoothed(points)
     if not means:
@@ -437,13 +443,13 @@ def _training_loss(name: str, run: SavedRun, color: int = 0) -> list[Series]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Means over a tenth of the line around some of its points; empty for a short line."""
+    """Return moving averages over a tenth of the line; empty for a short line."""
     reach = len(points) // _MEAN_REACH
-    found = []
+    means = []
     for at in range(0, len(points) if reach else 0, max(1, len(points) // _MEAN_POINTS)):
-        known = [y for _, y in points[max(0, at - reach) : at + reach + 1] if y is not None]
-        found.append((points[at][0], fmean(known) if known else None))
-    return found
+        values = [y for _, y in points[max(0, at - reach) : at + reach + 1] if y is not None]
+        means.append((points[at][0], fmean(values) if values else None))
+    return means
 
 
 def _logged(charts: Iterable[LineChart]) -> list[LineChart]:
@@ -451,31 +457,33 @@ def _logged(charts: Iterable[LineChart]) -> list[LineChart]:
 
 
 def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> AnswerTable | None:
-    """Answers of the first and the last step in samples.jsonl; None without any."""
+    """Return the answers of the first and last steps in samples.jsonl; None if there are none."""
     steps = sorted({line["step"] for line in lines})
     answered = {_moment(step): _answers_at(lines, step) for step in (*steps[:1], *steps[-1:])}
     if not answered:
         return None
-    counts = (f"{sum(map(_is_right, given.values()))} of {len(given)} {moment}" for moment, given in answered.items())
+    counts = (
+        f"{sum(map(_is_right, answers.values()))} of {len(answers)} {moment}" for moment, answers in answered.items()
+    )
     return _shown(answered, list(list(answered.values())[-1]), f"Exact matches: {', '.join(counts)}.")
 
 
 def last_answers(runs: Sequence[tuple[str, SavedRun]]) -> AnswerTable | None:
-    """Last answers of several runs to prompts that at least two of them share; None without any."""
+    """Return the last answers of several runs to prompts that at least two share; None if there are none."""
     answered = {}
     for name, run in runs:
         if run.samples:
             step = max(line["step"] for line in run.samples)
             answered[f"{name}, {_moment(step)}"] = _answers_at(run.samples, step)
-    prompts = dict.fromkeys(prompt for given in answered.values() for prompt in given)
-    shared = [prompt for prompt in prompts if sum(prompt in given for given in answered.values()) > 1]
+    prompts = dict.fromkeys(prompt for answers in answered.values() for prompt in answers)
+    shared = [prompt for prompt in prompts if sum(prompt in answers for answers in answered.values()) > 1]
     return _shown(answered, shared) if shared else None
 
 
 def _answers_at(lines: Sequence[Mapping[str, Any]], step: int) -> dict[_Prompt, Sample]:
     names = Sample.__dataclass_fields__
     samples = [Sample(**{key: line[key] for key in names if key in line}) for line in lines if line["step"] == step]
-    return {(each.prompt, each.expected): each for each in samples}
+    return {(sample.prompt, sample.expected): sample for sample in samples}
 
 
 def _shown(
@@ -483,12 +491,12 @@ def _shown(
 ) -> AnswerTable:
     shown = []
     for prompt in prompts[:_MAX_PROMPTS]:
-        given = [
+        answers = [
             Answer(label, samples[prompt].answer_text, _is_right(samples[prompt]))
             for label, samples in answered.items()
             if prompt in samples
         ]
-        shown.append((prompt[0], [Answer("expected", prompt[1]), *given]))
+        shown.append((prompt[0], [Answer("expected", prompt[1]), *answers]))
     return AnswerTable(shown, summary, len(prompts) - len(shown))
 
 

@@ -1,1 +1,1 @@
-"""Board: the runs of a folder in a browser."""
+"""Board: runs of a folder in a browser."""

@@ -37,28 +37,28 @@ from app.web.runs import Runs, command, shown
 
 
 class Chat:
-    """Messages so far. `words` start a process that answers each line of JSON by one; it is started by a question and
-    ended `idle_seconds` after the last answer.
+    """Conversation with a run. `words` is the command of a process that answers JSON lines; it starts with a question
+    and ends `idle_seconds` after the last answer.
     """
 
     def __init__(self, words: Sequence[str], idle_seconds: float = 600) -> None:
         self.messages: list[dict[str, str]] = []
-        self.problem = ""  # why there was no answer to the last question
+        self.problem = ""  # error of the last question
         self._words, self._idle_seconds = words, idle_seconds
         self._process: Process | None = None
         self._lock = asyncio.Lock()
         self._timer: asyncio.Task[None] | None = None
 
     async def ask(self, question: str) -> None:
-        """Add the question with its answer, or set `problem`."""
+        """Add the question and its answer, or set `problem`."""
         async with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
-            asked = [*self.messages, {"role": "user", "content": question}]
-            found = await self._answer({"messages": asked})
-            self.problem = found.get("error", "")
+            messages = [*self.messages, {"role": "user", "content": question}]
+            answer = await self._answer({"messages": messages})
+            self.problem = answer.get("error", "")
             if not self.problem:
-                self.messages += [asked[-1], {"role": "assistant", "content": found["answer"]}]
+                self.messages += [messages[-1], {"role": "assistant", "content": answer["answer"]}]
             self._timer = asyncio.create_task(self._end_later())
 
     async def _answer(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -67,14 +67,14 @@ class Chat:
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(ConnectionError):  # it has ended, and its output says why
+        with suppress(ConnectionError):  # the process has ended; its output has the reason
             process.stdin.write(json.dumps(row).encode() + b"\n")
             await process.stdin.drain()
         printed = b""
         async for line in process.stdout:
             if line.startswith(b"{"):
                 return dict(json.loads(line))
-            printed += line  # a note or a refusal
+            printed += line  # a note or an error
         await self.end()
         return {"error": printed.decode(errors="replace") or f"The process ended with code {process.returncode}."}
 
@@ -83,7 +83,7 @@ class Chat:
         await self.end()
 
     async def end(self) -> None:
-        """End the process, which has nothing to save; the messages stay."""
+        """End the process, which has nothing to save, and keep the messages."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
@@ -98,7 +98,7 @@ _HERE = Path(__file__).parent / "templates"
 
 
 class Board:
-    """The pages of a folder. A name in an address is looked up among those of the folder."""
+    """Pages for a folder; names in addresses are looked up among the runs and sweeps of the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._runs = Runs(folder)
@@ -108,7 +108,7 @@ class Board:
         self._templates = reports.overlay(loader=ChoiceLoader([FileSystemLoader(_HERE), reports.loader]))
 
     def application(self) -> Starlette:
-        """The web application, which ends its chats with itself."""
+        """Return the web application, which ends its chats on shutdown."""
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -126,15 +126,15 @@ class Board:
             Route("/run/{name}/stop", partial(self._act, self._runs.stop), methods=["POST"]),
             Route("/run/{name}/resume", partial(self._act, self._runs.start), methods=["POST"]),
         ]
-        made = Starlette(routes=routes, exception_handlers={AppError: self._refused}, lifespan=lifespan)
-        made.router.redirect_slashes = False
-        return made
+        application = Starlette(routes=routes, exception_handlers={AppError: self._refused}, lifespan=lifespan)
+        application.router.redirect_slashes = False
+        return application
 
     def _list(self, _: Request, status: int = 200, **values: Any) -> Response:
-        """The list with the form, which keeps what was typed where that was refused."""
-        given = {"name": "", "settings": (), "problem": "", "command": "", **values}
+        """Return the list of runs, and the form with rejected input kept."""
+        form = {"name": "", "settings": (), "problem": "", "command": "", **values}
         rows = [self._runs.row(name) for name in self._runs.folders()]
-        return self._page("list", status, rows=rows, sweeps=self._runs.sweeps(), **given)
+        return self._page("list", status, rows=rows, sweeps=self._runs.sweeps(), **form)
 
     def _run(self, request: Request) -> Response:
         name, folder = self._named(request, self._runs.folders())
@@ -151,8 +151,8 @@ class Board:
         return self._page("run", row=row, commands=commands, report=report, log=log, can_ask=can_ask, chat=chat)
 
     def _compare(self, request: Request) -> Response:
-        marked, known = request.query_params.getlist("run"), self._runs.folders()
-        folders = [folder for name, folder in known.items() if name in marked and is_run(folder)]
+        selected, runs = request.query_params.getlist("run"), self._runs.folders()
+        folders = [folder for name, folder in runs.items() if name in selected and is_run(folder)]
         if len(folders) < 2:
             raise ConfigError("Select at least two runs to compare.")
         words = command("report", f"runs={','.join(map(str, folders))}", "to=comparison.html")
@@ -164,15 +164,15 @@ class Board:
         return self._framed(name, command("report", f"sweep={folder}"), page)
 
     async def _new(self, request: Request) -> Response:
-        """Start a run, or check what it would do."""
+        """Start or check a run."""
         async with request.form() as form:
             name, what, text = (str(form.get(key, "")) for key in ("name", "what", "settings"))
         settings = [line.strip() for line in text.splitlines() if line.strip()]
         words = command("check", what, *settings) if what in CHECKS else self._runs.command(name, settings)
         try:
             await asyncio.to_thread(self._runs.check, settings, what, name)
-        except AppError as wrong:
-            values = {"name": name, "settings": settings, "problem": wrong.report(), "command": shown(words)}
+        except AppError as error:
+            values = {"name": name, "settings": settings, "problem": error.report(), "command": shown(words)}
             return self._list(request, 400, **values)
         if what not in CHECKS:
             self._runs.start(name, settings)
@@ -184,7 +184,7 @@ class Board:
         return _back(request)
 
     async def _ask(self, request: Request) -> Response:
-        """Ask a question, or begin a new conversation."""
+        """Ask a question, or start a new conversation."""
         name, folder = self._named(request, self._runs.folders())
         async with request.form() as form:
             question, is_new = str(form.get("question", "")).strip(), "new" in form
@@ -195,11 +195,11 @@ class Board:
             await chat.ask(question)
         return _back(request)
 
-    def _named(self, request: Request, known: dict[str, Any]) -> tuple[str, Any]:
+    def _named(self, request: Request, values: dict[str, Any]) -> tuple[str, Any]:
         name: str = request.path_params["name"]
-        if name not in known:
+        if name not in values:
             raise HTTPException(404)
-        return name, known[name]
+        return name, values[name]
 
     def _framed(self, title: str, words: list[str], report: str, printed: str = "") -> Response:
         return self._page("frame", title=title, command=shown(words), report=report, printed=printed)
@@ -221,11 +221,13 @@ def _report(make: Callable[[], Page]) -> str:
     try:
         return as_html(make())
     except PAGE_FAULTS as fault:
-        raise CheckpointError(f"One of its files is not as runs write it ({type(fault).__name__}: {fault}).") from fault
+        raise CheckpointError(
+            f"A file is damaged ({type(fault).__name__}: {fault}). Restore it from a copy."
+        ) from fault
 
 
 async def _checked(words: list[str]) -> tuple[str, str]:
-    """Run a check; returns its page, and what it printed where it wrote no page."""
+    """Run a check, and return its page; if there is none, return its output."""
     with TemporaryDirectory() as folder:
         process = await asyncio.create_subprocess_exec(
             *words, f"output_dir={folder}", stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True
@@ -234,7 +236,7 @@ async def _checked(words: list[str]) -> tuple[str, str]:
             printed, _ = await process.communicate()
         finally:
             with suppress(ProcessLookupError):
-                process.kill()  # the board ends
+                process.kill()  # if the board ends first
         file = Path(folder) / "check.json"
         return (as_html(check_page(read_json(file))), "") if file.is_file() else ("", printed.decode(errors="replace"))
 
@@ -253,18 +255,18 @@ _HEADERS = {
 
 
 def serve(folder: Path, port: int) -> None:
-    """Serve the board of a folder until a signal."""
+    """Serve the board of a folder until a signal arrives."""
     with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of connections that have just ended
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of recent connections too
         try:
             listener.bind((_HOST, port))
             listener.listen()
         except OSError as fault:
-            raise EnvironmentProblem(f"port={port}: {gist(fault)}. Give another port, or leave it out.") from fault
+            raise EnvironmentProblem(f"port={port}: {gist(fault)}. Set another port, or leave it out.") from fault
         port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
         app = guarded(Board(folder).application(), port, token)
         config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again after its own end
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again after its shutdown
         # no Console: it would mask the token
         sys.stdout.write(f"board   {folder}  http://{_HOST}:{port}/?token={token}\n")
         sys.stdout.write("Ctrl-C stops the board; runs started from it keep running\n")
@@ -273,20 +275,20 @@ def serve(folder: Path, port: int) -> None:
 
 
 def guarded(app: ASGIApp, port: int, token: str) -> ASGIApp:
-    """The application for requests with the token alone, to this host (DNS rebinding), and if they change something,
-    from its own pages (cross-site request forgery).
+    """Return the application restricted to requests with the token, to this host (against DNS rebinding) and, if they
+    change something, from pages of the board (against cross-site request forgery).
     """
-    hosts, cookie = (f"{_HOST}:{port}", f"localhost:{port}"), f"board-{port}"  # cookies are of a host, not of a port
+    hosts, cookie = (f"{_HOST}:{port}", f"localhost:{port}"), f"board-{port}"  # cookies belong to a host, not to a port
 
-    def is_token(given: str | None) -> bool:
-        return secrets.compare_digest((given or "").encode(), token.encode())
+    def is_token(value: str | None) -> bool:
+        return secrets.compare_digest((value or "").encode(), token.encode())
 
     def answer_to(request: Request) -> Response | None:
         host = request.headers.get("host", "")
         if host not in hosts:
-            return PlainTextResponse("Wrong host in the address of the board.\n", 403)
+            return PlainTextResponse("Wrong host in the board address.\n", 403)
         if request.method not in ("GET", "HEAD") and request.headers.get("origin") != f"http://{host}":
-            return PlainTextResponse("Requests are accepted from the pages of the board only.\n", 403)
+            return PlainTextResponse("Only requests from pages of the board are accepted.\n", 403)
         if request.url.path == "/" and is_token(request.query_params.get("token")):
             entry = RedirectResponse("/", 303)
             entry.set_cookie(cookie, token, httponly=True, samesite="strict")

@@ -1,4 +1,4 @@
-"""Runs of a folder by name: what their files say, and the processes that the board started for them."""
+"""Runs of a folder by name: their status and metrics, and the processes that the board started."""
 
 import os
 import re
@@ -30,18 +30,18 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
 def command(name: str, *words: str) -> list[str]:
-    """A command of this program for a child process."""
+    """Return a command of this program for a child process."""
     return [sys.executable, "-m", f"app.{name}", *words]
 
 
 def shown(words: Sequence[str]) -> str:
-    """Return a command as it is typed."""
+    """Return the command as the user types it."""
     return as_started(command_text(words[2].removeprefix("app."), *words[3:]))
 
 
 @lru_cache(maxsize=1000)
 def _last_values(metrics: Path, _stamp: str) -> dict[str, Any]:
-    """The last value of each metric, read again when `_stamp` changes."""
+    """Return the last value of each metric; `_stamp` invalidates the cache."""
     return {key: value for line in read_lines(metrics) for key, value in line.items()} if is_own_file(metrics) else {}
 
 
@@ -50,38 +50,38 @@ def _without_links(path: str, flags: int) -> int:
 
 
 def _has_address(folder: Path) -> bool:
-    """Whether a page can have the name, which in a file system may be any bytes."""
+    """Return whether the name can be part of an address; names in a file system may be any bytes."""
     return folder.is_dir() and folder.name.isprintable()
 
 
 class Runs:
-    """The names are those of folders with a run, and of runs that the board started."""
+    """Folders with a run, and runs that the board started, by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping: set[str] = set()
-        self._earlier: dict[str, dict[str, Any]] = {}  # results of what these processes continue
+        self._earlier: dict[str, dict[str, Any]] = {}  # results of the runs that these processes resume
         self._composing = Lock()  # Hydra composes one configuration at a time
 
     def folders(self) -> dict[str, Path]:
-        """Folder by name, the last begun first; that of a run that did not start does not exist."""
-        found = {each.name: each for each in self.folder.iterdir() if _has_address(each) and is_run(each)}
-        found |= {name: self.folder / name for name in list(self._processes)}
-        begun = {name: own.stat().st_mtime for name, each in found.items() if (own := each / "run.yaml").is_file()}
-        return {name: found[name] for name in sorted(found, key=lambda name: (-begun.get(name, float("inf")), name))}
+        """Return the folders by name, newest first; the folder of a run that did not start does not exist."""
+        runs = {path.name: path for path in self.folder.iterdir() if _has_address(path) and is_run(path)}
+        runs |= {name: self.folder / name for name in list(self._processes)}
+        times = {name: file.stat().st_mtime for name, path in runs.items() if (file := path / "run.yaml").is_file()}
+        return {name: runs[name] for name in sorted(runs, key=lambda name: (-times.get(name, float("inf")), name))}
 
     def sweeps(self) -> dict[str, tuple[Path, dict[str, Any]]]:
-        """Folder and content of sweep.json by name."""
+        """Return the folder and the content of sweep.json by name."""
         folders = [file.parent for file in sorted(self.folder.glob("*/sweep.json")) if _has_address(file.parent)]
-        return {each.name: (each, found) for each in folders if (found := read_sweep(each))}
+        return {folder.name: (folder, content) for folder in folders if (content := read_sweep(folder))}
 
     def row(self, name: str) -> dict[str, Any]:
-        """The facts of a run in the list; `stamp` changes with its files."""
-        status, own = self._status(name), RunFolder(self.folder / name)
-        files = [file.stat() for file in (own.metrics, own.samples, own.manifest, own.result) if file.is_file()]
-        stamp = f"{status} {[each.st_mtime_ns for each in files]}"
-        last = _last_values(own.metrics, stamp)
+        """Return the facts of a run in the list; `stamp` changes with its files."""
+        status, files = self._status(name), RunFolder(self.folder / name)
+        stats = [file.stat() for file in (files.metrics, files.samples, files.manifest, files.result) if file.is_file()]
+        stamp = f"{status} {[stat.st_mtime_ns for stat in stats]}"
+        last = _last_values(files.metrics, stamp)
         return {
             "name": name,
             "badge": (status, _COLORS[status]) if status in _COLORS else status_badge(status),
@@ -103,7 +103,7 @@ class Runs:
         return name in self._processes and self._processes[name].poll() is None
 
     def log(self, name: str) -> str:
-        """The end of what the last process of a run has printed."""
+        """Return the end of the output of the last process of a run."""
         file = self._log(name)
         return file.read_bytes()[-8000:].decode(errors="replace") if is_own_file(file) else ""
 
@@ -111,27 +111,27 @@ class Runs:
         return self.folder / f"{name}.board.log"
 
     def check(self, settings: Sequence[str], what: str, name: str) -> None:
-        """Refuse settings as the command line does, and a name for a new run."""
-        problems = [f"{text}: the name says it. Leave it out." for text in settings if key_of(text) == "output_dir"]
+        """Raise an error for invalid settings, as the command line does, or an invalid or existing run name."""
+        problems = [f"{text}: set by the run name. Leave it out." for text in settings if key_of(text) == "output_dir"]
         words = [text for text in settings if not text.startswith("-")]
         problems += untrusted_problems(values_in(words), "the form", allowed=(STARTS_PROCESSES,))
         is_taken = name in self.folders() and self._status(name) != NOT_STARTED
         if what not in CHECKS and (is_taken or not _NAME.fullmatch(name)):
-            problems.append(f"name={name}: give a new name, of letters, digits, dots, dashes and underscores.")
+            problems.append(f"name={name}: set a new name of letters, digits, dots, dashes and underscores.")
         try:
             with self._composing:
                 if what in CHECKS:
                     check_config([what, *settings])
                 else:
                     overrides, switches = split_arguments(settings)
-                    refuse(f"{word}: the form takes settings only. Leave it out." for word in switches)
+                    refuse(f"{word}: the form accepts only settings. Leave it out." for word in switches)
                     compose_run(overrides)
-        except AppError as wrong:
-            problems += wrong.problems
+        except AppError as error:
+            problems += error.problems
         refuse(problems)
 
     def command(self, name: str, settings: Sequence[str] | None = None) -> list[str]:
-        """The command that starts a run with settings, or resumes it."""
+        """Return the command that starts a run with settings, or resumes it."""
         folder = self.folder / name
         again = (f"from={folder}", f"output_dir={folder}", "resume=auto")
         return command("train", *(again if settings is None else (*settings, f"output_dir={folder}")))
@@ -139,9 +139,9 @@ class Runs:
     def start(self, name: str, settings: Sequence[str] | None = None) -> None:
         """Start a run with settings that `check` has accepted, or resume it."""
         if settings is not None and self._is_alive(name):
-            raise ConfigError(f"name={name}: this run has been started already. It is in the list of runs.")
+            raise ConfigError(f"name={name}: this run is already started. See the list of runs.")
         if settings is None and _ACTIONS.get(self._status(name)) != "resume":
-            raise ConfigError(f"{name}: only a run that was stopped or killed, or has failed, is resumed.")
+            raise ConfigError(f"{name}: only a stopped, killed or failed run can be resumed.")
         self._stopping.discard(name)
         self._earlier[name] = read_result(self.folder / name)
         file, mode = self._log(name), "ab" if settings is None else "wb"
@@ -151,13 +151,13 @@ class Runs:
             )
 
     def stop(self, name: str) -> None:
-        """Ask a run that the board started to save and to end."""
+        """Signal a run that the board started to save and stop."""
         if not self._is_alive(name):
             owner = lock_owner(self.folder / name) or "nothing"
-            raise ConfigError(f"{name}: the board has not started it; {owner} is at work. Stop it by kill -TERM.")
+            raise ConfigError(f"{name}: not started by this board; running: {owner}. Stop it with kill -TERM.")
         self._stopping.add(name)
         self._processes[name].terminate()
 
     def stop_command(self, name: str) -> str:
-        """How a terminal stops a run of the board."""
+        """Return the command that stops a run of the board; empty if it is not running."""
         return f"kill -TERM {self._processes[name].pid}" if self._is_alive(name) else ""

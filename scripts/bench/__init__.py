@@ -1,1 +1,1 @@
-"""Measurements: this program against others, and what a machine can do. Run by hand (docs/benchmarks/README.md)."""
+"""Benchmarks of this program, other programs and machines. Run by hand (docs/benchmarks/README.md)."""

@@ -1,8 +1,8 @@
-"""The shipped recipes over wanted and unwanted answers: trained with several seeds, and what each model then answers.
+"""Preference recipes trained with several seeds, and the answers of the resulting models.
 
-    python -m scripts.bench.answers runs/answers [SEED...]      prints the table of docs/preferences.md
+    python -m scripts.bench.answers runs/answers [SEED...]      print the table of docs/preferences.md
 
-A run that is there already is measured as it is.
+Existing runs are reused.
 """
 
 import json
@@ -15,7 +15,7 @@ from statistics import mean
 from app.assets import ROOT
 
 SEEDS = (0, 1, 2)
-FIRST = "recipe=lora dataset=styles"  # seven of ten answers are a word, the others a sentence
+FIRST = "recipe=lora dataset=styles"  # seven in ten answers are a word, the others a sentence
 COMMANDS = (
     FIRST,
     "recipe=dpo adapter.start=FIRST",
@@ -29,7 +29,7 @@ Numbers = dict[str, float]
 
 
 def main() -> None:
-    """Train, ask, print."""
+    """Train, generate answers, and print the table."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     seeds = [int(word) for word in sys.argv[2:]] or SEEDS
@@ -40,23 +40,23 @@ def main() -> None:
 
 
 def table(folder: Path, seeds: Sequence[int]) -> Iterator[str]:
-    """Means over the seeds; of right words also each seed's."""
+    """Yield table rows: means over the seeds, and correct words also by seed."""
     yield f"| command | {' | '.join(name.replace('_', ' ') for name in (*SHARES, *NUMBERS))} |"
     yield "|---" * (1 + len(SHARES) + len(NUMBERS)) + "|"
     for number, command in enumerate(COMMANDS):
-        found = [measured(trained(folder, number, seed)) for seed in seeds]
+        results = [measured(trained(folder, number, seed)) for seed in seeds]
         cells = [f"`{command.replace('FIRST', 'runs/styles')}`"]
         for name in (*SHARES, *NUMBERS):
-            values = [each[name] for each in found if name in each]
+            values = [numbers[name] for numbers in results if name in numbers]
             middle = mean(values) if values else 0.0
             cells.append("" if not values else f"{middle:.0%}" if name in SHARES else f"{middle:.2f}")
-        each_seed = ", ".join(f"{100 * each['right word']:.0f}" for each in found)
-        yield f"| {' | '.join([cells[0], f'{cells[1]} ({each_seed})', *cells[2:]])} |"
+        by_seed = ", ".join(f"{100 * numbers['right word']:.0f}" for numbers in results)
+        yield f"| {' | '.join([cells[0], f'{cells[1]} ({by_seed})', *cells[2:]])} |"
 
 
 def trained(folder: Path, number: int, seed: int) -> Path:
-    """The run of a command, made where it is not there."""
-    run, first = (folder / f"{each}-{seed}" for each in (number, 0))
+    """Return the run of a command, trained if missing."""
+    run, first = (folder / f"{index}-{seed}" for index in (number, 0))
     if not (run / "final").is_dir():
         words = COMMANDS[number].replace("FIRST", str(first)).split()
         _call("app.train", *words, f"seed={seed}", f"output_dir={run}", "eval.samples=0")
@@ -64,7 +64,7 @@ def trained(folder: Path, number: int, seed: int) -> Path:
 
 
 def measured(run: Path) -> Numbers:
-    """Shares of the greedy answers to held-out questions, beside the last metrics of the run."""
+    """Return the last metrics of a run, and shares of its greedy answers to held-out questions."""
     pairs = [json.loads(line) for line in (ROOT / "sample" / "pairs_eval.jsonl").open(encoding="utf-8")]
     questions, file = run.parent / "questions.jsonl", run / "answers.jsonl"
     questions.write_text("".join(json.dumps({"messages": pair["prompt"]}) + "\n" for pair in pairs), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""A measurement as plain data for another process, and the models that are measured.
+"""Settings of a measurement as plain data for another process, and the benchmark models.
 
-Nothing here imports torch, whose memory would count as the peak of the children, and the module itself only the
-standard library, so that it works before anything is installed.
+This module imports only the standard library, so that it works before packages are installed, and never torch, whose
+memory would count toward the peak of child processes.
 """
 
 import json
@@ -18,26 +18,26 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """Settings of one measurement; all but `framework` and `turn` are the same for all contenders."""
+    """Settings of one measurement; all except `framework` and `turn` are the same for all contenders."""
 
-    framework: str  # a name of FRAMEWORKS, or ours:key=value,key=value
+    framework: str  # a key of FRAMEWORKS, or ours:key=value,key=value
     model: str  # a key of SHAPES
     method: str  # lora, qlora or full
     device: str  # cpu or cuda
     precision: str  # fp32 or bf16
     mix: str  # a key of MIXES
-    length: int  # no document is longer
+    length: int  # maximum document length
     tokens_per_step: int
-    accumulation: int  # micro-batches of a step
-    steps: int  # measured, after `warm_up` others
+    accumulation: int  # micro-batches per step
+    steps: int  # measured steps, after `warm_up` others
     warm_up: int
     seed: int
     threads: int
     recompute: bool
     rank: int  # of adapters
-    peak_tflops: float | None  # of this device, where the table does not know it
-    profile: bool = False  # one more step, under torch's profiler
-    settings: tuple[str, ...] = ()  # overrides of the configuration that all contenders share
+    peak_tflops: float | None  # of this device, if it is missing in the table
+    profile: bool = False  # one more step with torch's profiler
+    settings: tuple[str, ...] = ()  # overrides for all contenders
     turn: int = 0
 
     @property
@@ -57,7 +57,7 @@ def contest_of(text: str) -> Contest:
     return Contest(**{**values, "settings": tuple(values["settings"])})
 
 
-# Models as overrides of the configuration, always with random weights: nothing is downloaded.
+# Models as overrides, always with random weights: nothing is downloaded.
 METHODS = ("lora", "qlora", "full")
 
 
@@ -67,7 +67,7 @@ def _llama(**numbers: int | str) -> list[str]:
 
 SHAPES: dict[str, list[str]] = {
     "tiny": ["model=tiny"],
-    "small": [  # four layers whose products are large enough to be most of a step on a CPU
+    "small": [  # four layers with matrix products large enough to dominate a step on a CPU
         "model=tiny",
         "model.architecture.hidden_size=512",
         "model.architecture.intermediate_size=1408",
@@ -82,7 +82,7 @@ SHAPES: dict[str, list[str]] = {
 
 
 def run_of(contest: Contest, settings: tuple[str, ...] = ()) -> "RunConfig":
-    """The configuration that all contenders follow; `settings` are those of one of our variants."""
+    """Return the configuration for all contenders; `settings` are those of a variant of ours."""
     from app.config.load import compose_run
 
     chosen = [
@@ -100,16 +100,16 @@ def run_of(contest: Contest, settings: tuple[str, ...] = ()) -> "RunConfig":
     ]
     if contest.method != "full":
         chosen += [f"adapter.r={contest.rank}", f"adapter.alpha={2 * contest.rank}"]
-    return compose_run(_last_of_each([*chosen, *contest.settings, *settings]))
+    return compose_run(_last_settings([*chosen, *contest.settings, *settings]))
 
 
-def _last_of_each(settings: list[str]) -> list[str]:
-    """The last setting of each key; Hydra would refuse two values of one group."""
+def _last_settings(settings: list[str]) -> list[str]:
+    """Return the last setting of each key; Hydra rejects two values of one group."""
     return list({text.partition("=")[0]: text for text in settings}.values())
 
 
 def environment(device: str, threads: int) -> dict[str, str]:
-    """Return the variables of a process that measures: offline, the number of threads, and on a CPU no visible GPU."""
+    """Return the environment of a measuring process: offline, number of threads, and no visible GPU on a CPU."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     return {

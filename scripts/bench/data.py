@@ -1,10 +1,10 @@
-"""Preparation of chat rows, ours against TRL's: rows a second, from a file to token ids and a mask of what is trained.
+"""Speed of chat data preparation compared with TRL: rows/s from a file to token IDs and loss mask.
 
 python -m scripts.bench.data --rows 50000 --out FILE.jsonl     (needs the extra `bench`)
 
-Both read the same file, with the same tokenizer and template, and train answers only; each measurement is a process of
-its own, in turn, with empty caches. The clock runs from the file to rows that can be trained on, packing left out;
-imports and the tokenizer are loaded before. Exits with 1 unless ids and masks of all rows are the same.
+Both read the same file with the same tokenizer and template, and train on answers only; each measurement runs in its
+own process, in turns, with empty caches. The time is from the file to rows ready for training, without packing; imports
+and the tokenizer are loaded before. Exit code 1 if IDs or masks differ.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from numpy.typing import NDArray
 from scripts.bench.machine import here
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LENGTH = 4096  # longer than any row: nothing is cut, by anyone
-_IGNORED = -100  # as its labels have it
-_OTHER_SIZE = 5  # a smaller set beside the whole one: rows of it are this many times fewer
+MAX_LENGTH = 4096  # longer than any row, so nothing is truncated
+_IGNORED = -100  # ignored label in TRL
+_OTHER_SIZE = 5  # factor by which the second, smaller dataset has fewer rows
 
 Row = tuple[NDArray[np.int32], NDArray[np.bool_]]
 Line = dict[str, Any]
 
 
 def main() -> int:
-    """The parent: one line of JSON for each measurement, and a verdict."""
+    """Write a JSON line per measurement, and return the exit code."""
     options = _options()
     if options.measure:
         print(json.dumps(MEASURES[options.measure](options.chats, options.folder)))
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def write_chats(path: Path, rows: int) -> None:
-    """Words of the sample data, as chats of one to three rounds, of lengths as chats have; the same everywhere."""
+    """Write chats of one to three rounds with realistic lengths, from words of the sample data; deterministic."""
     sample = ROOT / "app" / "assets" / "sample" / "train.jsonl"
     turns = [turn["content"] for line in sample.read_text().splitlines() for turn in json.loads(line)["messages"]]
     words, random = " ".join(turns).split(), np.random.default_rng(0)
@@ -75,7 +75,7 @@ def write_chats(path: Path, rows: int) -> None:
 
 
 def ours(chats: Path, folder: Path) -> Line:
-    """`dataset=messages`, cold; then again from the cache, as the next start finds it; then the loader's bins."""
+    """Measure `dataset=messages` without cache, again from the cache, and then the bins of the loader."""
     from app.base.tokenizer import load_tokenizer
     from app.config.load import compose_run
     from app.data.collate import Packed
@@ -94,10 +94,10 @@ def ours(chats: Path, folder: Path) -> Line:
     tokenizer = load_tokenizer(run.model, needs_template=True)
     cold = _Clock()
     rows = prepare(run.dataset, tokenizer, str(folder / "cache")).train
-    found = cold.stop()
+    first = cold.stop()
     warm = _Clock()
     prepare(run.dataset, tokenizer, str(folder / "cache"))
-    again = warm.stop()
+    cached = warm.stop()
     planned = _Clock()
     loader = Loader(rows, Packed(MAX_LENGTH, tokenizer.pad_token_id, MAX_LENGTH), StepSplit(1), seed=0)
     plan = planned.stop()
@@ -105,8 +105,8 @@ def ours(chats: Path, folder: Path) -> Line:
     tokens = sum(batch.num_tokens for step in range(loader.steps_per_epoch) for batch in loader.batches(step))
     bins = read.stop()
     return {
-        **found,
-        "seconds_cached": again["seconds"],
+        **first,
+        "seconds_cached": cached["seconds"],
         "seconds_plan": plan["seconds"],
         "loader_tokens_per_second": tokens / bins["seconds"],
         "digest": digest((rows.ids(i), rows.loss_mask(i)) for i in range(len(rows))),
@@ -114,12 +114,12 @@ def ours(chats: Path, folder: Path) -> Line:
 
 
 def trl(chats: Path, folder: Path) -> Line:
-    """TRL as shipped: one process."""
+    """Measure TRL with default settings: one process."""
     return _trl(chats, folder, None)
 
 
 def trl_parallel(chats: Path, folder: Path) -> Line:
-    """TRL with as many processes as there are cores (`dataset_num_proc`)."""
+    """Measure TRL with one process per core (`dataset_num_proc`)."""
     return _trl(chats, folder, os.cpu_count())
 
 
@@ -132,14 +132,14 @@ def _trl(chats: Path, folder: Path, processes: int | None) -> Line:
     from trl import SFTConfig, SFTTrainer
 
     class Timed(SFTTrainer):  # type: ignore[misc]  # the package has no types
-        """TRL's trainer with a clock around its preparation."""
+        """TRL's trainer with a clock around the preparation."""
 
-        found: Line
+        timing: Line
 
-        def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
+        def _prepare_dataset(self, *args: Any, **options: Any) -> Any:
             clock = _Clock()
-            prepared = super()._prepare_dataset(*given, **named)
-            type(self).found = clock.stop()
+            prepared = super()._prepare_dataset(*args, **options)
+            type(self).timing = clock.stop()
             return prepared
 
     base = str(ROOT / "app" / "assets" / "tiny")
@@ -151,7 +151,7 @@ def _trl(chats: Path, folder: Path, processes: int | None) -> Line:
         args=SFTConfig(
             output_dir=str(folder / "out"),
             assistant_only_loss=True,
-            max_length=None,  # else it would go over its rows twice more, to cut nothing
+            max_length=None,  # otherwise TRL passes over the rows twice more, without truncating any
             dataset_num_proc=processes,
             report_to="none",
             use_cpu=True,
@@ -159,10 +159,10 @@ def _trl(chats: Path, folder: Path, processes: int | None) -> Line:
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(base),
     )
-    made = trainer.train_dataset.with_format("numpy")
-    ids, labels = made["input_ids"], made["labels"]
+    samples = trainer.train_dataset.with_format("numpy")
+    ids, labels = samples["input_ids"], samples["labels"]
     return {
-        **{key: Timed.found[key] + read[key] for key in read},
+        **{key: Timed.timing[key] + read[key] for key in read},
         "digest": digest(
             (np.asarray(one, np.int32), np.asarray(label) != _IGNORED) for one, label in zip(ids, labels, strict=True)
         ),
@@ -178,15 +178,15 @@ class _Clock:
 
 
 def _cpu_seconds() -> float:
-    """CPU time of this process and of those it waited for."""
+    """Return the CPU time of this process and of finished child processes."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def digest(rows: Iterator[Row]) -> str:
-    """Hash of all rows, in any order."""
-    found = sorted(hashlib.sha256(ids.tobytes() + mask.tobytes()).digest() for ids, mask in rows)
-    return hashlib.sha256(b"".join(found)).hexdigest()
+    """Return a hash of all rows, independent of their order."""
+    hashes = sorted(hashlib.sha256(ids.tobytes() + mask.tobytes()).digest() for ids, mask in rows)
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def _measured(name: str, chats: Path) -> Line:
@@ -206,7 +206,7 @@ def _measured(name: str, chats: Path) -> Line:
 
 
 def verdict(lines: list[Line]) -> int:
-    """Print the rates; 1 if ids or masks differ."""
+    """Print the rates; return 1 if IDs or masks differ."""
     whole = [line for line in lines if line["rows"] == max(line["rows"] for line in lines)]
     rates = {
         name: median(line["rows"] / line["seconds"] for line in whole if line["framework"] == name) for name in MEASURES
@@ -219,7 +219,7 @@ def verdict(lines: list[Line]) -> int:
         f"{many['rows']:,}; loader {many['loader_tokens_per_second']:,.0f} tokens/s"
     )
     same = len({line["digest"] for line in whole}) == 1
-    print("ids and masks are the same" if same else "ids or masks DIFFER")
+    print("IDs and masks are equal" if same else "IDs or masks DIFFER")
     return 0 if same else 1
 
 

@@ -1,4 +1,4 @@
-"""Table of the frameworks that are measured: how each is built, and what it requires."""
+"""Table of the benchmarked frameworks: how to build them, and their requirements."""
 
 import sys
 from collections.abc import Callable
@@ -17,10 +17,10 @@ TRL = "1.16.0"
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """`build` takes overrides of our configuration too; `requires` names what is missing.
+    """Framework; `build` also takes overrides of our configuration, `requires` returns missing requirements.
 
     `imports` are modules to import while another contender is measured. They do not use the device, except Unsloth,
-    which replaces parts of transformers, PEFT and TRL and so must be imported before them.
+    which replaces parts of transformers, PEFT and TRL and must be imported before them.
     """
 
     build: Callable[[Contest, tuple[str, ...]], "Contender"]
@@ -64,10 +64,10 @@ def _unsloth(contest: Contest, settings: tuple[str, ...]) -> "Contender":
 
 def _needs_trl(_contest: Contest) -> list[str]:
     try:
-        found = version("trl")
+        installed = version("trl")
     except PackageNotFoundError:
         return [f"TRL {TRL} (pip install -c constraints.txt -e '.[bench]')"]
-    return [] if found == TRL else [f"TRL {TRL} (this is {found})"]
+    return [] if installed == TRL else [f"TRL {TRL} (installed: {installed})"]
 
 
 def _needs_liger(contest: Contest) -> list[str]:
@@ -105,8 +105,8 @@ def split_settings(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def is_framework(name: str) -> bool:
-    """Whether it is in the table; only ours takes settings."""
+    """Return whether the framework is in the table; only ours accepts settings."""
     framework, settings = split_settings(name)
     return (
-        framework in FRAMEWORKS and (framework == "ours" or ":" not in name) and all("=" in each for each in settings)
+        framework in FRAMEWORKS and (framework == "ours" or ":" not in name) and all("=" in text for text in settings)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _INTERVAL = 0.1  # seconds between two samples
-_CONTEXTS_BYTES = 4 << 30  # more than this process and three waiting ones need for empty CUDA contexts
+_CONTEXTS_BYTES = 4 << 30  # above the empty CUDA contexts of this process and three waiting ones
 
 
 class Gauge:
@@ -25,7 +25,7 @@ class Gauge:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         if device.type == "cuda":
-            with suppress(Exception):  # nvidia-ml-py is missing, or raises its own errors
+            with suppress(Exception):  # nvidia-ml-py may be missing or fail
                 self._connect(device)
         self.others_bytes = self._used_bytes()
 
@@ -41,7 +41,7 @@ class Gauge:
             self._thread.join()
 
     def facts(self) -> dict[str, Any]:
-        """Return means over the samples, and whether this process had the device alone."""
+        """Return means over the samples, and whether this process was alone on the device."""
         means = [round(mean(values), 1) for values in zip(*self._samples, strict=True)] or [None, None, None]
         return {
             **dict(zip(("sm_mhz", "watts", "celsius"), means, strict=True)),
@@ -51,10 +51,10 @@ class Gauge:
         }
 
     def own_bytes(self) -> int | None:
-        """Return the device memory of this process; None where the driver does not know it, as in most containers."""
+        """Return the device memory of this process; None if unknown to the driver, as in most containers."""
         with suppress(Exception):
             processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._gpu)
-            return next((each.usedGpuMemory for each in processes if each.pid == os.getpid()), None)
+            return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
         return None
 
     def _connect(self, device: torch.device) -> None:

@@ -2,8 +2,8 @@
 
 python -m scripts.bench.gpu PLAN.yaml --out OUT --seconds N [--device cpu --tiny]
 
-The items of `beside` run at the same time: tests, and small contests that fill the caches of compilers. Then those of
-`turns` run one by one, alone on the device, while up to three contenders wait with their packages imported. An item
+The items of `beside` run at the same time: tests, and small contests that fill compiler caches. Then those of `turns`
+run one by one, alone on the device, while up to three contenders wait with their packages imported. An item
 that fails or reaches its limit is killed, and the next one starts at once. This process does not import torch.
 
 OUT/lines.jsonl has a line of JSON for each result, OUT/phases.txt a log of the session and of skipped items,
@@ -99,7 +99,7 @@ class Session:
         self._work = work
         self._start_time: float = options.start
         self._limit: float = options.seconds
-        self._started: list[Started] = []  # and not finished yet
+        self._started: list[Started] = []  # processes that are not finished
         self._waiting: dict[int, Started] = {}  # by position in the queue
         self._number = 0
 
@@ -129,7 +129,7 @@ class Session:
             self._say(f"expected: {last.name}, until {ends + spare:.0f} s")
 
     def run(self, plan: Plan) -> None:
-        """Run both phases. The first contenders import their packages during the first one."""
+        """Run both phases; the first contenders import their packages during the first phase."""
         repeated = plan.repeated
         queue = [*plan.turns, *([repeated] if repeated else [])]
         self._fill(queue, 0)

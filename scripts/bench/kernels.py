@@ -9,7 +9,7 @@ from scripts.bench.contest import Contest
 
 _ROWS = 200  # of operations
 _KERNELS = 60
-_NAME = 120  # characters; names of templates are longer
+_NAME = 120  # characters; C++ template names are longer
 _TRITON = {"_poi_": "element-wise", "_red_": "normalisations", "_per_": "normalisations"}
 _IGNORED = "Command Buffer Full"  # an event of the profiler while the launch queue is full
 UNATTRIBUTED = "launched by no operation"
@@ -48,22 +48,22 @@ def class_of(name: str, shapes: Sequence[Any], rank: int, vocabulary: int) -> st
         return "head products"
     return (
         "thin products" if sizes & {rank, 2 * rank, 3 * rank} else "base products"
-    )  # two or three adapters may be merged
+    )  # two or three adapters may be stacked
 
 
 def _operations(profiler: Any, contest: Contest, vocabulary: int, on_gpu: bool) -> Iterator[dict[str, Any]]:
-    for each in profiler.key_averages(group_by_input_shape=True):
-        took = each.self_device_time_total if on_gpu else each.self_cpu_time_total
-        if each.device_type.name == "CPU" and took > 0 and each.key != _IGNORED:
-            shapes = each.input_shapes or []
-            kind = class_of(each.key, shapes, contest.rank, vocabulary)
-            yield {"name": each.key[:_NAME], "shapes": _text(shapes), "class": kind, **_times(each.count, took)}
+    for event in profiler.key_averages(group_by_input_shape=True):
+        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if event.device_type.name == "CPU" and took > 0 and event.key != _IGNORED:
+            shapes = event.input_shapes or []
+            kind = class_of(event.key, shapes, contest.rank, vocabulary)
+            yield {"name": event.key[:_NAME], "shapes": _text(shapes), "class": kind, **_times(event.count, took)}
 
 
 def _kernels(profiler: Any) -> Iterator[dict[str, Any]]:
-    for each in profiler.key_averages():
-        if each.device_type.name != "CPU" and not each.is_user_annotation and each.key != _IGNORED:
-            yield {"name": each.key[:_NAME], **_times(each.count, each.self_device_time_total)}
+    for event in profiler.key_averages():
+        if event.device_type.name != "CPU" and not event.is_user_annotation and event.key != _IGNORED:
+            yield {"name": event.key[:_NAME], **_times(event.count, event.self_device_time_total)}
 
 
 def _times(calls: int, microseconds: float) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def _times(calls: int, microseconds: float) -> dict[str, Any]:
 
 
 def _text(shapes: Sequence[Any]) -> str:
-    """Return `16384x4096 4096x16`; scalars have no shape, lists of tensors are counted."""
-    words = [f"[{len(each)}]" if isinstance(each[0], list) else "x".join(map(str, each)) for each in shapes if each]
+    """Return shapes as `16384x4096 4096x16`; scalars are omitted, lists of tensors shown by length."""
+    words = [f"[{len(size)}]" if isinstance(size[0], list) else "x".join(map(str, size)) for size in shapes if size]
     return " ".join(words)[:_NAME]
 
 

@@ -1,8 +1,8 @@
-"""A ladder on this machine: its rungs in order until the deadline, a line of JSON for each.
+"""Run a ladder on this machine: its rungs in order until the deadline, with a JSON line per rung.
 
 python -m scripts.bench.ladder NAME --out FILE.jsonl [--device cpu] [--tiny] [--deadline SECONDS] [key=value...]
 
-The folder of the sweep is FILE beside the lines; its ladder.md has the tables.
+The sweep folder is FILE without suffix; its ladder.md has the tables.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _STOPPED = 75
 
 
 def main() -> None:
-    """Exit with the code of the sweep; one that the deadline stopped ends with 0."""
+    """Exit with the code of the sweep, or 0 if the deadline stopped it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
     parser.add_argument("settings", nargs="*", help="settings of the command line, for all rungs")
@@ -64,18 +64,18 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
 
 
 def _lines(options: argparse.Namespace, ladder: dict[str, Any]) -> list[dict[str, Any]]:
-    """A line for each rung; `error` where it neither finished nor was refused."""
+    """Return a line per rung, with `error` if it was neither finished nor rejected."""
     import torch
 
     from scripts.bench.machine import here
 
-    found = here(torch.device(options.device))
+    facts = here(torch.device(options.device))
     lines = []
     for rung in ladder["rungs"]:
         line = {"ladder": options.name, "item": rung["name"], "tiny": options.tiny, "settings": options.settings}
         if rung["status"] not in ("finished", "refused"):
             line["error"] = rung["error"] or f"{rung['status']} at the deadline"
-        lines.append({**line, "rung": rung, **found})
+        lines.append({**line, "rung": rung, **facts})
     return lines
 
 

@@ -1,4 +1,4 @@
-"""This program's own step and plain PyTorch loops, on documents and weights that are the same for all contenders."""
+"""The training step of this program and plain PyTorch loops, with equal documents and weights for all contenders."""
 
 import contextlib
 import time
@@ -38,19 +38,19 @@ from scripts.bench.machine import Clock
 from scripts.bench.workload import Bin, Step, workload
 
 PAD = 0
-BASE = "base"  # what an adapter would name as its base
-BINS, PACKED, PADDED = "bins", "packed", "padded"  # how a micro-batch is laid out
+BASE = "base"  # base name in an adapter
+BINS, PACKED, PADDED = "bins", "packed", "padded"  # layout of a micro-batch
 
 
 class Contender(Protocol):
-    """Built by one of FRAMEWORKS, ready for its first step."""
+    """Built by one of FRAMEWORKS, ready for the first step."""
 
     network: nn.Module
     attention: str
-    layout: str  # BINS are filled up to their full length, PACKED are as long as their documents
+    layout: str  # BINS are padded to their full length, PACKED rows are as long as their documents
 
     def train(self, clock: Clock) -> None:
-        """Run all steps, each marked on the clock; reading and collating the documents is a part of them."""
+        """Run all steps, marked on the clock; they include reading and collating the documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +59,30 @@ class Prepared:
 
     contest: Contest
     run: RunConfig
-    choices: Choices  # of precision, and of attention where it is ours
+    choices: Choices  # precision, and attention if it is ours
     runtime: Runtime
     steps: list[Step]
 
     @property
     def compute(self) -> torch.dtype | None:
-        """Dtype of autocast; None: everything is float32."""
+        """Autocast dtype; None if everything is float32."""
         return DTYPES[self.choices.precision].compute
 
 
 def prepare(contest: Contest, settings: tuple[str, ...] = ()) -> Prepared:
-    """`settings` are those of one of our variants."""
+    """Prepare a contest; `settings` are those of a variant of ours."""
     run = run_of(contest, settings)
     base = BaseModel(run.model, TASKS[run.task.kind])
     run = with_planned_compile(run, base.on_meta(), "gpu" if contest.device == "cuda" else "cpu")
     choices = choose(run, base, {})
     runtime = start(run.launch, choices.precision, run.seed)
-    assert runtime.device.type == contest.device, f"{contest.device} was asked for, and there is none"
+    assert runtime.device.type == contest.device, f"{contest.device} is not available"
     steps = workload(contest, run.model.architecture["vocab_size"])
     return Prepared(contest, run, choices, runtime, steps)
 
 
 def network_of(prepared: Prepared, attention: str) -> Any:
-    """The very weights of our own model, adapters included, as transformers and PEFT compute with them."""
+    """Return the weights of our model, including adapters, as a transformers and PEFT model."""
     run, device, seed = prepared.run, prepared.runtime.device, prepared.run.seed
     dtypes, task = DTYPES[prepared.choices.precision], TASKS[run.task.kind]
     packing = quantizer_of(run.quantization, dtypes.compute or dtypes.base)
@@ -95,32 +95,32 @@ def network_of(prepared: Prepared, attention: str) -> Any:
 
 
 def recompute_as_transformers(network: Any) -> None:
-    """Gradient checkpointing as its users switch it on."""
+    """Enable gradient checkpointing as in transformers."""
     network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     network.enable_input_require_grads()
 
 
 def labels_of(packed: Bin) -> list[Tensor]:
-    """Labels of each document: its ids where they are trained."""
-    return [torch.where(torch.from_numpy(each.trained), torch.from_numpy(each.ids).long(), IGNORE) for each in packed]
+    """Return the labels of each document: its IDs where they are in the loss."""
+    return [torch.where(torch.from_numpy(doc.trained), torch.from_numpy(doc.ids).long(), IGNORE) for doc in packed]
 
 
 def ids_of(packed: Bin) -> list[Tensor]:
-    """Ids of each document."""
-    return [torch.from_numpy(each.ids).long() for each in packed]
+    """Return the token IDs of each document."""
+    return [torch.from_numpy(document.ids).long() for document in packed]
 
 
 def positions_in(step: Step, layout: str, bin_tokens: int) -> int:
-    """Positions that a step computes, padding included."""
+    """Return the number of positions computed in a step, including padding."""
     if layout == BINS:
         return bin_tokens * len(step)
     if layout == PADDED:
         return sum(max(map(len, packed)) * len(packed) for packed in step)
-    return sum(len(each) for packed in step for each in packed)
+    return sum(len(document) for packed in step for document in packed)
 
 
 class Ours:
-    """`app.training.train_step` on batches that `app.data.collate` makes."""
+    """`app.training.train_step` on batches of `app.data.collate`."""
 
     def __init__(self, prepared: Prepared) -> None:
         device, collate = prepared.runtime.device, Collator(prepared)
@@ -144,14 +144,14 @@ class Ours:
         self.layout = BINS if run.batching.packing else PADDED
 
     def train(self, clock: Clock) -> None:
-        """Step as `app.training.trainer` does, without its record."""
+        """Run the steps of `app.training.trainer`, without logging."""
         clock.begin()
         for batches in self._batches:
             result = self._stepper.run(batches, self._prepared.run.optimizer.lr)
             clock.mark(result.loss_sum / result.labels)
 
     def planned_bytes(self) -> int:
-        """The peak that the plan of memory expects of these steps."""
+        """Return the estimated peak memory of these steps."""
         device = "gpu" if self._prepared.contest.device == "cuda" else "cpu"
         choices = self._prepared.choices
         return plan_memory(self._run, self._shape, device, choices=choices, steps_only=True).peak_bytes
@@ -176,7 +176,7 @@ def verify_layers(model: TrainingModel, layers: CompiledLayers, batch: Batch) ->
         "seconds": round(time.perf_counter() - start, 3),
         "reserved_bytes": torch.cuda.max_memory_reserved(batch.ids.device) if on_gpu else None,
         "worst_ratio": _finite(layers.worst_ratio),
-        "mean_errors": {each.name: [*map(_finite, each[2:])] for each in mean_errors(layers.errors)},
+        "mean_errors": {layer.name: [*map(_finite, layer[2:])] for layer in mean_errors(layers.errors)},
     }
 
 
@@ -185,7 +185,7 @@ def _finite(value: float) -> float | None:
 
 
 class Collator:
-    """Documents into our batches: bins of a constant shape, or padded rows."""
+    """Converter of documents to our batches: bins of constant shape, or padded rows."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._packing = prepared.run.batching.packing
@@ -195,15 +195,15 @@ class Collator:
         self._shape = BinShape(tokens, longest, places)
 
     def __call__(self, packed: Bin) -> Batch:
-        rows = [label_next_tokens(each.ids, each.trained) for each in packed]
+        rows = [label_next_tokens(document.ids, document.trained) for document in packed]
         return collate_packed(rows, PAD, self._shape) if self._packing else collate_padded(rows, PAD)
 
 
-Loss = Callable[[Bin], Tensor]  # the sum over the labels of a micro-batch
+Loss = Callable[[Bin], Tensor]  # sum over the labels of a micro-batch
 
 
 class Plain:
-    """Loop of plain PyTorch; `layout` decides how a micro-batch becomes its loss."""
+    """Plain PyTorch loop; `layout` selects the loss function of a micro-batch."""
 
     def __init__(self, prepared: Prepared, network: nn.Module, attention: str, layout: str) -> None:
         self._prepared = prepared
@@ -231,11 +231,11 @@ class Plain:
         )
         clock.begin()
         for step in self._prepared.steps:
-            labels = sum(int(each.trained.sum()) for packed in step for each in packed)
+            labels = sum(int(document.trained.sum()) for packed in step for document in packed)
             total = torch.zeros((), device=self.device)
             optimizer.zero_grad(set_to_none=True)
             for packed in step:
-                with self._arithmetic():
+                with self._autocast():
                     loss = loss_of(packed)
                 (loss / labels).backward()
                 total += loss.detach()
@@ -244,7 +244,7 @@ class Plain:
             optimizer.step()
             clock.mark(total / labels)
 
-    def _arithmetic(self) -> contextlib.AbstractContextManager[None]:
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
         compute = self._prepared.compute
         if compute is None:
             return contextlib.nullcontext()
@@ -252,15 +252,15 @@ class Plain:
         return autocast
 
     def _packed(self, packed: Bin) -> Tensor:
-        """Loss of one row whose positions begin anew with each document; transformers keeps them apart."""
+        """Return the loss of a row with positions restarting per document, which transformers uses to isolate them."""
         ids = torch.cat(ids_of(packed))[None].to(self.device)
         labels = torch.cat(labels_of(packed)).to(self.device)
-        positions = torch.cat([torch.arange(len(each)) for each in packed])[None].to(self.device)
+        positions = torch.cat([torch.arange(len(document)) for document in packed])[None].to(self.device)
         logits = self.network(input_ids=ids, position_ids=positions, use_cache=False).logits
         return _cross_entropy(logits[0, :-1], labels[1:])
 
     def _bare(self, packed: Bin) -> Tensor:
-        """The arithmetic of our own step: our bins and attention, and only labeled rows reach the head."""
+        """Return the loss computed as in our step: our bins and attention, and only labeled rows in the head."""
         batch = self._collate(packed).to(self.device)
         unwrap = getattr(self.network, "get_base_model", None)
         lm: Any = self.network if unwrap is None else unwrap()
@@ -276,11 +276,11 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def packed(prepared: Prepared) -> Plain:
-    """Documents side by side, told apart by their positions, with the attention of transformers."""
+    """Return a loop with packed documents, separated by position, and the attention of transformers."""
     return Plain(prepared, network_of(prepared, "sdpa"), "sdpa", PACKED)
 
 
 def bare(prepared: Prepared) -> Plain:
-    """Loop with the arithmetic of ours and nothing else."""
+    """Return a loop with the arithmetic of ours and nothing else."""
     name = register(prepared.choices.attention)
     return Plain(prepared, network_of(prepared, name), prepared.choices.attention, BINS)

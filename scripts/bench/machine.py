@@ -17,12 +17,12 @@ from scripts.bench.contest import Contest
 from scripts.bench.gauge import Gauge
 
 _PEERS = ("trl", "liger-kernel", "unsloth", "triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flash-attn")
-# Dense bf16, from the vendor's data sheets, in 1e12 operations per second. The first that is part of the name counts.
+# Dense bf16 from vendor data sheets, in 1e12 operations per second; the first key contained in the GPU name counts.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "4090": 165.0}
 
 
 def here(device: torch.device) -> dict[str, Any]:
-    """Facts for each line."""
+    """Return the facts for each line."""
     git = git_state(Path(app.__file__).parent)
     return {
         "hardware": hardware(device),
@@ -33,7 +33,7 @@ def here(device: torch.device) -> dict[str, Any]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Name and size."""
+    """Return the name and size of the device."""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return {"name": facts.name, "memory_bytes": facts.total_memory, "cuda": torch.version.cuda}
@@ -41,24 +41,24 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's own name."""
+    """Return the CPU model name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def _installed(names: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    installed = {}
     for name in names:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def peak_tflops(contest: Contest, device: torch.device) -> float | None:
-    """Peak rate in bf16; None where it is not known."""
+    """Return the bf16 peak rate; None if unknown."""
     if contest.peak_tflops is not None:
         return contest.peak_tflops
     if device.type != "cuda" or contest.precision != "bf16":
@@ -68,7 +68,7 @@ def peak_tflops(contest: Contest, device: torch.device) -> float | None:
 
 
 def matrix_weights(network: nn.Module) -> int:
-    """Weights that each token is multiplied by: linear layers and the head, packed or not; without adapters."""
+    """Return the number of weights multiplied per token: linear layers and head, quantized or not, no adapters."""
     return sum(
         layer.in_features * layer.out_features
         for name, layer in network.named_modules()
@@ -81,7 +81,7 @@ def matrix_weights(network: nn.Module) -> int:
 
 
 def mfu(contest: Contest, weights: int, tokens_per_second: float, peak: float | None) -> float | None:
-    """4 operations for each weight and token where it is frozen, 6 where it is trained; recomputing is not work."""
+    """Return the MFU: 4 operations per frozen weight and token, 6 per trained one; recomputation does not count."""
     if peak is None:
         return None
     operations = (6 if contest.method == "full" else 4) * weights
@@ -89,16 +89,16 @@ def mfu(contest: Contest, weights: int, tokens_per_second: float, peak: float | 
 
 
 def process_peak_bytes() -> int:
-    """The most memory of this process so far."""
+    """Return the peak memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 class Clock:
-    """`begin`, then `mark` after each step; the first step and the warm-up are counted apart, and so is a step that
-    comes after the measured ones, which is profiled.
+    """Clock of a run: `begin`, then `mark` after each step. The first step, the warmup and a profiled step after the
+    measured ones are counted separately.
 
-    On a GPU the marks are events in its queue, read once at the end. The device is waited for twice before that: after
-    the first step, which may compile, and at the end of the warm-up, where peak memory begins anew.
+    On a GPU the marks are events in the queue, read once at the end. The clock synchronizes twice before: after the
+    first step, which may compile, and at the end of the warmup, where the peak memory is reset.
     """
 
     def __init__(
@@ -110,29 +110,29 @@ class Clock:
         self.steps = steps
         self.first_step = 0.0
         self.cpu_seconds = 0.0
-        self.context_bytes: int | None = None  # of this process on a GPU, outside torch's allocator
+        self.context_bytes: int | None = None  # GPU memory of this process outside torch's allocator
         self.profiler: Any = torch.profiler.profile(record_shapes=True) if profile else None
         self.peak_before = self.peak_measured = (0, 0)  # bytes allocated and reserved on a GPU
         self._losses: list[Tensor | float] = []
         self._marks: list[float | torch.cuda.Event] = []
-        self._begun = 0.0
+        self._start = 0.0
 
     @property
     def on_gpu(self) -> bool:
-        """Whether steps are queued rather than done when their call returns."""
+        """Whether steps run asynchronously."""
         return self.device.type == "cuda"
 
     def begin(self) -> None:
-        """Start the clock, just before the first step."""
+        """Start the clock right before the first step."""
         self._wait()
         if self.on_gpu:
-            torch.cuda.empty_cache()  # what building reserved is no part of the steps
-        self._begun = time.perf_counter()
+            torch.cuda.empty_cache()  # memory reserved during building does not count
+        self._start = time.perf_counter()
         if self.warm_up == 0:
             self._start_measuring()
 
     def mark(self, loss: Tensor | float) -> None:
-        """A step is over, with this token mean."""
+        """Record the end of a step, and its mean loss per token."""
         self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         done = len(self._losses)
         if done > self.warm_up + self.steps:
@@ -140,7 +140,7 @@ class Clock:
             return
         if done == 1:
             self._wait()
-            self.first_step = time.perf_counter() - self._begun
+            self.first_step = time.perf_counter() - self._start
         if done == self.warm_up:
             self._start_measuring()
         elif done > self.warm_up:
@@ -150,7 +150,7 @@ class Clock:
 
     @property
     def losses(self) -> list[float]:
-        """Losses of all steps, those of the warm-up too."""
+        """Losses of all steps, including the warmup."""
         return [float(loss) for loss in self._losses]
 
     @property
@@ -174,9 +174,9 @@ class Clock:
         self._wait()
         self.cpu_seconds = time.process_time() - self.cpu_seconds
         self.gauge.stop()
-        own = self.gauge.own_bytes()
-        if own is not None:
-            self.context_bytes = own - torch.cuda.memory_reserved(self.device)
+        used = self.gauge.own_bytes()
+        if used is not None:
+            self.context_bytes = used - torch.cuda.memory_reserved(self.device)
         if self.on_gpu:
             self.peak_measured = (
                 torch.cuda.max_memory_allocated(self.device),

@@ -1,8 +1,8 @@
-"""Measurement of one contender, in a process of its own.
+"""Measure one contender in its own process.
 
 python -m scripts.bench.measure CONTEST.json RESULT.json [TURN]
 
-With TURN, import the packages and wait until that file exists before using the device.
+With TURN, import the packages and wait until this file exists before using the device.
 """
 
 import os
@@ -23,7 +23,7 @@ from scripts.bench.frameworks import FRAMEWORKS, split_settings
 
 
 def main() -> None:
-    """The result is written only when there is one; what went wrong is on standard error."""
+    """Write the result; errors are on standard error, without a result file."""
     contest = contest_of(Path(sys.argv[1]).read_text())
     warnings.simplefilter("ignore")
     missing = FRAMEWORKS[split_settings(contest.framework)[0]].requires(contest)
@@ -45,12 +45,12 @@ def _await_turn(contest: Contest, turn: Path) -> None:
     print(f"imported in {time.perf_counter() - start:.1f} s, CUDA {device}", flush=True)
     while not turn.exists():
         if os.getppid() != parent:
-            sys.exit("the benchmark that started it has ended")
+            sys.exit("the parent benchmark has ended")
         time.sleep(0.05)
 
 
 def measured(contest: Contest) -> dict[str, Any]:
-    """Build, train, read the clock."""
+    """Build and train the contender, and return the result."""
     import torch
 
     from scripts.bench.gauge import Gauge
@@ -83,7 +83,7 @@ def _result(contest: Contest, contender: Any, clock: Any) -> dict[str, Any]:
     steps = workload(contest, vocabulary)
     counted = steps[contest.warm_up : contest.warm_up + contest.steps]
     sizes, seconds = sizes_of(counted), clock.step_seconds
-    assert len(clock.losses) == len(steps), f"{len(clock.losses)} steps were made, not {len(steps)}"
+    assert len(clock.losses) == len(steps), f"{len(clock.losses)} steps instead of {len(steps)}"
     rate = sizes.tokens / sum(seconds)
     weights = matrix_weights(contender.network)
     trained = sum(p.numel() for p in contender.network.parameters() if p.requires_grad)
@@ -129,7 +129,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def _memory(clock: Any) -> dict[str, int | None]:
-    """The peaks are those of the measured steps on a GPU; on a CPU that of the whole process."""
+    """Return the peak memory: of the measured steps on a GPU, of the whole process on a CPU."""
     from scripts.bench.machine import process_peak_bytes
 
     (allocated, reserved), before = clock.peak_measured, clock.peak_before

@@ -2,7 +2,7 @@
 
 python -m scripts.bench.micro ITEM --device cuda --out FILE.jsonl
 
-A line of JSON for each measurement; what cannot be done here is a line with `error`. `--tiny` takes small shapes.
+Writes a JSON line per measurement, with `error` if it is not possible here. `--tiny` uses small shapes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from app.layers.frozen_linear import quantize_rows
 from app.layers.head import LinearHead
 from scripts.bench.machine import here
 
-# What a kernel that this machine cannot do may raise; the next one is tried.
+# Errors of kernels that this machine does not support; the next one is tried.
 FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, KeyError, AppError)
 REPEAT_SECONDS = {"cuda": 0.4, "cpu": 0.02}
 MAX_REPEATS, WARM_UP_CALLS = 50, 3
@@ -49,7 +49,7 @@ LAYERS = {  # outputs x inputs
 PACKED_LAYERS = ("8b gate", "8b q", "70b gate")
 WIDTHS = {"8b hidden": 4096, "8b inner": 14336, "70b hidden": 8192, "70b inner": 28672}
 
-LABELED_ROWS = 6528  # of a bin of 16,384 tokens
+LABELED_ROWS = 6528  # in a bin of 16,384 tokens
 HEADS_OF_MODELS = {"8b": (128256, 4096), "1b": (128256, 2048)}
 
 CHECKED_TOKENS = 512
@@ -67,34 +67,34 @@ class Scale:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that a run computes in."""
+        """Compute dtype of a run."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def size(self, number: int) -> int:
-        """A multiple of 64 still, as NF4 wants it."""
+        """Return a scaled size, a multiple of 64, which NF4 requires."""
         return max(64, number // self.divisor // 64 * 64)
 
     def random(self, *shape: int, std: float = 1.0) -> Tensor:
-        """Random numbers of real size: zeros compute faster, because they need less power."""
+        """Return random values of realistic size; zeros are faster, because they need less power."""
         return torch.randn(shape, device=self.device, dtype=self.dtype) * std
 
 
 class Lines:
-    """Appended to a file, each at once."""
+    """JSON lines, appended to a file immediately."""
 
     def __init__(self, file: Path, item: str, device: torch.device) -> None:
         self._file = file
         self._common = {"stage": "micro", "item": item, **here(device)}
 
-    def attempt(self, name: str, measure: Callable[[], dict[str, Any]], **known: Any) -> None:
-        """The line of one measurement; where it fails, a line that says why."""
+    def attempt(self, name: str, measure: Callable[[], dict[str, Any]], **facts: Any) -> None:
+        """Write the line of a measurement, or its error."""
         try:
-            found = measure()
+            values = measure()
         except FAULTS as fault:
-            found = {"error": f"{type(fault).__name__}: {fault}".splitlines()[0][:300]}
-        rounded = {key: _rounded(value) for key, value in found.items()}
+            values = {"error": f"{type(fault).__name__}: {fault}".splitlines()[0][:300]}
+        rounded = {key: _rounded(value) for key, value in values.items()}
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"name": name, **known, **rounded, **self._common}) + "\n")
+            file.write(json.dumps({"name": name, **facts, **rounded, **self._common}) + "\n")
 
 
 def _rounded(value: Any) -> Any:
@@ -102,7 +102,7 @@ def _rounded(value: Any) -> Any:
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The median of repeated calls, after some for warming up."""
+    """Return the median time of repeated calls, after warmup calls."""
     for _ in range(WARM_UP_CALLS):
         call()
     once = _seconds(call, device)
@@ -112,9 +112,9 @@ def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
-        begun = time.perf_counter()
+        start = time.perf_counter()
         call()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()
     call()
@@ -124,12 +124,12 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def tera_per_second(operations: float, milliseconds: float) -> float:
-    """Rate in 1e12 operations a second."""
+    """Return the rate in 1e12 operations per second."""
     return operations / milliseconds / 1e9
 
 
 def gemm(scale: Scale, lines: Lines) -> None:
-    """Products in the precision of a run, then in fp8 with a scale for each row."""
+    """Measure matrix products in the precision of a run, and in fp8 with a scale per row."""
     for numbers, ready in (("run", _in_run_dtype), ("fp8", _in_fp8), ("fp8 slow sums", _in_fp8_exactly)):
         for name, (n, k) in LAYERS.items():
             shape = scale.size(TOKENS), scale.size(n), scale.size(k)
@@ -162,14 +162,14 @@ def _in_fp8_exactly(scale: Scale, shape: Shape) -> Callable[[], Tensor]:
 
 
 def rows_in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 and the scale of each row, so that x is about the product of both."""
+    """Return e4m3 values and a scale per row, whose product approximates x."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     row = x.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / largest
     return (x.float() / row).to(torch.float8_e4m3fn), row
 
 
 def nf4(scale: Scale, lines: Lines) -> None:
-    """Unpacking a weight by bitsandbytes into one buffer, and the forward product with and without it."""
+    """Measure dequantization by bitsandbytes into one buffer, and the forward product with and without it."""
     for name in PACKED_LAYERS:
         n, k = (scale.size(number) for number in LAYERS[name])
         for double in (True, False):
@@ -207,7 +207,7 @@ def _packed_product(scale: Scale, n: int, k: int, *, unpacked: bool) -> dict[str
 
 
 def head(scale: Scale, lines: Lines) -> None:
-    """Head and loss, forward and backward: all logits at once, and in our chunks."""
+    """Measure head and loss, forward and backward: all logits at once, and in our chunks."""
     for name, sizes in HEADS_OF_MODELS.items():
         rows, vocabulary, hidden = (scale.size(number) for number in (LABELED_ROWS, *sizes))
         for trained in (False, True):
@@ -222,14 +222,14 @@ def _head_and_loss(scale: Scale, shape: Shape, way: str, *, trained: bool) -> di
     layer = torch.nn.Linear(hidden, vocabulary, bias=False, device="meta")
     layer.weight = torch.nn.Parameter(scale.random(vocabulary, hidden, std=0.02), requires_grad=trained)
     targets = torch.randint(vocabulary, (count,), device=scale.device)
-    wanted = [rows, *([layer.weight] if trained else [])]
+    inputs = [rows, *([layer.weight] if trained else [])]
 
     def call() -> Any:
         if way == "at once":
             loss = F.cross_entropy(layer(rows).float(), targets, reduction="sum")
         else:
             loss = LinearHead(layer).loss_sum(rows, targets)
-        return torch.autograd.grad(loss, wanted)
+        return torch.autograd.grad(loss, inputs)
 
     on_gpu = scale.device.type == "cuda"
     if on_gpu:
@@ -242,7 +242,7 @@ def _head_and_loss(scale: Scale, shape: Shape, way: str, *, trained: bool) -> di
 
 
 def rounding(scale: Scale, lines: Lines) -> None:
-    """Rows of activations rounded to fp8."""
+    """Measure the quantization of activation rows to fp8."""
     for name, width in WIDTHS.items():
         shape = scale.size(TOKENS), scale.size(width)
         lines.attempt(name, partial(_rounded_rows, scale, shape), shape=shape)
@@ -255,17 +255,17 @@ def _rounded_rows(scale: Scale, shape: tuple[int, int]) -> dict[str, Any]:
 
 
 def attention(scale: Scale, lines: Lines) -> None:
-    """Every backend on one packed row: documents of up to 2,048 tokens, then one that is as long as the row."""
+    """Measure all backends on a packed row: documents of up to 2,048 tokens, then one as long as the row."""
     tokens = scale.size(TOKENS)
     for name, lengths in {"many": lengths_in(tokens), "one": (tokens,)}.items():
         documents = PackedSequences.from_lengths(lengths).to(scale.device)
         for backend in (*BACKENDS, "mask"):
-            known = {"documents": name, "tokens": tokens, "heads": (QUERY_HEADS, KEY_HEADS, HEAD_SIZE)}
-            lines.attempt(backend, partial(_attention, scale, backend, documents), **known)
+            facts = {"documents": name, "tokens": tokens, "heads": (QUERY_HEADS, KEY_HEADS, HEAD_SIZE)}
+            lines.attempt(backend, partial(_attention, scale, backend, documents), **facts)
 
 
 def lengths_in(tokens: int) -> tuple[int, ...]:
-    """Lengths of chats that fill a row, the last one cut off."""
+    """Return lengths of chats that fill a row; the last one is truncated."""
     random, longest = np.random.default_rng(0), max(8, tokens // 8)
     drawn, left = [], tokens
     while left:
@@ -282,7 +282,7 @@ def _attention(scale: Scale, backend: str, documents: PackedSequences) -> dict[s
     out = attend(q, k, v)
     upstream = torch.randn_like(out)
     backward = milliseconds(lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True), scale.device)
-    pairs = sum(n * n for n in documents.lengths) / 2  # that a causal model looks at
+    pairs = sum(n * n for n in documents.lengths) / 2  # with causal attention
     work = 4.0 * pairs * QUERY_HEADS * HEAD_SIZE
     return {
         "forward_milliseconds": forward,
@@ -294,7 +294,7 @@ def _attention(scale: Scale, backend: str, documents: PackedSequences) -> dict[s
 
 
 def _attend(scale: Scale, backend: str, documents: PackedSequences) -> Attend:
-    """Refuses with the reason where this machine cannot."""
+    """Return the attention function of a backend; RuntimeError if this machine does not support it."""
     if backend == "mask":
         return partial(_with_mask, mask=_mask(documents, scale.device))
     missing = BACKENDS[backend].requires(scale.device)
@@ -305,7 +305,7 @@ def _attend(scale: Scale, backend: str, documents: PackedSequences) -> Attend:
 
 
 def _mask(documents: PackedSequences, device: torch.device) -> Tensor:
-    """Mask of a packed row as transformers builds it: the whole square."""
+    """Return the full square mask of a packed row, as transformers builds it."""
     lengths = torch.tensor(documents.lengths, device=device)
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
     position = torch.arange(len(document), device=device)
@@ -323,23 +323,23 @@ def _inputs(scale: Scale, tokens: int) -> list[Tensor]:
 
 
 def _differences(scale: Scale, backend: str) -> dict[str, float]:
-    """Largest relative difference of output and gradients from float64, document by document."""
+    """Return the largest relative differences of output and gradients from float64, document by document."""
     documents = PackedSequences.from_lengths(lengths_in(scale.size(CHECKED_TOKENS))).to(scale.device)
     inputs = _inputs(scale, int(documents.cu_seqlens[-1]))
-    exact = [each.detach().double().requires_grad_() for each in inputs]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     out = _attend(scale, backend, documents)(*inputs)
     reference = sdpa(exact[0], exact[1], exact[2], RULES, documents)
     upstream = torch.randn_like(reference)
-    found = torch.autograd.grad(out, inputs, upstream.to(out.dtype))
-    wanted = torch.autograd.grad(reference, exact, upstream)
+    gradients = torch.autograd.grad(out, inputs, upstream.to(out.dtype))
+    expected = torch.autograd.grad(reference, exact, upstream)
     return {
         "difference": _largest_difference(out, reference),
-        "gradient_difference": max(map(_largest_difference, found, wanted)),
+        "gradient_difference": max(map(_largest_difference, gradients, expected)),
     }
 
 
-def _largest_difference(found: Tensor, wanted: Tensor) -> float:
-    return float((found.detach().double() - wanted).abs().max() / wanted.abs().max())
+def _largest_difference(result: Tensor, reference: Tensor) -> float:
+    return float((result.detach().double() - reference).abs().max() / reference.abs().max())
 
 
 ITEMS: dict[str, Callable[[Scale, Lines], None]] = {
@@ -356,7 +356,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("item", choices=ITEMS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether everything runs")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, for a dry run")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = torch.device(options.device)

@@ -86,9 +86,9 @@ def _item(values: dict[str, Any], common: dict[str, Any], phase: dict[str, Any],
 
 
 def _contest(values: dict[str, Any], common: dict[str, Any], tiny: bool) -> Contest:
-    own = {name: value for name, value in values.items() if name in _CONTEST}
-    settings = (*common.get("settings", ()), *own.get("settings", ()))
-    contest = Contest(**{**common, **own, **(_TINY if tiny else {}), "settings": settings})
+    item = {name: value for name, value in values.items() if name in _CONTEST}
+    settings = (*common.get("settings", ()), *item.get("settings", ()))
+    contest = Contest(**{**common, **item, **(_TINY if tiny else {}), "settings": settings})
     if contest.device == "cpu":
         contest = replace(contest, precision="fp32")
     if contest.device == "cpu" and tiny:  # a C++ compiler takes minutes
@@ -115,10 +115,10 @@ def _problems(content: Any) -> Iterator[str]:
 def _problems_of_item(values: Mapping[str, Any], common: Mapping[str, Any]) -> Iterator[str]:
     is_command = "command" in values
     required = {"name", "seconds"} if is_command else {"seconds"}
-    known = _COMMAND if is_command else _CONTEST | _ITEM
+    allowed = _COMMAND if is_command else _CONTEST | _ITEM
     contest = {} if is_command else {**common, **{key: value for key, value in values.items() if key in _CONTEST}}
     missing = (required - values.keys()) | (set() if is_command else _REQUIRED - contest.keys())
-    unknown = (values.keys() - known) | (contest.keys() - _CONTEST)
+    unknown = (values.keys() - allowed) | (contest.keys() - _CONTEST)
     if missing:
         yield f"missing: {', '.join(sorted(missing))}"
     if unknown:

@@ -1,9 +1,9 @@
-"""Measurements as Markdown tables, with the goals they are held against.
+"""Format measurements as Markdown tables, and compare them with goals.
 
-python scripts/bench/table.py FILE.jsonl...                                     prints them
+python scripts/bench/table.py FILE.jsonl...                                     print the tables
 python scripts/bench/table.py --into docs/benchmarks/cpu.md FILE.jsonl...
 
-`--into` puts them between the lines `<!-- measured -->` and `<!-- /measured -->` of a document.
+`--into` inserts them between the lines `<!-- measured -->` and `<!-- /measured -->` of a document.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _GIB = 2**30
 
 
 def main() -> None:
-    """Read, group, write."""
+    """Print or insert the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--into", type=Path, help="a document")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def put_into(document: str, text: str) -> str:
-    """The document with `text` between the marks."""
+    """Return the document with `text` between the marks."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -56,26 +56,26 @@ def put_into(document: str, text: str) -> str:
 
 
 def report(lines: list[Line]) -> list[str]:
-    """Lines of all tables, then of failed measurements."""
-    found = [row for group in groups(lines) for row in _training(group)]
-    found += [row for rows in _by(lines, ("item",), "milliseconds").values() for row in _operations(rows)]
-    found += [row for rows in _by(lines, ("item",), "forward_milliseconds").values() for row in _operations(rows)]
+    """Return the lines of all tables, then of failed measurements."""
+    text = [row for group in groups(lines) for row in _training(group)]
+    text += [row for rows in _by(lines, ("item",), "milliseconds").values() for row in _operations(rows)]
+    text += [row for rows in _by(lines, ("item",), "forward_milliseconds").values() for row in _operations(rows)]
     failed = dict.fromkeys(f"- {_name(line)}: {line['error']}" for line in lines if "error" in line)
-    return [*found, *(["Not measured:", "", *failed, ""] if failed else [])]
+    return [*text, *(["Not measured:", "", *failed, ""] if failed else [])]
 
 
 def groups(lines: Iterable[Line]) -> list[list[Line]]:
-    """Training measurements that did the same work on the same hardware."""
+    """Return groups of training measurements with the same work and hardware."""
     return list(_by(lines, (*_SAME, *_MORE), "tokens_per_second").values())
 
 
 def _by(lines: Iterable[Line], keys: tuple[str, ...], measured: str) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {}
+    groups: dict[str, list[Line]] = {}
     for line in lines:
         if measured in line:
             same = json.dumps([line[key] for key in keys] + [line["hardware"]["name"]])
-            found.setdefault(same, []).append(line)
-    return found
+            groups.setdefault(same, []).append(line)
+    return groups
 
 
 def _name(line: Line) -> str:
@@ -83,19 +83,19 @@ def _name(line: Line) -> str:
 
 
 def _contenders(group: list[Line]) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {}
+    by_name: dict[str, list[Line]] = {}
     for line in group:
-        found.setdefault(line["framework"], []).append(line)
-    return found
+        by_name.setdefault(line["framework"], []).append(line)
+    return by_name
 
 
 def rates(group: list[Line]) -> dict[str, float]:
-    """The median of all rounds, for each contender."""
+    """Return the median of all rounds for each contender."""
     return {name: median(line["tokens_per_second"] for line in its) for name, its in _contenders(group).items()}
 
 
 def ratios(group: list[Line]) -> dict[str, float]:
-    """How many times as fast as each contender ours is: the median over turns, each within itself."""
+    """Return the speed of ours relative to each contender: the median over turns."""
     by_name = _contenders(group)
     return {
         name: median(_in_turns(by_name["ours"], its, "tokens_per_second"))
@@ -105,15 +105,18 @@ def ratios(group: list[Line]) -> dict[str, float]:
 
 
 def _in_turns(ours: list[Line], theirs: list[Line], key: str) -> list[float]:
-    """A turn that only one of them ended counts for nothing."""
+    """Return the ratios by turn; turns that only one finished are ignored."""
     return [a[key] / b[key] for a, b in zip(ours, theirs, strict=False)]
 
 
 def _training(group: list[Line]) -> list[str]:
     by_name, speeds, first = _contenders(group), rates(group), group[0]
-    far = furthest({name: its[0]["losses"] for name, its in by_name.items()})
-    rows = [_contender_row(name, its, speeds, far.get(name), by_name.get("ours", [])) for name, its in by_name.items()]
-    worst = max(far.values(), default=0.0)
+    differences = furthest({name: its[0]["losses"] for name, its in by_name.items()})
+    rows = [
+        _contender_row(name, its, speeds, differences.get(name), by_name.get("ours", []))
+        for name, its in by_name.items()
+    ]
+    worst = max(differences.values(), default=0.0)
     agree = "agree" if worst <= allowed_at(first["precision"]) else "**DO NOT AGREE**"
     return [
         f"### {_title(first)}",
@@ -130,8 +133,8 @@ def _training(group: list[Line]) -> list[str]:
 
 
 def _title(line: Line) -> str:
-    recompute = ", all layers recomputed" if line["recompute"] else ""
-    return f"{line['model']}, {line['method']}, {line['mix']}, {line['tokens_per_step']:,} tokens a step{recompute}"
+    recompute = ", gradient checkpointing in all layers" if line["recompute"] else ""
+    return f"{line['model']}, {line['method']}, {line['mix']}, {line['tokens_per_step']:,} tokens per step{recompute}"
 
 
 def _where(line: Line) -> str:
@@ -145,12 +148,14 @@ def _where(line: Line) -> str:
 
 _COLUMNS = (
     *("", "tokens/s", "lowest to highest", "ours is faster by", "by CPU time"),
-    *("fill", "peak GiB", "planned", "MFU", "first step", "losses differ"),
+    *("fill", "peak GiB", "estimated", "MFU", "first step", "losses differ"),
 )
 
 
-def _contender_row(name: str, its: list[Line], speeds: dict[str, float], far: float | None, ours: list[Line]) -> str:
-    found = [line["tokens_per_second"] for line in its]
+def _contender_row(
+    name: str, its: list[Line], speeds: dict[str, float], difference: float | None, ours: list[Line]
+) -> str:
+    speed = [line["tokens_per_second"] for line in its]
     memory = max(line["peak_memory_bytes"] for line in its) / _GIB
     faster = by_cpu = ""
     if ours:
@@ -161,7 +166,7 @@ def _contender_row(name: str, its: list[Line], speeds: dict[str, float], far: fl
     cells = [
         f"`{name}`",
         f"{speeds[name]:,.0f}",
-        f"{min(found):,.0f} to {max(found):,.0f}",
+        f"{min(speed):,.0f} to {max(speed):,.0f}",
         faster,
         by_cpu,
         f"{its[0]['fill']:.0%}",
@@ -169,7 +174,7 @@ def _contender_row(name: str, its: list[Line], speeds: dict[str, float], far: fl
         "" if planned is None else f"{planned / _GIB:.2f}",
         "" if share is None else f"{share:.1%}",
         f"{median(line['first_step_seconds'] for line in its):.2f} s",
-        "" if far is None else f"{far:.0e}",
+        "" if difference is None else f"{difference:.0e}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -178,7 +183,7 @@ _ABOUT = {"stage", "item", "hardware", "versions", "commit", "dirty", "error"}
 
 
 def _operations(rows: list[Line]) -> list[str]:
-    """A column for each thing that was options."""
+    """Return a table with a column per setting and result."""
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _ABOUT))
     return [
         f"### {rows[0]['item']}, {rows[0]['hardware']['name']}",
@@ -197,7 +202,7 @@ def _cell(value: Any) -> str:
     return text.replace("|", "\\|")
 
 
-# Whether contenders did the same work: the losses of their first steps must agree.
+# Losses of the first steps must agree, which shows that contenders did the same work.
 COMPARED_STEPS = 10
 MAX_DIFFERENCE = {"fp32": 1e-3}  # relative
 MAX_DIFFERENCE_ELSE = 1e-2  # bf16
@@ -206,12 +211,12 @@ Losses = Sequence[float | None]
 
 
 def allowed_at(precision: str) -> float:
-    """The largest relative difference."""
+    """Return the allowed relative difference of losses."""
     return MAX_DIFFERENCE.get(precision, MAX_DIFFERENCE_ELSE)
 
 
 def furthest(losses: Mapping[str, Losses]) -> dict[str, float]:
-    """How far the first losses of each contender are from those of the first one; infinitely if one is not a number."""
+    """Return the largest loss difference of each contender from the first one; infinite if a loss is not a number."""
     reference, *others = losses
     return {name: max(_differences(losses[reference], losses[name])) for name in others}
 
@@ -221,12 +226,12 @@ def _differences(ours: Losses, theirs: Losses) -> list[float]:
     return [float("inf") if a is None or b is None else abs(a - b) / abs(a) for a, b in pairs]
 
 
-Ratios = Mapping[str, float]  # how many times as fast as each contender ours is
+Ratios = Mapping[str, float]  # speed of ours relative to each contender
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`against` a contender a factor, without one a speed. Fields that are None fit everything."""
+    """Goal: a factor relative to the contender `against`, or a speed; fields that are None match everything."""
 
     words: str
     at_least: float
@@ -240,14 +245,14 @@ class Goal:
     settings: tuple[str, ...] | None = None
 
     def fits(self, facts: Mapping[str, Any]) -> bool:
-        """Whether it is about measurements like this line."""
-        wanted = ("device", "model", "method", "tokens_per_step", "mix")
-        alike = all(getattr(self, name) in (None, facts[name]) for name in wanted)
+        """Return whether the goal applies to a measurement."""
+        names = ("device", "model", "method", "tokens_per_step", "mix")
+        alike = all(getattr(self, name) in (None, facts[name]) for name in names)
         alike &= self.settings in (None, tuple(facts["settings"]))
         return alike and (self.card is None or self.card in facts["hardware"]["name"])
 
-    def said(self, speed: float | None, ratios: Ratios) -> str | None:
-        """A sentence; None where nothing was measured that it could be held against."""
+    def result(self, speed: float | None, ratios: Ratios) -> str | None:
+        """Return a sentence with the result; None if it was not measured."""
         reached = ratios.get(self.against) if self.against else speed
         if reached is None:
             return None
@@ -263,7 +268,9 @@ def _on_h200(rate: float, model: str, method: str, settings: tuple[str, ...] | N
 GOALS = [
     Goal("at least 2.5 times TRL, packed", 2.5, "trl", device="cpu", model="tiny"),
     Goal("at least 1.8 times TRL, packed", 1.8, "trl", device="cpu", model="small"),
-    Goal("a step at most 1.05 times that of a bare loop (at least 0.95 times as fast)", 1 / 1.05, "bare", device="cpu"),
+    Goal(
+        "step time at most 1.05 times that of a bare loop (at least 0.95 times as fast)", 1 / 1.05, "bare", device="cpu"
+    ),
     _on_h200(19e3, "llama_8b", "lora"),
     _on_h200(26e3, "llama_8b", "lora", ("quantization=fp8",)),
     _on_h200(18.5e3, "llama_8b", "qlora"),
@@ -274,8 +281,8 @@ GOALS = [
 
 
 def goals_for(facts: Mapping[str, Any], speed: float | None, ratios: Ratios) -> list[str]:
-    """Goals that fit these measurements, as met or missed; `speed` is that of ours."""
-    return [words for goal in GOALS if goal.fits(facts) and (words := goal.said(speed, ratios)) is not None]
+    """Return the goals for these measurements, as met or missed; `speed` is that of ours."""
+    return [words for goal in GOALS if goal.fits(facts) and (words := goal.result(speed, ratios)) is not None]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""TRL's SFTTrainer on the same documents: as it comes, with its packing, with our attention and Liger's kernels.
+"""TRL's SFTTrainer on the same documents: with default settings, with packing, with our attention and Liger kernels.
 
-What costs time and is not training is off: logging, saving, progress bars. Its entropy and accuracy metrics have no
-switch. The documents of a step are dealt to it, so that a step is the same for all; its collator makes the batches.
+Logging, saving and progress bars are off, because they take time without training; its entropy and accuracy metrics
+cannot be turned off. It gets the documents of each step, so that steps are equal for all; its collator builds batches.
 """
 
 import tempfile
@@ -20,12 +20,12 @@ from scripts.bench.loops import PACKED, PADDED, Prepared, ids_of, labels_of, net
 from scripts.bench.machine import Clock
 from scripts.bench.workload import Bin
 
-_THEIRS = "sdpa"  # what transformers takes where flash-attn is not installed
-_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}  # others have the same name there
+_THEIRS = "sdpa"  # the default of transformers without flash-attn
+_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}  # other names are the same in TRL
 
 
 class Trl:
-    """SFTTrainer in one of its variants."""
+    """Variant of SFTTrainer."""
 
     def __init__(self, prepared: Prepared, network: Any, attention: str, layout: str, **config: Any) -> None:
         self._prepared = prepared
@@ -35,13 +35,13 @@ class Trl:
         self._config = config
 
     def train(self, clock: Clock) -> None:
-        """Run its own loop; a callback marks the end of each step."""
+        """Run the loop of TRL; a callback marks the end of each step."""
         with tempfile.TemporaryDirectory() as folder:
             trainer = self._trainer(folder)
             losses: list[Any] = []
             micro_step = trainer.training_step
 
-            def noted(*args: Any, **options: Any) -> Any:
+            def timed_step(*args: Any, **options: Any) -> Any:
                 losses.append(micro_step(*args, **options))
                 return losses[-1]
 
@@ -49,7 +49,7 @@ class Trl:
                 clock.mark(torch.stack(losses).sum())
                 losses.clear()
 
-            trainer.training_step = noted
+            trainer.training_step = timed_step
             trainer.add_callback(_marking(clock.begin, mark))
             trainer.train()
 
@@ -61,7 +61,7 @@ class Trl:
         disable_progress_bars()
         contest, run = self._prepared.contest, self._prepared.run
         bins = [packed for step in self._prepared.steps for packed in step]
-        rows, plan = _joined(bins) if self.layout == PACKED else _apart(bins)
+        rows, plan = _packed_rows(bins) if self.layout == PACKED else _separate_rows(bins)
         settings = {
             "output_dir": folder,
             "packing": self.layout == PACKED,
@@ -85,11 +85,11 @@ class Trl:
             model=self.network,
             args=SFTConfig(**settings),
             train_dataset=Dataset.from_list(rows),
-            # the shipped one: all that is asked of it is a token to pad with
+            # the bundled one: only its padding token is used
             processing_class=load_tokenizer(run.model, needs_template=False),
         )
         trainer.remove_callback(PrinterCallback)
-        _deal(trainer, plan)
+        _set_batches(trainer, plan)
         return trainer
 
 
@@ -105,21 +105,21 @@ def _optimizer(settings: OptimizerConfig) -> dict[str, Any]:
     }
 
 
-def _joined(bins: list[Bin]) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """A row for each bin, as its own packing makes them, and the rows of each micro-batch."""
+def _packed_rows(bins: list[Bin]) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Return a row per bin, as TRL packs them, and the rows of each micro-batch."""
     rows = [
         {
             "input_ids": torch.cat(ids_of(packed)).tolist(),
             "labels": torch.cat(labels_of(packed)).tolist(),
-            "seq_lengths": [len(each) for each in packed],
+            "seq_lengths": [len(document) for document in packed],
         }
         for packed in bins
     ]
     return rows, [[i] for i in range(len(bins))]
 
 
-def _apart(bins: list[Bin]) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """A row for each document."""
+def _separate_rows(bins: list[Bin]) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Return a row per document, and the rows of each micro-batch."""
     rows: list[dict[str, Any]] = []
     plan: list[list[int]] = []
     for packed in bins:
@@ -129,8 +129,8 @@ def _apart(bins: list[Bin]) -> tuple[list[dict[str, Any]], list[list[int]]]:
     return rows, plan
 
 
-class _Dealt(BatchSampler):
-    """The given rows in the given batches, where the trainer would draw them at random."""
+class _FixedBatches(BatchSampler):
+    """Sampler of fixed batches instead of the random ones of the trainer."""
 
     def __init__(self, plan: list[list[int]]) -> None:
         super().__init__(SequentialSampler(range(sum(map(len, plan)))), max(map(len, plan)), drop_last=False)
@@ -143,12 +143,12 @@ class _Dealt(BatchSampler):
         return len(self._plan)
 
 
-def _deal(trainer: Any, plan: list[list[int]]) -> None:
+def _set_batches(trainer: Any, plan: list[list[int]]) -> None:
     def loader() -> Any:
         rows = trainer._remove_unused_columns(trainer.train_dataset, description="Training")
         pinned = trainer.args.dataloader_pin_memory and trainer.args.device.type == "cuda"
         return trainer.accelerator.prepare(
-            DataLoader(rows, batch_sampler=_Dealt(plan), collate_fn=trainer.data_collator, pin_memory=pinned)
+            DataLoader(rows, batch_sampler=_FixedBatches(plan), collate_fn=trainer.data_collator, pin_memory=pinned)
         )
 
     trainer.get_train_dataloader = loader
@@ -168,7 +168,7 @@ def _marking(begin: Any, mark: Any) -> Any:
 
 
 class _Fair(Trl):
-    """SFTTrainer with its packing and our attention, which needs the bounds of documents."""
+    """SFTTrainer with packing and our attention, which needs document boundaries."""
 
     def _trainer(self, folder: str) -> Any:
         trainer = super()._trainer(folder)
@@ -183,21 +183,21 @@ class _Fair(Trl):
 
 
 def packed(prepared: Prepared) -> Trl:
-    """SFTTrainer with its packing; recomputation as for all contenders."""
+    """Return SFTTrainer with packing; gradient checkpointing as for all contenders."""
     return Trl(prepared, network_of(prepared, _THEIRS), _THEIRS, PACKED)
 
 
 def default(prepared: Prepared) -> Trl:
-    """SFTTrainer as it comes: padded rows, and all layers recomputed."""
+    """Return SFTTrainer with default settings: padded rows, and gradient checkpointing in all layers."""
     return Trl(prepared, network_of(prepared, _THEIRS), _THEIRS, PADDED, gradient_checkpointing=True)
 
 
 def fair(prepared: Prepared, **config: Any) -> Trl:
-    """SFTTrainer with its packing and our attention, so that a missing flash-attn is not what is measured."""
+    """Return SFTTrainer with packing and our attention, to exclude the effect of missing flash-attn."""
     name = register(prepared.choices.attention)
     return _Fair(prepared, network_of(prepared, name), prepared.choices.attention, PACKED, **config)
 
 
 def fair_liger(prepared: Prepared) -> Trl:
-    """SFTTrainer with our attention and Liger's kernels."""
+    """Return SFTTrainer with our attention and Liger kernels."""
     return fair(prepared, use_liger_kernel=True)

@@ -1,7 +1,7 @@
-"""Unsloth, where it starts: its model of the same weights, in TRL's trainer, packed, as its own guides have it.
+"""Unsloth: its model with the same weights, in TRL's trainer with packing, as in its guides.
 
-It replaces parts of transformers, PEFT and TRL as it is imported, so it comes before this module and never shares a
-process. It reads models from folders only, and wants a tokenizer in them: the random base is written to one.
+Importing Unsloth replaces parts of transformers, PEFT and TRL, so it must be imported before this module and in its own
+process. It only reads models from folders with a tokenizer, so the random base is written to one.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ from scripts.bench.with_trl import Trl
 
 
 class Unsloth:
-    """Fused layers and kernels of Unsloth, with PEFT's adapters in them."""
+    """Fused layers and kernels of Unsloth with PEFT adapters."""
 
     layout = PACKED
     attention = "its own"
@@ -36,12 +36,12 @@ class Unsloth:
         self._trainer = Trl(prepared, self.network, self.attention, PACKED)
 
     def train(self, clock: Clock) -> None:
-        """Train by TRL's trainer, as Unsloth has changed it."""
+        """Train with TRL's trainer as changed by Unsloth."""
         self._trainer.train(clock)
 
 
 def _write_base(prepared: Prepared, folder: str) -> list[str]:
-    """Write the weights that ours starts with, and a tokenizer; return which layers get adapters."""
+    """Write the initial weights of ours, and a tokenizer; return the names of adapted layers."""
     run, device = prepared.run, prepared.runtime.device
     task, dtype = TASKS[run.task.kind], DTYPES[prepared.choices.precision].base
     lm = load_base(run.model, task, LoadOptions(dtype, device, "sdpa"), run.seed)
@@ -72,7 +72,7 @@ def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
 
 
 def _start_like_ours(prepared: Prepared, network: Any) -> None:
-    """lora_A is drawn in the order of the layers, from the same seed, as `app.adapters.adapters` has it drawn."""
+    """Draw lora_A in the order of the layers from the same seed, as `app.adapters.adapters` does."""
     from app.adapters.adapters import add_adapter
     from app.base.base_model import BaseModel
 

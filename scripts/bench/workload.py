@@ -1,4 +1,4 @@
-"""The documents of every step, drawn once from a seed: every contender gets the same ones in the same steps."""
+"""Documents of all steps, drawn from a seed: all contenders get the same documents in the same steps."""
 
 import hashlib
 from collections.abc import Iterator
@@ -10,30 +10,30 @@ from numpy.typing import NDArray
 from scripts.bench.contest import Contest
 
 _SHORTEST = 8
-_LOOKAHEAD = 256  # rows that may be drawn forward to fill a bin up
-FIRST_ID = 3  # below are the tokens that pad and end
+_LOOKAHEAD = 256  # number of later rows that may fill a bin
+FIRST_ID = 3  # lower IDs are padding and end tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Lengths of rows as chats have them: many short ones, a few at the limit."""
+    """Row lengths as in chats: many short ones, a few at the limit."""
 
     median: int
     sigma: float
-    prompt: float = 0.6  # of a document, not trained
+    prompt: float = 0.6  # fraction of a document, not in the loss
 
 
 MIXES = {
     "short": Lognormal(17, 0.3),
     "chat": Lognormal(120, 0.8),
     "long": Lognormal(490, 0.8),
-    "whole": Lognormal(2**20, 0.0, prompt=0.0),  # each as long as may be, all tokens trained: for modeled figures
+    "whole": Lognormal(2**20, 0.0, prompt=0.0),  # maximum length, all tokens in the loss: for modeled figures
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Row, and which of its tokens are trained; never the first."""
+    """Token IDs of a row, and which tokens are in the loss; never the first."""
 
     ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
@@ -47,7 +47,7 @@ Step = list[Bin]
 
 
 def workload(contest: Contest, vocabulary: int) -> list[Step]:
-    """Warm-up and measured steps, and one under the profiler where that is asked for."""
+    """Return the warmup and measured steps, and a profiled step if enabled."""
     random = np.random.default_rng(contest.seed)
     bins = _bins(_lengths(contest, random), contest.bin_tokens)
     ids = _ids(vocabulary, random)
@@ -66,9 +66,9 @@ def _lengths(contest: Contest, random: np.random.Generator) -> Iterator[int]:
 
 
 def _bins(lengths: Iterator[int], tokens: int) -> Iterator[list[int]]:
-    """Rows in random order until one does not fit, then those of the next ones that fit best.
+    """Yield bins: rows in random order until one does not fit, then the best-fitting of the next ones.
 
-    Nearly full, as a packer would have it, and mixed at random, as whoever pads would have it.
+    Bins are nearly full, as with packing, and randomly mixed, as with padding.
     """
     waiting: list[int] = []
     while True:
@@ -90,7 +90,7 @@ def _bins(lengths: Iterator[int], tokens: int) -> Iterator[list[int]]:
 
 
 def _ids(vocabulary: int, random: np.random.Generator) -> NDArray[np.float64]:
-    """How likely each id is, summed up: as words are, so that there is something to learn. Which is which is random."""
+    """Return cumulative token probabilities: distributed as words, to be learnable, in random order."""
     weights = random.permutation(1.0 / (np.arange(vocabulary - FIRST_ID) + 2.7))
     summed: NDArray[np.float64] = np.cumsum(weights / weights.sum())
     return summed
@@ -103,7 +103,7 @@ def _document(length: int, prompt: float, ids: NDArray[np.float64], random: np.r
 
 
 def digest(steps: list[Step]) -> str:
-    """Short hash of all ids and labels."""
+    """Return a short hash of all token IDs and labels."""
     content = hashlib.sha256()
     for document in documents(steps):
         content.update(document.ids.tobytes() + document.trained.tobytes())
@@ -111,7 +111,7 @@ def digest(steps: list[Step]) -> str:
 
 
 def documents(steps: list[Step]) -> Iterator[Document]:
-    """Documents of all steps, in order."""
+    """Yield the documents of all steps, in order."""
     for step in steps:
         for packed in step:
             yield from packed
@@ -119,7 +119,7 @@ def documents(steps: list[Step]) -> Iterator[Document]:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Counts over some steps."""
+    """Counts over several steps."""
 
     tokens: int
     trained: int
@@ -127,10 +127,8 @@ class Sizes:
 
 
 def sizes_of(steps: list[Step]) -> Sizes:
-    """Padding is not counted."""
-    found = list(documents(steps))
+    """Return the counts, without padding."""
+    rows = list(documents(steps))
     return Sizes(
-        tokens=sum(len(each) for each in found),
-        trained=sum(int(each.trained.sum()) for each in found),
-        documents=len(found),
+        tokens=sum(len(row) for row in rows), trained=sum(int(row.trained.sum()) for row in rows), documents=len(rows)
     )

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# One machine of a run on several: a torchrun, which starts the processes and starts them again when one fails.
+# One machine of a multi-node run: torchrun starts the processes, and restarts them if one fails.
 #
 #   NODES=2 NODE=0 RENDEZVOUS=gpu1:29400 RUN_ID=first scripts/cluster/node.sh output_dir=/shared/runs/mine recipe=lora
 #
-# NODES, NODE      how many machines, and which one this is, from 0; srun tells both
+# NODES, NODE      number of machines, and index of this one, from 0; srun sets both
 # RENDEZVOUS       host:port on machine 0
-# RUN_ID           a word, the same on all machines, another one for each start of the whole
-# ADDRESS          the name by which the others reach this machine, if Slurm's or hostname's is not
-# PROCESSES        on this machine: a number, or gpu for one on each GPU (the default)
-# RESTARTS         how often processes that failed are started again (3)
-# MORE_RENDEZVOUS  for torchrun's --rdzv-conf: join_timeout=600, how long machines wait for each other
+# RUN_ID           the same on all machines, different for each start of the run
+# ADDRESS          host name of this machine for the others, if it is not that of Slurm or hostname
+# PROCESSES        number of processes on this machine, or gpu for one per GPU (the default)
+# RESTARTS         number of restarts after failures (default: 3)
+# MORE_RENDEZVOUS  for torchrun's --rdzv-conf, e.g. join_timeout=600, the seconds that machines wait for each other
 #
 # Arguments go to finetune train, after resume=auto. On SIGTERM, SIGUSR1 or Ctrl-C the run saves, and ends on all
 # machines. The exit code is the run's (75: saved), else torchrun's.
@@ -29,20 +29,20 @@ restarts=${RESTARTS:-3}
 
 export APP_PYTHON=${APP_PYTHON:-$root/.venv/bin/python}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun sets it, with a warning; the program counts the cores itself
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # shared, a machine that comes back waits for ever (torch 2.13)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it with a warning; the program counts the cores itself
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # with a shared store, a returning machine waits forever (torch 2.13)
 export APP_NODE_PID=$$ APP_NODE_FOLDER
 APP_NODE_FOLDER=$(mktemp -d)
 trap 'rm -rf "$APP_NODE_FOLDER"' EXIT
 
 agent=""  # torchrun
-asked=""  # somebody wants the run to stop
-over=""   # torchrun was ended by us
-woken=""  # a signal has interrupted the waiting for it
+asked=""  # the run was asked to stop
+over=""   # this script killed torchrun
+woken=""  # a signal interrupted the wait for torchrun
 
 say() { printf 'node %s: %s\n' "$NODE" "$*" >&2; }
 
-# Send a signal to the processes here, each with what it has started; 0 asks whether there is one.
+# Send a signal to the process groups of this machine; signal 0 checks whether there are any.
 to_ranks() {
   local file found=1
   for file in "$APP_NODE_FOLDER"/rank-*; do
@@ -51,7 +51,7 @@ to_ranks() {
   return $found
 }
 
-# Asked nicely, it would give whoever still saves 30 seconds.
+# On SIGTERM, it would give saving processes 30 seconds.
 end_agent() {
   over=1
   [[ -z $agent ]] || kill -KILL "$agent" 2>/dev/null || :
@@ -62,7 +62,7 @@ stop() {
   to_ranks TERM || end_agent
 }
 
-# A process has ended. So does all, where that was asked for, or where a second start would go the same way.
+# A process has ended: end the run if it was asked to stop, or if a restart would end in the same way.
 ended() {
   woken=1
   [[ -z $asked && ! -f $APP_NODE_FOLDER/code ]] || end_agent
@@ -73,7 +73,7 @@ trap ended USR2
 # Sets `code`.
 run_torchrun() {
   (
-    trap '' USR1 # which some clusters send to every process of a job
+    trap '' USR1 # some clusters send it to all processes of a job
     exec "$APP_PYTHON" -m torch.distributed.run --nnodes="$NODES" --nproc-per-node="${PROCESSES:-gpu}" \
       --max-restarts="$restarts" --rdzv-backend=c10d --rdzv-id="$RUN_ID" --rdzv-endpoint="$RENDEZVOUS" \
       --rdzv-conf="is_host=$((NODE == 0))${MORE_RENDEZVOUS:+,$MORE_RENDEZVOUS}" \
@@ -88,7 +88,7 @@ run_torchrun() {
   agent=""
 }
 
-# No process outlives its torchrun; those that are about to end get some seconds for it.
+# Kill processes without torchrun, after some seconds to end by themselves.
 end_ranks() {
   local end=$((SECONDS + ${1:-0}))
   while to_ranks 0 && ((SECONDS < end)); do sleep 0.1 || :; done

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# One process of a run, started by the torchrun of node.sh, which hears from here how it ended before torchrun knows.
+# One process of a run, started by torchrun in node.sh; reports its exit code to node.sh before torchrun handles it.
 set -euo pipefail
 
-echo $$ >"$APP_NODE_FOLDER/rank-$LOCAL_RANK" # torchrun gave it a session of its own: this is its group as well
-kill -0 "$PPID" || exit 1                    # too late: node.sh has ended torchrun meanwhile
-trap : TERM INT USR1                         # the program answers these; this shell waits for it
+echo $$ >"$APP_NODE_FOLDER/rank-$LOCAL_RANK" # torchrun started a new session, so this is also the process group
+kill -0 "$PPID" || exit 1                    # node.sh has already killed torchrun
+trap : TERM INT USR1                         # the program handles these; this shell waits for it
 code=0
 "$APP_PYTHON" -u -m app.train "$@" || code=$?
 case $code in
-  2 | 75 | 130) echo "$code" >"$APP_NODE_FOLDER/code" ;; # to be mended, saved as asked, Ctrl-C: not to be tried again
+  2 | 75 | 130) echo "$code" >"$APP_NODE_FOLDER/code" ;; # user error, saved, Ctrl-C: no restart
 esac
 ((code == 0)) || kill -USR2 "$APP_NODE_PID" || :
 exit "$code"

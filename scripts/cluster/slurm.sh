@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A run on several machines under Slurm. Set the lines below to your cluster, then, in the folder of the program:
+# A multi-node run with Slurm. Adapt the lines below to your cluster, then run in the folder of the program:
 #
 #   scripts/setup && sbatch scripts/cluster/slurm.sh output_dir=/shared/runs/mine recipe=qlora model=llama ...
 #
-# Before its time is over the run saves, and the job goes back into the queue to continue; so it does when a machine dies.
+# Before the time limit the run saves, and the job is requeued and resumed; also after a machine failure.
 #SBATCH --job-name=finetune
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -33,13 +33,13 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export APP_PYTHON RENDEZVOUS="${hosts[0]}:$((20000 + SLURM_JOB_ID % 20000))"
 export RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 
-# A machine that fails alone is waited for no longer than a minute; --kill-on-bad-exit=1, which an srun of the program
-# itself needs, would end machines that still save.
+# After a machine fails, wait at most a minute for the others; --kill-on-bad-exit=1, which srun with the program itself
+# needs, would kill machines that are still saving.
 srun --ntasks-per-node=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=0 --wait=60 \
   "$root/scripts/cluster/node.sh" "$@" &
 step=$!
 asked="" woken=""
-pass_on() { # srun hands USR1 on to node.sh on every machine; SIGTERM would make it kill them
+pass_on() { # srun forwards USR1 to node.sh on all machines; on SIGTERM it would kill them
   woken=1
   kill -USR1 "$step" 2>/dev/null || :
 }

@@ -1,1 +1,1 @@
-"""What the Dockerfile runs: the installation beside NVIDIA's packages, and what can be checked without a GPU."""
+"""Scripts of the Dockerfile: installation next to NVIDIA's packages, and checks without a GPU."""

@@ -1,8 +1,8 @@
-"""What can be known of an image before it meets a GPU: that bitsandbytes has a library for its CUDA, and that it loads.
+"""Check an image without a GPU: bitsandbytes must have a library for its CUDA version, and it must load.
 
 python scripts/image/check.py
 
-Without this, an image for a CUDA that bitsandbytes does not know would train LoRA and fail at the first QLoRA.
+Otherwise an image with a CUDA version unknown to bitsandbytes would train LoRA and fail at the first QLoRA run.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def library(cuda: str) -> Path:
-    """The one that bitsandbytes takes for that CUDA of torch (`13.3`), whether it is there or not."""
+    """Return the path of the bitsandbytes library for a CUDA version of torch, e.g. `13.3`; it may not exist."""
     from bitsandbytes.cextension import get_cuda_bnb_library_path
     from bitsandbytes.cuda_specs import CUDASpecs
 
@@ -21,26 +21,26 @@ def library(cuda: str) -> Path:
 
 
 def problems(cuda: str) -> list[str]:
-    """With bitsandbytes, for that CUDA."""
+    """Return the problems of bitsandbytes with a CUDA version."""
     path = library(cuda)
     if not path.exists():
         return [f"bitsandbytes has no library for CUDA {cuda}: recipe=qlora and 8-bit optimizers would fail"]
     try:
         ctypes.CDLL(str(path))
     except OSError as error:
-        return [f"{path.name}, which bitsandbytes takes for CUDA {cuda}, does not load: {error}"]
+        return [f"{path.name}, the bitsandbytes library for CUDA {cuda}, does not load: {error}"]
     return []
 
 
 def main() -> int:
-    """For the torch of this interpreter."""
-    import torch  # first: it brings the CUDA libraries that others find by name
+    """Check the torch of this interpreter."""
+    import torch  # first: it loads the CUDA libraries that others find by name
 
     cuda = torch.version.cuda
-    found = problems(cuda) if cuda else ["this torch was built without CUDA"]
-    for problem in found:
+    messages = problems(cuda) if cuda else ["this torch was built without CUDA"]
+    for problem in messages:
         print(f"error: {problem}", file=sys.stderr)
-    return 1 if found else 0
+    return 1 if messages else 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Install the program beside what NVIDIA's PyTorch image has, and check that torch and its kin stayed as they were.
+"""Install the program into NVIDIA's PyTorch image, and check that torch and related packages are unchanged.
 
-python scripts/image/install.py        what the Dockerfile does
+python scripts/image/install.py        run by the Dockerfile
 
-It needs pip and the standard library: whatever else it imported, it might be about to replace.
+It uses only pip and the standard library, because it may replace any other package.
 
-What the image has stays, if it will do: pip keeps it. What is missing comes in the version of constraints.txt, and
-what is too old for these is replaced, at most by that version. What PROTECTED names is never touched.
-The image's own constraint file (PIP_CONSTRAINT) is not in force meanwhile: where NVIDIA filled it, it pins everything,
-and some of it is older than we need. It is renewed at the end.
+Packages of the image are kept if they are recent enough. Missing packages are installed in the version of
+constraints.txt, and older ones are upgraded, at most to that version. Packages that match PROTECTED never change.
+The constraint file of the image (PIP_CONSTRAINT) is ignored during installation: where NVIDIA filled it, it pins all
+packages, some of them older than required. It is updated at the end.
 """
 
 import importlib
@@ -22,57 +22,57 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXTRAS = "tensorboard"
-# Built by NVIDIA for this image and for each other: another build of any of them breaks the rest.
+# Built by NVIDIA for this image and for one another: replacing one breaks the others.
 PROTECTED = re.compile(r"(py)?torch|triton|nvidia-|cuda-|flash-attn|transformer-engine|tensorrt|apex$")
 
 
 def canonical(name: str) -> str:
-    """As indexes spell it: `Flash_Attn` is `flash-attn`."""
+    """Return the normalized package name: `flash-attn` for `Flash_Attn`."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def present() -> dict[str, str]:
-    """What this interpreter has. Of two copies the one that is imported counts, which is the first."""
+    """Return the installed packages and versions; of two copies the first, which is the imported one."""
     importlib.invalidate_caches()
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for distribution in distributions():
         if name := distribution.metadata["Name"]:
-            found.setdefault(canonical(name), distribution.version)
-    return found
+            packages.setdefault(canonical(name), distribution.version)
+    return packages
 
 
 def protected(packages: Mapping[str, str]) -> dict[str, str]:
-    """Those of `packages` that must stay."""
+    """Return the packages that must not change."""
     return {name: version for name, version in packages.items() if PROTECTED.match(name)}
 
 
 def pins(lines: Iterable[str]) -> dict[str, str]:
-    """The exact versions in a constraint file."""
-    found = (re.match(r"\s*([A-Za-z0-9][\w.-]*)\s*==\s*([^\s;#]+)", line) for line in lines)
-    return {canonical(match[1]): match[2] for match in found if match}
+    """Return the exact versions in a constraint file."""
+    matches = (re.match(r"\s*([A-Za-z0-9][\w.-]*)\s*==\s*([^\s;#]+)", line) for line in lines)
+    return {canonical(match[1]): match[2] for match in matches if match}
 
 
 def constraints(have: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """What pip must keep to, given what the image has and what we pin."""
+    """Return the constraints for pip, from the installed and the pinned versions."""
     lines = [f"{name}=={version}" for name, version in protected(have).items()]
     for name, pin in ours.items():
         if name not in have:
             lines.append(f"{name}=={pin}")
         elif _release(have[name]) < _release(pin):
-            lines.append(f"{name}<={pin}")  # pip prefers what is installed, then the newest, which is ours
+            lines.append(f"{name}<={pin}")  # pip prefers the installed version, then the newest allowed, the pinned one
     return lines
 
 
 def _release(version: str) -> list[int]:
-    """Good enough to order two releases; the rest of a version is not compared."""
+    """Return the numbers of a release, to compare two releases; local parts are ignored."""
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
 def install(project: Path) -> str | None:
-    """What is wrong, if anything."""
+    """Install the program; return a problem, or None."""
     before = present()
     if "torch" not in before:
-        return f"{sys.executable} has no torch: this is for images that bring their own"
+        return f"{sys.executable} has no torch; use an image with PyTorch"
     ours = pins((project / "constraints.txt").read_text("utf-8").splitlines())
     with tempfile.TemporaryDirectory() as folder:
         limits = Path(folder) / "limits.txt"
@@ -83,19 +83,19 @@ def install(project: Path) -> str | None:
         command = [sys.executable, "-m", "pip", "install", "--constraint", str(limits), f".[{EXTRAS}]"]
         code = subprocess.run(command, cwd=project, env=environment, check=False).returncode
     if code:
-        return f"pip install ended with {code}; its last lines say why"
+        return f"pip install failed with exit code {code}; see its last lines"
     after = present()
     for name, version in sorted(after.items() - before.items()):
         print(f"replaced: {name} {before[name]} -> {version}" if name in before else f"new: {name} {version}")
     if changed := {name for name, _ in protected(after).items() ^ protected(before).items()}:
-        return f"these belong to the image and were changed: {', '.join(sorted(changed))}"
+        return f"packages of the image were changed: {', '.join(sorted(changed))}"
     if path := os.environ.get("PIP_CONSTRAINT"):
-        _renew(Path(path), protected(after) | dict(after.items() - before.items()))
+        _update(Path(path), protected(after) | dict(after.items() - before.items()))
     return None
 
 
-def _renew(path: Path, installed: Mapping[str, str]) -> None:
-    """Whatever is installed later, in an image made from this one, shall keep to what is there now."""
+def _update(path: Path, installed: Mapping[str, str]) -> None:
+    """Pin the installed versions for later installations in images based on this one."""
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     lines = [line for line in lines if not installed.keys() & pins([line]).keys()]
     lines += [f"{name}=={version}" for name, version in sorted(installed.items())]
@@ -104,7 +104,7 @@ def _renew(path: Path, installed: Mapping[str, str]) -> None:
 
 
 def main() -> int:
-    """The command line: nothing, or the folder with pyproject.toml and constraints.txt."""
+    """Install from the folder in the arguments, by default this repository."""
     problem = install(Path(sys.argv[1]).resolve() if sys.argv[1:] else PROJECT)
     if problem:
         print(f"error: {problem}", file=sys.stderr)

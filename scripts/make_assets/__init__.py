@@ -1,1 +1,1 @@
-"""Makes what ships under app/assets from one seed: python -m scripts.make_assets"""
+"""Generate app/assets from one seed: python -m scripts.make_assets"""

@@ -1,4 +1,4 @@
-"""python -m scripts.make_assets [FOLDER]: writes sample data and tokenizers anew, byte for byte."""
+"""python -m scripts.make_assets [FOLDER]: write sample data and tokenizers, reproducible byte for byte."""
 
 import gzip
 import json
@@ -22,25 +22,25 @@ TRAIN_ROWS_PER_SKILL = 400
 EVAL_ROWS_PER_SKILL = 20
 PAIRS = 1_200
 STYLED_ROWS = 4_000
-SENTENCES = 0.3  # of the answers of styles.jsonl
+SENTENCES = 0.3  # fraction of the answers in styles.jsonl
 DOCUMENTS = 20_000
 
 
 def documents(seed: str = SEED) -> Iterator[str]:
-    """Running text without end about the one world: what a base model is trained on."""
+    """Yield endless running text about the world, for pretraining."""
     world = invent(SEED)
     return Author(make_skills(world), load_forms(), world).write(random.Random(f"{seed} documents"))
 
 
 def chat_rows(held_out: bool) -> list[Row]:
-    """The rows of train.jsonl, or of eval.jsonl."""
+    """Return the rows of train.jsonl or eval.jsonl."""
     per_skill = EVAL_ROWS_PER_SKILL if held_out else TRAIN_ROWS_PER_SKILL
     skills = make_skills(invent(SEED))
     return make_rows(skills, load_forms(), held_out, per_skill, random.Random(f"{SEED} chat {held_out}"))
 
 
 def _answered_twice(held_out: bool) -> Iterator[tuple[list[dict[str, str]], str, str]]:
-    """To each question of a row with one turn, with what stands before it, the answer in a word and in a sentence."""
+    """Yield the prompt of each single-turn row, with the answer in a word and in a sentence."""
     forms = load_forms()
     for row in chat_rows(held_out):
         if len(row.items) == 1:
@@ -49,20 +49,20 @@ def _answered_twice(held_out: bool) -> Iterator[tuple[list[dict[str, str]], str,
 
 
 def pairs(held_out: bool) -> Iterator[str]:
-    """Lines of pairs.jsonl, or of its held-out rows: the word is wanted, the sentence is not."""
+    """Yield the lines of pairs.jsonl or its eval set: the word is chosen, the sentence rejected."""
     for prompt, word, sentence in islice(_answered_twice(held_out), None if held_out else PAIRS):
         yield _line(prompt=prompt, chosen=word, rejected=sentence)
 
 
 def labelled_answers(held_out: bool) -> Iterator[str]:
-    """Lines of labelled_answers.jsonl, or of its held-out rows: both answers of each pair, one by one."""
+    """Yield the lines of labelled_answers.jsonl or its eval set: both answers of each pair, one per line."""
     for prompt, word, sentence in islice(_answered_twice(held_out), None if held_out else PAIRS):
         yield _line(prompt=prompt, completion=word, label=True)
         yield _line(prompt=prompt, completion=sentence, label=False)
 
 
 def styles() -> Iterator[str]:
-    """Lines of styles.jsonl: each question answered in a word or, by chance, in a sentence."""
+    """Yield the lines of styles.jsonl: questions answered in a word or, at random, in a sentence."""
     rng = random.Random(f"{SEED} styles")
     for prompt, word, sentence in islice(_answered_twice(held_out=False), STYLED_ROWS):
         answer = sentence if rng.random() < SENTENCES else word
@@ -74,7 +74,7 @@ def _line(**row: Any) -> str:
 
 
 def make_files() -> dict[str, str]:
-    """Path below app/assets -> content, before it is compressed."""
+    """Return the uncompressed content by path below app/assets."""
     train, held_out = chat_rows(False), chat_rows(True)
     spoken = [message["content"] for row in train for message in row.messages()]
     texts = [*islice(documents(), DOCUMENTS), *spoken]
@@ -94,7 +94,7 @@ def make_files() -> dict[str, str]:
 
 
 def main(folder: Path) -> None:
-    """Writes every file, and says which."""
+    """Write and print all files."""
     for name, content in make_files().items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from scripts.make_assets.skills import Item, Skill
 
 SECOND_TURN = 0.15
 SYSTEM_LINE = 0.10
-NEW_PHRASING = 0.5  # of the held-out rows
+NEW_PHRASING = 0.5  # fraction of the held-out rows
 SYSTEM_LINES = (
     "You are a helpful assistant.",
     "Answer briefly.",
@@ -21,7 +21,7 @@ SYSTEM_LINES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One conversation, and what it is about."""
+    """Conversation, with its skill and items."""
 
     skill: Skill
     items: tuple[Item, ...]
@@ -29,7 +29,7 @@ class Row:
     questions: tuple[str, ...]
 
     def messages(self) -> list[dict[str, str]]:
-        """The conversation in the form that chat templates take."""
+        """Return the messages for chat templates."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for question, item in zip(self.questions, self.items, strict=True):
             messages.append({"role": "user", "content": question})
@@ -37,21 +37,21 @@ class Row:
         return messages
 
     def line(self) -> str:
-        """The row as one line of a JSONL file."""
+        """Return the row as a JSONL line."""
         return json.dumps({"messages": self.messages()}, ensure_ascii=False)
 
 
 def make_rows(
     skills: Sequence[Skill], forms: Mapping[str, Forms], held_out: bool, per_skill: int, rng: random.Random
 ) -> list[Row]:
-    """Shuffled rows without repetition, as many of each skill; in held-out rows every item is held out."""
+    """Return shuffled distinct rows, `per_skill` of each; in held-out rows all items are held out."""
     rows: dict[str, Row] = {}
     for skill in skills:
-        wanted = len(rows) + per_skill
-        while len(rows) < wanted:
+        target = len(rows) + per_skill
+        while len(rows) < target:
             row = _row(skill, forms[skill.name], held_out, rng)
-            asked = f"{skill.name} {row.items[0].x}"
-            rows.setdefault(asked if held_out else row.line(), row)
+            first_item = f"{skill.name} {row.items[0].x}"
+            rows.setdefault(first_item if held_out else row.line(), row)
     shuffled = list(rows.values())
     rng.shuffle(shuffled)
     return shuffled
@@ -69,7 +69,7 @@ def _row(skill: Skill, forms: Forms, held_out: bool, rng: random.Random) -> Row:
 
 
 def held_out_item(skill: Skill, rng: random.Random) -> Item:
-    """One that is kept for evaluation."""
+    """Return a random held-out item."""
     return _item(skill, held_out=True, rng=rng)
 
 

@@ -1,4 +1,4 @@
-"""Running text about the same knowledge: what a base model reads before it is ever asked anything."""
+"""Running text about the world of the skills, for pretraining."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ PERSON_SKILLS = ("trade", "animal", "colour", "dish")
 
 @dataclass(frozen=True, slots=True)
 class Author:
-    """Writes documents of one to four sentences; none of them asks or orders."""
+    """Writer of documents of one to four sentences, without questions and instructions."""
 
     skills: Sequence[Skill]
     forms: Mapping[str, Forms]
     world: World
 
     def write(self, rng: random.Random) -> Iterator[str]:
-        """Documents without end."""
+        """Yield endless documents."""
         while True:
             yield " ".join(self._sentences(rng))
 
@@ -44,8 +44,8 @@ class Author:
         item = skill.draw(rng)
         while not skill.closed and skill.holds_out(item):
             item = skill.draw(rng)
-        said = item.put(rng.choice(self.forms[skill.name].says))
-        return f"{rng.choice(self.world.people)} said: {said}" if rng.random() < REPORTED else said
+        text = item.put(rng.choice(self.forms[skill.name].says))
+        return f"{rng.choice(self.world.people)} said: {text}" if rng.random() < REPORTED else text
 
     def _portrait(self, rng: random.Random) -> list[str]:
         name = rng.choice(self.world.people)
@@ -55,6 +55,6 @@ class Author:
             lambda form: form.format(x=name, answer=self.world.colour[name]),
             lambda form: form.format(x=name, answer=self.world.dish[name]),
         ]
-        told = [fact(rng.choice(self.forms[skill].says)) for skill, fact in zip(PERSON_SKILLS, facts, strict=True)]
-        rng.shuffle(told)
-        return told
+        sentences = [fact(rng.choice(self.forms[skill].says)) for skill, fact in zip(PERSON_SKILLS, facts, strict=True)]
+        rng.shuffle(sentences)
+        return sentences

@@ -1,4 +1,4 @@
-"""The ways to put each skill into words, read from forms.yaml beside this file."""
+"""Phrasings of each skill, read from forms.yaml."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """What the four lists are for stands at the top of forms.yaml."""
+    """Phrasings of a skill; the lists are explained at the top of forms.yaml."""
 
     says: list[str]
     asks: list[str]
@@ -17,6 +17,6 @@ class Forms:
 
 
 def load_forms() -> dict[str, Forms]:
-    """Skill name -> its forms."""
+    """Return the forms by skill name."""
     table = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"))
     return {name: Forms(**lists) for name, lists in table.items()}

@@ -1,7 +1,7 @@
-"""python -m scripts.make_assets.model [--seed N] [--to FOLDER]: pretrains the small model with finetune train.
+"""python -m scripts.make_assets.model [--seed N] [--to FOLDER]: pretrain the tiny model with finetune train.
 
-About six minutes of one core. The result is that of this seed on this kind of machine; another one rounds otherwise,
-and scripts/make_assets/gate.py tells whether what came out is as good.
+Takes about six minutes on one core. The result depends on the seed and the CPU type, which rounds differently;
+scripts/make_assets/gate.py checks its scores.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scripts.make_assets.__main__ import ASSETS, SEED, documents
 
-DOCUMENTS = 72_000  # a little more than the steps below read
+DOCUMENTS = 72_000  # slightly more than the steps below read
 STEPS = 1_760
 SETTINGS = (
     *("recipe=full", "model=tiny", "model.weights=random", "precision=fp32", "attention=sdpa"),
@@ -24,11 +24,11 @@ SETTINGS = (
     *("optimizer=muon", "optimizer.lr=5e-3", "optimizer.beta2=0.98"),
     *("schedule=wsd", "schedule.decay_fraction=0.7", "eval.every=400", "eval.samples=0"),
 )
-KEPT = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 def pretrain(seed: int, folder: Path, work: Path, more: Sequence[str] = ()) -> None:
-    """Running text of that seed, a model trained on it, and its weights in bf16 with the tokenizer into `folder`."""
+    """Pretrain on running text of a seed, and write the weights in bf16 with the tokenizer to `folder`."""
     text = work / "documents.jsonl"
     written = islice(documents(f"{SEED} {seed}"), DOCUMENTS)
     text.write_text("".join(_lines(written)), encoding="utf-8")
@@ -43,14 +43,14 @@ def _lines(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _install(final: Path, folder: Path) -> None:
-    """Half the bytes: fine-tuning holds a frozen base in 16 bits anyway."""
+    """Write the model in bf16, half the size; fine-tuning loads a frozen base in 16 bits anyway."""
     import torch
     from safetensors.torch import load_file, save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.to(torch.bfloat16) for name, weight in load_file(final / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    for name in KEPT:
+    for name in CONFIG_FILES:
         content = json.loads((final / name).read_text(encoding="utf-8"))
         content = {key: value for key, value in content.items() if key != "transformers_version"}
         if "dtype" in content:
@@ -63,7 +63,7 @@ def _install(final: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Writes the model beside its tokenizer."""
+    """Write the model next to its tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--to", type=Path, default=ASSETS / "tiny")

@@ -1,7 +1,7 @@
-"""How much of its world a model says: in its own form (running text), and as answers to held-out chat questions.
+"""Scores of a tiny model on its world: in running text, and as answers to held-out chat questions.
 
-By plain transformers and peft, so that it also shows that what a run leaves loads there. An answer counts only whole:
-each token must be the likeliest after those before it, which is what greedy writing gives, and then it must end.
+Uses plain transformers and peft, which also checks that the files of a run load there. Only complete answers count:
+each token must have the highest probability after the previous ones, as in greedy decoding, and then the answer ends.
 """
 
 import json
@@ -20,33 +20,33 @@ from scripts.make_assets.forms import load_forms
 from scripts.make_assets.skills import Item, make_skills
 from scripts.make_assets.world import invent
 
-ITEMS = 40  # of each skill, each in every form that ends with the answer
+ITEMS = 40  # per skill, each in all forms that end with the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the model reads, and what it must then write."""
+    """Prompt of the model, and its expected continuation."""
 
     skill: str
-    given: list[int]
+    prompt: list[int]
     expected: list[int]
-    ends: frozenset[int]  # any of these may follow, and one must: more would be another answer
+    ends: frozenset[int]  # one of these must follow; more text would be another answer
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of the questions of each skill the share that was answered right."""
+    """Share of correct answers by skill."""
 
     by_skill: dict[str, float]
 
     @property
     def mean(self) -> float:
-        """Of the skills, which have as many questions each."""
+        """Mean over the skills, which have equally many questions."""
         return sum(self.by_skill.values()) / len(self.by_skill)
 
 
 def read_model(base: Path, adapter: Path | None = None) -> tuple[Any, Any]:
-    """Model and tokenizer, as any program reads them."""
+    """Return model and tokenizer, loaded with transformers and peft."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,7 +57,7 @@ def read_model(base: Path, adapter: Path | None = None) -> tuple[Any, Any]:
 
 
 def own_form(tokenizer: Any) -> list[Question]:
-    """Sentences of running text about held-out items, up to the answer."""
+    """Return sentences of running text about held-out items, up to the answer."""
     forms = load_forms()
     rng = random.Random(f"{SEED} own form")
     questions = []
@@ -69,16 +69,16 @@ def own_form(tokenizer: Any) -> list[Question]:
 
 
 def _sentence(tokenizer: Any, skill: str, item: Item, form: str) -> Question:
-    begun = item.put(form.removesuffix(" {answer}."))
-    given = tokenizer(begun).input_ids
+    start = item.put(form.removesuffix(" {answer}."))
+    prompt = tokenizer(start).input_ids
     whole = tokenizer(item.put(form)).input_ids
-    assert whole[: len(given)] == given, begun
-    # a model that was taught to stop after an answer ends the text here, where running text ends the sentence
-    return Question(skill, given, whole[len(given) : -1], frozenset({whole[-1], tokenizer.eos_token_id}))
+    assert whole[: len(prompt)] == prompt, start
+    # a model fine-tuned to stop after an answer ends the text here; running text ends the sentence
+    return Question(skill, prompt, whole[len(prompt) : -1], frozenset({whole[-1], tokenizer.eos_token_id}))
 
 
 def held_out_chat(tokenizer: Any, file: Path = ASSETS / "sample" / "eval.jsonl") -> list[Question]:
-    """Every answer of the file, after the true conversation before it."""
+    """Return a question for each answer in the file, after the true conversation before it."""
     from scripts.make_assets.__main__ import chat_rows
 
     lines = [json.loads(line)["messages"] for line in file.read_text(encoding="utf-8").splitlines()]
@@ -92,18 +92,18 @@ def held_out_chat(tokenizer: Any, file: Path = ASSETS / "sample" / "eval.jsonl")
 def _answers(tokenizer: Any, skill: str, messages: list[dict[str, str]]) -> Iterable[Question]:
     for at, message in enumerate(messages):
         if message["role"] == "assistant":
-            asked = tokenizer.apply_chat_template(messages[:at], tokenize=False, add_generation_prompt=True)
+            start = tokenizer.apply_chat_template(messages[:at], tokenize=False, add_generation_prompt=True)
             answered = tokenizer.apply_chat_template(messages[: at + 1], tokenize=False)
-            given, whole = tokenizer(asked).input_ids, tokenizer(answered).input_ids
-            yield Question(skill, given, whole[len(given) : -1], frozenset({whole[-1]}))
+            prompt, whole = tokenizer(start).input_ids, tokenizer(answered).input_ids
+            yield Question(skill, prompt, whole[len(prompt) : -1], frozenset({whole[-1]}))
 
 
 @torch.no_grad()
 def answered(model: Any, questions: Iterable[Question]) -> Shares:
-    """The share of each skill's questions that the model answers as expected."""
+    """Return the share of questions of each skill that the model answers as expected."""
     right: dict[str, list[bool]] = defaultdict(list)
     for question in questions:
-        ids = torch.tensor([question.given + question.expected])
-        *likeliest, last = model(ids).logits[0].argmax(-1).tolist()[len(question.given) - 1 :]
+        ids = torch.tensor([question.prompt + question.expected])
+        *likeliest, last = model(ids).logits[0].argmax(-1).tolist()[len(question.prompt) - 1 :]
         right[question.skill].append(likeliest == question.expected and last in question.ends)
-    return Shares({skill: sum(each) / len(each) for skill, each in right.items()})
+    return Shares({skill: sum(results) / len(results) for skill, results in right.items()})

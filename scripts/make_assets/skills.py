@@ -1,4 +1,4 @@
-"""What the small model knows and the sample data teaches it to say: 15 skills, their items and answers."""
+"""Knowledge of the tiny model and tasks of the sample data: 15 skills with their items and answers."""
 
 import random
 import zlib
@@ -15,20 +15,20 @@ HELD_OUT_PERCENT = 25
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing that can be asked. Items of one key are the same knowledge and never stand on both sides."""
+    """Question with its answer; items with the same key are the same knowledge, and are all held out or none."""
 
     key: str
     answer: str
     x: str
 
     def put(self, form: str) -> str:
-        """The form with this item's value in it."""
+        """Return a form filled in with this item."""
         return form.format(x=self.x, answer=self.answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """`share` is its weight in running text; an open skill's held-out items are kept out of that text too."""
+    """Skill; `share` is its weight in running text, which excludes held-out items of skills that are not `closed`."""
 
     name: str
     share: float
@@ -36,12 +36,12 @@ class Skill:
     draw: Callable[[random.Random], Item]
 
     def holds_out(self, item: Item) -> bool:
-        """Whether the item is kept for evaluation."""
+        """Return whether the item is held out for evaluation."""
         return zlib.crc32(f"{self.name}|{item.key}".encode()) % 100 < HELD_OUT_PERCENT
 
 
 def make_skills(world: World) -> list[Skill]:
-    """All skills about that world, in a fixed order."""
+    """Return all skills about a world, in a fixed order."""
     return [*_lists(), *_tables(world)]
 
 

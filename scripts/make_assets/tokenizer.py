@@ -1,7 +1,7 @@
-"""The tokenizers that ship.
+"""The bundled tokenizers.
 
-That of the small model is byte-level BPE in which a word has the same id wherever it stands. Encoders with random
-weights take the other, which is WordPiece as BERT has it, with a mask token.
+The tokenizer of the tiny model is byte-level BPE in which a word has the same ID at any position. Encoders with random
+weights use BERT's WordPiece with a mask token.
 """
 
 import json
@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 VOCABULARY = 1536
 PAD, END = "<|pad|>", "<|end|>"
 SPECIAL = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>")
-WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # of training, so that no merge joins digits
+WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # for training, so that no merge joins digits
 LONGEST = 512
 WORDPIECE_VOCABULARY, WORDPIECE_WORDS = 1500, 1000
 ENDINGS = (2, 3, 4)  # characters
@@ -40,10 +40,10 @@ CONFIG: dict[str, Any] = {
 
 
 def train(texts: Iterable[str]) -> str:
-    """The content of tokenizer.json."""
+    """Return a BPE tokenizer.json trained on texts."""
     tokenizer = Tokenizer(models.BPE())
-    # Every stretch between special tokens starts with a blank, so that a word at the start of a turn is the
-    # word inside a sentence; decoding takes those blanks away again.
+    # Text after a special token starts with a space, so that a word at the start of a turn has the ID of the
+    # word inside a sentence; decoding removes these spaces.
     tokenizer.normalizer = normalizers.Prepend(" ")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -51,8 +51,8 @@ def train(texts: Iterable[str]) -> str:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    unblank = [decoders.Replace(f"{token} ", token) for token in SPECIAL]
-    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0), *unblank])
+    strip_spaces = [decoders.Replace(f"{token} ", token) for token in SPECIAL]
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0), *strip_spaces])
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
@@ -60,14 +60,16 @@ def train(texts: Iterable[str]) -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's, which other programs know
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )  # as in GPT-2, which other programs support
     return _as_json(tokenizer)
 
 
 def make_wordpiece(texts: Iterable[str]) -> str:
-    """The content of tokenizer.json: BERT's normalisation; characters, frequent words and endings; [CLS] text [SEP].
+    """Return a WordPiece tokenizer.json: BERT normalization; characters, frequent words and endings; [CLS] text [SEP].
 
-    The trainer of tokenizers settles ties by the hashes of a process, so that its files differ from run to run.
+    The trainer of `tokenizers` is not used: it breaks ties by hashes of the process, so its files differ between runs.
     """
     _, unknown, first, end, _ = special = list(WORDPIECE_SPECIAL.values())
     normalizer, pre_tokenizer = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
@@ -77,11 +79,13 @@ def make_wordpiece(texts: Iterable[str]) -> str:
     for word, count in words.items():
         endings.update({f"##{word[-length:]}": count for length in ENDINGS if length < len(word)})
     characters = sorted({character for word in words for character in word})
-    frequent, common_endings = (sorted(each, key=lambda piece: (-each[piece], piece)) for each in (words, endings))
+    frequent, common_endings = (
+        sorted(counts, key=lambda piece: (-counts[piece], piece)) for counts in (words, endings)
+    )
     pieces = [
         *special,
         *characters,
-        *(f"##{each}" for each in characters),
+        *(f"##{character}" for character in characters),
         *frequent[:WORDPIECE_WORDS],
         *common_endings,
     ]
@@ -103,12 +107,12 @@ def _as_json(tokenizer: Tokenizer) -> str:
 
 
 def config() -> str:
-    """The content of tokenizer_config.json."""
+    """Return the BPE tokenizer_config.json."""
     return json.dumps(CONFIG, indent=2) + "\n"
 
 
 def wordpiece_config() -> str:
-    """The content of tokenizer_config.json."""
+    """Return the WordPiece tokenizer_config.json."""
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **WORDPIECE_SPECIAL,

@@ -1,4 +1,4 @@
-"""Plain English that the skills are about, read from words.yaml beside this file, and how words change."""
+"""English words of the skills, read from words.yaml, and their inflection."""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,13 @@ _LISTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").r
 
 
 def listed(name: str) -> list[str]:
-    """The words of a list of words.yaml."""
+    """Return the words of a list in words.yaml."""
     text: str = _LISTS[name]
     return text.split()
 
 
 def pairs(name: str) -> list[tuple[str, str]]:
-    """The pairs of a list of words.yaml."""
+    """Return the pairs of a list in words.yaml."""
     return [(first, second) for first, second in (pair.split("/") for pair in listed(name))]
 
 
@@ -29,7 +29,7 @@ SEQUENCES: list[list[str]] = [text.split() for text in _LISTS["sequences"]]
 
 
 def plural(noun: str) -> str:
-    """More than one of them."""
+    """Return the plural of a noun."""
     if noun in IRREGULAR_PLURALS:
         return IRREGULAR_PLURALS[noun]
     if noun.endswith(("s", "x", "ch", "sh")):
@@ -40,7 +40,7 @@ def plural(noun: str) -> str:
 
 
 def past(verb: str) -> str:
-    """What was done yesterday."""
+    """Return the past tense of a verb."""
     if verb in IRREGULAR_PASTS:
         return IRREGULAR_PASTS[verb]
     if verb.endswith("e"):

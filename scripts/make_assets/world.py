@@ -6,12 +6,12 @@ from itertools import product
 
 from scripts.make_assets.words import listed
 
-SIZE = 200  # lands and people each: enough for 40 of every kind to be held out
+SIZE = 200  # number of lands and of people: enough to hold out 40 of each
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Who and what exists: each table maps a name to its value."""
+    """Facts of the world: tables from names to values."""
 
     capital: dict[str, str]
     crop: dict[str, str]
@@ -24,12 +24,12 @@ class World:
 
     @property
     def people(self) -> list[str]:
-        """Every name that has a trade, in a fixed order."""
+        """Names of all people, in a fixed order."""
         return list(self.trade)
 
 
 def invent(seed: str) -> World:
-    """The world of that seed."""
+    """Return the world of a seed."""
     rng = random.Random(seed)
     people, lands, towns = (_names(what, rng) for what in ("person", "land", "town"))
     return World(

@@ -174,7 +174,7 @@ def test_check_memory_of_a_ladder(zygote: Zygote, tmp_path: Path) -> None:
     lines = said.splitlines()
     assert lines[0] == "Estimated on RTX 3080 Ti: maximum of each part, tensors at the peak"
     assert [line.split()[0] for line in lines[1:4]] == ["rung", "padded", "packed"]
-    assert "Claimed by the source: Llama-7B on Dolly with NeMo; GPU not named" in lines
+    assert "Claimed by the source: Llama 7B on Dolly with NeMo; GPU not named" in lines
     facts = json.loads((tmp_path / "look" / "check.json").read_text())["ladder"]
     assert (facts["sweep"], facts["label"], facts["stops"]) == ("packing", "RTX 3080 Ti", [])
     assert [rung["tensors"] > rung["frozen_weights"] > 0 for rung in facts["rungs"]] == [True, True]

@@ -60,13 +60,13 @@ def test_measured_table_kept_without_its_folder(tmp_path: Path) -> None:
     facts = {"hardware": {"gpu": "H200"}, "choices": {"threads": 2}, "packages": {"torch": "2.13"}}
     (tmp_path / "01-adamw").mkdir()
     (tmp_path / "01-adamw" / "manifest.json").write_text(json.dumps(facts))
-    kind, table = make_techniques.kept(tmp_path)
+    kind, table = make_techniques.ladder_table(tmp_path)
     assert (kind, table["machine"]) == ("measured", "H200, threads: 2; torch 2.13")
     assert table["command"] == "finetune train -m sweep=optimizers"
     assert str(tmp_path) not in json.dumps(table)
     plan = {"sweep": "optimizers", "label": "H100", "source": "", "rungs": [], "seconds": 1.2, "stops": []}
     (tmp_path / "check.json").write_text(json.dumps({"ladder": plan}))
-    assert make_techniques.kept(tmp_path) == ("planned", {"label": "H100", "source": "", "rungs": []})
+    assert make_techniques.ladder_table(tmp_path) == ("planned", {"label": "H100", "source": "", "rungs": []})
 
 
 @pytest.mark.parametrize(

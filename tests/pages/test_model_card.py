@@ -58,12 +58,12 @@ def test_model_card_of_adapter_has_what_others_need() -> None:
         "base_model": "org/name",
         "base_model_relation": "adapter",
         "license": "other",
-        "license_name": "that-of-the-base",
+        "license_name": "base-model-license",
         "license_link": "https://example.org/my_terms",
     }
     for line in (
-        "# LoRA adapter, tuned from org/name",
-        "holds for what was made of it: <https://example.org/my_terms>",
+        "# LoRA adapter, fine-tuned from org/name",
+        "The license of the base model applies: <https://example.org/my_terms>",
         "vllm serve org/name --enable-lora --max-lora-rank 32 --lora-modules tuned=.",
         "finetune train recipe=lora output_dir=mine dataset.path=chat.jsonl 'tracker.name=",
         "| adapter.r | 24 |",
@@ -86,7 +86,7 @@ def test_model_card_of_whole_model_says_what_it_needs() -> None:
     assert front(text)["pipeline_tag"] == "fill-mask"
     assert "PeftModel" not in text
     assert "vllm" not in text
-    assert "Needs transformers 5" in text
+    assert "Requires transformers 5" in text
     assert "vllm serve .\n" in card(Loading(auto_class="AutoModelForCausalLM", dtype="bfloat16"))
 
 

@@ -28,7 +28,7 @@ def all_of(kind: type[Kind], *sections: Section) -> list[Kind]:
 def _inside(blocks: Iterable[Block]) -> Iterable[Block]:
     for each in blocks:
         yield each
-        yield from _inside(each.blocks if isinstance(each, Fold) else each.beside if isinstance(each, Bars) else ())
+        yield from _inside(each.blocks if isinstance(each, Fold) else each.neighbors if isinstance(each, Bars) else ())
 
 
 def chart(page: Page, kind: type[Figure], title: str) -> Figure:

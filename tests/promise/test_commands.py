@@ -21,7 +21,7 @@ def test_toy_check_is_shown_and_written(
     def letters(config: commands.CheckConfig, _console: Console) -> dict[str, Any]:
         return {"letters": len(config.run.model.path), "stops": []}
 
-    def sections(facts: check_page.Found) -> list[Section]:
+    def sections(facts: check_page.CheckFacts) -> list[Section]:
         return [Section("Letters", [Facts([("letters", str(facts["letters"]))])], label="letters")]
 
     monkeypatch.setattr(commands, "CHECKS", (*commands.CHECKS, "letters"))

@@ -126,8 +126,8 @@ def test_board_refuses_request(board: Board, method: str, path: str, headers: di
     ("name", "settings", "told"),
     [
         ("new", "recipe=lroa\r\noptimizer.lrr=3", ["Did you mean lora?", "Did you mean optimizer.lr?"]),
-        ("../new", "seed=x", ["give a new name, of letters", "seed=x"]),
-        (".new", "output_dir=/tmp/there", ["give a new name, of letters", "output_dir=/tmp/there: the name says it."]),
+        ("../new", "seed=x", ["set a new name of letters", "seed=x"]),
+        (".new", "output_dir=/tmp/there", ["set a new name of letters", "output_dir=/tmp/there: set by the run name."]),
         ("new", "-m\nseed=1,2", ["-m starts a sweep"]),
         ("new", "--no-such", ["Unknown option --no-such"]),
     ],
@@ -152,11 +152,11 @@ def test_run_that_does_not_start_shows_why(board: Board) -> None:
 
 def test_existing_run_is_neither_replaced_nor_resumed(board: Board) -> None:
     answer = board.client.post("/new", data={"name": "none", "settings": "sead=1", "what": "memory"})
-    assert "finetune check memory sead=1" in answer.text
-    assert "only a run that was stopped" in board.client.post(f"{PATH}/resume").text
-    assert "the board has not started it" in board.client.post(f"{PATH}/stop").text
+    assert "app.check memory sead=1" in answer.text
+    assert "only a stopped, killed or failed run" in board.client.post(f"{PATH}/resume").text
+    assert "not started by this board" in board.client.post(f"{PATH}/stop").text
     taken = board.client.post("/new", data={"name": "other", "settings": "", "what": "train"})
-    assert (taken.status_code, "name=other: give a new name" in taken.text) == (400, True)
+    assert (taken.status_code, "name=other: set a new name" in taken.text) == (400, True)
 
 
 def test_run_started_twice_at_once_is_started_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_run_started_twice_at_once_is_started_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
     runs.start("new", [])
     first = runs.stop_command("new")
-    with pytest.raises(AppError, match="started already"):
+    with pytest.raises(AppError, match="already started"):
         runs.start("new", [])
     assert runs.stop_command("new") == first, "the board can still stop the first one"
     runs.stop("new")
@@ -203,7 +203,7 @@ def test_command_refuses_missing_folder_taken_port_and_missing_package(
         assert refused.value.exit_code == 2
         return refused.value.report()
 
-    assert "there is no such folder" in refusal(str(tmp_path / "absent"))
+    assert "no such folder" in refusal(str(tmp_path / "absent"))
     assert "folder= is required" in refusal("port=1")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -1,18 +1,18 @@
-// Asks for this page again every two seconds, and puts in what has changed.
+// Fetch this page every two seconds and replace the parts that changed.
 const poll = async () => {
-  const frame = document.querySelector('iframe'), own = document.querySelector('[data-stamp]');
+  const frame = document.querySelector('iframe'), current = document.querySelector('[data-stamp]');
   const url = new URL(location.href);
-  if (own && frame) url.searchParams.set('seen', own.dataset.stamp);
+  if (current && frame) url.searchParams.set('seen', current.dataset.stamp);
   const answer = await fetch(url);
   if (!answer.ok) return;
   const now = new DOMParser().parseFromString(await answer.text(), 'text/html');
   const fresh = now.querySelector('iframe'), stamp = now.querySelector('[data-stamp]');
   if (fresh && !frame) return location.reload();
-  if (fresh && own.dataset.stamp !== stamp.dataset.stamp) {
+  if (fresh && current.dataset.stamp !== stamp.dataset.stamp) {
     const top = frame.contentWindow.scrollY;
     frame.onload = () => frame.contentWindow.scrollTo(0, top);
     frame.srcdoc = fresh.srcdoc;
-    own.dataset.stamp = stamp.dataset.stamp;
+    current.dataset.stamp = stamp.dataset.stamp;
   }
   for (const part of document.querySelectorAll('[data-live]')) {
     const next = now.getElementById(part.id);

@@ -91,8 +91,8 @@ def test_installs_what_is_missing_replaces_what_is_too_old_and_renews_the_constr
     ("needed", "said"),
     [
         # an alpha of 2.13 comes before 2.13, so a lower bound in pyproject.toml has to leave room for it
-        pytest.param("torch>=2.13", "error: pip install ended with 1", id="another torch"),
-        pytest.param("nvidia-more", "belong to the image and were changed: nvidia-more", id="more of nvidia"),
+        pytest.param("torch>=2.13", "error: pip install failed with exit code 1", id="another torch"),
+        pytest.param("nvidia-more", "packages of the image were changed: nvidia-more", id="more of nvidia"),
     ],
 )
 def test_a_requirement_that_would_touch_nvidias_packages_ends_the_build(

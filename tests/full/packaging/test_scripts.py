@@ -111,7 +111,7 @@ def test_changed_requirements_are_installed_again_in_place(clone: Clone, name: s
         file.write("# changed\n")
     _, _, err = clone.run("train")
     assert len(clone.installations()) == 4
-    assert "making" not in err
+    assert "creating" not in err
 
 
 def test_tools_include_what_training_needs(clone: Clone) -> None:
@@ -145,7 +145,7 @@ def test_interrupted_installation_is_begun_anew_by_the_next_call(clone: Clone) -
     clone.python("python3.11", install="true")
     code, _, err = clone.run("train")
     assert code == 0
-    assert "making" in err, "a half-copied package must not pass for a whole one"
+    assert "creating" in err, "a half-copied package must not pass for a whole one"
     assert len(clone.installations()) == 3
 
 
@@ -162,7 +162,7 @@ def test_without_a_suitable_python_the_versions_are_named(clone: Clone) -> None:
     clone.program("python3.11", "#!/bin/sh\nexit 1\n")  # of another version
     code, _, err = clone.run("train")
     assert code == 1
-    assert "error: Python 3.11 or 3.12 is needed" in err
+    assert "error: Python 3.11 or 3.12 is required" in err
     assert not (clone.root / ".venv/bin").exists()
 
 
