@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,6 +21,11 @@ PROGRAMS: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 UNSET: tuple[Any, ...] = (None, "", [], {}, False, "none", "None")
 ADAPTER_RECIPES = ("lora", "qlora", "full")  # recipes selected by the adapter and quantization of a file
+
+
+def program_of(settings: Collection[str]) -> str | None:
+    """Return the program whose config has these settings, dotted or nested."""
+    return next((name for name, facts in PROGRAMS.items() if {*facts["identified_by"]} & {*settings}), None)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
+from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from app.config.validate import (
     typed_only,
 )
 from app.errors import ConfigError, gist, refuse
+from app.program import command_text
 
 WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
 _ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run uses one key of each; the others have this value
@@ -40,6 +42,7 @@ _ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run uses one key of each; 
 RATE = "optimizer.lr"  # set by recipes, so another optimizer keeps it
 _FROM = "varied_from="  # schema key of `from=`
 _KEY = re.compile(r"[a-z_]\w*(\.[\w-]+)*", re.ASCII | re.IGNORECASE)  # canonical spelling of a key
+_FILE_NAME = re.compile(r"[^/]+\.[a-z]\w*", re.ASCII | re.IGNORECASE)  # with an extension
 _SWEPT = "sweep.space."  # prefix of the keys that a sweep varies
 _MAX_SHOWN_CHARACTERS = 200
 
@@ -122,7 +125,20 @@ def _settings(path: str) -> dict[str, Any]:
         raise ConfigError(f"from={path}: settings cannot be read: {gist(fault)}. Fix the file.") from fault
     if not isinstance(data, Mapping):
         raise ConfigError(f"from={path}: the file has no settings. Write them as key: value, e.g. recipe: lora.")
+    _refuse_other_program(path, data)
     return dict(flat("", literal(data)))
+
+
+def _refuse_other_program(path: str, data: Mapping[str, Any]) -> None:
+    """Raise an error for a config of another program, with the command that converts it."""
+    if 2 * sum(is_key(RunConfig, str(key)) for key in data) > len(data):
+        return
+    from app.config.other_programs import PROGRAMS, program_of
+
+    program = program_of({*data, *dict(flat("", data))})
+    if program:
+        convert = command_text("convert", path, "to=mine.yaml")
+        raise ConfigError(f"from={path} is a config of {PROGRAMS[program]['label']}. Convert it: {convert}")
 
 
 def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -385,10 +401,15 @@ def wrong_choice(group: str, choice: Any) -> Iterator[str]:
     if names is None or isinstance(choice, dict) or choice in names or (choice is None and group in _OPTIONAL_GROUPS):
         return
     value = format_value(choice)
-    suggestion = of_other_program(group, value) or did_you_mean(value, names, listing=False)
     _, place = _PLACES.get(group, ("", ""))
-    others = f", or give {place}" if place else ""
-    yield f"{group}={value}: unknown {group}.{suggestion} Choose one of {', '.join(names)}{others}."
+    if place and _FILE_NAME.fullmatch(value):
+        near = get_close_matches(value, os.listdir(), n=3)  # noqa: PTH208
+        nearby = f" Similar: {', '.join(f'{group}={name}' for name in near)}." if near else ""
+        yield f"{group}={value}: no such file in {Path.cwd()}.{nearby}"
+        return
+    suggestion = of_other_program(group, value) or did_you_mean(value, names)
+    others = f" Or set {group}= to {place}." if place else ""
+    yield f"{group}={value}: unknown {group}.{suggestion}{others}"
 
 
 def unknown_key(key: str, value: str, options: Iterable[str] = ()) -> str:

@@ -8,7 +8,7 @@ from app.config.adapters import METHODS
 from app.config.conf_files import as_number, choices_by_group, literal
 from app.config.kinds import PREFERENCE_KINDS, recipes_of
 from app.config.load import compose_run
-from app.config.other_programs import ADAPTER_RECIPES, PROGRAMS, UNSET, Conversion, translate
+from app.config.other_programs import ADAPTER_RECIPES, PROGRAMS, UNSET, Conversion, program_of, translate
 from app.config.overrides import WARMUPS, as_override, flat, split_arguments
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
@@ -21,7 +21,7 @@ _ROWS = "dataset.path=rows.jsonl"  # placeholder for a path missing in the file
 def converted(data: Mapping[str, Any]) -> Conversion:
     """Convert the settings of a file; settings that a run rejects are left out."""
     settings = dict(flat("", data))
-    program = next((name for name, facts in PROGRAMS.items() if {*facts["identified_by"]} & {*settings, *data}), None)
+    program = program_of({*settings, *data})
     if program is None:
         labels = ", ".join(facts["label"] for facts in PROGRAMS.values())
         raise ConfigError(f"The file is not a config of {labels}: it has none of their settings.")

@@ -52,7 +52,7 @@ def number(default: Any = MISSING, kind: Any = None, **limits: float) -> Any:
 # ---- did you mean
 
 
-_MAX_LISTED_NAMES = 12
+_MAX_LISTED_NAMES = 8
 _MIN_LEAF_RATIO = 0.5  # the shared section alone makes keys similar
 PROGRAMS = ("axolotl", "llama_factory", "trl", "torchtune", "others")
 _OF_RUNS = "optimizer.lr"  # key that only run schemas have
@@ -70,7 +70,7 @@ def of_other_program(name: str, value: str = "") -> str:
     row = setting_of(reversed(PROGRAMS), name.lstrip("-").replace("-", "_"), value)
     here = row.get("here", "")
     choices = choices_by_group().get(here, (value,))
-    if here and value and " " not in here and "=" not in here:
+    if here and value and " " not in here and "=" not in here and not value.startswith(("[{", "{")):
         here = f"{here}={value if value in choices else '|'.join(choices)}"
     return "".join(f" {part}" for part in (here and f"Did you mean {here}?", row.get("remark")) if part)
 
@@ -128,6 +128,7 @@ def did_you_mean(name: str, names: Iterable[str], *, listing: bool = True) -> st
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Return ` Choose one of a, b, c.`, shortened."""
     listed = ", ".join(names[:_MAX_LISTED_NAMES]) + (" and more" if len(names) > _MAX_LISTED_NAMES else "")
     return f" Choose one of {listed}." if names else ""
 
@@ -143,7 +144,9 @@ def did_you_mean_key(key: str, keys: Iterable[str], value: str = "") -> str:
         return f" Did you mean {' or '.join(near)}?"
     section = key.rpartition(".")[0]
     siblings = [other for other in names if section and other.rpartition(".")[0] == section]
-    return _listed(siblings) if siblings else did_you_mean(key, names)
+    if siblings or _OF_RUNS not in names:
+        return _listed(siblings) if siblings else did_you_mean(key, names)
+    return did_you_mean(key, names, listing=False) or " finetune train --help lists the settings."
 
 
 # ---- validate
@@ -238,11 +241,14 @@ def _value(path: str, raw: Any, schema_field: Field[Any], problems: list[str]) -
             choices = " or ".join(f"{path}={name}" for name in _choices(path, schema_field.metadata))
             problems.append(f"{path}= is required. Set {f'{choices}.' if choices else f'{path}=...'}")
         return schema_field.default
+    kind = schema_field.metadata.get(TYPE, schema_field.type)
     try:
-        value = convert(raw, schema_field.metadata.get(TYPE, schema_field.type))
+        value = convert(raw, kind)
     except ValueError as expected:
-        or_zero = " Use 0 for none." if raw is None and schema_field.metadata.get(LIMITS) == {"at_least": 0} else ""
-        problems.append(f"{path}={format_value(raw)}: expected {expected}.{or_zero}")
+        hint = " Use 0 for none." if raw is None and schema_field.metadata.get(LIMITS) == {"at_least": 0} else ""
+        if isinstance(raw, str) and list[str] in _type_parts(kind):
+            hint = f" Set {path}=[{raw}]."
+        problems.append(f"{path}={format_value(raw)}: expected {expected}.{hint}")
         return None
     if value == "" and schema_field.default != "":
         or_null = f", or {path}=null" if is_optional(schema_field.type) else ""
