@@ -34,7 +34,7 @@ from tests.harness.composed import composed
 # Overrides that need no new composition, which takes a fifth of a second.
 IN_PLACE = ("dataset.columns.", "dataset.leave_out=", "dataset.path=", "dataset.on_bad_row=")
 TAKEN = "dataset.format=auto: detected dataset.format="
-CHECK = ["python", "-m", "app.check", "data"]
+CHECK = ["finetune", "check", "data"]
 QA = {"question": "What is one?", "answer": "The first."}
 WITH_CONTEXT = {**QA, "context": "It rains today."}
 PAIR = {"chosen": "It is two.", "rejected": "No idea."}
@@ -113,8 +113,8 @@ def follow(command: str, case: Case) -> Verdict:
         path = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
         subprocess.run(["bash", "-c", made], check=True, env=path)
     words = shlex.split(checked)
-    assert words[:4] == CHECK
-    return check([*words[4:], *case.model])
+    assert words[:3] == CHECK
+    return check([*words[3:], *case.model])
 
 
 def commands_of(stop: str) -> list[str]:

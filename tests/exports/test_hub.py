@@ -70,7 +70,7 @@ def test_pushed_repository_is_private_and_holds_the_export(
         (
             "me/mine",
             {"files": {"model.bin": b""}},
-            "app.export did not create this repository (it has model.bin). Set another name",
+            "finetune export did not create this repository (it has model.bin). Set another name",
         ),
         (
             "me/mine",

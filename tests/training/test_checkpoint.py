@@ -258,7 +258,7 @@ def test_checkpoint_of_another_run_is_refused(stepper: Stepper, folder: Path) ->
     with pytest.raises(CheckpointError) as refusal:
         other.load(save, stepper, ALONE)
     typed = shlex.split(str(refusal.value).rpartition("To resume:")[2])
-    assert typed[3:] == ["dataset.path=a b.jsonl", "seed=0", f"output_dir={folder.parent}", "resume=auto"]
+    assert typed[2:] == ["dataset.path=a b.jsonl", "seed=0", f"output_dir={folder.parent}", "resume=auto"]
 
 
 def test_checkpoint_without_save_number_refused_as_too_old(save: Path) -> None:

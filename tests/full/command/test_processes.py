@@ -94,7 +94,7 @@ def test_launcher_forwards_signals_and_reports_a_death_once(
     first.until(run, 3)
     first.process.send_signal(signal.SIGTERM)
     assert first.ended() == (75, "")
-    assert shlex.split(first.last_line())[1:] == ["-m", "app.train", *launched_with]
+    assert shlex.split(first.last_line()) == ["finetune", "train", *launched_with]
     assert result(run)["status"] == "stopped"
 
     second = Launched(tmp_path, app_env, *launched_with)

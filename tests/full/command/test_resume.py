@@ -233,7 +233,7 @@ def test_resume_with_other_words_prints_the_command_of_the_run(run_app: RunApp, 
     refused = run_app(*SMALL, f"output_dir={run}", "resume=auto", code=2)
     assert "seed: the checkpoint has 3, this run has 0" in refused.stderr
     _, typed = refused.stderr.split("To resume:\n")
-    assert shlex.split(typed)[3:] == [*words, f"output_dir={run}", "resume=auto"]
+    assert shlex.split(typed)[2:] == [*words, f"output_dir={run}", "resume=auto"]
     (run / "manifest.json").write_text('{"starts": ')
     run_app(*words[:-1], f"output_dir={run}", "resume=auto", code=0)
     assert "manifest.json cannot be read" in (run / "log.txt").read_text()
