@@ -132,14 +132,14 @@ def test_kernels_of_profile_tells_products_apart() -> None:
 def test_clock_separates_warm_up_and_steps() -> None:
     clock = Clock(torch.device("cpu"), warm_up=2, steps=2)
     clock.begin()
-    for pause in (0.05, 0.0, 0.02, 0.02):
+    for pause in (0.05, 0.0, 0.1, 0.1):
         time.sleep(pause)
         clock.mark(torch.tensor(pause))
-    assert clock.losses == pytest.approx([0.05, 0, 0.02, 0.02])
+    assert clock.losses == pytest.approx([0.05, 0, 0.1, 0.1])
     assert clock.first_step >= 0.05
     assert len(clock.step_seconds) == 2
-    assert all(0.02 <= seconds < 0.05 for seconds in clock.step_seconds)
-    assert 0 <= clock.cpu_seconds < 0.04, "sleeping is no work"
+    assert all(seconds >= 0.1 for seconds in clock.step_seconds)
+    assert 0 <= clock.cpu_seconds < 0.2, "sleeping uses no CPU"
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("llama_1b", 1.236), ("llama_8b", 8.030), ("llama_70b", 70.554)])

@@ -68,5 +68,5 @@ def test_new_tokens_without_rows_or_that_are_known_are_refused(place: Path, zygo
     zygote.refused(
         place, *shipped, "model.vocab_size=9", message="model.vocab_size=9: the base has 1536 rows, and none"
     )
-    message = "model.vocab_size=1537: new tokens have ids up to 1537. Give 1538 or more"
+    message = "model.vocab_size=1537: new tokens have ids up to 1537. Set 1538 or more"
     zygote.refused(place, *shipped, "model.vocab_size=1537", message=message)

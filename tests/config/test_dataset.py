@@ -85,7 +85,7 @@ def test_own_rows_never_scored_on_the_sample(given: tuple[str, ...], group: str)
     assert problem.startswith(
         "dataset.path=m.jsonl would be evaluated on the included sample (dataset.eval_path=asset:"
     )
-    assert f"Add dataset={group}, " in problem
+    assert f"Add dataset={group} to hold out" in problem
     assert compose_run(["dataset.path=m.jsonl", *given, f"dataset={group}"]).dataset.eval_path is None
     assert compose_run(["dataset.path=m.jsonl", *given, "dataset.eval_path=h.jsonl"]).dataset.path == "m.jsonl"
 

@@ -316,7 +316,7 @@ def test_received_run_trusts_code_only_where_typed(tmp_path: Path, command: str)
 def test_received_run_starts_processes_only_where_typed(tmp_path: Path, command: str) -> None:
     run = received(tmp_path / "run", launch__num_processes=3)
     if command in ("from", "reproduce"):  # the number decides the tokens of a step
-        with pytest.raises(ConfigError, match=r"launch.num_processes=3 of the run .* Type launch.num_processes=3"):
+        with pytest.raises(ConfigError, match=r"launch.num_processes=3 in run.yaml is not accepted .* Type launch.num_processes=3"):
             READERS[command](str(run))
         assert READERS[command](str(run), "launch.num_processes=2").launch.num_processes == 2
     else:

@@ -292,7 +292,7 @@ MESSAGES = [
     (answer(weight=True), "found true or false"),
     (
         answer(role="asistant"),
-        "has the role 'asistant'; allowed: system, user, assistant, tool; did you mean 'assistant'?",
+        "unknown role 'asistant'; allowed: system, user, assistant, tool; did you mean 'assistant'?",
     ),
     (answer(role="Human"), "message 0: unknown role 'Human'; allowed: system"),
     (answer(role=3), "message 0: unknown role 3"),

@@ -59,7 +59,7 @@ def problem(**changes: str) -> str:
         list(train_source(config("org/name", "text", **changes)).rows())
     assert str(error.value).startswith("dataset.path=org/name: ")
     assert "set HF_TOKEN" in str(error.value)
-    assert "give dataset.path=FILE" in str(error.value)
+    assert "set dataset.path=FILE" in str(error.value)
     return str(error.value)
 
 
@@ -139,7 +139,7 @@ def test_saved_dataset_read(tmp_path: Path, several: bool) -> None:
     datasets.Dataset.from_list(ROWS[:1]).save_to_disk(str(tmp_path / "other"))
     assert train_source(config(tmp_path / "other", "text")).fingerprint() != before
     if several:
-        with pytest.raises(DataError, match=r"no dataset\.split=dev; it has: test, train"):
+        with pytest.raises(DataError, match=r"no dataset\.split=dev; splits: test, train"):
             list(train_source(config(place, "text", split="dev")).rows())
 
 

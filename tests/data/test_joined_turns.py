@@ -271,7 +271,7 @@ def test_join_reasoning_reported_before_it_is_refused(tmp_path: Path) -> None:
     thinks = [*chat("Hi"), {"role": "assistant", "content": "a", "reasoning_content": "Hm."}, *chat("b", "c")]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": thinks}, {"messages": TALK}])
     [line] = [line for line in read(path).report.lines() if line.startswith("train: expand: about")]
-    assert line.endswith("=join refuses 1 conversation with reasoning in earlier turns")
+    assert line.endswith("=join does not support 1 conversation with reasoning in earlier turns")
     with pytest.raises(DataError, match=r"a\.jsonl:1: message 1 has reasoning"):
         read(path, on_unstable_template="join")
     counts = read(path, on_unstable_template="join", on_bad_row="skip").report.train

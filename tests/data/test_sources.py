@@ -190,7 +190,7 @@ def test_folder_with_configs_in_read_me_follows_them(tmp_path: Path) -> None:
     assert [place for place, _ in french.rows()] == ["fr/test.jsonl:1"]
     for given, said in ((None, "none is the default"), ("de", "dataset.hub_config=de is not one of them")):
         way = "Choose one, e.g. dataset.hub_config=en"
-        with pytest.raises(DataError, match=re.escape(f": its configurations are en, fr, and {said}. {way}")):
+        with pytest.raises(DataError, match=re.escape(f"available configurations: en, fr, but {said}. {way}")):
             train_source(config(tmp_path, hub_config=given))
     (tmp_path / "README.md").write_text("---\nconfigs: [\n---\n")
     with pytest.raises(DataError, match=r"cannot get the splits from README\.md or the file names: while parsing"):

@@ -135,7 +135,7 @@ def test_checks_out_of_memory_next_start_takes_few_rows(processes: ProcessesByCo
     assert len(first) > 3
     for code, message in several.run(checked_where_few_rows_fit, 1, 3):
         assert code == 2
-        assert message.startswith("out of memory: a check of the model on 36 tokens does not fit beside")
+        assert message.startswith("out of memory: a check of the model on 36 tokens does not fit next to")
 
 
 SMALL_BUCKETS_MB = 0.0001

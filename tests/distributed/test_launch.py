@@ -94,4 +94,4 @@ def test_offload_without_other_processes_refused(
     if joined:
         for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": 0, "MASTER_PORT": 0}.items():
             monkeypatch.setenv(name, str(value))
-    assert [problem.partition(":")[0] for problem in launch.check(run)] == ["parallel.offload=true"] * refused
+    assert [problem.partition(" ")[0] for problem in launch.check(run)] == ["parallel.offload=true"] * refused

@@ -133,7 +133,7 @@ def test_preset_all_problems_together() -> None:
         "sed=1",
         "seed=shuffle(1,2)",
     )
-    assert [problem.split(" ")[0].rstrip(":") for problem in problems] == [
+    assert [problem.removeprefix("Unknown setting ").split(" ")[0].rstrip(":.") for problem in problems] == [
         "optimizer.lrr",
         "sweep.space.seed={low",
         "seed=shuffle(1,2)",

@@ -60,7 +60,7 @@ def check_ladder(name: str, size: str) -> Sequence[RunConfig]:
 def test_ladder_only_planned_composes_and_is_not_trained(name: str) -> None:
     assert all(compose_run(trial.overrides) for trial in read_ladder([f"sweep={name}"]).points)
     (problem,) = refusal_of(f"sweep={name}")
-    assert problem.endswith(f"Type python -m app.check memory sweep={name} hardware=h100")
+    assert problem.endswith(f"Run python -m app.check memory sweep={name} hardware=h100")
 
 
 def test_ladder_order_of_strength() -> None:

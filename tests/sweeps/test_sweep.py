@@ -48,7 +48,7 @@ def test_sweep_problems_of_some_trials_together() -> None:
 
 def test_sweep_and_run_problems_together() -> None:
     problems = refusal_of("resume=runs/a", "seed=shuffle(1,2)", "recipe=lroa,lora", "+adapter.rnk=2")
-    assert [problem.split(" ")[0].rstrip(":") for problem in problems] == [
+    assert [problem.removeprefix("Unknown setting ").split(" ")[0].rstrip(":.") for problem in problems] == [
         "resume=runs/a",
         "seed=shuffle(1,2)",
         "recipe=lroa",

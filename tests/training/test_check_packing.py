@@ -153,7 +153,7 @@ def test_checks_out_of_memory_are_repeated_on_few_rows(where: str, packed_loader
 
 def test_checks_out_of_memory_on_few_rows_end_run(packed_loader_of: Callable[..., Loader]) -> None:
     model, loader = trainee_of(small_run("recipe=lora")), packed_loader_of(256, 1)
-    message = r"out of memory: a check of the model on \d+ tokens does not fit beside .*frozen weights 0\.00 GB"
+    message = r"out of memory: a check of the model on \d+ tokens does not fit next to .*frozen weights 0\.00 GB"
     with pytest.raises(EnvironmentProblem, match=message):
         checked_within(3, "forward", model, loader)
 

@@ -266,7 +266,7 @@ def test_advised_max_length_fits_the_model(look: Look, tmp_path: Path) -> None:
     longer = [*chats, *[chat("Hi", "word " * 900)] * 40]
     words = (*words[:1], f"dataset.path={write_chats(tmp_path / 'b.jsonl', *longer)}", words[2])
     most = look(*words, "dataset.max_length=512", "batching.tokens=512")
-    assert "model=tiny reads 512 tokens at most, and " in advised(most)["dataset.on_overflow=truncate"]
+    assert "model=tiny reads 512 tokens at most, " in advised(most)["dataset.on_overflow=truncate"]
 
 
 def test_lengths_of_pairs_are_those_of_the_longer_answer(look: Look, tmp_path: Path) -> None:
