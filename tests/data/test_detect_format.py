@@ -116,7 +116,7 @@ def test_auto_prompt_and_completion_are_one_way(tmp_path: Path) -> None:
         "found lists of objects with role and content in prompt, completion in 2 of 2 rows; also read: tools"
     )
     _, *ways = refusal(tmp_path, [{**ROWS["chat_completion"], "messages": chat("a", "b")}])
-    assert [way.split()[4] for way in ways] == ["dataset=messages", "dataset=chat_completion"]
+    assert [way.split()[3] for way in ways] == ["dataset=messages", "dataset=chat_completion"]
     first, *_ = refusal(tmp_path, [ROWS["prompt_completion"], ROWS["chat_completion"]])
     assert first.startswith("dataset.format=auto: no format fits these rows")
 

@@ -126,5 +126,5 @@ def test_all_weights_of_a_part_without_a_class_are_refused() -> None:
 
 def test_other_adapters_of_a_text_part_are_refused(folder: Path) -> None:
     config = model_config(path=str(folder))
-    with pytest.raises(ConfigError, match=r"^adapter.kind=peft: .* LoRA alone\. Set adapter=lora\.$"):
+    with pytest.raises(ConfigError, match=r"^adapter.kind=peft: .* only LoRA adapters .*\. Set adapter=lora\.$"):
         count_weights(sections(config, AdapterConfig(kind="peft", method="OFT")))

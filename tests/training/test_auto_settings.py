@@ -226,7 +226,7 @@ def test_auto_attention_depends_on_the_model(monkeypatch: pytest.MonkeyPatch) ->
         assert chosen.attention == expected
     stored = {"precision": "fp32", "attention": "varlen"}
     auto = small_run("precision=auto", "attention=auto")
-    with pytest.raises(ConfigError, match="attention=varlen cannot do float32 arithmetic"):
+    with pytest.raises(ConfigError, match="attention=varlen does not support float32 arithmetic"):
         choose(auto, base_of(auto), stored)
 
 

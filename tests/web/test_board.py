@@ -152,7 +152,7 @@ def test_run_that_does_not_start_shows_why(board: Board) -> None:
 
 def test_existing_run_is_neither_replaced_nor_resumed(board: Board) -> None:
     answer = board.client.post("/new", data={"name": "none", "settings": "sead=1", "what": "memory"})
-    assert "app.check memory sead=1" in answer.text
+    assert "finetune check memory sead=1" in answer.text
     assert "only a stopped, killed or failed run" in board.client.post(f"{PATH}/resume").text
     assert "not started by this board" in board.client.post(f"{PATH}/stop").text
     taken = board.client.post("/new", data={"name": "other", "settings": "", "what": "train"})

@@ -136,7 +136,7 @@ def test_loftq_is_of_the_ordinary_nf4_base(tmp_path: Path, models: list[Any]) ->
     _, tuned = in_peft(whole, quantization_config=nf4, device_map={"": "cpu"}, dtype="float32")
     assert distance(tuned, ours) <= 5e-6
     assert distance(merged(whole, tmp_path / "merged"), ours) <= 5e-6
-    notes = (whole / "log.txt").read_text().count("adapter.init=loftq: begins")
+    notes = (whole / "log.txt").read_text().count("adapter.init=loftq: corrects")
     assert notes == 1, "a resumed run computes nothing again"
 
 
