@@ -10,15 +10,18 @@ finetune train -m recipe=lora,full seed=1,2,3    a sweep: one run per combinatio
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import NoReturn
 
 from app.config.command_line import help_text, print_help_or_version
 from app.config.commands import print_settings_notes, require_platform
 from app.config.conf_files import to_yaml
-from app.config.load import compose_run
-from app.config.overrides import is_sweep, split_arguments
+from app.config.load import compose_run, read_run
+from app.config.overrides import is_sweep, key_of, split_arguments
 from app.config.schema import RunConfig
+from app.config.validate import format_value
 from app.distributed.launch import (
     end_as_one_of_several,
     fail_as_one_of_several,
@@ -30,8 +33,9 @@ from app.distributed.launch import (
     train_in_processes,
     world,
 )
-from app.errors import AppError, refuse
-from app.program import remember_settings, resume_command
+from app.errors import AppError, ConfigError, refuse
+from app.files import is_own_file
+from app.program import command_text, remember_settings, resume_command
 from app.signals import CTRL_C, Stopped, ending_on_signals
 from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
@@ -43,6 +47,7 @@ from app.training.torch_environment import set_inductor_cache, use_expandable_se
 def train(run: RunConfig, resume_hint: str = "") -> int:
     """Train a checked config; return the exit code. `resume_hint` is printed after a stop."""
     _check_parts(run)
+    _check_resume(run)
     set_inductor_cache(run)
     count = processes_to_start(run.launch)
     if count:
@@ -83,6 +88,39 @@ def _check_parts(run: RunConfig) -> None:
             *trackers.check(run.tracker),
         ]
     )
+
+
+def _check_resume(run: RunConfig) -> None:
+    """Raise an error if the run to resume has other settings, before torch is imported."""
+    from app.config.finished_run import how_to_resume
+    from app.training.identity import changed_settings
+
+    folder = RunFolder(Path(run.output_dir).expanduser())
+    if run.resume != "auto" or not folder.checkpoints.is_dir() or not is_own_file(folder.run_yaml):
+        return
+    changed = changed_settings(read_run(folder.run_yaml), run)
+    if changed:
+        listed = ", ".join(f"{key} changed from {before} to {value}" for key, (before, value) in changed.items())
+        settings = (f"{key}={format_value(value)}" for key, (_, value) in changed.items())
+        raise ConfigError(
+            f"output_dir={run.output_dir}: {listed}. A resumed run keeps its settings. For a new run with the change: "
+            f"{command_text('train', f'from={run.output_dir}', *settings)}{how_to_resume(folder.path)}"
+        )
+
+
+def _require_run_to_resume(overrides: Sequence[str]) -> None:
+    """Raise an error for `resume=auto` without `output_dir=`, which would resume nothing."""
+    from app.tracking.recorder import read_result
+
+    keys = {key_of(word): word.partition("=")[2] for word in overrides}
+    if keys.get("resume") != "auto" or "output_dir" in keys:
+        return
+    runs = [folder.parent for folder in Path("runs").glob("*/checkpoints")]
+    stopped = [folder for folder in runs if read_result(folder).get("status") != "finished"]
+    newest = max(stopped, key=lambda folder: folder.stat().st_mtime, default=None)
+    settings = [word for word in overrides if not word.startswith("varied_from=")]
+    meant = "" if newest is None else f" To resume the last one: {resume_command(settings, str(newest))}"
+    raise ConfigError(f"resume=auto needs output_dir=, the folder of the run to resume.{meant}")
 
 
 def _resume_hint(run: RunConfig, arguments: list[str]) -> str:
@@ -136,6 +174,7 @@ def _dispatch(arguments: list[str]) -> None:
         sys.stdout.write(to_yaml(asdict(run)))
         return
     require_named_folder(overrides)
+    _require_run_to_resume(overrides)
     sys.exit(train(run, _resume_hint(run, arguments)))
 
 

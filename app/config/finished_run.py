@@ -15,8 +15,9 @@ from app.config.load import apply_changes, read_run
 from app.config.schema import AttentionConfig, DatasetConfig, RunConfig
 from app.config.tasks import TASKS, task_of
 from app.config.validate import choice, number
-from app.errors import CheckpointError, ConfigError, refuse
+from app.errors import AppError, CheckpointError, ConfigError, refuse
 from app.files import read_json, require_intact
+from app.program import resume_command
 
 _TYPES = {"starts": list, "choices": dict, "hashes": dict, "counts": dict}
 
@@ -131,6 +132,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if invalid:
         raise CheckpointError(f"{path} cannot be read as the manifest of a run: {invalid[0]} has the wrong type.")
     return manifest
+
+
+def how_to_resume(run: Path) -> str:
+    """Return the resume command of a run, to copy; empty if its manifest has no command line."""
+    try:
+        words = read_manifest(run / "manifest.json")["starts"][-1]["command_line"]
+        typed = words[words.index("app.train") + 1 :]
+    except (AppError, LookupError, TypeError, ValueError, AttributeError):
+        return ""
+    return f" To resume:\n{resume_command(typed, str(run))}" if typed else ""
 
 
 # ---- finetune evaluate

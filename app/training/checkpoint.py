@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.base.weight_files import without_optimizer
-from app.config.finished_run import read_manifest
+from app.config.finished_run import how_to_resume
 from app.config.kinds import METRICS
 from app.config.schema import CheckpointConfig
 from app.config.validate import number, parse_section
@@ -48,7 +48,6 @@ from app.files import (
 )
 from app.optim.optimizer_state import flatten, load_state, named_states, saved_names
 from app.optim.optimizers import STEPS_ROUNDED
-from app.program import resume_command
 from app.training.identity import differences
 from app.training.train_step import Stepper
 
@@ -381,7 +380,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"resume: {folder} belongs to a run with different settings ({'; '.join(different[:4])}). "
                 "Use its settings, or another output_dir without resume."
-                f"{_command_of(folder.parent.parent)}"
+                f"{how_to_resume(folder.parent.parent)}"
             )
 
     def _old(self) -> list[Path]:
@@ -451,16 +450,6 @@ def progress_of(save: Path) -> Progress:
 def _read_state(save: Path) -> dict[str, Any]:
     state: dict[str, Any] = read_json(save / STATE)
     return {key: state[key] for key in _STATE_TYPES}
-
-
-def _command_of(run: Path) -> str:
-    """Return the resume command of a run, to copy; empty if its manifest has no command line."""
-    try:
-        words = read_manifest(run / "manifest.json")["starts"][-1]["command_line"]
-        typed = words[words.index("app.train") + 1 :]
-    except (AppError, LookupError, TypeError, ValueError, AttributeError):
-        return ""
-    return f" To resume:\n{resume_command(typed, str(run))}" if typed else ""
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:

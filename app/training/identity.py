@@ -88,6 +88,16 @@ def compared_settings(run: RunConfig, precision: str) -> dict[str, Any]:
     return {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in values.items()}
 
 
+def changed_settings(saved: RunConfig, run: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of `run` that a resume of `saved` cannot change, with both values; `auto` may be equal."""
+    before, now = (compared_settings(config, config.precision.kind) for config in (saved, run))
+    return {
+        key: (before[key], value)
+        for key, value in now.items()
+        if key in before and value != before[key] and not {"auto", None} & {value, before[key]}
+    }
+
+
 def base_hash(model: ModelConfig, fingerprint: str | None) -> dict[str, str]:
     """Return the hash of the base weights, or of the architecture of random ones; empty if unavailable."""
     architecture = json.dumps(model.architecture, sort_keys=True).encode()

@@ -29,7 +29,7 @@ from app.training.rows import read_rows
 from app.training.samples import preview
 from app.training.setup import RunSetup, forecast_of, record_base, set_up, split_depth_noted, trainer_parts
 from app.training.storage_counter import kept_bytes
-from app.training.summary import manifest_facts, rehearsal_message, resumed_split_note, run_table
+from app.training.summary import manifest_facts, rehearsal_message, resume_message, resumed_split_note, run_table
 from app.training.train_step import is_due, rehearse
 from app.training.trainer import Trainer
 
@@ -65,6 +65,8 @@ def _recording(setup: RunSetup, folder: RunFolder, console: Console) -> Iterator
     plan, progress, model = setup.plan, setup.progress, setup.stepper.model
     with _opened(folder, plan, console, setup) as recorder, split_depth_noted(setup.checkpoints):
         notes = (("note", note) for note in (*model.remarks(), *resumed_split_note(progress.depth)))
+        if plan.run.resume:
+            recorder.message(resume_message(plan, progress.step))
         recorder.message(align([*run_table(plan), *setup.forecast.rows(), *notes]))
         in_use = {"start": plan.machine.used_bytes, "context": setup.context_bytes}
         recorder.add_facts(proofs=[asdict(check) for check in setup.checks], device_used_bytes=in_use)

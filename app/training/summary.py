@@ -1,5 +1,6 @@
 """Lines printed by a run, and facts for its manifest."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -63,6 +64,7 @@ def run_table(plan: Plan) -> list[tuple[str, str]]:
 
 def _notes(plan: Plan) -> Iterator[str]:
     run, device = plan.run, plan.runtime.device.type
+    yield from _unusual_settings(run, plan.steps.epoch(plan.steps.steps))
     if run.task.labels:
         head = f"classification head of {len(run.task.labels)} labels"
         yield f"{head}: fully trained; initialized from seed={run.seed} if the model has none of this size"
@@ -86,6 +88,20 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield from size_notes(run, plan.rows.base)
     if (run.training.profile_step or 0) > plan.steps.steps:
         yield f"training.profile_step={run.training.profile_step} is after the last step; no step is profiled"
+
+
+def _unusual_settings(run: RunConfig, epochs: float) -> Iterator[str]:
+    """Yield settings that are far from usual ones, such as a learning rate with a wrong exponent."""
+    suggest, rate = run.model.suggest, run.optimizer.lr
+    rates = (suggest.lr_full, suggest.lr_adapter, suggest.lr_preference)
+    usual = min(rates, key=lambda suggested: abs(math.log(rate / suggested)))
+    if not usual / 100 < rate < usual * 100:
+        ratio = f"{rate / usual:,.0f}" if rate > usual else f"1/{usual / rate:,.0f}"
+        yield f"optimizer.lr={rate:g} is {ratio} times the learning rate suggested for this model ({usual:g})"
+    if epochs >= 100 and run.dataset.max_rows is None:
+        yield f"{epochs:,.0f} epochs: every row is trained {epochs:,.0f} times (training.epochs); 1 to 5 are usual"
+    if run.adapter.r > 256 and run.adapter.kind != "none":
+        yield f"adapter.r={run.adapter.r}: ranks of 8 to 128 are usual"
 
 
 def _uncalled_layers(lm: Any) -> Iterator[str]:
@@ -185,6 +201,14 @@ def split_message(step: int, depth: int) -> str:
         f"step {step}: out of memory. From now on micro-batches are split by document into up to {2**depth} "
         f"parts. {_SMALLER_IS_FASTER}"
     )
+
+
+def resume_message(plan: Plan, step: int) -> str:
+    """Return the start of a run with `resume=`: the checkpoint and its step, or that there is none."""
+    run, save = plan.run, plan.start.checkpoint
+    if save is None:
+        return f"resume={run.resume}: no checkpoint in {run.output_dir}, starting at step 0"
+    return f"Resumed from step {step:,} of {plan.steps.steps:,} ({save})"
 
 
 def resumed_split_note(depth: int) -> list[str]:

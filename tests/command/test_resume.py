@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from app.signals import CODES, HEARD, NOTHING_TO_SAVE
+from tests.conftest import REPO, RunApp
 from tests.harness.runs import (
     CLOCKS,
     FINISHED,
@@ -154,6 +155,7 @@ def test_resumed_finished_run_keeps_its_result(zygote: Zygote, finished: Finishe
     run = finished.copy(tmp_path / "run")
     ended = zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={run}", "resume=auto")
     assert (ended.code, "; the run was already complete\n" in ended.stdout) == (0, True)
+    assert "\nResumed from step " in ended.stdout
     steps = [line for line in metrics(run) if "loss" in line]
     assert result(run)["tokens_per_second"] == steps[-1]["tokens_per_second"]
     of_a_start = {*CLOCKS, "memory_measured_bytes", "final"}
@@ -163,6 +165,17 @@ def test_resumed_finished_run_keeps_its_result(zygote: Zygote, finished: Finishe
     cards = [(each / "final" / "README.md").read_text().splitlines() for each in (finished(), run)]
     assert [line for line in cards[1] if line not in cards[0] and "| peak memory |" not in line] == []
     assert len(cards[0]) == len(cards[1])
+
+
+def test_resume_with_a_changed_setting_is_refused_before_torch(
+    run_app: RunApp, finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = finished.copy(tmp_path / "run")
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
+    words = (*FINISHED["lora"], f"output_dir={run}", "resume=auto", "optimizer.lr=0.5")
+    ended = run_app(*words, env={"PYTHONPATH": f"{tmp_path}:{REPO}"}, code=2)
+    assert "to 0.5. A resumed run keeps its settings. For a new run with the change: " in ended.stderr
+    assert f"finetune train from={run} optimizer.lr=0.5" in ended.stderr
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -50,6 +50,12 @@ EARLY = [
     ("output_dir=file", "output_dir=file: not a folder"),
     ("output_dir=full", "output_dir=full: the folder is not empty and not a run"),
     ("resume=no/such", "resume=no/such: no such folder."),
+    ("resume=auto", "resume=auto needs output_dir=, the folder of the run to resume."),
+    ("dataset=chat.jsonl", "dataset=chat.jsonl: no such file in "),
+    ("gpus=2", "Unknown setting gpus. Did you mean launch.num_processes=2?"),
+    ("device=cuda", "Unknown setting device. Leave it out. A GPU is used if there is one"),
+    ("model=zzz", "gemma4_31b and more. Or set model= to a folder or a hub id."),
+    ("adapter.targets=all-linear", "Set adapter.targets=[all-linear]."),
 ]
 
 

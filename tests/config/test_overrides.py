@@ -35,7 +35,7 @@ REFUSED = [
     ("model=_hub", "model=_hub: unknown model."),
     ("model=lllama", "model=lllama: unknown model. Did you mean llama?"),
     ("dataset=aplaca", "dataset=aplaca: unknown dataset. Did you mean alpaca?"),
-    ("dataset=rows.jsonl", "or give a file, a folder or a hub id."),
+    ("dataset=rows", "and more. Or set dataset= to a file, a folder or a hub id."),
     ("model=ORG/A,ORG/B", "several values make a sweep; add -m: finetune train -m model="),
     ("recipe=loar", "recipe=loar: unknown recipe. Did you mean lora?"),
     ("modl=llama", "Unknown setting modl. Did you mean model=bert|bert_large|folder|gemma3_"),
@@ -447,3 +447,21 @@ def test_settings_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     (tmp_path / "run.yaml").write_text("seed: 1")
     assert f"Use its folder: from={tmp_path}" in refusal(f"from={tmp_path / 'run.yaml'}")
+
+
+def test_settings_file_of_another_program_names_the_command_that_converts_it(tmp_path: Path) -> None:
+    file = tmp_path / "axolotl.yaml"
+    file.write_text("base_model: org/name\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\n")
+    with pytest.raises(ConfigError) as refusal:
+        split_arguments([f"from={file}"])
+    assert refusal.value.problems == [
+        f"from={file} is a config of Axolotl. Convert it: finetune convert {file} to=mine.yaml"
+    ]
+
+
+def test_missing_data_file_names_similar_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat210.jsonl").touch()
+    assert refusal_of("dataset=chat.jsonl") == [
+        f"dataset=chat.jsonl: no such file in {tmp_path}. Similar: dataset=chat210.jsonl."
+    ]

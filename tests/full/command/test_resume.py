@@ -231,7 +231,8 @@ def test_resume_with_other_words_prints_the_command_of_the_run(run_app: RunApp, 
     words = (*SMALL, "seed=3", "training.max_steps=4", "training.stop_after=2")
     assert run_app(*words, f"output_dir={run}").returncode == 75
     refused = run_app(*SMALL, f"output_dir={run}", "resume=auto", code=2)
-    assert "seed: the checkpoint has 3, this run has 0" in refused.stderr
+    assert "seed changed from 3 to 0. A resumed run keeps its settings." in refused.stderr
+    assert f"finetune train 'from={run}' seed=0" in refused.stderr
     _, typed = refused.stderr.split("To resume:\n")
     assert shlex.split(typed)[2:] == [*words, f"output_dir={run}", "resume=auto"]
     (run / "manifest.json").write_text('{"starts": ')
