@@ -24,6 +24,9 @@ nbformat.write(book, "executed.ipynb")
 def test_notebook_runs_to_a_proven_export(tmp_path: Path, app_env: dict[str, str], quick_python: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(quick_python)
+    finetune = tmp_path / "bin" / "finetune"
+    finetune.write_text(f'#!/usr/bin/env bash\nexec "{tmp_path}/bin/python" -m app "$@"\n')
+    finetune.chmod(0o755)
     env = app_env | {"PATH": f"{tmp_path}/bin{os.pathsep}{app_env['PATH']}", "HOME": str(tmp_path)}
     printed_by("-W", "ignore", "-c", EXECUTE, str(NOTEBOOK), cwd=tmp_path, env=env)
     cells = {each["id"]: each for each in json.loads((tmp_path / "executed.ipynb").read_text())["cells"]}
