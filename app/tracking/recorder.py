@@ -213,10 +213,10 @@ class Recorder:
         """Write preview.json: a few training rows with their loss masks."""
         write_json(self.folder.preview, redact(rows))
 
-    def begin(self, total: int, done: int = 0) -> None:
-        """Show progress over `total` steps, of which `done` are from earlier starts."""
+    def begin(self, total: int, done: int = 0, *, on_gpu: bool = False) -> None:
+        """Show progress over `total` steps, of which `done` are from earlier starts; `on_gpu`: with GPU memory."""
         self._total = total
-        self._console.begin(total, done)
+        self._console.begin(total, done, on_gpu=on_gpu)
 
     def message(self, text: str) -> None:
         """Print a message and add it to the log."""

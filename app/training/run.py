@@ -71,7 +71,7 @@ def _recording(setup: RunSetup, folder: RunFolder, console: Console) -> Iterator
         keep_reference(plan, folder.reference)
         keep_start(setup.drawn, plan, folder.start)
         record_base(plan, model, recorder, setup.fingerprint)
-        recorder.begin(plan.steps.steps, progress.step)
+        recorder.begin(plan.steps.steps, progress.step, on_gpu=plan.runtime.device.type == "cuda")
         yield recorder
 
 
