@@ -6,24 +6,29 @@ import pty
 import re
 import struct
 import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tests.harness.child import start
 
 _CONTROL = re.compile(r"\x1b\[\??([0-9;]*)([A-Za-z])|(\r)|(\n)")
 
 
-def on_a_terminal(code: str, columns: int, *arguments: str, **environment: str) -> tuple[int, bytes]:
-    """Exit code, and all bytes written to a terminal of so many columns."""
+@contextmanager
+def terminal(columns: int) -> Iterator[tuple[int, list[bytes]]]:
+    """The end of a process, open until the block ends, and all that was written by then."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    cleared = {"TERM": "xterm-256color", "COLUMNS": str(columns), "NO_COLOR": "", **environment}
-    process = start(code, *arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=cleared)
-    os.close(theirs)
-    seen = b""
-    while chunk := _read(ours):
-        seen += chunk
-    os.close(ours)
-    return process.wait(60), seen
+    seen = list[bytes]()
+    reader = threading.Thread(target=lambda: seen.extend(iter(lambda: _read(ours), b"")))
+    reader.start()
+    try:
+        yield theirs, seen
+    finally:
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
 
 
 def _read(descriptor: int) -> bytes:
@@ -31,6 +36,18 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 65536)
     except OSError:  # how Linux says that the other end is closed
         return b""
+
+
+def variables(columns: int) -> dict[str, str]:
+    return {"TERM": "xterm-256color", "COLUMNS": str(columns), "NO_COLOR": ""}
+
+
+def on_a_terminal(code: str, columns: int, **environment: str) -> tuple[int, str]:
+    """Exit code, and all that Python code writes to a terminal of so many columns."""
+    with terminal(columns) as (end, seen):
+        process = start(code, stdin=end, stdout=end, stderr=end, env={**variables(columns), **environment})
+        returncode = process.wait(60)
+    return returncode, b"".join(seen).decode()
 
 
 def screen(text: str) -> list[str]:

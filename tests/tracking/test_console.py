@@ -24,7 +24,7 @@ console.close()
 print("after", flush=True)
 """
 MARKING = RUN.replace('print("after", flush=True)', "__import__('pathlib').Path(sys.argv[1]).touch()")
-COLOR = re.compile(rb"\x1b\[[0-9;]*3[0-9][0-9;]*m")
+COLOR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
 
 
 def test_console_pipe_one_line_per_step() -> None:
@@ -38,12 +38,11 @@ def test_console_pipe_one_line_per_step() -> None:
 
 
 def test_console_terminal_bar_and_cursor() -> None:
-    returncode, seen = on_a_terminal(RUN, 80)
-    text = seen.decode()
+    returncode, text = on_a_terminal(RUN, 80)
     assert returncode == 0
     assert "1000/1000" in text
     assert "━" in text
-    assert COLOR.search(seen)
+    assert COLOR.search(text)
     assert "\x1b[2J" not in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert text.index("in between") < text.rindex("1000/1000")
@@ -76,17 +75,35 @@ def test_console_bar_fills_the_terminal(columns: int, numbers: str) -> None:
     assert returncode == 0
     bar = columns - len(f"1000/1000  {numbers}")
     assert bar >= 10
-    assert f"1000/1000 {'━' * bar} {numbers}" in screen(seen.decode())
+    assert f"1000/1000 {'━' * bar} {numbers}" in screen(seen)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "shown", "unwanted"),
-    [("NO_COLOR", "1", b"1000/1000", COLOR), ("TERM", "dumb", b"step 1/1000 | loss 1.5000", re.compile(rb"\x1b"))],
+    [("NO_COLOR", "1", "1000/1000", COLOR), ("TERM", "dumb", "step 1/1000 | loss 1.5000", re.compile(r"\x1b"))],
 )
-def test_console_terminal_without_color(variable: str, value: str, shown: bytes, unwanted: re.Pattern[bytes]) -> None:
+def test_console_terminal_without_color(variable: str, value: str, shown: str, unwanted: re.Pattern[str]) -> None:
     returncode, seen = on_a_terminal(RUN, 100, **{variable: value})
     assert (returncode, unwanted.search(seen)) == (0, None)
     assert shown in seen
+
+
+STATUS = """
+from app.tracking.console import open_console
+console = open_console()
+console.status("Reading rows ...")
+console.say("note")
+console.status("Planning memory ...")
+console.close()
+print("error", flush=True)
+"""
+
+
+def test_console_status_only_on_a_terminal() -> None:
+    assert run(STATUS) == (0, "note\nerror\n", "")
+    returncode, seen = on_a_terminal(STATUS, 80)
+    assert (returncode, screen(seen)) == (0, ["note", "error", ""])
+    assert seen.index("Reading rows ...") < seen.index("note") < seen.index("Planning memory ...")
 
 
 def test_console_closed_pipe_survives(tmp_path: Path) -> None:

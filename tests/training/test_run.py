@@ -79,7 +79,7 @@ def test_closing_facts_scores_and_command(tmp_path: Path) -> None:
     assert facts["done"] == f"1 step, loss 2.0000 -> 1.0000, {scores}"
     assert facts["adapter"] == str(folder.final)
     assert facts["memory"].startswith("tensors: 2 MB estimated, 2 MB measured")
-    assert shlex.split(facts["Try it:"])[1:] == ["-m", "app.generate", f"run={folder.path}", "prompt=..."]
+    assert shlex.split(facts["Try it:"]) == ["finetune", "generate", f"run={folder.path}", "prompt=..."]
     model.trust_remote_code, progress.metrics = True, {}
     start["chosen_log_probability"] = -1.0  # of rows that this start does not hold out
     assert "model.trust_remote_code=true prompt=" in dict(closing_facts(run, folder, result, progress))["Try it:"]
@@ -87,7 +87,7 @@ def test_closing_facts_scores_and_command(tmp_path: Path) -> None:
     result |= {"tokens_per_second": 5200.4, "samples_per_second": 8.861, "seconds": 57.82}
     facts = dict(closing_facts(run, folder, result, progress))
     assert facts["speed"] == "5,200 tokens/s, 8.86 samples/s, 57.8 s"
-    assert shlex.split(facts["Try it:"])[1:] == ["-m", "app.evaluate", f"run={folder.path}", "dataset.path=..."]
+    assert shlex.split(facts["Try it:"]) == ["finetune", "evaluate", f"run={folder.path}", "dataset.path=..."]
     dataset.eval_fraction = 0.1
     assert dict(closing_facts(run, folder, result, progress))["Try it:"].endswith(f"{folder.path}'")
 
