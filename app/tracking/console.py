@@ -41,6 +41,11 @@ class Console:
         self._began = self._drawn = 0.0
         self._losses = deque[float](maxlen=_MEAN_STEPS)
 
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None in a pipe or file."""
+        return self._live.console.width if self._live else None
+
     def status(self, text: str) -> None:
         """Show what the program is doing on the last line of a terminal, until the bar replaces it."""
         if self._live:

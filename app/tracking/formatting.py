@@ -38,11 +38,17 @@ def align_columns(rows: Sequence[Sequence[str]], gap: int = 3) -> str:
 
 
 def truncate(text: str, width: int, *, at_end: bool = True) -> str:
-    """Return one line of at most `width` characters, truncated at its end or at its start."""
+    """Return one line of at most `width` characters, truncated at its end or at its start, between words if possible.
+
+    A word is cut if the line would otherwise lose more than half of its width.
+    """
     line = " ".join(text.split())
     if len(line) <= width:
         return line
-    return line[: width - 1] + _ELLIPSIS if at_end else _ELLIPSIS + line[1 - width :]
+    kept, cut_off = (line[: width - 1], line[width - 1]) if at_end else (line[1 - width :], line[-width])
+    whole = kept if cut_off == " " else kept.rpartition(" ")[0] if at_end else kept.partition(" ")[2]
+    kept = (whole if len(whole) >= width // 2 else kept).strip()
+    return kept + _ELLIPSIS if at_end else _ELLIPSIS + kept
 
 
 def step_line(values: Mapping[str, Any], total: int | None, seconds_left: float | None) -> str:

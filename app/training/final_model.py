@@ -39,7 +39,7 @@ from app.model.build import DTYPES, ModelSections, build_training_model
 from app.pages.model_card import CARD, Loading, model_card
 from app.pages.page import Facts, Section, as_text
 from app.tasks.table import loss_of
-from app.tracking.recorder import read_result, samples_table
+from app.tracking.recorder import read_result
 from app.training.auto_settings import Choices, sections_of
 from app.training.checkpoint import choices_of, damage_of, load_weights, progress_of
 from app.training.initial_model import base_hash_of, read_start
@@ -71,9 +71,7 @@ def write_final(plan: Plan, trainer: Trainer, predicted: Predicted | None) -> in
             manifest = read_manifest(recorder.folder.manifest)
             card = model_card(asdict(plan.run), manifest, result, loading)
             (folder / CARD).write_text(card, encoding="utf-8")
-        answers = samples_table(recorder.folder.samples)
-        if answers:
-            recorder.message(answers)
+        recorder.first_and_last_samples()
     else:
         deque(tensors or (), maxlen=0)  # joins the collectives of rank 0
     closing = Facts(list(closing_facts(plan.run, recorder.folder, result, progress)))

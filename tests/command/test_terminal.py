@@ -35,6 +35,7 @@ def test_train_on_a_terminal(columns: int, zygote: Zygote, tmp_path: Path, finis
     left = screen(seen)
     assert not any("━" in line or line in STATUSES or line.endswith(" left") for line in left)
     assert left[-2].startswith("report  ")
+    assert any(line.startswith("  before ") for line in left) == (columns == 80), "two lines per row of answers"
     log = (tmp_path / "run" / "log.txt").read_text()
     finished()
     assert not any(status in text for status in STATUSES for text in (log, finished.said["lora"]))
