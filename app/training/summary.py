@@ -50,10 +50,7 @@ def run_table(plan: Plan) -> list[tuple[str, str]]:
     shared = f", shared by {processes} processes" if processes > 1 else ""
     step_size = f"about {many(max(1, round(samples)), 'sample')} ({tokens:,.0f} tokens) per step{shared}"
     return [
-        (
-            "model",
-            f"{run.model.path}, {counts.total:,} parameters, {counts.trained:,} trainable ({counts.trained_share:.1%})",
-        ),
+        ("model", f"{run.model.path}, {counts}"),
         ("data", "\n".join(plan.rows.data.report.lines())),
         ("steps", f"{steps.steps:,} ({epochs}), {step_size}"),
         ("with", f"{run.optimizer.kind}, learning rate {run.optimizer.lr:g} ({run.schedule.kind}), {machine}"),
