@@ -45,10 +45,10 @@ def truncate(text: str, width: int, *, at_end: bool = True) -> str:
     line = " ".join(text.split())
     if len(line) <= width:
         return line
-    kept, cut_off = (line[: width - 1], line[width - 1]) if at_end else (line[1 - width :], line[-width])
-    whole = kept if cut_off == " " else kept.rpartition(" ")[0] if at_end else kept.partition(" ")[2]
-    kept = (whole if len(whole) >= width // 2 else kept).strip()
-    return kept + _ELLIPSIS if at_end else _ELLIPSIS + kept
+    text, cut_off = (line[: width - 1], line[width - 1]) if at_end else (line[1 - width :], line[-width])
+    words = text if cut_off == " " else text.rpartition(" ")[0] if at_end else text.partition(" ")[2]
+    text = (words if len(words) >= width // 2 else text).strip()
+    return text + _ELLIPSIS if at_end else _ELLIPSIS + text
 
 
 def step_line(values: Mapping[str, Any], total: int | None, seconds_left: float | None) -> str:
