@@ -11,6 +11,7 @@ finetune train -m recipe=lora,full seed=1,2,3    a sweep: one run per combinatio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -62,10 +63,12 @@ def train(run: RunConfig, resume_hint: str = "") -> int:
 
 def _train_in(folder: RunFolder, run: RunConfig, console: Console, resume_hint: str) -> int:
     console.say(f"output  {folder.path}")  # before imports that take seconds
-    from app.memory.planner import LocalPlanner
-    from app.training.run import train_in
+    with closing(console):
+        console.status("Importing torch ...")
+        from app.memory.planner import LocalPlanner
+        from app.training.run import train_in
 
-    return train_in(folder, run, console, resume_hint, LocalPlanner())
+        return train_in(folder, run, console, resume_hint, LocalPlanner())
 
 
 def _check_parts(run: RunConfig) -> None:

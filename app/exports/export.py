@@ -19,6 +19,7 @@ from app.layers.quantization import missing_hardware, quantization_after_trainin
 from app.pages.model_card import CARD, model_card
 from app.safe_text import redact
 from app.tracking.formatting import format_bytes
+from app.tracking.output_dir import with_smoothed_loss
 from app.tracking.recorder import read_result
 from app.training.final_model import loading_of
 
@@ -84,7 +85,8 @@ def _card(export: Export, folder: Path, verified: Verification) -> str:
         named = ", ".join(f"{factor:g} of {Path(part).name}" for part, factor in parts.items())
         how = f"Weighted sum of several adapters ({named}), combined by {export.config.combination}."
         loading = replace(loading, made_of=how)
-    return model_card(asdict(read_run(run / "run.yaml")), manifest, result, loading)
+    shown = with_smoothed_loss(result, run / "metrics.jsonl")
+    return model_card(asdict(read_run(run / "run.yaml")), manifest, shown, loading)
 
 
 def _require_disk_space(export: Export) -> None:

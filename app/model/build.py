@@ -59,6 +59,7 @@ DTYPES = {
 class ModelCounts:
     """Numbers of weights and trained weights, available before loading."""
 
+    base: int  # without the adapter
     total: int
     trained: int
     layers: int  # repeated layers, which can be recomputed
@@ -66,6 +67,14 @@ class ModelCounts:
     @property
     def trained_share(self) -> float:
         return self.trained / self.total
+
+    def __str__(self) -> str:
+        added = self.total - self.base
+        if self.trained == self.total:
+            return f"{self.total:,} parameters, all trainable"
+        adapter = f" + adapter {added:,}" if added else ""
+        trainable = "" if self.trained == added else f", {self.trained:,} trainable"
+        return f"{self.base:,} parameters{adapter}{trainable} ({self.trained_share:.1%})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,10 +308,14 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
     require_packed_alike(sections.model, lm, sections.quantizer)
     if sections.quantizer is not None:
         sections.quantizer.require_quantizable(sections.model, lm)
+    size = sum(parameter.numel() for parameter in lm.parameters())
     with torch.device("meta"):  # adapters of a large model would take a gigabyte and seconds to initialize
         network: Any = add_adapter(sections.adapter, task, lm, sections.model.path)
     freeze(network, sections.freeze)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelCounts(
-        total=sum(n for n, _ in sizes), trained=sum(n for n, trains in sizes if trains), layers=len(repeated_layers(lm))
+        base=size,
+        total=sum(n for n, _ in sizes),
+        trained=sum(n for n, trains in sizes if trains),
+        layers=len(repeated_layers(lm)),
     )

@@ -26,6 +26,7 @@ from app.tracking.formatting import (
     format_number,
     format_or,
 )
+from app.tracking.output_dir import smoothed_loss
 
 _UNCOMPARED_KEYS = ("output_dir", "resume")
 _OF_HELD_OUT_ROWS = (*LOGGED, "objective")
@@ -105,10 +106,14 @@ def _results(runs: Sequence[SavedRun]) -> Iterator[Sequence[Inline]]:
     shown = []
     for name, key, formatter, better in _RESULTS:
         values = [finite_number(run.result.get(key)) for run in runs]
-        numbers = [value for value in values if value is not None]
-        if not numbers or values in shown:
+        if values in shown:
             continue
         shown.append(values)
+        if key == "train_loss_last":
+            values = [smoothed_loss(run.lines) for run in runs]
+        numbers = [value for value in values if value is not None]
+        if not numbers:
+            continue
         rows = {section_of(run.manifest, "hashes").get("eval") for run in runs if run.result.get(key) is not None}
         unlike = len(rows) > 1 and key in _OF_HELD_OUT_ROWS
         best = better(numbers) if better and len(set(numbers)) > 1 and not unlike else None

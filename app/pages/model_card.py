@@ -99,7 +99,9 @@ def card_page(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mappi
     code = Code(loading.commands) if loading.commands else Code(loading.code(model), "python")
     settings = Table(("setting", "value"), list(_settings(run)))
     metrics = Table(("metric", "value", "95% interval", "before training"), list(_metrics(result)))
+    smoothed = Paragraph("train_loss is the mean of the last tenth of the logged training losses (10 to 100 of them).")
     note = Paragraph("eval_loss and the metrics below it are measured on the eval set with this model.")
+    has_loss, has_scores = result.get("train_loss") is not None, bool(result.get("final_metrics"))
     return Page(
         heading=f"{subject}, fine-tuned from {base}",
         about=[Paragraph(f"Task: {run['task']['kind']}. Base: {base}.")],
@@ -107,7 +109,7 @@ def card_page(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mappi
             Section("How to load", [code, *_serving(run, loading)]),
             Section("Training", [settings, Code(_command(manifest), intro="Command:")]),
             Section("Data", [Table(("", "train", "eval"), list(_data(manifest)))]),
-            Section("Metrics", [metrics, *([note] if result.get("final_metrics") else [])]),
+            Section("Metrics", [metrics, *[smoothed] * has_loss, *[note] * has_scores]),
             Section("License", [Paragraph(_license(model.get("licence_page")))]),
             Section("Environment", [Facts(list(_origin(manifest, result)))]),
         ],
@@ -205,7 +207,7 @@ def _without_folders(text: str) -> str:
 
 
 def _metrics(result: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    for key in ("steps", "train_loss_first", "train_loss_last"):
+    for key in ("steps", "train_loss_first", "train_loss"):
         if result.get(key) is not None:
             yield key, _text(result[key]), "", ""
     final: Mapping[str, float] = result.get("final_metrics") or {}

@@ -37,6 +37,7 @@ from app.tracking.formatting import (
     format_number,
     format_or,
 )
+from app.tracking.output_dir import smoothed_loss
 
 # labels of the parts of the estimated memory
 PARTS = {
@@ -223,9 +224,9 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
         was = format_or(start.get(key), metric.text if metric.is_share else _SHORT)
         name = f"{'' if metric.is_share else 'held-out '}{metric.label}{f', was {was}' if was else ''}"
         yield f"{name}{more.get(key, '')}", format_or(result.get(key), metric.text)
-    losses = [y for _, y in run.points("loss") if y is not None]
-    if losses:
-        yield f"last training loss, was {_SHORT(losses[0])}", METRICS["eval_loss"].text(losses[-1])
+    losses, loss = [y for _, y in run.points("loss") if y is not None], smoothed_loss(run.lines)
+    if loss is not None:
+        yield f"training loss, was {_SHORT(losses[0])}", METRICS["eval_loss"].text(loss)
     steps, planned = result.get("steps", last.get("step")), section_of(run.manifest, "counts").get("steps")
     of = f" of {planned:,}" if planned and planned != steps else ""
     yield f"for {format_integer(steps)}{of} steps", format_or(run.seconds() if steps else None, format_duration)

@@ -38,23 +38,37 @@ def align_columns(rows: Sequence[Sequence[str]], gap: int = 3) -> str:
 
 
 def truncate(text: str, width: int, *, at_end: bool = True) -> str:
-    """Return one line of at most `width` characters, truncated at its end or at its start."""
+    """Return one line of at most `width` characters, truncated at its end or at its start, between words if possible.
+
+    A word is cut if the line would otherwise lose more than half of its width.
+    """
     line = " ".join(text.split())
     if len(line) <= width:
         return line
-    return line[: width - 1] + _ELLIPSIS if at_end else _ELLIPSIS + line[1 - width :]
-
-
-def step_parts(values: Mapping[str, Any], seconds_left: float | None) -> list[str]:
-    """Return the numbers of a step with their names; missing numbers are omitted."""
-    parts = [text(values[key]) for key, text in _STEP_PARTS.items() if values.get(key) is not None]
-    return parts if seconds_left is None else [*parts, f"{format_duration(seconds_left)} left"]
+    text, cut_off = (line[: width - 1], line[width - 1]) if at_end else (line[1 - width :], line[-width])
+    words = text if cut_off == " " else text.rpartition(" ")[0] if at_end else text.partition(" ")[2]
+    text = (words if len(words) >= width // 2 else text).strip()
+    return text + _ELLIPSIS if at_end else _ELLIPSIS + text
 
 
 def step_line(values: Mapping[str, Any], total: int | None, seconds_left: float | None) -> str:
     """Return the log line of a training step."""
     position = f"step {values['step']}" + (f"/{total}" if total else "")
-    return " | ".join([position, *step_parts(values, seconds_left)])
+    return " | ".join([position, *_parts({**values, "left": seconds_left}, _STEP_PARTS).values()])
+
+
+def bar_text(values: Mapping[str, Any], width: int) -> str:
+    """Return the numbers next to the bar; the least important ones are omitted until they fit in `width`."""
+    parts = _parts(values, _BAR_PARTS)
+    for key in _LEAST_IMPORTANT:
+        if len(" | ".join(parts.values())) > width:
+            parts.pop(key, None)
+    return " | ".join(parts.values())
+
+
+def _parts(values: Mapping[str, Any], formatters: Mapping[str, Callable[[float], str]]) -> dict[str, str]:
+    """Format the numbers that are there."""
+    return {key: formatter(values[key]) for key, formatter in formatters.items() if values.get(key) is not None}
 
 
 def evaluation_line(values: Mapping[str, Any]) -> str:
@@ -131,4 +145,14 @@ _STEP_PARTS: dict[str, Callable[[float], str]] = {
     "grad_norm": "grad_norm {:.2f}".format,
     "tokens_per_second": lambda number: f"{format_count(number)} tokens/s",
     "samples_per_second": lambda number: f"{format_count(number)} samples/s",
+    "left": lambda seconds: f"{format_duration(seconds)} left",
 }
+_BAR_PARTS: dict[str, Callable[[float], str]] = {
+    "loss": _STEP_PARTS["loss"],
+    "lr": _STEP_PARTS["lr"],
+    "gpu_memory_bytes": lambda number: f"GPU {number / 1e9:.1f} GB",
+    "tokens_per_second": _STEP_PARTS["tokens_per_second"],
+    "elapsed": lambda seconds: f"{format_duration(seconds)} elapsed",
+    "left": _STEP_PARTS["left"],
+}
+_LEAST_IMPORTANT = ("gpu_memory_bytes", "lr", "elapsed", "tokens_per_second", "left")  # the first is omitted first

@@ -9,14 +9,16 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from app.errors import ConfigError, EnvironmentProblem
 from app.files import append_text, fsync, is_partial, read_object, report_write_errors, write_text
 from app.safe_text import listed
+from app.tracking.formatting import finite_number
 
 _LOCK = ".lock"
 _RUN_FILES = {
@@ -264,6 +266,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if values := _parse(line):
                 yield values
+
+
+def smoothed_loss(lines: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the mean of the last tenth of the logged training losses, at least 10 and at most 100 of them."""
+    losses = [loss for line in lines if (loss := finite_number(line.get("loss"))) is not None]
+    last = losses[-min(max(len(losses) // 10, 10), 100) :]
+    return fmean(last) if last else None
+
+
+def with_smoothed_loss(result: Mapping[str, Any], metrics: Path) -> dict[str, Any]:
+    """Return a result with `train_loss`, the smoothed loss at its last step; None if unknown."""
+    is_known = result.get("train_loss_last") is not None and metrics.exists()
+    lines = (line for line in read_lines(metrics) if line["step"] <= result["steps"]) if is_known else ()
+    return {**result, "train_loss": smoothed_loss(lines)}
 
 
 def finite_or_none(value: Any) -> Any:

@@ -150,6 +150,7 @@ RESULT_KEYS = (
     "final_metrics",
     "final",
 )
+_TABLE_WIDTH, _MIN_TABLE_WIDTH, _TABLE_GAP = 100, 90, 2
 _RESULT_METRICS = (*LOGGED, "tokens_per_second", "samples_per_second", "peak_memory_bytes", "device_used_bytes")
 
 
@@ -213,10 +214,10 @@ class Recorder:
         """Write preview.json: a few training rows with their loss masks."""
         write_json(self.folder.preview, redact(rows))
 
-    def begin(self, total: int, done: int = 0) -> None:
-        """Show progress over `total` steps, of which `done` are from earlier starts."""
+    def begin(self, total: int, done: int = 0, *, on_gpu: bool = False) -> None:
+        """Show progress over `total` steps, of which `done` are from earlier starts; `on_gpu`: with GPU memory."""
         self._total = total
-        self._console.begin(total, done)
+        self._console.begin(total, done, on_gpu=on_gpu)
 
     def message(self, text: str) -> None:
         """Print a message and add it to the log."""
@@ -251,6 +252,14 @@ class Recorder:
         self._write_log(text)
         if step not in {0, self._total}:
             self._console.say(text)
+
+    def first_and_last_samples(self) -> None:
+        """Print the first and last answers as a table that fits the terminal; the log has it at a fixed width."""
+        log_table = samples_table(self.folder.samples)
+        if log_table:
+            self._write_log(log_table)
+            width = self._console.width
+            self._console.say((width and samples_table(self.folder.samples, width)) or log_table)
 
     def sync(self) -> None:
         """Flush metrics and samples to disk, before a checkpoint refers to them."""
@@ -347,8 +356,11 @@ def read_result(output_dir: str | Path) -> dict[str, Any]:
     return read_object(file) if is_own_file(file) else {}
 
 
-def samples_table(samples: Path) -> str | None:
-    """Return a table of the first and the last answers in samples.jsonl, or None if the file lacks either."""
+def samples_table(samples: Path, width: int = _TABLE_WIDTH) -> str | None:
+    """Return the first and the last answers in samples.jsonl as a table, or None if the file lacks either.
+
+    Below 90 columns a row has two lines: prompt and expected answer, then the answers before and after training.
+    """
     by_step: dict[int, list[Sample]] = {}
     for line in read_lines(samples) if samples.exists() else ():
         values = {key: line[key] for key in ("prompt", "expected", "answer", "likelihood") if key in line}
@@ -356,10 +368,27 @@ def samples_table(samples: Path) -> str | None:
     last = max(by_step, default=0)
     if 0 not in by_step or last == 0:
         return None
-    rows = [
-        (truncate(before.prompt, 40, at_end=False), before.expected, before.answer_text, after.answer_text)
-        for before, after in zip(by_step[0], by_step[last], strict=False)
-    ]
-    head = ("prompt", "expected", "before", f"after step {last}")
-    cut = [[truncate(text, width) for text, width in zip(row, (40, 20, 28, 28), strict=True)] for row in (head, *rows)]
-    return align_columns(cut, gap=2)
+    answers = zip(by_step[0], by_step[last], strict=False)
+    texts = [("prompt", "expected", "before", f"after step {last}")]
+    texts += [(old.prompt, old.expected, old.answer_text, new.answer_text) for old, new in answers]
+    rows = [[" ".join(text.split()) for text in row] for row in texts]
+    is_narrow, indent = width < _MIN_TABLE_WIDTH, " " * _TABLE_GAP
+    prompt, expected, before, after = (max(map(len, column)) for column in zip(*rows, strict=True))
+    if is_narrow:
+        left, right = _fitted([max(prompt, before + _TABLE_GAP), max(expected, after)], width)
+        widths = [left, right, left - _TABLE_GAP, right]
+    else:
+        widths = _fitted([prompt, expected, before, after], width)
+    ends = (False, True, True, True)  # prompts often start alike
+    cells = [[truncate(*cell[:2], at_end=cell[2]) for cell in zip(row, widths, ends, strict=True)] for row in rows]
+    if is_narrow:
+        cells = [line for row in cells for line in (row[:2], [indent + row[2], row[3]])]
+    return align_columns(cells, gap=_TABLE_GAP)
+
+
+def _fitted(widths: Sequence[int], total: int) -> list[int]:
+    """Reduce the widest columns until all columns and gaps fit in `total`."""
+    fitted = list(widths)
+    while sum(fitted) + _TABLE_GAP * (len(fitted) - 1) > total:
+        fitted[fitted.index(max(fitted))] -= 1
+    return fitted

@@ -26,7 +26,7 @@ class Eta:
         self._paused += seconds
 
     def seconds_left(self, step: int) -> float | None:
-        """Return the estimate after `step`, before its evaluation and save; None before the second call."""
+        """Return the estimate after `step`, before its evaluation and save; None at the first call and at the end."""
         now = time.perf_counter() - self._paused
         self._began = now if self._began is None else self._began
         self._marks.append((step, now))
@@ -34,7 +34,7 @@ class Eta:
         while len(self._marks) > 2 and self._marks[1][1] <= since:
             self._marks.popleft()
         before, then = self._marks[0]
-        if step <= before:
+        if step <= before or step >= self._end:
             return None
         pauses = sum(self._last[kind] * self._number_from(step, every) for kind, every in self._every.items())
         return (self._end - step) * (now - then) / (step - before) + pauses

@@ -39,7 +39,8 @@ from app.model.build import DTYPES, ModelSections, build_training_model
 from app.pages.model_card import CARD, Loading, model_card
 from app.pages.page import Facts, Section, as_text
 from app.tasks.table import loss_of
-from app.tracking.recorder import read_result, samples_table
+from app.tracking.output_dir import with_smoothed_loss
+from app.tracking.recorder import read_result
 from app.training.auto_settings import Choices, sections_of
 from app.training.checkpoint import choices_of, damage_of, load_weights, progress_of
 from app.training.initial_model import base_hash_of, read_start
@@ -61,6 +62,7 @@ def write_final(plan: Plan, trainer: Trainer, predicted: Predicted | None) -> in
         else:
             result["objective"] = progress.metrics[plan.run.eval.objective]  # the objective of the weights in final/
     result["final_metrics"] = finite(metrics)
+    shown = with_smoothed_loss(result, recorder.folder.metrics)
     model = trainer.parts.stepper.model
     tensors = None if model.sharding is None else whole_tensors(saved_tensors(model))
     if plan.runtime.rank == 0:
@@ -69,14 +71,12 @@ def write_final(plan: Plan, trainer: Trainer, predicted: Predicted | None) -> in
             save_model(model, plan.rows.tokenizer, folder, tensors, plan.rows.base.names, start)
             loading = loading_of(plan.sections, plan.rows.base, folder, recorder.folder.base)
             manifest = read_manifest(recorder.folder.manifest)
-            card = model_card(asdict(plan.run), manifest, result, loading)
+            card = model_card(asdict(plan.run), manifest, shown, loading)
             (folder / CARD).write_text(card, encoding="utf-8")
-        answers = samples_table(recorder.folder.samples)
-        if answers:
-            recorder.message(answers)
+        recorder.first_and_last_samples()
     else:
         deque(tensors or (), maxlen=0)  # joins the collectives of rank 0
-    closing = Facts(list(closing_facts(plan.run, recorder.folder, result, progress)))
+    closing = Facts(list(closing_facts(plan.run, recorder.folder, shown, progress)))
     recorder.message(as_text(Section("", [closing])))
     recorder.finish("finished", final=str(recorder.folder.final), **result)
     return 0

@@ -39,16 +39,18 @@ def train_in(
     folder: RunFolder, run: RunConfig, console: Console, resume_hint: str, planner: RunPlanner | None = None
 ) -> int:
     """Train, or report a dry run, and return the exit code. `resume_hint` is printed after a stop."""
+    console.status("Reading rows ...")
     rows = read_rows(run, open_base(run.model, run.task), console.say)  # tokens; formats, labels, packing, vocabulary
     start = find_start(folder.checkpoints, run.resume)
     machine = join(rows, start, console.say)  # processes, device, precision, attention
+    console.status("Planning memory ...")
     planned = make_plan(rows, machine, start, planner, console.say)  # parallelism, bins, recomputed and compiled layers
     machine.runtime.host_group.require_same(shared_facts(planned, folder.path))
     forecast = forecast_of(planned, planner)
     if run.dry_run:
         return _report_dry_run(folder, planned, console, forecast)
     _require_host_memory(forecast, machine.runtime)
-    setup = set_up(planned, forecast, folder, planner, console.say)  # weights, adapter, checks, optimizer, checkpoint
+    setup = set_up(planned, forecast, folder, planner, console)  # weights, adapter, checks, optimizer, checkpoint
     with listening(answers_signal=world().is_first) as request, _recording(setup, folder, console) as recorder:
         trainer = _rehearsed(setup, recorder)
         is_complete = trainer.fit(request)
@@ -73,7 +75,7 @@ def _recording(setup: RunSetup, folder: RunFolder, console: Console) -> Iterator
         keep_reference(plan, folder.reference)
         keep_start(setup.drawn, plan, folder.start)
         record_base(plan, model, recorder, setup.fingerprint)
-        recorder.begin(plan.steps.steps, progress.step)
+        recorder.begin(plan.steps.steps, progress.step, on_gpu=plan.runtime.device.type == "cuda")
         yield recorder
 
 

@@ -30,6 +30,7 @@ from app.model.verification import verify_compiled
 from app.oom_retry import RetryOnRestart, few_rows, out_of_memory_error, try_or_none
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.tasks.table import loss_of
+from app.tracking.console import Console
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
 from app.training.auto_settings import RunPlanner
@@ -63,19 +64,21 @@ class RunSetup:
 
 
 def set_up(
-    planned: Plan, forecast: Forecast, folder: RunFolder, planner: RunPlanner | None, say: Callable[[str], None]
+    planned: Plan, forecast: Forecast, folder: RunFolder, planner: RunPlanner | None, console: Console
 ) -> RunSetup:
     """Load the model, check it on a real micro-batch, build the optimizer, restore a checkpoint or start adapter."""
     run, runtime = planned.run, planned.runtime
+    console.status("Loading weights ...")
     context_bytes = _context_bytes(runtime)
     model = _build(planned, base_path(run.model, folder.base))
     fingerprint = _shared_fingerprint(planned)
     identity = planned.identity(sum(parameter.numel() for parameter in model.trained().values()), fingerprint)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, planned.stored_choices())
+    console.status("Checking the model ..." if model.compiled_layers is None else "Compiling ...")
     with split_depth_noted(checkpoints):  # after OOM, the next start uses smaller parts
         depth = checkpoints.noted_depth()
         checks = check_on_loader(model, run.adapter, planned.loader, runtime.device, depth)
-    replanned = _without_failed_layers(planned, model, planner, say)
+    replanned = _without_failed_layers(planned, model, planner, console.say)
     plan = replanned or planned
     checkpoints.keep_choices(plan.stored_choices())
     stepper = stepper_of(model, plan.run, runtime, plan.choices.precision)

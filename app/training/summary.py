@@ -51,10 +51,7 @@ def run_table(plan: Plan) -> list[tuple[str, str]]:
     shared = f", shared by {processes} processes" if processes > 1 else ""
     step_size = f"about {many(max(1, round(samples)), 'sample')} ({tokens:,.0f} tokens) per step{shared}"
     return [
-        (
-            "model",
-            f"{run.model.path}, {counts.total:,} parameters, {counts.trained:,} trainable ({counts.trained_share:.1%})",
-        ),
+        ("model", f"{run.model.path}, {counts}"),
         ("data", "\n".join(plan.rows.data.report.lines())),
         ("steps", f"{steps.steps:,} ({epochs}), {step_size}"),
         ("with", f"{run.optimizer.kind}, learning rate {run.optimizer.lr:g} ({run.schedule.kind}), {machine}"),
@@ -241,13 +238,14 @@ def rehearsal_message(rehearsal: Rehearsal) -> str:
 def closing_facts(
     run: RunConfig, folder: RunFolder, result: Mapping[str, Any], progress: Progress
 ) -> Iterator[tuple[str, str]]:
-    """Yield the last lines of a complete run: its results, and the command to try the model."""
+    """Yield the last lines of a complete run: its results, with the smoothed loss, and the command to try the model."""
     metrics, start = progress.metrics, progress.start_metrics
     what = "model" if run.adapter.kind == "none" else "adapter"
     reached = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     reached += "".join(_shares(finite(metrics), start)) + _general_loss(metrics, start)
     yield from _memory_facts(result)
-    loss = f"loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{reached}"
+    last_loss = progress.last_loss if result.get("train_loss") is None else result["train_loss"]
+    loss = f"loss {progress.first_loss:.4f} -> {last_loss:.4f}{reached}"
     yield (
         "done",
         f"{many(progress.step, 'step')}, {loss}{'' if 'seconds' in result else '; the run was already complete'}",

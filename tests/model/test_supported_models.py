@@ -86,8 +86,17 @@ def test_the_plan_accepts_kinds_that_are_right_and_counts_them(kind: str) -> Non
     assert plan.total == plan.trained == sum(p.numel() for p in lm.parameters())
     with_adapter = count_weights(sections(config, lora(r=2)))
     assert 0 < with_adapter.trained < plan.total
+    assert with_adapter.base == plan.total
     assert with_adapter.total == plan.total + with_adapter.trained
     assert with_adapter.trained_share == with_adapter.trained / with_adapter.total
+
+
+def test_model_counts_text_separates_base_and_adapter() -> None:
+    config = model_config()
+    assert str(count_weights(sections(config, lora()))) == "19,616 parameters + adapter 3,712 (15.9%)"
+    assert str(count_weights(sections(config, full()))) == "19,616 parameters, all trainable"
+    partly = count_weights(sections(config, full(), freeze=("embed_tokens",)))
+    assert str(partly) == "19,616 parameters, 17,568 trainable (89.6%)"
 
 
 def test_a_model_whose_head_needs_its_backbone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

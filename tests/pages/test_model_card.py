@@ -51,7 +51,7 @@ def test_model_card_of_other_method_has_its_settings_and_no_rank() -> None:
 
 def test_model_card_of_adapter_has_what_others_need() -> None:
     final = {"eval_loss": 2.0, "eval_loss_margin": 0.25, "exact_match": 0.5}
-    text = card(steps=10, final_metrics=final, start_metrics={"eval_loss": 9.5})
+    text = card(steps=10, train_loss_last=9.0, train_loss=1.5, final_metrics=final, start_metrics={"eval_loss": 9.5})
     assert front(text) == {
         "library_name": "peft",
         "pipeline_tag": "text-generation",
@@ -70,6 +70,8 @@ def test_model_card_of_adapter_has_what_others_need() -> None:
         "| quantization.kind | none |",
         "| source | chat.jsonl + org/set |  |",
         "| samples | 1,234 |  |",
+        "| train_loss | 1.5 |  |  |",
+        "train_loss is the mean of the last tenth of the logged training losses (10 to 100 of them).",
         "| eval_loss | 2 | ± 0.25 | 9.5 |",
         "| exact_match | 0.5 |  |  |",
         "| device | AVX512 CPU, 2 cores |",

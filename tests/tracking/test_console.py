@@ -1,17 +1,13 @@
-import fcntl
 import io
-import os
-import pty
 import re
-import struct
 import subprocess
-import termios
 from pathlib import Path
 
 import pytest
 
 from app.tracking.console import open_console
 from tests.harness.child import run, start
+from tests.harness.terminal import on_a_terminal, screen
 
 RUN = """
 import sys
@@ -28,27 +24,7 @@ console.close()
 print("after", flush=True)
 """
 MARKING = RUN.replace('print("after", flush=True)', "__import__('pathlib').Path(sys.argv[1]).touch()")
-COLOR = re.compile(rb"\x1b\[[0-9;]*3[0-9][0-9;]*m")
-
-
-def on_a_terminal(columns: int, **environment: str) -> tuple[int, bytes]:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    cleared = {"TERM": "xterm-256color", "COLUMNS": str(columns), "NO_COLOR": "", **environment}
-    process = start(RUN, stdin=theirs, stdout=theirs, stderr=theirs, env=cleared)
-    os.close(theirs)
-    seen = b""
-    while chunk := _read(ours):
-        seen += chunk
-    os.close(ours)
-    return process.wait(60), seen
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # how Linux says that the other end is closed
-        return b""
+COLOR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
 
 
 def test_console_pipe_one_line_per_step() -> None:
@@ -62,30 +38,72 @@ def test_console_pipe_one_line_per_step() -> None:
 
 
 def test_console_terminal_bar_and_cursor() -> None:
-    returncode, seen = on_a_terminal(80)
-    text = seen.decode()
+    returncode, text = on_a_terminal(RUN, 80)
     assert returncode == 0
     assert "1000/1000" in text
-    assert "loss 1.5000 | 12.3k tokens/s | 1:02:05 left" in text
-    assert "loss 0.2500 | 12.3k tokens/s" in text
-    assert "hello [bold]brackets[/bold]" in text
     assert "━" in text
-    assert "answer    this\ufffd[31m" in text
-    assert COLOR.search(seen)
+    assert COLOR.search(text)
     assert "\x1b[2J" not in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert text.index("in between") < text.rindex("1000/1000")
-    assert text.rstrip().endswith("after")
+    assert "loss 1.3864" in text, "the mean: ten steps of 1.5 and one of 0.25"
+    left = ["hello [bold]brackets[/bold] \ufffd[2J", "in between", "answer    this\ufffd[31m", "after", ""]
+    assert screen(text) == left, "nothing of the bar remains"
+
+
+BAR = """
+from app.tracking.console import open_console
+console = open_console()
+console.begin(1000, 0, on_gpu=True)
+numbers = {"loss": 1.5, "lr": 2e-4, "tokens_per_second": 12345.0, "peak_memory_bytes": 12_340_000_000}
+console.step({"step": 1000, **numbers}, 3725.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("columns", "numbers"),
+    [
+        (40, "loss 1.5000"),
+        (80, "loss 1.5000 | 12.3k tokens/s | 1:02:05 left"),
+        (84, "loss 1.5000 | 12.3k tokens/s | 0:00:00 elapsed | 1:02:05 left"),
+        (100, "loss 1.5000 | lr 2.00e-04 | 12.3k tokens/s | 0:00:00 elapsed | 1:02:05 left"),
+        (200, "loss 1.5000 | lr 2.00e-04 | GPU 12.3 GB | 12.3k tokens/s | 0:00:00 elapsed | 1:02:05 left"),
+    ],
+)
+def test_console_bar_fills_the_terminal(columns: int, numbers: str) -> None:
+    returncode, seen = on_a_terminal(BAR, columns)
+    assert returncode == 0
+    bar = columns - len(f"1000/1000  {numbers}")
+    assert bar >= 10
+    assert f"1000/1000 {'━' * bar} {numbers}" in screen(seen)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "shown", "unwanted"),
-    [("NO_COLOR", "1", b"1000/1000", COLOR), ("TERM", "dumb", b"step 1/1000 | loss 1.5000", re.compile(rb"\x1b"))],
+    [("NO_COLOR", "1", "1000/1000", COLOR), ("TERM", "dumb", "step 1/1000 | loss 1.5000", re.compile(r"\x1b"))],
 )
-def test_console_terminal_without_color(variable: str, value: str, shown: bytes, unwanted: re.Pattern[bytes]) -> None:
-    returncode, seen = on_a_terminal(100, **{variable: value})
+def test_console_terminal_without_color(variable: str, value: str, shown: str, unwanted: re.Pattern[str]) -> None:
+    returncode, seen = on_a_terminal(RUN, 100, **{variable: value})
     assert (returncode, unwanted.search(seen)) == (0, None)
     assert shown in seen
+
+
+STATUS = """
+from app.tracking.console import open_console
+console = open_console()
+console.status("Reading rows ...")
+console.say("note")
+console.status("Planning memory ...")
+console.close()
+print("error", flush=True)
+"""
+
+
+def test_console_status_only_on_a_terminal() -> None:
+    assert run(STATUS) == (0, "note\nerror\n", "")
+    returncode, seen = on_a_terminal(STATUS, 80)
+    assert (returncode, screen(seen)) == (0, ["note", "error", ""])
+    assert seen.index("Reading rows ...") < seen.index("note") < seen.index("Planning memory ...")
 
 
 def test_console_closed_pipe_survives(tmp_path: Path) -> None:

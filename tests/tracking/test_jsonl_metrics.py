@@ -1,11 +1,12 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.tracking.output_dir import StepLog, finite_or_none, read_lines
+from app.tracking.output_dir import StepLog, finite_or_none, read_lines, smoothed_loss, with_smoothed_loss
 
 STEP = {
     "step": 5,
@@ -84,3 +85,35 @@ def test_step_log_any_text_round_trip(text: str, tmp_path: Path) -> None:
     lines.write({"step": 2, "answer": text})
     assert lines.truncate_after(1) == [{"step": 1, "answer": text}]
     assert list(read_lines(lines.path)) == [{"step": 1, "answer": text}]
+
+
+def lines(count: int) -> list[dict[str, Any]]:
+    return [{"step": step, "loss": float(step)} for step in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    ("logged", "expected"),
+    [
+        ([], None),
+        ([{"step": 0, "eval_loss": 2.0}, {"step": 1, "loss": None}], None),
+        (lines(2), 1.5),
+        (lines(50), 45.5),
+        ([*lines(50), {"step": 50, "eval_loss": 2.0}, {"step": 51, "loss": None}], 45.5),
+        (lines(300), 285.5),
+        (lines(2000), 1950.5),
+    ],
+    ids=["none", "not finite", "few", "ten", "with others", "a tenth", "a hundred"],
+)
+def test_smoothed_loss_is_the_mean_of_the_last_tenth(logged: list[dict[str, Any]], expected: float | None) -> None:
+    assert smoothed_loss(logged) == expected
+
+
+def test_with_smoothed_loss_ends_at_the_step_of_the_result(tmp_path: Path) -> None:
+    file = StepLog(tmp_path / "metrics.jsonl")
+    for line in lines(60):
+        file.write(line)
+    result = {"steps": 50, "train_loss_last": 50.0}
+    assert with_smoothed_loss(result, file.path) == {**result, "train_loss": 45.5}
+    combined = {"steps": 50, "train_loss_last": None}
+    assert with_smoothed_loss(combined, file.path) == {**combined, "train_loss": None}
+    assert with_smoothed_loss(result, tmp_path / "missing") == {**result, "train_loss": None}

@@ -229,16 +229,34 @@ def test_samples_table_first_and_last_answers(tmp_path: Path) -> None:
     file = answers(
         tmp_path,
         (0, "2+2?", "4", "the\nmoon"),
-        (0, "x" * 50 + " and why?", "so", "y" * 40),
+        (0, "x" * 60 + " and why?", "so", "y" * 60),
         (5, "2+2?", "4", "5"),
         (9, "2+2?", "4", "4"),
-        (9, "x" * 50 + " and why?", "so", "so"),
+        (9, "x" * 60 + " and why?", "so", "so"),
     )
     assert samples_table(file) == (
-        f"{'prompt':<40}  expected  before{' ' * 22}  after step 9\n"
-        f"{'2+2?':<40}  4         the moon{' ' * 20}  4\n"
-        f"…{'x' * 30} and why?  so        {'y' * 27}…  so"
+        f"{'prompt':<37}  expected  before{' ' * 31}  after step 9\n"
+        f"{'2+2?':<37}  4         the moon{' ' * 29}  4\n"
+        f"…{'x' * 27} and why?  so        {'y' * 36}…  so"
     )
+
+
+TOLD = "Which of these many words is the past tense of sell, please?"
+BEFORE = "said: The past tense of sell is sold, or so they say in the town"
+ANSWERS = [(0, TOLD, "sold", BEFORE), (9, TOLD, "sold", "sold")]
+
+
+@pytest.mark.parametrize("width", [40, 80, 89, 90, 120, 200])
+def test_samples_table_fits_the_width_and_breaks_no_word(width: int, tmp_path: Path) -> None:
+    table = samples_table(answers(tmp_path, *ANSWERS), width)
+    assert table is not None
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) == (4 if width < 90 else 2)
+    words = set(" ".join(text for line in ANSWERS for text in map(str, line)).split())
+    heads = {"prompt", "expected", "before", "after", "step", "9"}
+    assert {word.strip("…") for word in table.split()} <= words | heads
+    assert (TOLD in table) == (width in {80, 89, 200})
 
 
 @pytest.mark.parametrize("lines", [[(0, "a", "b", "c")], [(4, "a", "b", "c"), (9, "a", "b", "b")]])

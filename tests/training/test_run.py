@@ -77,6 +77,8 @@ def test_closing_facts_scores_and_command(tmp_path: Path) -> None:
     facts = dict(closing_facts(run, folder, result, progress))
     scores = "eval loss 0.5000, exact match 94.24% (was 0.00%); the run was already complete"
     assert facts["done"] == f"1 step, loss 2.0000 -> 1.0000, {scores}"
+    smoothed = dict(closing_facts(run, folder, {**result, "train_loss": 1.25}, progress))
+    assert smoothed["done"] == f"1 step, loss 2.0000 -> 1.2500, {scores}"
     assert facts["adapter"] == str(folder.final)
     assert facts["memory"].startswith("tensors: 2 MB estimated, 2 MB measured")
     assert shlex.split(facts["Try it:"]) == ["finetune", "generate", f"run={folder.path}", "prompt=..."]
