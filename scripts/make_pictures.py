@@ -29,7 +29,7 @@ _COMMANDS = {
     "check memory model=llama hardware=rtx3090 training.recompute=false": (
         r"(memory|peak|needs) .+| +(frozen|saved act).+|(options| +training.recompute=true| +recipe=qlora).*\n.+"
     ),
-    "train output_dir=runs/first": r"(model|steps|done) .+|held out .+(\n.+){4}",
+    "train output_dir=runs/first": r"(model|steps|done) .+|prompt .+(\n.+){4}",
 }
 _COLORS = {
     r"^\$ .*": "bold",
@@ -54,9 +54,10 @@ _FLAGS = (
 
 
 def made_of() -> str:
-    """Return a hash of the content of the pictures: page templates, style, terminal text."""
-    templates = sorted((REPO / "app" / "pages" / "templates").glob("*"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in [*templates, SHOWN])).hexdigest()
+    """Return a hash of what the pictures are made of: code, templates and style of pages, terminal text."""
+    pages = REPO / "app" / "pages"
+    sources = sorted([*pages.glob("*.py"), *(pages / "templates").glob("*")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in [*sources, SHOWN])).hexdigest()
 
 
 def badges() -> dict[str, str]:
