@@ -29,7 +29,7 @@ _COMMANDS = {
     "check memory model=llama hardware=rtx3090 training.recompute=false": (
         r"(memory|peak|needs) .+| +(frozen|saved act).+|(options| +training.recompute=true| +recipe=qlora).*\n.+"
     ),
-    "train output_dir=runs/first": r"(model|steps|done) .+|prompt .+(\n.+){4}",
+    "train output_dir=runs/first": r"(model|steps|done) .+|prompt +expected .+(\n.+){4}",
 }
 _COLORS = {
     r"^\$ .*": "bold",
