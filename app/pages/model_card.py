@@ -99,7 +99,9 @@ def card_page(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mappi
     code = Code(loading.commands) if loading.commands else Code(loading.code(model), "python")
     settings = Table(("setting", "value"), list(_settings(run)))
     metrics = Table(("metric", "value", "95% interval", "before training"), list(_metrics(result)))
-    smoothed = Paragraph("train_loss is the mean of the last tenth of the logged training losses (10 to 100 of them).")
+    smoothed = Paragraph(
+        "train_loss is the mean of the last logged training losses (a tenth, 10 to 100, at most half)."
+    )
     note = Paragraph("eval_loss and the metrics below it are measured on the eval set with this model.")
     has_loss, has_scores = result.get("train_loss") is not None, bool(result.get("final_metrics"))
     return Page(

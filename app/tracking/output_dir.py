@@ -269,10 +269,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def smoothed_loss(lines: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the mean of the last tenth of the logged training losses, at least 10 and at most 100 of them."""
+    """Return the mean of the last tenth of the logged training losses: 10 to 100 of them, at most half of all."""
     losses = [loss for line in lines if (loss := finite_number(line.get("loss"))) is not None]
-    last = losses[-min(max(len(losses) // 10, 10), 100) :]
-    return fmean(last) if last else None
+    count = min(max(len(losses) // 10, 10), 100, max(len(losses) // 2, 1))
+    return fmean(losses[-count:]) if losses else None
 
 
 def with_smoothed_loss(result: Mapping[str, Any], metrics: Path) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def test_batches_report_progress_every_few_seconds(
     assert said == [], "it was over at once"
     monkeypatch.setattr("app.evaluation.run.SECONDS_BETWEEN_MESSAGES", -1.0)
     assert sum(batch.num_tokens for batch in parts.batches(said.append)) == total
-    assert len(said) == 7
-    assert said[-1] == f"scored {total:,} of {total:,} tokens | 0:00:00 left"
+    assert len(said) == 6, "none after the last batch"
+    assert all(text.startswith("scored ") and f" of {total:,} tokens | " in text for text in said)
 
 
 def test_rows_are_recognized_by_their_tokens(data: Data, runtime: Runtime) -> None:

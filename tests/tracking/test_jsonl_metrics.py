@@ -96,13 +96,14 @@ def lines(count: int) -> list[dict[str, Any]]:
     [
         ([], None),
         ([{"step": 0, "eval_loss": 2.0}, {"step": 1, "loss": None}], None),
-        (lines(2), 1.5),
+        (lines(2), 2.0),
+        (lines(8), 6.5),
         (lines(50), 45.5),
         ([*lines(50), {"step": 50, "eval_loss": 2.0}, {"step": 51, "loss": None}], 45.5),
         (lines(300), 285.5),
         (lines(2000), 1950.5),
     ],
-    ids=["none", "not finite", "few", "ten", "with others", "a tenth", "a hundred"],
+    ids=["none", "not finite", "one of two", "half", "ten", "with others", "a tenth", "a hundred"],
 )
 def test_smoothed_loss_is_the_mean_of_the_last_tenth(logged: list[dict[str, Any]], expected: float | None) -> None:
     assert smoothed_loss(logged) == expected
