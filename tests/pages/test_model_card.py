@@ -71,7 +71,7 @@ def test_model_card_of_adapter_has_what_others_need() -> None:
         "| source | chat.jsonl + org/set |  |",
         "| samples | 1,234 |  |",
         "| train_loss | 1.5 |  |  |",
-        "train_loss is the mean of the last tenth of the logged training losses (10 to 100 of them).",
+        "train_loss is the mean of the last logged training losses (a tenth, 10 to 100, at most half).",
         "| eval_loss | 2 | ± 0.25 | 9.5 |",
         "| exact_match | 0.5 |  |  |",
         "| device | AVX512 CPU, 2 cores |",
