@@ -29,7 +29,7 @@ def test_comparison_page_content(tmp_path: Path) -> None:
     )
     page = comparison_page([first, second])
     results = cells(page, "Results")
-    assert results["final training loss"] == ["3.5", "3 ✓"]
+    assert results["final training loss"] == ["3", "2 ✓"]
     assert "best objective" not in results, "it is the training loss"
     assert results["peak memory"] == ["548 MB", "548 MB"]
     assert lines(page, "Training loss")["b"] == [(1.0, 4.0), (2.0, 2.0)]

@@ -63,7 +63,7 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
     assert tiles(page) == {
         "held-out loss, was 4.5": "2.7500",
         "exact match, was 0.00%": "97.14%",
-        "training loss, was 4": "3.1667",
+        "training loss, was 4": "2.5000",
         "for 3 of 100 steps": "0:01:30",
         "tokens/s, 31.1 samples/s": "5.2k",
         "peak process memory": "548 MB",
@@ -154,7 +154,7 @@ def test_run_page_scores_are_drawn_from_the_start(tmp_path: Path) -> None:
     middle = [y for _, y in mean.points[4:-4]]
     assert middle == pytest.approx([3.0] * len(middle), rel=0.04), "means over nine lines"
     assert [name for name, _ in chart(page, LineChart, "Loss").plot().legend] == ["train, smoothed", "eval"]
-    assert tiles(page)["training loss, was 4"] == "3.0000", "the mean of the last ten, as in the terminal"
+    assert tiles(page)["training loss, was 4"] == "3.0000", "the smoothed loss, as in the terminal"
     assert titles(page)[0] == "Training curves"
 
 
