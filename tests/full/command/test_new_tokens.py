@@ -36,7 +36,7 @@ def test_adapter_of_a_resized_base_loads_and_goes_on(place: Path, quick_zygote: 
     begun = metrics(place / "second")[0]["eval_loss"]
     assert begun == pytest.approx(result(whole)["eval_loss"], rel=1e-6)
     other = [word for word in words if not word.startswith(("model.add_tokens", "adapter.train_tokens"))]
-    message = 'Type model.add_tokens=["<call>", "</call>"] adapter.train_tokens=new.'
+    message = 'Set model.add_tokens=["<call>", "</call>"] adapter.train_tokens=new.'
     quick_zygote.refused(place, *other, "adapter.start=whole", "output_dir=third", message=message)
 
 

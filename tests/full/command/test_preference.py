@@ -60,7 +60,7 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     assert (tmp_path / "elsewhere" / "reference").is_dir(), "it goes along"
 
     words = (*COMMAND, "output_dir=elsewhere")
-    beta = "preference.beta: the checkpoint has 0.1, this run has 0.2"
+    beta = "preference.beta changed from 0.1 to 0.2. A resumed run keeps its settings."
     zygote.refused(tmp_path, *words, "preference.beta=0.2", "resume=auto", message=beta)
     shutil.rmtree(tmp_path / "elsewhere" / "reference")
     lost = "reference: the folder is missing. The reference of this run cannot be computed again"

@@ -59,7 +59,7 @@ def test_received_run_runs_no_code(zygote: Zygote, sent: Path, tmp_path: Path, m
     ended = zygote.run(tmp_path, *READERS[module], module=module)
     assert not (tmp_path / "ran").exists()
     assert ended.code == 2, ended.stderr
-    assert "run only with model.trust_remote_code=true" in ended.stderr
+    assert "runs only with model.trust_remote_code=true" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

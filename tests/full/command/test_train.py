@@ -32,7 +32,7 @@ def test_default_run_learns_within_a_minute(run_app: RunApp, tmp_path: Path) -> 
     assert str(run / "final") in last[0]
     assert last[2] == f"report  {run}/report.html"
     assert f">finetune train output_dir={run}</pre>" in (run / "report.html").read_text()
-    assert last[1].startswith("Try it:  ")
+    assert last[1].startswith("Try it: ")
     assert last[1].endswith(f'finetune generate run={run} prompt="..."')
     answer = run_app(f"run={run}", "prompt=Give the opposite of cold.", "max_new_tokens=8", module="app.generate")
     assert (answer.returncode, answer.stderr) == (0, "")

@@ -38,7 +38,7 @@ def finetune(tmp_path: Path) -> list[str]:
 def test_console_script_trains_and_prints_its_own_commands(finetune: list[str], tmp_path: Path) -> None:
     run = python(*finetune, "train", *TINY, "launch.num_processes=2", "output_dir=run", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
-    assert "Try it:  finetune generate run=" in run.stdout
+    assert "Try it: finetune generate run=" in run.stdout
     assert "python -m app." not in run.stdout
     assert result(tmp_path / "run")["status"] == "finished"
     assert len(losses(tmp_path / "run")) == 2

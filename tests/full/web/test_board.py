@@ -110,7 +110,7 @@ def test_run_started_stopped_and_resumed_ends_as_undisturbed(has_browser: bool, 
         user.seen("mine stopped", "resume=auto")
         assert result(folder / "mine")["steps"] < result(whole)["steps"]
         user.press("Resume")
-        user.seen("mine finished", "-m app.generate")
+        user.seen("mine finished", "finetune generate")
         assert numbers(folder / "mine") == numbers(whole)
         assert result(folder / "mine")["train_loss_last"] == result(whole)["train_loss_last"]
         user.ask(QUESTION)
