@@ -18,7 +18,7 @@ case "$*" in
   --version) echo "Python 3.11.0" ;;
   "-m venv "*) mkdir -p "$3/bin"; ln -s "$0" "$3/bin/python"; echo "version = 3.11.0" >"$3/pyvenv.cfg" ;;
   "-m pip install "*) echo "$*" >>"$PIP_CALLS"; {install} ;;
-  "-m app.train"*) shift 2; printf 'trained:%s\\n' "$PWD" "$@" ;;
+  "-m app train"*) shift 3; printf 'trained:%s\\n' "$PWD" "$@" ;;
 esac
 """
 
@@ -46,7 +46,7 @@ class Clone:
         for path in (self.root, self.bin, self.elsewhere):
             path.mkdir()
         shutil.copytree(REPO / "scripts", self.root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "constraints.txt"):
+        for name in ("pyproject.toml", "constraints.txt", "finetune"):
             shutil.copy(REPO / name, self.root)
         self.python("python3.11")
         for name in ("python3.12", "python3", "python"):
@@ -94,6 +94,16 @@ def test_train_from_another_folder_passes_its_arguments_on(clone: Clone) -> None
     code, out, err = clone.run("train", "recipe=full", "note=two words")
     assert code == 0, err
     assert out.splitlines() == [f"trained:{clone.elsewhere}", "trained:recipe=full", "trained:note=two words"]
+
+
+def test_launcher_without_an_environment_names_the_scripts_that_make_it(clone: Clone) -> None:
+    code, out, err = clone.run("../finetune", "train")
+    assert (code, out) == (2, "")
+    assert ".venv/bin/python not found. Install with scripts/setup, or with scripts/train, which then trains." in err
+    _, _, err = clone.run("setup")
+    assert err.endswith("source .venv/bin/activate (or use ./finetune)\n")
+    code, out, err = clone.run("../finetune", "train", "seed=1")
+    assert (code, out.splitlines()) == (0, [f"trained:{clone.elsewhere}", "trained:seed=1"]), err
 
 
 def test_torch_comes_first_and_alone_then_the_rest_under_the_constraints(clone: Clone) -> None:
