@@ -89,12 +89,16 @@ def compared_settings(run: RunConfig, precision: str) -> dict[str, Any]:
 
 
 def changed_settings(saved: RunConfig, run: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of `run` that a resume of `saved` cannot change, with both values; `auto` may be equal."""
+    """Return the numbers, switches and kinds of `run` that a resume of `saved` cannot change, with both values.
+
+    Names such as `auto` and lists may be stored as what they stood for; `Checkpoints.load` compares those.
+    """
     before, now = (compared_settings(config, config.precision.kind) for config in (saved, run))
+    changed = {key: (before[key], value) for key, value in now.items() if key in before and value != before[key]}
     return {
-        key: (before[key], value)
-        for key, value in now.items()
-        if key in before and value != before[key] and not {"auto", None} & {value, before[key]}
+        key: values
+        for key, values in changed.items()
+        if all(isinstance(value, int | float) for value in values) or (key.endswith(".kind") and "auto" not in values)
     }
 
 

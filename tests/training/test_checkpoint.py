@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch.distributed.checkpoint.api import CheckpointException
 
+from app.config.load import compose_run
 from app.config.schema import CheckpointConfig, RunConfig
 from app.config.validate import field_types, leaf_keys
 from app.data.collate import Padded
@@ -30,7 +31,7 @@ from app.distributed.process_group import HostGroup, Runtime, start
 from app.errors import CheckpointError, EnvironmentProblem
 from app.files import checksummed_folder, report_write_errors, verify_checksums
 from app.training.checkpoint import Checkpoints, Progress, choices_of, find_checkpoint
-from app.training.identity import ROLES, base_hash, compared_settings, differences, role_of
+from app.training.identity import ROLES, base_hash, changed_settings, compared_settings, differences, role_of
 from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of
 
@@ -439,6 +440,14 @@ def test_another_recipe_is_another_run() -> None:
 def test_precision_is_compared_as_it_came_out() -> None:
     assert different("precision=auto", "precision=fp32") == []
     assert different("", "", precision="bf16") == ["precision.kind"]
+
+
+def test_changed_settings_are_numbers_and_kinds_not_resolved_names() -> None:
+    saved = compose_run(["precision=bf16", "adapter.train_tokens=[1,2]"])
+    assert changed_settings(saved, compose_run(["precision=auto", "adapter.train_tokens=all"])) == {}
+    now = compose_run(["precision=bf16", "optimizer.lr=1.0", "schedule=linear", "output_dir=other", "eval.every=7"])
+    linear = {"schedule.kind": ("cosine", "linear"), "schedule.final_fraction": (0.1, 0.0)}
+    assert changed_settings(saved, now) == {"optimizer.lr": (0.002, 1.0)} | linear
 
 
 def test_only_what_both_know_is_compared() -> None:
