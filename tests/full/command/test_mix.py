@@ -30,7 +30,7 @@ def test_mix_trains_and_scores_held_out_rows(zygote: Zygote, tmp_path: Path) -> 
     assert data["eval"]["samples"] == sum(held.values()) > 0
     assert data["sources"]["code"]["duplicates"] == 1
     said = " ".join(ended.stdout.split())
-    assert said.count(f"train code: weight 2.5, {code['drawn']} samples an epoch") == 1
+    assert said.count(f"train code: weight 2.5, {code['drawn']} samples per epoch") == 1
     assert said.count("train code: 1 duplicate sample: kept") == 1
     scored = zygote.run(tmp_path, "run=run", module="app.evaluate", code=0)
     assert "this is the eval set of the run" in scored.stdout
