@@ -34,7 +34,7 @@ from app.distributed.launch import (
     train_in_processes,
     world,
 )
-from app.errors import AppError, ConfigError, refuse
+from app.errors import AppError, CheckpointError, ConfigError, refuse
 from app.files import is_own_file
 from app.program import command_text, remember_settings, resume_command
 from app.signals import CTRL_C, Stopped, ending_on_signals
@@ -101,7 +101,10 @@ def _check_resume(run: RunConfig) -> None:
     folder = RunFolder(Path(run.output_dir).expanduser())
     if run.resume != "auto" or not folder.checkpoints.is_dir() or not is_own_file(folder.run_yaml):
         return
-    changed = changed_settings(read_run(folder.run_yaml), run)
+    try:
+        changed = changed_settings(read_run(folder.run_yaml), run)
+    except CheckpointError:  # from another version, or damaged: settings are compared with the checkpoint
+        return
     if changed:
         listed = ", ".join(f"{key} changed from {before} to {value}" for key, (before, value) in changed.items())
         settings = (f"{key}={format_value(value)}" for key, (_, value) in changed.items())

@@ -141,7 +141,7 @@ def how_to_resume(run: Path) -> str:
         typed = words[words.index("app.train") + 1 :]
     except (AppError, LookupError, TypeError, ValueError, AttributeError):
         return ""
-    return f" To resume:\n{resume_command(typed, str(run))}" if typed else ""
+    return f"\nTo resume:\n{resume_command(typed, str(run))}" if typed else ""
 
 
 # ---- finetune evaluate

@@ -50,7 +50,7 @@ class Conversion:
         return next((name for name in names if self.settings.get(name) not in UNSET), "")
 
     def convert(self, name: str, **words: Any) -> None:
-        """Record the converted keys and values of a setting; `__` in a keyword stands for a dot."""
+        """Record the keys and values of a converted setting. Write `__` for a dot in a keyword."""
         overrides = {key.replace("__", "."): value for key, value in words.items()}
         self.words |= overrides
         self.converted[name] = " ".join(f"{key}={format_value(value)}" for key, value in overrides.items())

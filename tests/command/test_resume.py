@@ -176,6 +176,9 @@ def test_resume_with_a_changed_setting_is_refused_before_torch(
     ended = run_app(*words, env={"PYTHONPATH": f"{tmp_path}:{REPO}"}, code=2)
     assert "to 0.5. A resumed run keeps its settings. For a new run with the change: " in ended.stderr
     assert f"finetune train from={run} optimizer.lr=0.5" in ended.stderr
+    (run / "run.yaml").write_text("of_another_version: 1\n")
+    ended = run_app(*words, env={"PYTHONPATH": f"{tmp_path}:{REPO}"}, code=1)
+    assert "torch was imported" in ended.stderr, "compared with the checkpoint instead"
 
 
 @pytest.mark.parametrize("count", [1, 2])
