@@ -44,13 +44,14 @@ class Chat:
             if self._timer is not None:
                 self._timer.cancel()
             self.options |= options
-            self.turn, self.problem, self.unanswered = Turn(question), "", question
+            self.turn, self.problem, self.unanswered = Turn(question), "", ""
             try:
                 self.problem = await self._answer(self.turn)
-                if not self.problem and (self.turn.answer or not self.turn.is_stopped):
+                if self.problem or (self.turn.is_stopped and not self.turn.answer):
+                    self.unanswered = question
+                else:
                     answer = {"role": "assistant", "content": self.turn.answer}
                     self.messages += [{"role": "user", "content": question}, answer]
-                    self.unanswered = ""
             finally:
                 self.turn = None
             self._timer = asyncio.create_task(self._end_later())

@@ -42,15 +42,15 @@ if (document.querySelector('[data-live]')) again();
 
 // Send a form without leaving the page, which shows the answer as it grows.
 document.addEventListener('submit', async event => {
-  const form = event.target, field = form.querySelector('[name=question]');
+  const form = event.target, action = event.submitter?.name;
   if (!form.matches('[data-send]')) return;
   event.preventDefault();
-  if (!event.submitter?.name && form.querySelector('button:disabled')) return;
-  const body = new FormData(form, event.submitter), text = field?.value;
-  if (field) field.value = '';
+  if (!action && busy()) return;
+  const body = new FormData(form, event.submitter), field = form.elements.question, text = field.value;
+  if (!action) field.value = '';
   later(100);
   const answer = await fetch(form.action, {method: 'POST', body, redirect: 'manual'}).catch(() => null);
-  if (field && answer?.type !== 'opaqueredirect') field.value = text;
+  if (!action && answer?.type !== 'opaqueredirect') field.value = text;
   later(0);
 });
 document.addEventListener('keydown', event => {
