@@ -52,6 +52,9 @@ class Chat:
                 else:
                     answer = {"role": "assistant", "content": self.turn.answer}
                     self.messages += [{"role": "user", "content": question}, answer]
+            except BaseException:
+                await self.end()  # its next lines belong to this question
+                raise
             finally:
                 self.turn = None
             self._timer = asyncio.create_task(self._end_later())

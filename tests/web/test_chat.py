@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from app.web.board import Board
 from app.web.chat import Chat
@@ -35,6 +36,10 @@ WORDS = [sys.executable, "-c", PROGRAM]
 
 def contents(chat: Chat) -> list[str]:
     return [message["content"] for message in chat.messages]
+
+
+async def has_answer(chat: Chat) -> bool:
+    return chat.turn is not None and chat.turn.answer != ""
 
 
 async def until(reached: Callable[[], Awaitable[bool]]) -> None:
@@ -112,15 +117,27 @@ def test_board_shows_pieces_of_an_answer_until_it_is_stopped(tmp_path: Path) -> 
     asyncio.run(talk())
 
 
+def test_chat_cancelled_during_an_answer_answers_the_next_question() -> None:
+    async def talk() -> None:
+        chat = Chat(WORDS)
+        asked = asyncio.create_task(chat.ask("slow", {}))
+        await until(lambda: has_answer(chat))
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await chat.ask("next", {})
+        assert contents(chat)[0] == "next"
+        assert "<b>" not in contents(chat)[1]
+        await chat.end()
+
+    asyncio.run(talk())
+
+
 def test_new_conversation_forgets_the_answer_in_progress() -> None:
     async def talk() -> None:
         chat = Chat(WORDS)
         asked = asyncio.create_task(chat.ask("slow", {}))
-
-        async def has_answer() -> bool:
-            return chat.turn is not None and chat.turn.answer != ""
-
-        await until(has_answer)
+        await until(lambda: has_answer(chat))
         await chat.clear()
         await asked
         assert chat.messages == []
