@@ -6,12 +6,12 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import uvicorn
@@ -36,7 +36,6 @@ from app.web.chat import OPTIONS, Chat
 from app.web.live import Live, live_view, log_of
 from app.web.runs import Runs, command, shown
 
-_Content = TypeVar("_Content")
 _HERE = Path(__file__).parent / "templates"
 _REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; frame-ancestors 'none'; "
@@ -88,7 +87,8 @@ class Board:
     def _run(self, request: Request) -> Response:
         name, folder = self._named(request, self._runs.folders())
         row, has_files = self._runs.row(name), is_run(folder)
-        live = _read(lambda: live_view(folder, row["stamp"])) if has_files else Live()
+        with _reporting_damage():
+            live = live_view(folder, row["stamp"]) if has_files else Live()
         action = row["action"] if row["action"] != "resume" or live.resume_helps else None
         commands = {
             "Full report": has_files and shown(command("report", f"run={folder}")),
@@ -104,8 +104,7 @@ class Board:
         _, folder = self._named(request, self._runs.folders())
         if not is_run(folder):
             raise HTTPException(404)
-        page = _read(lambda: as_html(run_page(folder)))
-        return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
+        return HTMLResponse(_report(lambda: run_page(folder)), headers={"Content-Security-Policy": _REPORT_POLICY})
 
     def _chat(self, request: Request) -> Response:
         """Return the chat alone, for the page of the run while an answer grows."""
@@ -186,12 +185,14 @@ def _back(request: Request) -> Response:
 
 
 def _report(make: Callable[[], Page]) -> str:
-    return _read(lambda: as_html(make()))
+    with _reporting_damage():
+        return as_html(make())
 
 
-def _read(read: Callable[[], _Content]) -> _Content:
+@contextmanager
+def _reporting_damage() -> Iterator[None]:
     try:
-        return read()
+        yield
     except PAGE_FAULTS as fault:
         raise CheckpointError(
             f"A file is damaged ({type(fault).__name__}: {fault}). Restore it from a copy."

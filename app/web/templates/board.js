@@ -32,10 +32,10 @@ const refresh = async address => {
   }
 };
 const busy = () => document.querySelector('[data-busy]');
-let timer;
+let waiting;
 const later = delay => {
-  clearTimeout(timer);
-  timer = setTimeout(() => refresh(busy() ? busy().dataset.busy : location.href).catch(() => {}).finally(again), delay);
+  clearTimeout(waiting);
+  waiting = setTimeout(() => refresh(busy() ? busy().dataset.busy : location.href).catch(() => {}).finally(again), delay);
 };
 const again = () => later(busy() ? 300 : 2000);
 if (document.querySelector('[data-live]')) again();
