@@ -124,6 +124,11 @@ def test_run_started_stopped_and_resumed_ends_as_undisturbed(has_browser: bool, 
     assert not _generating(folder), "the chat ends with the board"
 
 
+def _generating(folder: Path) -> bool:
+    words = f"run={folder / 'mine'}\0prompts=-".encode()
+    return any(words in file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline"))
+
+
 def _answer_grows_and_stops(page: Browser) -> None:
     """The page is changed where an answer grows: not what is open, typed and scrolled to."""
     page.value("document.querySelector('#settings').open = true; scrollTo(0, 150)")
@@ -151,8 +156,3 @@ def _answer_grows_and_stops(page: Browser) -> None:
 
 
 _LAST = "[...document.querySelectorAll('.message .text')].pop().innerText"
-
-
-def _generating(folder: Path) -> bool:
-    words = f"run={folder / 'mine'}\0prompts=-".encode()
-    return any(words in file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline"))
