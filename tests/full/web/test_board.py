@@ -151,8 +151,8 @@ def _answer_grows_and_stops(page: Browser) -> None:
     assert page.value("document.querySelectorAll('.message').length") == 4
     assert page.value("document.querySelector('#settings').open") is True
     assert page.value("scrollY") == 150
-    typed = "[...document.querySelectorAll('#ask [name]')].map(field => field.value)"
-    assert page.value(typed)[:4] == ["a draft", "Be brief.", "50", "400"]
+    typed = "[...document.querySelectorAll('#ask :is(input, textarea)')].map(field => field.value)"
+    assert page.value(typed) == ["a draft", "Be brief.", "50", "400"]
 
 
 _LAST = "[...document.querySelectorAll('.message .text')].pop().innerText"
