@@ -4,10 +4,9 @@ Links are treated as missing files: a link in a received folder may point to a p
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +57,19 @@ class SavedRun:
 
     def seconds(self) -> float | None:
         """Return the total time from each start to the last message before the next start."""
-        return seconds_of(self.starts, self.message_times)
+        starts = [datetime.fromisoformat(entry["time"]) for entry in self.starts]
+        if not starts:
+            return None
+        total = 0.0
+        for start, after in zip(starts, [*starts[1:], datetime.max.replace(tzinfo=UTC)], strict=True):
+            last = max((time for time in self.message_times if start <= time < after), default=start)
+            total += (last - start).total_seconds()
+        return total or None
 
     def points(self, key: str) -> list[tuple[float, float | None]]:
         """Return the logged values of a metric by step."""
         points = [(float(line["step"]), finite_number(line[key])) for line in self.lines if key in line]
         return sorted(points, key=lambda point: point[0])
-
-
-def seconds_of(starts: Sequence[Mapping[str, Any]], message_times: Sequence[datetime]) -> float | None:
-    """Return the total time from each start to the last message before the next start."""
-    times = [datetime.fromisoformat(start["time"]) for start in starts]
-    total = 0.0
-    for start, after in pairwise([*times, datetime.max.replace(tzinfo=UTC)]):
-        last = max((time for time in message_times if start <= time < after), default=start)
-        total += (last - start).total_seconds()
-    return total or None
-
-
-def message_times_in(log: Path) -> list[datetime]:
-    """Return the times of the messages in log.txt."""
-    return [datetime.fromisoformat(stamp) for stamp in _STAMP.findall(_text(log))]
 
 
 def section_of(values: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
@@ -115,7 +106,7 @@ def read_run(folder: Path) -> SavedRun:
         samples=redact(_lines(files.samples)),
         preview=redact(_mapping(files.preview, remarks)),
         scores=[_mapping(file, remarks) for file in sorted(folder.glob("evaluate*.json"), key=lambda file: file.stem)],
-        message_times=message_times_in(files.log),
+        message_times=[datetime.fromisoformat(stamp) for stamp in _STAMP.findall(_text(files.log))],
         remarks=remarks,
     )
 

@@ -8,8 +8,8 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -183,7 +183,8 @@ class Board:
 
     def _sweep(self, request: Request) -> Response:
         name, (folder, content) = self._named(request, self._runs.sweeps())
-        row, trials = self._runs.sweep_row(name, content), self._runs.trial_rows(name, content)
+        with _reporting_damage():
+            row, trials = self._runs.sweep_row(name, content), self._runs.trial_rows(name, content)
         problem, commands = (
             "",
             {"Report": content and shown(command("report", f"sweep={folder}")), "Stop": self._runs.stop_command(name)},
@@ -288,8 +289,14 @@ def _back(request: Request) -> Response:
 
 
 def _report(make: Callable[[], Page]) -> str:
-    try:
+    with _reporting_damage():
         return as_html(make())
+
+
+@contextmanager
+def _reporting_damage() -> Iterator[None]:
+    try:
+        yield
     except PAGE_FAULTS as fault:
         raise CheckpointError(
             f"A file is damaged ({type(fault).__name__}: {fault}). Restore it from a copy."

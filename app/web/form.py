@@ -4,14 +4,21 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from threading import Lock
-from typing import Any
 
 from hydra.errors import HydraException
 
 from app.config.commands import CHECKS, check_config
 from app.config.conf_files import choices_by_group, purpose_of, read_choice
 from app.config.load import compose_run, default_choices, values_with
-from app.config.overrides import as_override, key_of, parse_override, split_arguments, untrusted_problems, values_in
+from app.config.overrides import (
+    as_override,
+    flat,
+    key_of,
+    parse_override,
+    split_arguments,
+    untrusted_problems,
+    values_in,
+)
 from app.config.validate import STARTS_PROCESSES, format_value
 from app.errors import AppError, ConfigError, refuse
 from app.sweeps.search_space import is_sweep_key
@@ -24,7 +31,7 @@ NUMBERS = {
     "training.epochs": "Epochs",
     "optimizer.lr": "Learning rate",
     "adapter.r": "LoRA rank",
-    "dataset.max_length": "Maximum length (tokens)",
+    "dataset.max_length": "Maximum length",
 }
 _MORE = "settings"
 _UNQUOTED = re.compile(r"[\w./~-]+", re.ASCII)
@@ -49,7 +56,7 @@ def options() -> Mapping[str, Sequence[tuple[str, str]]]:
     names = {group: choices_by_group()[group] for group in _GROUPS}
     shown = {
         **names,
-        "dataset": [name for name in names["dataset"] if read_choice("dataset", name).get("path")],
+        "dataset": ["auto", *(name for name in names["dataset"] if read_choice("dataset", name).get("path"))],
         "sweep": [name for name in names["sweep"] if not read_choice("sweep", name).get("planned")],
     }
     chosen = _default_choices()
@@ -118,7 +125,7 @@ def _count(settings: Sequence[str], what: str) -> int:
 
 def defaults_of(settings: Iterable[str]) -> Mapping[str, str]:
     """Return the default of each number field, by the other settings; empty if these do not compose."""
-    others = tuple(text for text in settings if key_of(text) not in NUMBERS and not text.startswith(("-", "from=")))
+    others = tuple(text for text in settings if key_of(text) not in NUMBERS and not text.startswith("-"))
     defaults = _defaults.get(others)
     if defaults is None:
         with _composing:
@@ -130,16 +137,13 @@ def defaults_of(settings: Iterable[str]) -> Mapping[str, str]:
 
 
 def _composed_defaults(settings: Sequence[str]) -> Mapping[str, str]:
+    if "from" in map(key_of, settings):
+        return {}  # the values of a run or a file
     try:
-        data = values_with(settings)
+        data = dict(flat("", values_with(settings)))
     except ConfigError:
         return {}
-    return {key: format_value(_value(data, key)) for key in NUMBERS}
-
-
-def _value(data: Mapping[str, Any], key: str) -> Any:
-    section, _, name = key.partition(".")
-    return data[section][name]
+    return {key: format_value(data.get(key, "none")) for key in NUMBERS}
 
 
 def proposed_name(form: Mapping[str, str], taken: Iterable[str]) -> str:

@@ -1,18 +1,14 @@
 """Rows of the board's lists: progress, metrics, memory and times of runs, sweeps and trials, from their files."""
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from yaml import YAMLError
-
-from app.config.conf_files import read_yaml
 from app.config.kinds import METRICS
-from app.files import is_own_file, read_object
 from app.pages.page import PAGE_FAULTS
-from app.pages.read_run import message_times_in, seconds_of, section_of
+from app.pages.read_run import is_run, read_run, section_of
 from app.tracking.formatting import (
     finite_number,
     format_bytes,
@@ -22,7 +18,6 @@ from app.tracking.formatting import (
     format_number,
     format_or,
 )
-from app.tracking.output_dir import RunFolder, read_lines
 
 _ENDED_TRIALS = ("finished", "failed", "refused", "dry_run")
 _MAX_ETA_LINES = 60  # limits the time of wrong estimates after a change of speed
@@ -30,17 +25,16 @@ _MAX_ETA_LINES = 60  # limits the time of wrong estimates after a change of spee
 
 def run_row(folder: Path, stamp: str, *, is_running: bool) -> dict[str, Any]:
     """Return the columns of a run; `stamp` changes with its files."""
-    facts = _facts(folder, stamp)
-    last, total = facts.get("last", {}), finite_number(facts.get("total"))
-    left = facts.get("left") if is_running else None
+    facts = _facts(folder, stamp) if is_run(folder) else {}
+    last, left = facts.get("last", {}), facts.get("left") if is_running else None
     return {
         "model": facts.get("model"),
-        "progress": progress("step", finite_number(last.get("step")), total, left),
+        "progress": progress("step", finite_number(last.get("step")), facts.get("total"), left),
         "losses": [format_or(last.get(key), format_number) for key in ("loss", "eval_loss")],
         "speed": format_or(last.get("tokens_per_second"), format_count),
         "memory": format_or(last.get("peak_memory_bytes"), format_bytes),
         "started": facts.get("started"),
-        "duration": _duration(facts, is_running=is_running),
+        "duration": facts.get("duration"),
     }
 
 
@@ -54,31 +48,22 @@ def progress(unit: str, done: float | None, total: float | None, left: float | N
 
 @lru_cache(maxsize=1000)
 def _facts(folder: Path, _stamp: str) -> dict[str, Any]:
-    """Return what the files of a run say; `_stamp` invalidates the cache. A damaged file has nothing to say."""
-    files = RunFolder(folder)
+    """Return the facts in the files of a run; `_stamp` invalidates the cache. Damaged files have none."""
     try:
-        manifest = read_object(files.manifest) if is_own_file(files.manifest) else {}
-        lines = list(read_lines(files.metrics)) if is_own_file(files.metrics) else []
-        starts, total = manifest.get("starts", []), section_of(manifest, "counts").get("steps")
-        begin = datetime.fromisoformat(starts[0]["time"]).astimezone() if starts else None
+        run = read_run(folder)
+        total = finite_number(section_of(run.manifest, "counts").get("steps"))
+        path = str(section_of(run.settings, "model").get("path") or "")
+        start = datetime.fromisoformat(run.starts[0]["time"]).astimezone() if run.starts else None
         return {
-            "model": _model(files.run_yaml, files.run_yaml.stat().st_mtime_ns) if is_own_file(files.run_yaml) else None,
-            "last": {key: value for line in lines for key, value in line.items()},
+            "model": path.removeprefix("asset:").rstrip("/").rpartition("/")[2],
+            "last": {key: value for line in run.lines for key, value in line.items()},
             "total": total,
-            "left": _seconds_left(lines, finite_number(total)),
-            "starts": starts,
-            "started": begin and f"{begin:%Y-%m-%d %H:%M}",
-            "times": message_times_in(files.log),
+            "left": _seconds_left(run.lines, total),
+            "started": start and f"{start:%Y-%m-%d %H:%M}",
+            "duration": format_or(run.seconds(), format_duration),
         }
-    except (*PAGE_FAULTS, YAMLError):
+    except PAGE_FAULTS:
         return {}
-
-
-@lru_cache(maxsize=1000)
-def _model(run_yaml: Path, _stamp: int) -> str:
-    """Return the last part of the path or hub ID of the model."""
-    path = str(section_of(read_yaml(run_yaml), "model").get("path") or "")
-    return path.removeprefix("asset:").rstrip("/").rpartition("/")[2]
 
 
 def _seconds_left(lines: Sequence[Mapping[str, Any]], total: float | None) -> float | None:
@@ -91,35 +76,24 @@ def _seconds_left(lines: Sequence[Mapping[str, Any]], total: float | None) -> fl
     return (total - last) * sum(seconds for _, seconds in newer) / (last - before) if before < last < total else None
 
 
-def _duration(facts: Mapping[str, Any], *, is_running: bool) -> str | None:
-    times = [*facts.get("times", []), *([datetime.now(UTC)] if is_running else [])]
-    return format_or(seconds_of(facts.get("starts", []), times), format_duration)
-
-
 # ---- sweeps
 
 
-def sweep_status(trials: Sequence[Mapping[str, Any]]) -> str:
-    """Return the status of a sweep that is not running."""
-    statuses = {trial.get("status") for trial in trials}
-    if not statuses <= {*_ENDED_TRIALS}:
-        return "stopped"
-    return "failed" if "failed" in statuses else "finished"
-
-
 def sweep_row(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a sweep from sweep.json, empty if it is damaged."""
+    """Return the columns of a sweep that is not running, from sweep.json."""
     try:
         return _sweep_columns(content)
     except PAGE_FAULTS:
-        return dict.fromkeys(("progress", "best", "duration"))
+        return {"status": "damaged", **dict.fromkeys(("progress", "best", "duration"))}
 
 
 def _sweep_columns(content: Mapping[str, Any]) -> dict[str, Any]:
     trials = content.get("trials", [])
-    done = sum(trial.get("status") in _ENDED_TRIALS for trial in trials)
+    statuses = [trial["status"] for trial in trials]
+    done = sum(status in _ENDED_TRIALS for status in statuses)
     seconds = sum(finite_number(trial.get("seconds")) or 0 for trial in trials)
     return {
+        "status": "stopped" if done < len(trials) else "failed" if "failed" in statuses else "finished",
         "progress": progress("trial", done, max(finite_number(content.get("count")) or 0, len(trials))),
         "best": _best(content.get("best"), trials),
         "duration": format_or(seconds or None, format_duration),
@@ -130,7 +104,7 @@ def _best(best: Mapping[str, Any] | None, trials: Sequence[Mapping[str, Any]]) -
     if not best:
         return None
     name = next((trial.get("objective_is") for trial in trials if trial["number"] == best["number"]), None)
-    label = METRICS[name].label if name in METRICS else "training loss"
+    label = "eval loss" if name == "eval_loss" else METRICS[name].label if name in METRICS else "training loss"
     return f"best {label} {format_or(best['objective'], format_number)}, trial {best['number']}"
 
 

@@ -18,7 +18,7 @@ from app.program import as_started, command_text
 from app.tracking.output_dir import RunFolder, lock_owner
 from app.tracking.recorder import read_result
 from app.web.form import check_settings, is_sweep
-from app.web.rows import run_row, sweep_row, sweep_status, trial_row
+from app.web.rows import run_row, sweep_row, trial_row
 from app.web.uploads import UPLOADS
 
 STARTING, STOPPING, NOT_STARTED = "starting", "stopping", "did not start"
@@ -46,6 +46,15 @@ def _has_address(folder: Path) -> bool:
     return folder.is_dir() and folder.name.isprintable()
 
 
+def _settings_in(sweep: Mapping[str, Any]) -> list[str]:
+    """Return the settings in the content of a sweep.json, which anyone may have written."""
+    typed = sweep.get("command")
+    words = [str(word) for word in typed[2:] if word not in ("-m", "--multirun")] if isinstance(typed, list) else []
+    options = [f"{word}: only settings are accepted from sweep.json." for word in words if word.startswith("-")]
+    refuse([*options, *untrusted_problems(values_in(words), "sweep.json")])
+    return [word for word in words if key_of(word) != "output_dir"]
+
+
 class Runs:
     """Folders with a run or a sweep, and those that the board started, by name; SWEEP/TRIAL is a trial."""
 
@@ -59,14 +68,14 @@ class Runs:
     def folders(self) -> dict[str, Path]:
         """Return the folders of runs by name; the folder of a run that did not start does not exist."""
         paths = [path for path in self._subfolders() if is_run(path)]
-        paths += [self.folder / name for name in self._processes if name not in self._swept]
+        paths += [self.folder / name for name in list(self._processes) if name not in self._swept]
         trials = {f"{name}/{path.name}": path for name in self.sweeps() for path in self._trials(name)}
         return {path.name: path for path in paths} | trials
 
     def sweeps(self) -> dict[str, tuple[Path, dict[str, Any]]]:
         """Return the folder and the content of sweep.json by name; empty content if the sweep did not start."""
         contents = {path.name: read_sweep(path) for path in self._subfolders()}
-        started = {name: contents.get(name) or {} for name in self._swept}
+        started = {name: contents.get(name) or {} for name in list(self._swept)}
         read = {name: content for name, content in contents.items() if content}
         return {name: (self.folder / name, content) for name, content in (read | started).items()}
 
@@ -98,9 +107,10 @@ class Runs:
 
     def sweep_row(self, name: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the facts of a sweep in the list; `stamp` changes with its content."""
-        file, columns = self.folder / name / "sweep.json", sweep_row(content)
-        head = self._head(name, self._sweep_status(name, content), file)
-        return {**head, "is_sweep": True, **columns, "stamp": f"{head['badge'][0]} {head['time']}"}
+        columns = sweep_row(content)
+        status = self._sweep_status(name, content, columns["status"])
+        head = self._head(name, status, self.folder / name / "sweep.json")
+        return {**head, "is_sweep": True, **columns, "stamp": f"{status} {head['time']}"}
 
     def _head(self, name: str, status: str, file: Path) -> dict[str, Any]:
         """Return the facts that runs and sweeps share; `file` has the time of the row."""
@@ -127,12 +137,12 @@ class Runs:
             return STOPPING if name in self._stopping else STARTING if is_early else RUNNING
         return status_in(folder, result and {"status": UNFINISHED, **result}) if is_run(folder) else NOT_STARTED
 
-    def _sweep_status(self, name: str, content: Mapping[str, Any]) -> str:
+    def _sweep_status(self, name: str, content: Mapping[str, Any], ended: str) -> str:
         if self._is_alive(name):
             return STOPPING if name in self._stopping else RUNNING if content else STARTING
         if not content:
             return NOT_STARTED
-        return RUNNING if lock_owner(self.folder / name) else sweep_status(content["trials"])
+        return RUNNING if lock_owner(self.folder / name) else ended
 
     def _action(self, name: str, status: str) -> str | None:
         """Return what can be done with a run; its sweep stops and resumes a trial."""
@@ -169,48 +179,42 @@ class Runs:
 
     def command(self, name: str, settings: Sequence[str] | None = None) -> list[str]:
         """Return the command that starts a run or a sweep with settings, or resumes it."""
-        folder = self.folder / name
-        if settings is None and name in self.sweeps():
-            settings = self._swept_settings(name)
-            return command("train", "-m", *settings, f"output_dir={folder}")
-        if settings is None:
-            return command("train", f"from={folder}", f"output_dir={folder}", "resume=auto")
-        return command("train", *(["-m"] if is_sweep(settings) else []), *settings, f"output_dir={folder}")
+        folder, swept = self.folder / name, self._swept_settings(name, settings)
+        if swept is not None:
+            return command("train", "-m", *swept, f"output_dir={folder}")
+        again = (f"from={folder}", f"output_dir={folder}", "resume=auto")
+        return command("train", *(again if settings is None else (*settings, f"output_dir={folder}")))
 
-    def _swept_settings(self, name: str) -> Sequence[str]:
-        """Return the settings of a sweep; those of a file, which anyone may have written, are checked."""
+    def _swept_settings(self, name: str, settings: Sequence[str] | None) -> Sequence[str] | None:
+        """Return the settings if they are of a sweep, which are those of its first start; None for a run."""
+        if settings is not None:
+            return settings if is_sweep(settings) else None
         if name in self._swept:
             return self._swept[name]
-        words = [word for word in self.sweeps()[name][1].get("command", [])[2:] if word not in ("-m", "--multirun")]
-        settings = [str(word) for word in words if key_of(str(word)) != "output_dir"]
-        options = [f"{word}: sweep.json accepts only settings." for word in settings if word.startswith("-")]
-        refuse([*options, *untrusted_problems(values_in(settings), "sweep.json")])
-        return settings
+        sweeps = self.sweeps()
+        return _settings_in(sweeps[name][1]) if name in sweeps else None
 
     def start(self, name: str, settings: Sequence[str] | None = None) -> None:
         """Start a run or a sweep with settings that `check` has accepted, or resume it."""
         if settings is not None and self._is_alive(name):
             raise ConfigError(f"name={name}: this run is already started. See the list of runs.")
-        if settings is None and self._action(name, self._status_of_any(name)) != "resume":
+        if settings is None and self._row_of_any(name)["action"] != "resume":
             raise ConfigError(f"{name}: only a stopped, killed or failed run can be resumed.")
-        words = self.command(name, settings)
+        words, swept = self.command(name, settings), self._swept_settings(name, settings)
         self._stopping.discard(name)
         self._earlier[name] = read_result(self.folder / name)
         file, mode = self._log(name), "ab" if settings is None else "wb"
         with report_write_errors(file), open(file, mode, opener=_without_links) as log:
+            self._swept.pop(name, None)
+            if swept is not None:
+                self._swept[name] = swept
             self._processes[name] = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        if settings is None and name in self.sweeps():
-            self._swept[name] = self._swept_settings(name)
-        elif is_sweep(settings or ()):
-            self._swept[name] = settings or ()
-        else:
-            self._swept.pop(name, None)
 
-    def _status_of_any(self, name: str) -> str:
+    def _row_of_any(self, name: str) -> dict[str, Any]:
         sweeps = self.sweeps()
-        return self._sweep_status(name, sweeps[name][1]) if name in sweeps else self._status(name)
+        return self.sweep_row(name, sweeps[name][1]) if name in sweeps else self.row(name)
 
     def stop(self, name: str) -> None:
         """Signal a run or a sweep that the board started to save and stop."""
