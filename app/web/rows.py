@@ -29,7 +29,7 @@ def run_row(folder: Path, stamp: str, *, is_running: bool) -> dict[str, Any]:
     last, left = facts.get("last", {}), facts.get("left") if is_running else None
     return {
         "model": facts.get("model"),
-        "progress": progress("step", finite_number(last.get("step")), facts.get("total"), left),
+        "progress": _step_progress(last["step"], facts["total"], left) if last else None,
         "losses": [format_or(last.get(key), format_number) for key in ("loss", "eval_loss")],
         "speed": format_or(last.get("tokens_per_second"), format_count),
         "memory": format_or(last.get("peak_memory_bytes"), format_bytes),
@@ -38,12 +38,9 @@ def run_row(folder: Path, stamp: str, *, is_running: bool) -> dict[str, Any]:
     }
 
 
-def progress(unit: str, done: float | None, total: float | None, left: float | None = None) -> dict[str, Any] | None:
-    """Return the bar and its text; None without a number."""
-    if done is None:
-        return None
-    text = f"{unit} {format_integer(done)}" + (f" of {format_integer(total)}" if total else "")
-    return {"done": done, "total": total, "text": text, "left": left and f"{format_duration(left)} left"}
+def _step_progress(step: float, total: float | None, left: float | None) -> dict[str, Any]:
+    text = f"step {format_integer(step)}" + (f" of {format_integer(total)}" if total else "")
+    return {"done": step, "total": total, "text": text, "left": left and f"{format_duration(left)} left"}
 
 
 @lru_cache(maxsize=1000)
@@ -59,7 +56,7 @@ def _facts(folder: Path, _stamp: str) -> dict[str, Any]:
             "last": {key: value for line in run.lines for key, value in line.items()},
             "total": total,
             "left": _seconds_left(run.lines, total),
-            "started": start and f"{start:%Y-%m-%d %H:%M}",
+            "started": start and f"{start:%b %d %H:%M}",
             "duration": format_or(run.seconds(), format_duration),
         }
     except PAGE_FAULTS:
@@ -91,10 +88,11 @@ def _sweep_columns(content: Mapping[str, Any]) -> dict[str, Any]:
     trials = content.get("trials", [])
     statuses = [trial["status"] for trial in trials]
     done = sum(status in _ENDED_TRIALS for status in statuses)
+    count = max(content.get("count", 0), len(trials))  # a search adds trials until it has this number
     seconds = sum(finite_number(trial.get("seconds")) or 0 for trial in trials)
     return {
         "status": "stopped" if done < len(trials) else "failed" if "failed" in statuses else "finished",
-        "progress": progress("trial", done, max(finite_number(content.get("count")) or 0, len(trials))),
+        "progress": {"done": done, "total": count, "text": f"{done} of {count:,} trials", "left": None},
         "best": _best(content.get("best"), trials),
         "duration": format_or(seconds or None, format_duration),
     }
@@ -112,4 +110,5 @@ def trial_row(trial: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str,
     """Return the columns of a trial, with those of its run."""
     values = " ".join(f"{key}={value}" for key, value in trial.get("values", {}).items())
     objective = format_or(trial.get("objective"), format_number)
-    return {**columns, "number": trial["number"], "values": values, "objective": objective}
+    shown = {**columns, "number": trial["number"], "values": values, "objective": objective}
+    return {**shown, "duration": format_or(trial.get("seconds") or None, format_duration, columns["duration"])}

@@ -10,6 +10,7 @@ from typing import Any
 
 from app.config.commands import CHECKS
 from app.config.overrides import key_of, untrusted_problems, values_in
+from app.config.validate import STARTS_PROCESSES
 from app.errors import AppError, ConfigError, refuse
 from app.files import is_own_file, report_write_errors
 from app.pages.read_run import RUNNING, UNFINISHED, is_run, read_sweep, status_in
@@ -51,7 +52,7 @@ def _settings_in(sweep: Mapping[str, Any]) -> list[str]:
     typed = sweep.get("command")
     words = [str(word) for word in typed[2:] if word not in ("-m", "--multirun")] if isinstance(typed, list) else []
     options = [f"{word}: only settings are accepted from sweep.json." for word in words if word.startswith("-")]
-    refuse([*options, *untrusted_problems(values_in(words), "sweep.json")])
+    refuse([*options, *untrusted_problems(values_in(words), "sweep.json", allowed=(STARTS_PROCESSES,))])
     return [word for word in words if key_of(word) != "output_dir"]
 
 

@@ -166,13 +166,13 @@ def test_form_shows_its_command_and_starts_a_sweep_of_an_upload(tmp_path: Path) 
         user.seen("Sweep of 2 runs", f"dataset.path={path} training.epochs=6 optimizer.lr=1e-3,1e-2")
         assert not path.exists()
         user.press("Start")
-        user.seen("tiny-qlora still running", "trial 0 of 2", "step ")
+        user.seen("tiny-qlora still running", "0 of 2 trials", "step ")
         assert path.read_text() == rows
         user.press("Stop")
         user.seen("tiny-qlora stopped", "Resume")
         assert result(folder / "tiny-qlora" / "1-optimizer.lr=0.001")["status"] == "stopped"
         user.press("Resume")
-        user.seen("tiny-qlora finished", "trial 2 of 2", "best eval loss")
+        user.seen("tiny-qlora finished", "2 of 2 trials", "best eval loss")
         page.value("document.querySelector('#rows a').click()")
         user.seen("tiny-qlora/1-optimizer.lr=0.001 finished")
         assert [
