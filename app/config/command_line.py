@@ -12,7 +12,7 @@ import omegaconf
 from hydra.errors import HydraException
 
 from app import __version__
-from app.config.conf_files import CONF, choices_by_group
+from app.config.conf_files import choices_by_group, purpose_of
 from app.config.load import default_choices
 from app.config.overrides import (
     check_overrides,
@@ -217,10 +217,8 @@ def help_text() -> str:
         if group in _LISTED_GROUPS:
             lines.append(f"  {group}")
             for name, word in starred.items():
-                text = (CONF / group / f"{name}.yaml").read_text("utf-8").splitlines()
-                comment = next(line for line in text if line.startswith("# ") and "@package" not in line)
-                purpose = comment[2:].partition("python -m")[0].rstrip(" :.")  # without the example command
-                lines.append(f"    {word:<22}{textwrap.shorten(purpose, _WIDTH - 26, placeholder=' ...')}")
+                purpose = textwrap.shorten(purpose_of(group, name), _WIDTH - 26, placeholder=" ...")
+                lines.append(f"    {word:<22}{purpose}")
         elif names:
             words = " ".join(starred.values()) + (" (of finetune check memory)" if group == "hardware" else "")
             lines.append(textwrap.fill(words, _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))

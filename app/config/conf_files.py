@@ -81,6 +81,14 @@ def _choices_in(conf: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
+@cache
+def purpose_of(group: str, name: str) -> str:
+    """Return the comment on the first line of a choice's file, without its example command."""
+    lines = (CONF / group / f"{name}.yaml").read_text("utf-8").splitlines()
+    comment = next(line for line in lines if line.startswith("# ") and "@package" not in line)
+    return comment[2:].partition("finetune ")[0].rstrip(" :.")
+
+
 def read_choice(group: str, name: str) -> dict[str, Any]:
     """Return the content of a choice's file without composing it."""
     file = CONF / group / f"{name}.yaml"

@@ -224,6 +224,11 @@ def default_values() -> dict[str, Any]:
     return _as_dict(_compose([]), resolve=False)
 
 
+def values_with(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the plain data of a run with the valid ones of the overrides; the rules of a run are not checked."""
+    return _plain(_compose(_with_folder_model(partition_overrides(overrides)[0])))
+
+
 def _compose(overrides: Sequence[str], **options: bool) -> DictConfig:
     """Compose conf/ without a schema, because Hydra stops at the first invalid key."""
     GlobalHydra.instance().clear()

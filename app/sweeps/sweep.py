@@ -95,7 +95,7 @@ class Runner:
         self._folder = folder
         self._proposer = proposer
         self._ladder = proposer if isinstance(proposer, Ladder) else None
-        self._facts = {"identity": identity, "command": list(command)}
+        self._facts = {"identity": identity, "command": list(command), "count": proposer.count}
         self._notes = notes
         self._console = Console()
         self._ended: list[Outcome] = []

@@ -6,7 +6,8 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from urllib.parse import quote
 import uvicorn
 from jinja2 import ChoiceLoader, FileSystemLoader
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import MutableHeaders, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
@@ -33,8 +34,10 @@ from app.pages.page import PAGE_FAULTS, Page, as_html, environment
 from app.pages.read_run import is_run
 from app.pages.run_page import run_page
 from app.web.chat import OPTIONS, Chat
+from app.web.form import NUMBERS, defaults_of, is_sweep, options, proposed_name, settings_of
 from app.web.live import Live, live_view, log_of
 from app.web.runs import Runs, command, shown
+from app.web.uploads import MAX_UPLOAD_BYTES, SUFFIXES, check_upload_size, save_upload, upload_path
 
 _HERE = Path(__file__).parent / "templates"
 _REPORT_POLICY = (
@@ -64,25 +67,46 @@ class Board:
         routes = [
             Route("/", self._list),
             Route("/board.js", lambda _: FileResponse(_HERE / "board.js")),
+            Route("/form.js", lambda _: FileResponse(_HERE / "form.js")),
             Route("/new", self._new, methods=["POST"]),
+            Route("/command", self._command, methods=["POST"]),
             Route("/compare", self._compare),
             Route("/sweep/{name}", self._sweep),
-            Route("/run/{name}", self._run),
-            Route("/run/{name}/report", self._run_report),
-            Route("/run/{name}/chat", self._chat),
-            Route("/run/{name}/ask", self._ask, methods=["POST"]),
-            Route("/run/{name}/stop", partial(self._act, self._runs.stop), methods=["POST"]),
-            Route("/run/{name}/resume", partial(self._act, self._runs.start), methods=["POST"]),
+            Route("/sweep/{name}/report", self._sweep_report),
+            Route("/sweep/{name}/stop", partial(self._act_on_sweep, self._runs.stop), methods=["POST"]),
+            Route("/sweep/{name}/resume", partial(self._act_on_sweep, self._runs.start), methods=["POST"]),
+            Route("/run/{name:path}/ask", self._ask, methods=["POST"]),
+            Route("/run/{name:path}/stop", partial(self._act, self._runs.stop), methods=["POST"]),
+            Route("/run/{name:path}/resume", partial(self._act, self._runs.start), methods=["POST"]),
+            Route("/run/{name:path}/report", self._run_report),
+            Route("/run/{name:path}/chat", self._chat),
+            Route("/run/{name:path}", self._run),
         ]
         application = Starlette(routes=routes, exception_handlers={AppError: self._refused}, lifespan=lifespan)
         application.router.redirect_slashes = False
         return application
 
-    def _list(self, _: Request, status: int = 200, **values: Any) -> Response:
-        """Return the list of runs, and the form with rejected input kept."""
-        form = {"name": "", "settings": (), "problem": "", "command": "", **values}
-        rows = [self._runs.row(name) for name in self._runs.folders()]
-        return self._page("list", status, rows=rows, sweeps=self._runs.sweeps(), **form)
+    def _list(self, _: Request) -> Response:
+        """Return the list of runs and sweeps, and an empty form."""
+        return self._page("list", rows=self._runs.rows(), **self._form({}))
+
+    def _form(self, sent: Mapping[str, str], problem: str = "", trials: int = 0) -> dict[str, Any]:
+        """Return the values of the form: its fields as sent, their defaults, and the command."""
+        settings, proposed = settings_of(sent), proposed_name(sent, self._runs.taken_names())
+        what, name = sent.get("what"), sent.get("name", proposed)
+        words = command("check", what, *settings) if what in CHECKS else self._runs.command(name, settings)
+        return {
+            "sent": defaultdict(str, sent),
+            "options": options(),
+            "numbers": NUMBERS,
+            "defaults": defaultdict(str, defaults_of(settings)),
+            "proposed": proposed,
+            "suffixes": ",".join(SUFFIXES),
+            "max_bytes": MAX_UPLOAD_BYTES,
+            "command": shown(words),
+            "problem": problem,
+            "trials": trials,
+        }
 
     def _run(self, request: Request) -> Response:
         name, folder = self._named(request, self._runs.folders())
@@ -100,11 +124,10 @@ class Board:
         return self._page("run", row=row, live=live, action=action, commands=commands, **values)
 
     def _run_report(self, request: Request) -> Response:
-        """Return the report as a page of its own, which neither runs scripts nor sends forms."""
         _, folder = self._named(request, self._runs.folders())
         if not is_run(folder):
             raise HTTPException(404)
-        return HTMLResponse(_report(lambda: run_page(folder)), headers={"Content-Security-Policy": _REPORT_POLICY})
+        return _standalone(lambda: run_page(folder))
 
     def _chat(self, request: Request) -> Response:
         """Return the chat alone, for the page of the run while an answer grows."""
@@ -125,24 +148,76 @@ class Board:
 
     def _sweep(self, request: Request) -> Response:
         name, (folder, content) = self._named(request, self._runs.sweeps())
-        page = _report(lambda: sweep_page(folder, content, folder.parent / "board.html"))
-        return self._framed(name, command("report", f"sweep={folder}"), page)
+        with _reporting_damage():
+            row, trials = self._runs.sweep_row(name, content), self._runs.trial_rows(name, content)
+        problem, commands = (
+            "",
+            {"Report": content and shown(command("report", f"sweep={folder}")), "Stop": self._runs.stop_command(name)},
+        )
+        if row["action"] == "resume":
+            try:
+                commands["Resume"] = shown(self._runs.command(name))
+            except AppError as refusal:  # settings of a received sweep.json
+                row["action"], problem = None, refusal.report()
+        values: dict[str, Any] = {"row": row, "trials": trials, "commands": commands, "problem": problem}
+        return self._page("sweep", has_report=bool(content), log=self._runs.log(name), **values)
+
+    def _sweep_report(self, request: Request) -> Response:
+        _, (folder, content) = self._named(request, self._runs.sweeps())
+        if not content:
+            raise HTTPException(404)
+        return _standalone(lambda: sweep_page(folder, content, folder.parent / "board.html"))
 
     async def _new(self, request: Request) -> Response:
-        """Start or check a run."""
-        async with request.form() as form:
-            name, what, text = (str(form.get(key, "")) for key in ("name", "what", "settings"))
-        settings = [line.strip() for line in text.splitlines() if line.strip()]
-        words = command("check", what, *settings) if what in CHECKS else self._runs.command(name, settings)
+        """Start or check a run, or start a sweep."""
+        sent, problem, _ = await self._checked_form(request)
+        settings, what, name = settings_of(sent), sent["what"], sent["name"]
+        if problem:
+            values = await asyncio.to_thread(self._form, sent, problem)
+            return self._page("list", 400, rows=self._runs.rows(), **values)
+        if what in CHECKS:
+            words = command("check", what, *settings)
+            return self._framed(f"check {what}", words, *await _checked(words))
+        self._runs.start(name, settings)
+        return RedirectResponse(f"/{'sweep' if is_sweep(settings) else 'run'}/{quote(name)}", 303)
+
+    async def _command(self, request: Request) -> Response:
+        """Return the form with its command, its problems and the defaults of its fields."""
+        sent, problem, trials = await self._checked_form(request)
+        return self._page("form", **await asyncio.to_thread(self._form, sent, problem, trials))
+
+    async def _checked_form(self, request: Request) -> tuple[dict[str, str], str, int]:
+        """Return the fields of a form, the report of all their problems, and the number of runs."""
+        sent, problems = await self._sent(request)
+        count = 0
         try:
-            await asyncio.to_thread(self._runs.check, settings, what, name)
+            count = await asyncio.to_thread(self._runs.check, settings_of(sent), sent["what"], sent["name"])
         except AppError as error:
-            values = {"name": name, "settings": settings, "problem": error.report(), "command": shown(words)}
-            return self._list(request, 400, **values)
-        if what not in CHECKS:
-            self._runs.start(name, settings)
-            return RedirectResponse(f"/run/{quote(name)}", 303)
-        return self._framed(f"check {what}", words, *await _checked(words))
+            problems += error.problems
+        return sent, ConfigError(problems).report() if problems else "", count
+
+    async def _sent(self, request: Request) -> tuple[dict[str, str], list[str]]:
+        """Return the fields as text and the problems of an upload, whose saved file becomes the dataset."""
+        check_upload_size(request.headers.get("content-length"))
+        folder, problems = self._runs.folder, list[str]()
+        async with request.form() as form:
+            sent = {key: value.strip() for key, value in form.items() if isinstance(value, str)}
+            upload, sent["what"] = form.get("upload"), sent.get("what", "")
+            try:
+                if isinstance(upload, UploadFile) and upload.filename:
+                    path = await asyncio.to_thread(save_upload, folder, upload.filename, upload.file)
+                    sent |= {"dataset": "auto", "dataset.path": str(path)}
+                elif isinstance(upload, str) and upload:  # the name of a file that is not sent yet
+                    sent |= {"dataset": "auto", "dataset.path": str(upload_path(folder, upload))}
+            except AppError as error:
+                problems += error.problems
+        sent["name"] = sent.get("name") or proposed_name(sent, self._runs.taken_names())
+        return sent, problems
+
+    async def _act_on_sweep(self, action: Callable[[str], None], request: Request) -> Response:
+        name, _ = self._named(request, self._runs.sweeps())
+        action(name)
+        return RedirectResponse(f"/sweep/{quote(name)}", 303)
 
     async def _act(self, action: Callable[[str], None], request: Request) -> Response:
         action(self._named(request, self._runs.folders())[0])
@@ -182,6 +257,11 @@ class Board:
 
 def _back(request: Request) -> Response:
     return RedirectResponse(f"/run/{quote(request.path_params['name'])}", 303)
+
+
+def _standalone(make: Callable[[], Page]) -> Response:
+    """Return a report as a page of its own, which neither runs scripts nor sends forms."""
+    return HTMLResponse(_report(make), headers={"Content-Security-Policy": _REPORT_POLICY})
 
 
 def _report(make: Callable[[], Page]) -> str:

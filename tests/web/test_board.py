@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -46,7 +47,8 @@ def board(finished: FinishedRuns, tmp_path_factory: pytest.TempPathFactory) -> I
             finished.copy(folder / name)
         (folder / os.fsdecode(b"odd\xff")).mkdir()  # of other bytes than UTF-8
         (folder / os.fsdecode(b"odd\xff") / "result.json").write_text("{}")
-        made_sweep(folder / "rates", [trial(1, ["optimizer.lr=1e-3"], 3.5), trial(2, ["optimizer.lr=1e-4"], 3.25)])
+        trials = [trial(1, ["optimizer.lr=1e-3"], 3.5), trial(2, ["optimizer.lr=1e-4"], 3.25)]
+        finished.copy(made_sweep(folder / "rates", trials) / Path(trials[0]["folder"]).name)
         yield Board(at, folder, first.text)
 
 
@@ -58,12 +60,21 @@ def test_board_lists_runs_of_its_folder(board: Board) -> None:
     assert f'href="{PATH}"' in listed
     assert DONE not in listed
     assert 'href="/sweep/rates">rates</a>' in listed
+    assert "2 of 2 trials" in listed
+    assert "best training loss 3.25, trial 2" in listed
+    row = listed.partition(f'href="{PATH}"')[2].partition("</tr>")[0]
+    assert [text for text in ("tiny</td>", "finished", "step 6 of 6", 'value="6"', " MB</td>") if text not in row] == []
 
 
 def test_board_shows_leaderboard_and_comparison(board: Board) -> None:
     page = unescape(board.client.get("/sweep/rates").text)
-    assert "Leaderboard" in page
+    assert 'href="/sweep/rates/report"' in page
+    assert "Leaderboard" in board.client.get("/sweep/rates/report").text
     assert f"finetune report sweep={board.folder}/rates" in page
+    (trial_run,) = re.findall(r'href="(/run/rates/[^"]+)">1</a>', page)
+    answer = board.client.get(trial_run)
+    assert "finished" in answer.text
+    assert "/resume" not in answer.text, "the sweep resumes it"
     page = unescape(board.client.get("/compare", params={"run": [DONE, "other", "../other"]}).text)
     assert "2 runs" in page
     assert "finetune report 'runs=" in page
@@ -107,9 +118,18 @@ def test_report_is_a_page_without_scripts_and_forms(board: Board) -> None:
         ("POST", "/new", {"Origin": "http://127.0.0.1:1"}, 403),
         ("POST", "/new", {"Origin": "null"}, 403),
         ("POST", "/new", {"Cookie": ""}, 403),
+        ("POST", "/command", {"Origin": ""}, 403),
+        ("POST", "/command", {"Cookie": ""}, 403),
+        ("POST", "/sweep/rates/stop", {"Origin": "null"}, 403),
+        ("POST", "/sweep/rates/resume", {}, 409),
+        ("GET", "/form.js", {"Cookie": "board=guessed"}, 403),
         ("GET", "/new", {}, 405),
+        ("GET", "/command", {}, 405),
+        ("GET", "/run/rates/..", {}, 404),
+        ("GET", "/run/rates/%2e%2e/other", {}, 404),
         ("GET", "/run/absent", {}, 404),
         ("GET", "/run/absent/report", {}, 404),
+        ("GET", "/sweep/absent/report", {}, 404),
         ("GET", "/run/absent/chat", {}, 404),
         ("GET", "/run/other/chat", {"Cookie": ""}, 403),
         ("POST", "/run/other/ask", {"Origin": "http://rebound.example"}, 403),
@@ -144,7 +164,8 @@ def test_board_refuses_request(board: Board, method: str, path: str, headers: di
         ("new", "recipe=lroa\r\noptimizer.lrr=3", ["Did you mean lora?", "Did you mean optimizer.lr?"]),
         ("../new", "seed=x", ["set a new name of letters", "seed=x"]),
         (".new", "output_dir=/tmp/there", ["set a new name of letters", "output_dir=/tmp/there: set by the run name."]),
-        ("new", "-m\nseed=1,2", ["-m starts a sweep"]),
+        ("new", "-m\nseed=1,2", ["-m: the form accepts only settings"]),
+        ("uploads", "seed=1,x", ["name=uploads: set a new name", "seed=x"]),
         ("new", "--no-such", ["Unknown option --no-such"]),
     ],
 )
@@ -154,7 +175,7 @@ def test_new_run_refused_with_all_problems(board: Board, name: str, settings: st
     assert answer.status_code == 400
     assert [text for text in told if text not in page] == []
     assert settings.splitlines()[0] in page.partition("<textarea")[2], "what was typed stays"
-    assert not (board.folder / name).exists()
+    assert not (board.folder / f"{name}.board.log").exists(), "nothing was started"
 
 
 def test_run_that_does_not_start_shows_why(board: Board) -> None:
@@ -166,6 +187,77 @@ def test_run_that_does_not_start_shows_why(board: Board) -> None:
     assert "error: dataset.path=absent.jsonl" in page.partition('<details id="open-log" open>')[2]
     assert board.client.get("/run/wrong/report").status_code == 404, "it has no files"
     assert not (board.folder / "wrong").exists()
+
+
+def test_command_of_form_has_defaults_and_problems(board: Board) -> None:
+    sent = {"model": "qwen", "recipe": "qlora", "optimizer.lr": "1e-4,3e-4", "settings": "sead=1"}
+    page = unescape(board.client.post("/command", data=sent).text)
+    preview = page.partition('id="preview"')[2]
+    assert "train -m recipe=qlora model=qwen optimizer.lr=1e-4,3e-4 sead=1 output_dir=" in preview
+    assert "Unknown setting sead. Did you mean seed" in preview
+    assert 'name="dataset.max_length" value="" placeholder="2048"' in page
+    assert 'placeholder="qwen-qlora"' in page
+    correct = board.client.post("/command", data={**sent, "settings": "seed=1,2"}).text
+    assert "Sweep of 4 runs" in correct
+    assert 'class="note' not in correct
+
+
+def test_uploaded_file_is_dataset_and_no_run(board: Board) -> None:
+    text = b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]}\n'
+    sent = {"what": "data", "settings": "sead=1"}
+    for name, path in (("metrics.jsonl", "uploads/metrics.jsonl"), ("../metrics.jsonl", "")):
+        answer = board.client.post("/new", data=sent, files={"upload": (name, text)})
+        page = unescape(answer.text)
+        assert answer.status_code == 400
+        assert ("upload ../metrics.jsonl: not a file name" in page) == (not path)
+        assert "Unknown setting sead" in page, "all problems at once"
+        assert not path or f'name="dataset.path" value="{board.folder}/{path}"' in page
+    assert (board.folder / "uploads" / "metrics.jsonl").read_bytes() == text
+    assert "/run/uploads" not in board.client.get("/").text
+    assert board.client.get("/run/uploads").status_code == 404
+
+
+def test_upload_beyond_limit_is_refused_before_it_is_read(board: Board) -> None:
+    cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in board.client.cookies.jar)
+    base, length = board.client.base_url, (2 << 30) + 1
+    lines = (
+        "POST /new HTTP/1.1",
+        *(f"Host: {base.host}:{base.port}", f"Origin: http://{base.host}:{base.port}", f"Cookie: {cookies}"),
+        *("Content-Type: multipart/form-data; boundary=x", f"Content-Length: {length}", "", ""),
+    )
+    with socket.create_connection((base.host, base.port or 0), timeout=30) as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answer.startswith(b"HTTP/1.1 409")
+    assert b"larger than 2 GB" in answer
+
+
+def test_sweep_that_does_not_start_shows_why(board: Board) -> None:
+    sent = {"name": "wrong-sweep", "dataset.path": "absent.jsonl", "optimizer.lr": "1e-3,1e-4", "what": "train"}
+    assert board.client.post("/new", data=sent).url.path == "/sweep/wrong-sweep"
+    wait_until(lambda: "did not start" in board.client.get("/sweep/wrong-sweep").text, 60)
+    assert "error: dataset.path=absent.jsonl" in board.client.get("/sweep/wrong-sweep").text
+    assert 'href="/sweep/wrong-sweep"' in board.client.get("/").text
+    assert not (board.folder / "wrong-sweep").exists()
+
+
+def test_received_sweep_cannot_run_code(tmp_path: Path) -> None:
+    runs, sweep = Runs(tmp_path), made_sweep(tmp_path / "one", [trial(1, ["seed=1"], None, status="stopped")])
+    content = json.loads((sweep / "sweep.json").read_text())
+    assert runs.command("one")[3:] == ["-m", "optimizer.lr=1e-3,1e-4", f"output_dir={sweep}"]
+    for word in ("model.trust_remote_code=true", "cache_dir=/tmp", "--config-dir=/tmp", "+seed=1"):
+        command_line = [*content["command"], word]
+        (sweep / "sweep.json").write_text(json.dumps({**content, "command": command_line}))
+        with pytest.raises(AppError, match=re.escape(word.partition("=")[0])):
+            runs.start("one")
+
+
+def test_damaged_files_leave_the_list_readable(tmp_path: Path) -> None:
+    made_run(tmp_path / "one", result={"status": "finished"})
+    (tmp_path / "one" / "manifest.json").write_text('{"counts": 3, "starts": [{}]}')
+    made_sweep(tmp_path / "two", [])
+    (tmp_path / "two" / "sweep.json").write_text('{"trials": [{"status": []}], "count": "x", "best": 1}')
+    assert {row["name"]: row["badge"][0] for row in Runs(tmp_path).rows()} == {"one": "finished", "two": "damaged"}
 
 
 def test_existing_run_is_neither_replaced_nor_resumed(board: Board) -> None:

@@ -32,6 +32,21 @@ class InBrowser:
         self.page.value(f"document.querySelector('[name=settings]').value = {settings!r}")
         self.page.value("document.querySelector('[value=train]').click()")
 
+    def fill(self, field: str, value: str) -> None:
+        """Choose or type a value, as a person does: the page hears of it."""
+        self._change(field, f"field.value = {value!r}")
+
+    def upload(self, name: str, text: str) -> None:
+        file = f"const files = new DataTransfer(); files.items.add(new File([{text!r}], {name!r}));"
+        self._change("upload", f"{file} field.files = files.files")
+
+    def _change(self, field: str, script: str) -> None:
+        heard = "field.dispatchEvent(new Event('input', {bubbles: true}))"
+        self.page.value(f"{{ const field = document.querySelector('[name=\"{field}\"]'); {script}; {heard} }}")
+
+    def placeholder(self, field: str) -> str:
+        return str(self.page.value(f"document.querySelector('[name=\"{field}\"]').placeholder"))
+
     def press(self, label: str) -> None:
         wait_until(lambda: bool(self.page.value(_click(label))), 60, lambda: f"no button {label}: {self.text()}")
 
@@ -122,6 +137,48 @@ def test_run_started_stopped_and_resumed_ends_as_undisturbed(has_browser: bool, 
             base = at.entry.partition("?")[0]
             assert [each for each in page.asked if not each.startswith((base, "about:", "data:"))] == []
     assert not _generating(folder), "the chat ends with the board"
+
+
+@requires_chromium
+def test_form_shows_its_command_and_starts_a_sweep_of_an_upload(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    rows = "".join(f'{{"question": "What is {n}?", "answer": "{n % 7}"}}\n' for n in range(90))
+    settings = [text for text in SMALL if not text.startswith(("training.epochs", "dataset.", "batching.tokens"))]
+    with served(folder, _environment_of_processes(), tmp_path / "stderr") as at, Browser(tmp_path / "browser") as page:
+        user = InBrowser(at, page)
+        user.seen("No runs yet.", "train output_dir=")
+        user.fill("model", "qwen")
+        user.fill("recipe", "qlora")
+        user.seen("train recipe=qlora model=qwen output_dir=", "/qwen-qlora")
+        assert [user.placeholder(field) for field in ("dataset.max_length", "name")] == ["2048", "qwen-qlora"]
+        user.fill("optimizer.lr", "abc")
+        user.seen("optimizer.lr=abc: expected a number.")
+        for field, value in {
+            "model": "",
+            "dataset": "auto",
+            "training.epochs": "6",
+            "optimizer.lr": "1e-3,1e-2",
+        }.items():
+            user.fill(field, value)
+        user.upload("rows 1.jsonl", rows)
+        user.fill("settings", "\n".join(settings))
+        path = folder / "uploads" / "rows_1.jsonl"
+        user.seen("Sweep of 2 runs", f"dataset.path={path} training.epochs=6 optimizer.lr=1e-3,1e-2")
+        assert not path.exists()
+        user.press("Start")
+        user.seen("tiny-qlora still running", "0 of 2 trials", "step ")
+        assert path.read_text() == rows
+        user.press("Stop")
+        user.seen("tiny-qlora stopped", "Resume")
+        assert result(folder / "tiny-qlora" / "1-optimizer.lr=0.001")["status"] == "stopped"
+        user.press("Resume")
+        user.seen("tiny-qlora finished", "2 of 2 trials", "best eval loss")
+        page.value("document.querySelector('#rows a').click()")
+        user.seen("tiny-qlora/1-optimizer.lr=0.001 finished")
+        assert [
+            address for address in page.asked if not address.startswith((at.entry.partition("?")[0], "about:"))
+        ] == []
 
 
 def _generating(folder: Path) -> bool:
