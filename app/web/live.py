@@ -1,4 +1,4 @@
-"""Live view of a run for its page: progress, newest metrics, charts, last answers, log."""
+"""Live view of a run for its page: newest metrics, charts, last answers, log."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,23 +9,19 @@ from typing import Any
 from app.files import is_own_file
 from app.pages.charts import LineChart
 from app.pages.page import AnswerTable
-from app.pages.read_run import read_run, section_of
+from app.pages.read_run import read_run
 from app.pages.run_page import answers_before_and_after, curves, method
-from app.tracking.formatting import finite_number, format_bytes, format_count, format_duration, format_number, format_or
+from app.tracking.formatting import format_bytes, format_count, format_number, format_or
 from app.tracking.output_dir import RunFolder
 
-_RECENT_LINES = 50  # of metrics.jsonl, for the remaining time
 _LOG_BYTES = 8000
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Content of the page of a run; empty before the run has written a file. `share` of the steps is in 0..1."""
+    """Content of the page of a run; empty before the run has written a file."""
 
     about: str = ""
-    position: str = ""
-    share: float = 0.0
-    left: str = ""
     error: str = ""
     notes: Sequence[str] = ()
     tiles: Sequence[tuple[str, str]] = ()
@@ -40,14 +36,9 @@ def live_view(folder: Path, _stamp: str) -> Live:
     """Return the view of the run in a folder; `_stamp` invalidates the cache."""
     run = read_run(folder)
     last = {key: value for line in run.lines for key, value in line.items()}
-    step, total = int(last.get("step", 0)), finite_number(section_of(run.manifest, "counts").get("steps"))
-    left = None if total is None else seconds_left(run.lines, total)
     error = str(run.result.get("error") or "").removeprefix("error: ") if run.status == "failed" else ""
     return Live(
         about=method(run),
-        position=f"step {step:,} of {total:,.0f}" if total else f"step {step:,}",
-        share=min(step / total, 1.0) if total else 0.0,
-        left="" if left is None else f"about {format_duration(left)} left",
         error=error,
         notes=run.remarks,
         tiles=_tiles(last, run.memory_owner),
@@ -56,17 +47,6 @@ def live_view(folder: Path, _stamp: str) -> Live:
         settings=run.settings_text,
         resume_helps="NaN/Inf" not in error,  # a resumed run would repeat the same steps
     )
-
-
-def seconds_left(lines: Sequence[Mapping[str, Any]], total: float) -> float | None:
-    """Return the remaining training time at the speed of the last lines, without evaluations and saves; None if too
-    few steps have a time.
-    """
-    timed = [line for line in lines if finite_number(line.get("seconds")) is not None][-_RECENT_LINES:]
-    steps = timed[-1]["step"] - timed[0]["step"] if timed else 0
-    if steps <= 0 or timed[-1]["step"] >= total:
-        return None
-    return float((total - timed[-1]["step"]) * sum(line["seconds"] for line in timed[1:]) / steps)
 
 
 def _tiles(last: Mapping[str, Any], memory_owner: str) -> list[tuple[str, str]]:

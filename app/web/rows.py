@@ -55,7 +55,7 @@ def _facts(folder: Path, _stamp: str) -> dict[str, Any]:
             "model": path.removeprefix("asset:").rstrip("/").rpartition("/")[2],
             "last": {key: value for line in run.lines for key, value in line.items()},
             "total": total,
-            "left": _seconds_left(run.lines, total),
+            "left": seconds_left(run.lines, total),
             "started": start and f"{start:%b %d %H:%M}",
             "duration": format_or(run.seconds(), format_duration),
         }
@@ -63,7 +63,7 @@ def _facts(folder: Path, _stamp: str) -> dict[str, Any]:
         return {}
 
 
-def _seconds_left(lines: Sequence[Mapping[str, Any]], total: float | None) -> float | None:
+def seconds_left(lines: Sequence[Mapping[str, Any]], total: float | None) -> float | None:
     """Return the remaining time without evaluations, by the speed of the newer half of the logged steps."""
     timed = [(line["step"], seconds) for line in lines if (seconds := finite_number(line.get("seconds")))]
     newer = timed[len(timed) // 2 :][-_MAX_ETA_LINES:]

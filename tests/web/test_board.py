@@ -82,7 +82,7 @@ def test_board_shows_leaderboard_and_comparison(board: Board) -> None:
 
 def test_run_page_shows_metrics_chart_and_commands_without_torch(board: Board) -> None:
     page = unescape(board.client.get(PATH).text)
-    assert "<b>step 6 of 6</b>" in page
+    assert "step 6 of 6</span>" in page
     assert '<div class="tile"><b>' in page
     assert '<svg role="img" aria-label="Loss"' in page
     assert f"finetune report 'run={board.folder}/{DONE}'" in page

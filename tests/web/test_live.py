@@ -1,11 +1,12 @@
-"""The live view of a run: position, remaining time, newest metrics, and whether a resume helps."""
+"""The live view of a run: remaining time, newest metrics, and whether a resume helps."""
 
 from pathlib import Path
 
 import pytest
 
-from app.web.live import live_view, seconds_left
-from tests.pages.folders import MANIFEST, lines_of, made_run, step
+from app.web.live import live_view
+from app.web.rows import seconds_left
+from tests.pages.folders import lines_of, made_run, step
 
 
 def test_seconds_left_follows_the_speed_of_recent_steps() -> None:
@@ -17,10 +18,9 @@ def test_seconds_left_follows_the_speed_of_recent_steps() -> None:
     assert seconds_left(lines_of([3.0, 2.0]), 298) is None, "no times"
 
 
-def test_live_view_shows_newest_metrics_and_position(tmp_path: Path) -> None:
+def test_live_view_shows_newest_metrics(tmp_path: Path) -> None:
     lines = [*lines_of([3.0, 2.0]), {"step": 2, "eval_loss": 2.5}, step(25, None, lr=5e-4)]
     view = live_view(made_run(tmp_path / "mine", lines, result={}), "1")
-    assert (view.position, view.share) == ("step 25 of 100", 0.25)
     assert dict(view.tiles) == {
         "loss": "NaN",
         "eval loss": "2.5",
@@ -30,11 +30,6 @@ def test_live_view_shows_newest_metrics_and_position(tmp_path: Path) -> None:
         "peak process memory": "548 MB",
     }
     assert [line.name for line in view.charts[0].series] == ["train", "eval"]
-
-
-def test_live_view_without_manifest_has_no_total(tmp_path: Path) -> None:
-    view = live_view(made_run(tmp_path / "mine", manifest={**MANIFEST, "counts": {}}, result={}), "1")
-    assert (view.position, view.share, view.left, view.charts) == ("step 0", 0.0, "", [])
 
 
 @pytest.mark.parametrize(
