@@ -3,9 +3,6 @@
 python -m scripts.make_keys
 """
 
-import ast
-import inspect
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
@@ -16,6 +13,7 @@ from omegaconf import MISSING
 
 from app.config.commands import all_hardware
 from app.config.conf_files import choices_by_group
+from app.config.help import meanings
 from app.config.load import default_values
 from app.config.other_programs import PROGRAMS
 from app.config.rules import readers_of
@@ -41,7 +39,6 @@ A key marked "command line only" is not taken from a file of settings or a run f
 """
 _QUOTING_ADVICE = " (quote it if it looks like another type)"
 _MAX_MAPPING_CHARACTERS = 60
-_COMMENT = re.compile(r"#\s+(.*)$")
 
 
 def keys_page() -> str:
@@ -57,7 +54,7 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
     yield from (f"## {prefix.rstrip('.') or 'The run'}", "", section.__doc__ or "", "")
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     for entry in keys:
-        key, meaning = f"{prefix}{entry.name}", documentation[entry.name]
+        key, meaning = f"{prefix}{entry.name}", documentation[entry.name].replace("|", "\\|")
         readers = readers_of(key)
         meaning += f" ({', '.join(readers)})" if readers else ""
         meaning += " (command line only)" if typed_only(RunConfig, key) else ""
@@ -70,22 +67,6 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
             yield from _section(entry.type, f"{prefix}{entry.name}.", inner)
         elif SECTIONS in entry.metadata:
             yield from _section(entry.metadata[SECTIONS], f"{prefix}{entry.name}.NAME.", {})
-
-
-def meanings(section: type) -> dict[str, str]:
-    """Return the documentation of each field: the comment after it, or in the line above."""
-    lines = inspect.getsource(section).splitlines()
-    (body,) = ast.parse("\n".join(lines)).body
-    assert isinstance(body, ast.ClassDef)
-    comments = {}
-    for statement in body.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            comment = _COMMENT.search(lines[(statement.end_lineno or 0) - 1]) or _COMMENT.search(
-                lines[statement.lineno - 2]
-            )
-            if comment:
-                comments[statement.target.id] = comment[1].replace("|", "\\|")
-    return comments
 
 
 def _values(entry: Field[Any], prefix: str) -> str:
