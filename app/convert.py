@@ -15,6 +15,7 @@ import yaml
 from app.config.command_line import Command
 from app.config.commands import run_command
 from app.config.conf_files import choices_by_group, read_yaml
+from app.config.help import command_help
 from app.config.other_programs import Conversion
 from app.config.settings_conversion import converted
 from app.config.validate import format_value
@@ -25,10 +26,10 @@ from app.tracking.console import Console, open_console
 
 @dataclass(kw_only=True, slots=True)
 class ConvertConfig:
-    """Options of finetune convert: config of another program, and output file."""
+    """Options of finetune convert."""
 
-    file: str
-    to: str | None = None
+    file: str  # YAML config of another program; may be typed without file=
+    to: str | None = None  # new YAML file for finetune train from=; by default it is printed
 
 
 CONVERT = Command(schema=ConvertConfig, bare="file", example="finetune convert config.yml to=mine.yaml")
@@ -91,7 +92,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes of finetune train."""
-    run_command(_command, lambda: __doc__ or "")
+    run_command(_command, lambda _: command_help(__doc__, CONVERT))
 
 
 if __name__ == "__main__":

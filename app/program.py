@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # Set in the environment, so that child processes print the same commands.
@@ -22,13 +22,14 @@ COMMANDS = {
     "board": "start, stop, watch and compare runs in a browser, and chat with them",
     "reproduce": "repeat a run and compare the results",
 }
+TARGETS = ("output_dir", "to", "output")  # synonyms of the key that sets where results go
 _COMMAND = re.compile(rf"(?<![\w./-])finetune (?=(?:{'|'.join(COMMANDS)})\b)")
 _WORD = r"""(?:'[^'\n]*'|"[^"\n]*"|[^\s'"])+"""
 _CHECK = re.compile(rf"(finetune check data)((?: (?=['\"]?[\w.]+=){_WORD})+)")
 # Printed commands contain source, format and columns; the other settings are not accepted by `finetune check data`.
 _NOT_REPEATED = re.compile(
     r"dataset(=|\.(path|split|hub_config|revision|format|columns|leave_out|mix)\b)"
-    r"|(output_dir|resume|dry_run|hardware|exact|answers)\b"
+    r"|(output_dir|to|resume|dry_run|hardware|exact|answers)\b"
 )
 
 
@@ -45,8 +46,17 @@ def command_text(name: str, *arguments: str) -> str:
 
 def resume_command(settings: Sequence[str], output_dir: str) -> str:
     """Return the command that resumes the run that was started with these settings."""
-    others = [word for word in settings if _key(word) not in ("output_dir", "resume")]
+    others = [word for word in settings if _key(word) not in ("resume", *TARGETS)]
     return command_text("train", *others, f"output_dir={output_dir}", "resume=auto")
+
+
+def with_target(key: str, arguments: Iterable[str]) -> list[str]:
+    """Rename the synonyms of `key`, which sets where the results of a command go, to it."""
+    return [
+        f"{key}={value}" if equals and name.lstrip("+") in TARGETS else word
+        for word in arguments
+        for name, equals, value in (word.partition("="),)
+    ]
 
 
 def as_started(text: str) -> str:

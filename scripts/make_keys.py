@@ -12,13 +12,12 @@ from typing import Any
 from omegaconf import MISSING
 
 from app.config.commands import all_hardware
-from app.config.conf_files import choices_by_group
-from app.config.help import meanings
+from app.config.help import meanings, values_of
 from app.config.load import default_values
 from app.config.other_programs import PROGRAMS
 from app.config.rules import readers_of
 from app.config.schema import RunConfig
-from app.config.validate import CHOICES, LIMITS, SECTIONS, TYPE, format_value, other_programs, type_text, typed_only
+from app.config.validate import SECTIONS, format_value, other_programs, typed_only
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _END = "<!-- end -->"  # of a generated table
@@ -37,7 +36,6 @@ Made by `python -m scripts.make_keys` from [the schema](../app/config/schema.py)
 arguments; `${...}` refers to another key. A key with names in brackets is read by these choices of its group alone.
 A key marked "command line only" is not taken from a file of settings or a run folder ([SECURITY.md](../SECURITY.md)).
 """
-_QUOTING_ADVICE = " (quote it if it looks like another type)"
 _MAX_MAPPING_CHARACTERS = 60
 
 
@@ -58,7 +56,7 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
         readers = readers_of(key)
         meaning += f" ({', '.join(readers)})" if readers else ""
         meaning += " (command line only)" if typed_only(RunConfig, key) else ""
-        cells = (f"`{key}`", _values(entry, prefix), _default(entry, defaults), meaning)
+        cells = (f"`{key}`", values_of(entry, prefix.rstrip("."), "`{}`".format), _default(entry, defaults), meaning)
         yield f"| {' | '.join(cells)} |"
     yield ""
     for entry in fields(section):
@@ -67,19 +65,6 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
             yield from _section(entry.type, f"{prefix}{entry.name}.", inner)
         elif SECTIONS in entry.metadata:
             yield from _section(entry.metadata[SECTIONS], f"{prefix}{entry.name}.NAME.", {})
-
-
-def _values(entry: Field[Any], prefix: str) -> str:
-    group = prefix.rstrip(".")
-    choices = entry.metadata.get(CHOICES, ())
-    if entry.name == "kind" and group in choices_by_group():
-        choices = choices or choices_by_group()[group]
-    if choices:
-        return ", ".join(f"`{name}`" for name in choices)
-    limits = entry.metadata.get(LIMITS, {})
-    bounds = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in limits.items())
-    text = type_text(entry.metadata.get(TYPE, entry.type)).replace(_QUOTING_ADVICE, "")
-    return f"{text}, {bounds}" if bounds else text
 
 
 def _default(entry: Field[Any], defaults: Mapping[str, Any]) -> str:

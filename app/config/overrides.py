@@ -32,7 +32,7 @@ from app.config.validate import (
     typed_only,
 )
 from app.errors import ConfigError, gist, refuse
-from app.program import command_text
+from app.program import command_text, with_target
 
 WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
 _ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run uses one key of each; the others have this value
@@ -233,7 +233,7 @@ def _starts_sweep(switches: Sequence[str]) -> bool:
 def _read(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the overrides, the switches, and problems with the switches."""
     overrides, switches, problems = list[str](), list[str](), list[str]()
-    words = deque(arguments)
+    words = deque(with_target("output_dir", arguments))
     while words:
         word = words.popleft()
         name, _, value = word.partition("=")
