@@ -102,9 +102,9 @@ def test_help_of_a_section_without_choices_and_of_one_key() -> None:
 def test_help_of_an_unknown_name_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"--help optimzer: unknown setting\. Did you mean optimizer\?"):
-        train_help(["optimzer"])
-    text, problems = printed("train", monkeypatch, capsys, "--help", "optimzer")
+    with pytest.raises(ConfigError, match=r"--help optimizer.lrr: unknown setting\. Did you mean optimizer\.lr\?"):
+        train_help(["optimizer.lrr"])
+    text, problems = printed("train", monkeypatch, capsys, "--help", "optimizer.lrr")
     assert (text, problems.count("\n")) == ("", 1)
 
 
