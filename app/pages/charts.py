@@ -330,7 +330,7 @@ def _value_text(series: Series, step: float, formatter: Formatter) -> str:
         return ""
     x, y = series.points[at]
     value = NO_VALUE if y is None else formatter(y)
-    return f"{series.name} {value}" + (f" (step {x:,.0f})" if x != step else "")
+    return f"{series.name}: {value}" + (f" (step {x:,.0f})" if x != step else "")
 
 
 def _remarks(series: Sequence[Series]) -> Iterator[str]:

@@ -36,7 +36,7 @@ def test_line_chart_through_points(may_log: bool) -> None:
     (line,) = drawn(found)
     assert [x for x, _ in line] == pytest.approx([x for x, _ in points], abs=1e-2)
     assert [y for _, y in line] == pytest.approx([y for _, y in points], rel=1e-4)
-    assert [column.text for column in found.columns][:2] == ["step 1\nloss 8.5", "step 2\nloss 4"]
+    assert [column.text for column in found.columns][:2] == ["step 1\nloss: 8.5", "step 2\nloss: 4"]
     assert (found.up.named(found.quantity.axis), found.x_name) == ("loss, log scale" if may_log else "loss", "step")
 
 
@@ -62,11 +62,11 @@ def test_line_chart_columns_name_all_lines_of_a_step() -> None:
     train = Series("train", [(1, 4.0), (2, None), (3, 3.0), (4, 2.0)])
     columns = plot(train, Series("eval", [(0, 5.0), (3, 2.5)], 1)).columns
     assert [column.text for column in columns] == [
-        "step 0\neval 5",
-        "step 1\ntrain 4\neval 5 (step 0)",
-        "step 2\ntrain -\neval 5 (step 0)",
-        "step 3\ntrain 3\neval 2.5",
-        "step 4\ntrain 2",
+        "step 0\neval: 5",
+        "step 1\ntrain: 4\neval: 5 (step 0)",
+        "step 2\ntrain: -\neval: 5 (step 0)",
+        "step 3\ntrain: 3\neval: 2.5",
+        "step 4\ntrain: 2",
     ]
     assert [column.x for column in columns] == [0, 250, 500, 750, 1000]
 

@@ -66,7 +66,7 @@ def test_comparison_page_best_result_of_the_same_rows_only(
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "texts"),
+    ("key", "values", "shown"),
     [
         ("tokens_per_second", (274.0, 269.0), ["274", "269"]),
         ("tokens_per_second", (274.0, 229.0, 269.0), ["274 ✓", "229", "269 ✓"]),
@@ -78,14 +78,14 @@ def test_comparison_page_best_result_of_the_same_rows_only(
     ],
 )
 def test_comparison_page_marks_meaningful_differences_only(
-    key: str, values: tuple[float, ...], texts: list[str], tmp_path: Path
+    key: str, values: tuple[float, ...], shown: list[str], tmp_path: Path
 ) -> None:
     """Intervals of 2 percent points to either side are separate from a difference of 4."""
     lines, metrics = lines_of([4.0, 3.0]), {"exact_match_margin": 0.02, "eval_loss_margin": 0.5}
     results = [{**result_of(lines, final_metrics=metrics), key: value} for value in values]
     runs = [made_run(tmp_path / str(at), lines, result=result) for at, result in enumerate(results)]
     name = {"tokens_per_second": "tokens/s", "peak_memory_bytes": "peak memory"}.get(key, key.replace("_", " "))
-    assert cells(comparison_page(runs), "Results")[name] == texts
+    assert cells(comparison_page(runs), "Results")[name] == shown
 
 
 def test_comparison_page_marks_no_value_of_a_run_of_another_length(tmp_path: Path) -> None:
