@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.pages.check_page import check_page
+from app.pages.comparison_page import comparison_page
 from app.pages.page import Charts, Page, Section, as_html
 from app.pages.run_page import run_page
 from tests.full.pages.browser import looked_at, printed_pages
@@ -33,6 +34,7 @@ def pages(folder: Path) -> dict[str, Path]:
             for at, (text, of) in enumerate(blocks.items())
         },
         "run": run_page(made_run(folder / LONG[:120], lines, samples=[sample(199, LONG, "4", "4")])),
+        "compared": comparison_page([folder / LONG[:120], made_run(folder / "short", lines[:9])]),
         "check": check_page({"data": {**DATA, "source": LONG, "stops": [LONG]}, "memory": TOO_LARGE}),
     }
     for name, page in made.items():
