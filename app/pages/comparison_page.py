@@ -130,13 +130,12 @@ def _comparable(runs: Sequence[SavedRun]) -> list[bool]:
     """Return which runs are as long as most others, or as the longest one; by steps if not all tokens are known."""
     steps, tokens = zip(*map(_length, runs), strict=True)
     lengths = steps if None in tokens else tokens
-    usual = max(lengths, key=lambda length: (sum(_is_as_long(length, other) for other in lengths), length or 0))
-    return [_is_as_long(length, usual) for length in lengths]
+    numbers = [length for length in lengths if length is not None]
+    usual = max(numbers, key=lambda length: (sum(_is_as_long(length, other) for other in numbers), length), default=0)
+    return [length is None or _is_as_long(length, usual) for length in lengths]
 
 
-def _is_as_long(length: float | None, other: float | None) -> bool:
-    if length is None or other is None:
-        return length is other
+def _is_as_long(length: float, other: float) -> bool:
     return abs(length - other) <= _MAX_LENGTH_DIFFERENCE * max(length, other)
 
 

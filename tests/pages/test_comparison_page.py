@@ -119,3 +119,5 @@ def test_comparison_page_incomplete_runs(tmp_path: Path) -> None:
         page = comparison_page(pair)
         assert "no steps in common" in texts(page)
         assert "unfinished" in cells(page, "Results")["status"]
+        assert cells(page, "Results")["length"][-1] == "-"
+        assert "Not comparable" not in texts(page)
