@@ -145,7 +145,7 @@ def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
     _check_parts(config)
     processes = _planned_processes(config)
     exact, hardware = config.options.exact, config.options.hardware
-    parts = planned_parts(config.run, config.overrides, hardware, exact=exact, processes=processes)
+    parts = planned_parts(config.run, hardware, exact=exact, processes=processes)
     label = {} if hardware is None else {"label": hardware.label}
     return {"error": None, "batch": batch_text(config.run), **parts, **label}
 
