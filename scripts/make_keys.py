@@ -12,13 +12,12 @@ from typing import Any
 from omegaconf import MISSING
 
 from app.config.commands import all_hardware
-from app.config.conf_files import choices_by_group
 from app.config.help import meanings
+from app.config.json_schema import description
 from app.config.load import default_values
 from app.config.other_programs import PROGRAMS
-from app.config.rules import readers_of
 from app.config.schema import RunConfig
-from app.config.validate import CHOICES, LIMITS, SECTIONS, TYPE, format_value, other_programs, type_text, typed_only
+from app.config.validate import LIMITS, SECTIONS, TYPE, choices_of, format_value, other_programs, type_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _END = "<!-- end -->"  # of a generated table
@@ -54,10 +53,8 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
     yield from (f"## {prefix.rstrip('.') or 'The run'}", "", section.__doc__ or "", "")
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     for entry in keys:
-        key, meaning = f"{prefix}{entry.name}", documentation[entry.name].replace("|", "\\|")
-        readers = readers_of(key)
-        meaning += f" ({', '.join(readers)})" if readers else ""
-        meaning += " (command line only)" if typed_only(RunConfig, key) else ""
+        key = f"{prefix}{entry.name}"
+        meaning = description(key, documentation[entry.name]).replace("|", "\\|")
         cells = (f"`{key}`", _values(entry, prefix), _default(entry, defaults), meaning)
         yield f"| {' | '.join(cells)} |"
     yield ""
@@ -70,10 +67,7 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
 
 
 def _values(entry: Field[Any], prefix: str) -> str:
-    group = prefix.rstrip(".")
-    choices = entry.metadata.get(CHOICES, ())
-    if entry.name == "kind" and group in choices_by_group():
-        choices = choices or choices_by_group()[group]
+    choices = choices_of(f"{prefix}{entry.name}", entry.metadata)
     if choices:
         return ", ".join(f"`{name}`" for name in choices)
     limits = entry.metadata.get(LIMITS, {})

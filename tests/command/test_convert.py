@@ -724,7 +724,10 @@ def test_existing_file_is_kept(tmp_path: Path) -> None:
     assert (
         (tmp_path / "new.yaml")
         .read_text()
-        .startswith("# Converted from config.yml (TRL).\ndataset: auto\nrecipe: lora\n")
+        .startswith(
+            "# yaml-language-server: $schema=finetune.schema.json\n"
+            "# Converted from config.yml (TRL).\ndataset: auto\nrecipe: lora\n"
+        )
     )
     target.write_text("mine")
     with pytest.raises(ConfigError, match="already exists"):
