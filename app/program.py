@@ -22,6 +22,7 @@ COMMANDS = {
     "report": "create an HTML report of a run, a sweep or a comparison",
     "board": "start, stop, watch and compare runs in a browser, and chat with them",
     "reproduce": "repeat a run and compare the results",
+    "completion": "print the completion script of bash, zsh or fish",
 }
 _COMMAND = re.compile(rf"(?<![\w./-])finetune (?=(?:{'|'.join(COMMANDS)})\b)")
 _WORD = r"""(?:'[^'\n]*'|"[^"\n]*"|[^\s'"])+"""

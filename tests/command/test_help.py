@@ -28,6 +28,8 @@ def printed(name: str, switch: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("export", ["  kind=         adapter, merged, quantized, gguf\n", "  to=           text\n"]),
         ("report", ["  runs=", "  to="]),
         ("convert", ["Convert an Axolotl"]),
+        ("schema", ["Print the JSON Schema"]),
+        ("completion", ["finetune completion zsh"]),
         ("board", ["  folder=", "  port="]),
         ("reproduce", ["  tolerance=   a number (default 0.0)"]),
     ],
