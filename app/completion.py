@@ -52,7 +52,7 @@ _PARSERS: Mapping[str, Command[Any]] = {
     "reproduce": REPRODUCE,
 }
 _FILES = "/"  # in a list of words: names of files and folders
-_FILE_KEYS = {
+FILE_KEYS = {
     *("adapter.start", "cache_dir", "dataset.eval_path", "dataset.path", "eval.also", "from", "model.chat_template"),
     *("model.path", "model.tokenizer", "output_dir", "resume"),
     *("adapters", "file", "folder", "llama_cpp", "model", "output", "prompts", "run", "runs", "sweep", "to"),
@@ -105,7 +105,7 @@ def _leaf_fields(schema: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any
 
 def _values(key: str, entry: Field[Any]) -> Sequence[str]:
     """Return the words that a key accepts; empty if its values are numbers or other text."""
-    if key in _FILE_KEYS:
+    if key in FILE_KEYS:
         return ["auto", _FILES] if key == "resume" else [_FILES]
     if names := choices_of(key, entry.metadata):
         return [*names]

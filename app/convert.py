@@ -21,6 +21,7 @@ from app.config.settings_conversion import converted
 from app.config.validate import format_value
 from app.errors import ConfigError, gist
 from app.files import write_text
+from app.program import command_text
 from app.tracking.console import Console, open_console
 
 
@@ -60,7 +61,7 @@ def convert(file: Path, to: Path | None, console: Console) -> int:
         write_text(to, text)
         console.say(f"file    {to}\nTry it  finetune check from={to}")
         if not (schema := to.with_name(SCHEMA_FILE)).exists():
-            console.say(f"For completion in an editor: finetune schema to={schema}")
+            console.say(f"For completion in an editor: {command_text('schema', f'to={schema}')}")
     return 0
 
 

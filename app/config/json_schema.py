@@ -121,15 +121,13 @@ def _entries(section: Any, key: str, definitions: dict[str, Schema]) -> dict[str
     """Return the patterns of a mapping of named sections: NAME, and NAME.KEY."""
     path = f"{key}.{_ENTRY}"
     _add_section(section, path, {}, definitions, f"{path}.")
-    leaves = {
-        rf"^[^.]+\.{leaf}$": {"$ref": f"#/$defs/{path}/properties/{leaf}"} for leaf in definitions[path]["properties"]
-    }
-    inner = {rf"^[^.]+\.{pattern[1:]}": schema for pattern, schema in definitions[path]["patternProperties"].items()}
-    return {r"^[^.]+$": {"$ref": f"#/$defs/{path}"}, **leaves, **inner}
+    inner, place = definitions[path], f"#/$defs/{path}"
+    leaves = {rf"^{leaf}$": {"$ref": f"{place}/properties/{leaf}"} for leaf in inner["properties"]}
+    return {r"^[^.]+$": {"$ref": place}, **_below("[^.]+", {**leaves, **inner["patternProperties"]})}
 
 
 def _below(name: str, patterns: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Return patterns of a section as patterns of keys with its name in front."""
+    """Return the patterns of a section with its name, or a pattern of it, in front."""
     return {rf"^{name}\.{pattern[1:]}": schema for pattern, schema in patterns.items()}
 
 

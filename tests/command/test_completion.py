@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.completion import SHELLS, script, words_of
+from app.completion import FILE_KEYS, SHELLS, script, words_of
 from app.config.overrides import partition_overrides
 from app.program import COMMANDS
 
@@ -62,6 +62,10 @@ def test_completion_has_words_of_every_command(name: str) -> None:
     assert "--help" in words
     assert len({*words}) == len(words), "a key that an option and a setting share would be offered twice"
     assert not any(sign in word for word in words for sign in "'\"\\$`\n")
+
+
+def test_completion_file_keys_are_keys_of_a_command() -> None:
+    assert {word.partition("=")[0] for name in COMMANDS for word in words_of(name)} >= FILE_KEYS
 
 
 def test_completion_offers_only_words_that_the_program_accepts() -> None:
@@ -139,7 +143,9 @@ def test_completion_tab_in_an_interactive_shell_completes_the_words(
     ]
     terminal, end = pty.openpty()
     environment = {**os.environ, "TERM": "dumb", "PS1": "> ", "HOME": str(folder)}
-    process = subprocess.Popen([shell, *start], cwd=folder, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        [shell, *start], cwd=folder, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
+    )
     try:
         _type(terminal, f'{load}; finetune() {{ echo "<$*>"; }}; finetune is loaded\r', "<is loaded>")
         for text, line in typed:

@@ -122,7 +122,7 @@ def test_schema_and_program_accept_settings_file(text: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "{optimzer.lr: 1e-4}",
+        "{optimizers.lr: 1e-4}",
         "{optimizer: {rl: 1e-4}}",
         "{optimizer.lr: 0}",
         "{optimizer: {lr: fast}}",
@@ -131,8 +131,8 @@ def test_schema_and_program_accept_settings_file(text: str, tmp_path: Path) -> N
         "{optimizer: adam}",
         "{adapter: {dropout: 1}}",
         "{seed: 4294967296}",
-        "{dataset.mix.one.wieght: 2, dataset.mix.one.path: a.jsonl}",
-        "{dataset: {mix: {one: {path: a.jsonl, wieght: 2}}}}",
+        "{dataset.mix.one.weights: 2, dataset.mix.one.path: a.jsonl}",
+        "{dataset: {mix: {one: {path: a.jsonl, weights: 2}}}}",
         "{hardware: h100}",
         "{dataset: {on_bad_row: ignore}}",
         "[recipe, qlora]",
