@@ -18,9 +18,11 @@ COMMANDS = {
     "evaluate": "evaluate a run, optionally compared with its base model",
     "export": "export an adapter, a merged or quantized model, or GGUF",
     "convert": "convert an Axolotl, LLaMA-Factory, torchtune, Unsloth or TRL config",
+    "schema": "print the JSON Schema of settings files, for editors",
     "report": "create an HTML report of a run, a sweep or a comparison",
     "board": "start, stop, watch and compare runs in a browser, and chat with them",
     "reproduce": "repeat a run and compare the results",
+    "completion": "print the completion script of bash, zsh or fish",
 }
 TARGETS = ("output_dir", "to", "output")  # synonyms of the key that sets where results go
 _COMMAND = re.compile(rf"(?<![\w./-])finetune (?=(?:{'|'.join(COMMANDS)})\b)")

@@ -13,11 +13,11 @@ from omegaconf import MISSING
 
 from app.config.commands import all_hardware
 from app.config.help import meanings, values_of
+from app.config.json_schema import description
 from app.config.load import default_values
 from app.config.other_programs import PROGRAMS
-from app.config.rules import readers_of
 from app.config.schema import RunConfig
-from app.config.validate import SECTIONS, format_value, other_programs, typed_only
+from app.config.validate import SECTIONS, format_value, other_programs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _END = "<!-- end -->"  # of a generated table
@@ -52,11 +52,9 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
     yield from (f"## {prefix.rstrip('.') or 'The run'}", "", section.__doc__ or "", "")
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     for entry in keys:
-        key, meaning = f"{prefix}{entry.name}", documentation[entry.name].replace("|", "\\|")
-        readers = readers_of(key)
-        meaning += f" ({', '.join(readers)})" if readers else ""
-        meaning += " (command line only)" if typed_only(RunConfig, key) else ""
-        cells = (f"`{key}`", values_of(entry, prefix.rstrip("."), "`{}`".format), _default(entry, defaults), meaning)
+        key = f"{prefix}{entry.name}"
+        meaning = description(key, documentation[entry.name]).replace("|", "\\|")
+        cells = (f"`{key}`", values_of(key, entry, "`{}`".format), _default(entry, defaults), meaning)
         yield f"| {' | '.join(cells)} |"
     yield ""
     for entry in fields(section):

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from app.config.conf_files import CONF, choices_by_group
 from app.config.load import default_choices, default_values
 from app.config.rules import readers_of
 from app.config.schema import RunConfig
-from app.config.validate import CHOICES, LIMITS, TYPE, did_you_mean, format_value, section_type, type_text
+from app.config.validate import LIMITS, TYPE, choices_of, did_you_mean, format_value, section_type, type_text
 from app.errors import ConfigError
 from app.program import as_started
 
@@ -98,12 +98,12 @@ def train_help(names: Sequence[str] = ()) -> str:
 
 def command_help(usage: str, command: Command[Any]) -> str:
     """Return the help of another command: `usage`, its options and the run settings that it accepts."""
-    by_key = {key: (entry, meaning) for key, entry, meaning in _leaves(command.schema)}
+    by_key = {key: (entry, meaning) for key, entry, meaning in leaves(command.schema)}
     options = []
     for key in command.options:
         if (name := command.typed_as.get(key, key)) in by_key:
             entry, meaning = by_key[name]
-            values, default = _accepted(entry)
+            values, default = _accepted(name, entry)
             options.append(Option(key, meaning, values.replace(" or null", ""), default))
     also = f"Settings as in finetune train, by default those of the run: {', '.join(command.allowed)}"
     settings = ["", *textwrap.wrap(also, _width(), break_on_hyphens=False)] if any(command.allowed) else []
@@ -125,10 +125,10 @@ def _usage_lines(usage: str) -> Iterator[str]:
 
 def _section_help(name: str) -> str:
     """Return the choices of a group and the keys of a section, or the line of one key."""
-    leaves = [leaf for leaf in _leaves(RunConfig) if leaf[0] == name or leaf[0].startswith(f"{name}.")]
+    matching = [leaf for leaf in leaves(RunConfig) if leaf[0] == name or leaf[0].startswith(f"{name}.")]
     groups = choices_by_group()
-    if not leaves and name not in groups:
-        keys = [key for key, _, _ in _leaves(RunConfig)]
+    if not matching and name not in groups:
+        keys = [key for key, _, _ in leaves(RunConfig)]
         sections = [key.rpartition(".")[0] for key in keys if "." in key]
         raise ConfigError(f"--help {name}: unknown setting.{did_you_mean(name, [*groups, *sections, *keys])}")
     choices = []
@@ -136,10 +136,10 @@ def _section_help(name: str) -> str:
         lines = (textwrap.fill(line, _width(), subsequent_indent=" " * 26) for line in _choice_lines(name))
         choices = [f"{name}=CHOICE (*: default)", *lines, ""]
     options = []
-    for key, entry, meaning in leaves:
+    for key, entry, meaning in matching:
         if key == f"{name}.kind" and choices:
             continue
-        values, default = _accepted(entry, key.rpartition(".")[0], default_at(key))
+        values, default = _accepted(key, entry, default_at(key))
         readers = readers_of(key)
         options.append(Option(key, f"{meaning} ({', '.join(readers)} only)" if readers else meaning, values, default))
     return "\n".join([*choices, *_option_lines(options), ""])
@@ -182,22 +182,22 @@ def _option_lines(options: Sequence[Option]) -> Iterator[str]:
         yield textwrap.fill(text, _width(), initial_indent=f"  {word:<{left}}", subsequent_indent=indent)
 
 
-def _leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], str]]:
+def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], str]]:
     """Yield the dotted key, field and meaning of everything in a schema that is not a section."""
     documentation = meanings(schema)
     for entry in fields(schema):
         if section := section_type(entry.type):
-            yield from _leaves(section, f"{prefix}{entry.name}.")
+            yield from leaves(section, f"{prefix}{entry.name}.")
         else:
             yield f"{prefix}{entry.name}", entry, documentation.get(entry.name, "")
 
 
-def _accepted(entry: Field[Any], group: str = "", default: Any = MISSING) -> tuple[str, str]:
+def _accepted(key: str, entry: Field[Any], default: Any = MISSING) -> tuple[str, str]:
     """Return the accepted values and the default as text."""
     value = entry.default if default is MISSING else default
     text = "" if value in (MISSING, omegaconf.MISSING, None, "") else format_value(value)
     text = re.sub(r"\$\{([^}]*)\}", r"\1", text)  # of another key
-    return values_of(entry, group, "{}".format), "" if len(text) > _MAX_DEFAULT_CHARACTERS else text
+    return values_of(key, entry, "{}".format), "" if len(text) > _MAX_DEFAULT_CHARACTERS else text
 
 
 def default_at(key: str) -> Any:
@@ -208,12 +208,9 @@ def default_at(key: str) -> Any:
     return value
 
 
-def values_of(entry: Field[Any], group: str, as_name: Callable[[str], str]) -> str:
-    """Return the accepted values of a key in a section: choices, or the type with its limits."""
-    choices: Iterable[str] = entry.metadata.get(CHOICES, ())
-    if entry.name == "kind" and group in choices_by_group():
-        choices = choices or choices_by_group()[group]
-    if choices:
+def values_of(key: str, entry: Field[Any], as_name: Callable[[str], str]) -> str:
+    """Return the accepted values of a key: choices, or the type with its limits."""
+    if choices := choices_of(key, entry.metadata):
         return ", ".join(map(as_name, choices))
     limits = entry.metadata.get(LIMITS, {})
     bounds = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in limits.items())

@@ -9,12 +9,14 @@ import pytest
 
 import app
 from app.board import BOARD
+from app.completion import COMPLETION
 from app.config.command_line import Command
 from app.config.commands import CHECK, GENERATE, REPORT
 from app.config.finished_run import EVALUATE, EXPORT, REPRODUCE
 from app.config.help import command_help, meanings, train_help
 from app.convert import CONVERT
 from app.errors import ConfigError
+from app.schema import SCHEMA
 
 OPTIONS: dict[str, Command[Any]] = {
     "check": CHECK,
@@ -25,6 +27,8 @@ OPTIONS: dict[str, Command[Any]] = {
     "convert": CONVERT,
     "board": BOARD,
     "reproduce": REPRODUCE,
+    "schema": SCHEMA,
+    "completion": COMPLETION,
 }
 
 
@@ -48,6 +52,8 @@ def printed(
         ("export", ["format of the export [adapter, merged, quantized, gguf]\n", "  to="]),
         ("report", ["  runs=", "  to="]),
         ("convert", ["Convert an Axolotl", "  to="]),
+        ("schema", ["Print the JSON Schema"]),
+        ("completion", ["finetune completion zsh"]),
         ("board", ["  folder=", "  port="]),
         ("reproduce", ["relative tolerance; 0: bitwise equality [a number, at least 0; default 0.0]"]),
     ],
