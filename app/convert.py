@@ -41,6 +41,8 @@ def convert(file: Path, to: Path | None, console: Console) -> int:
     """Print the result for each setting, and write the converted file."""
     try:
         data = read_yaml(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file. Give a YAML config of another program.") from None
     except (OSError, ValueError, yaml.YAMLError) as fault:
         raise ConfigError(f"{file} cannot be read: {gist(fault)}. Give a YAML config of another program.") from fault
     if not isinstance(data, Mapping):

@@ -13,14 +13,14 @@ STARTED_AS = "APP_STARTED_AS"
 TYPED = "APP_TYPED"
 COMMANDS = {
     "train": "fine-tune a model, or run a sweep",
-    "check": "check data, memory, cluster or quantization before training",
+    "check": "check data, memory or cluster before training",
     "generate": "generate text with a fine-tuned model",
     "evaluate": "evaluate a run, optionally compared with its base model",
     "export": "export an adapter, a merged or quantized model, or GGUF",
-    "convert": "convert an Axolotl, LLaMA-Factory, torchtune, Unsloth or TRL config",
+    "convert": "convert an Axolotl, LLaMA-Factory, TRL or Unsloth config",
     "schema": "print the JSON Schema of settings files, for editors",
     "report": "create an HTML report of a run, a sweep or a comparison",
-    "board": "start, stop, watch and compare runs in a browser, and chat with them",
+    "board": "start, stop, watch and compare runs in a browser, chat",
     "reproduce": "repeat a run and compare the results",
     "completion": "print the completion script of bash, zsh or fish",
 }
