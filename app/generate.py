@@ -12,9 +12,10 @@ finetune generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7     a folder,
 """
 
 import json
+import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ CHAT_HELP = (
     "/new starts a new conversation, /system TEXT sets the system prompt, /undo removes the last turn, /quit exits; "
     "Ctrl-C stops an answer"
 )
+_STREAM, _ROW_OPTIONS = "stream", ("temperature", "max_new_tokens")  # fields of a row of prompts=-
 
 
 def generate(config: GenerateConfig) -> None:
@@ -212,18 +214,54 @@ def _answer_file(config: GenerateConfig, generator: "TextGenerator", questions: 
 
 
 def _answer_lines(config: GenerateConfig, generator: "TextGenerator", lines: Iterable[str]) -> None:
-    """Answer each JSON row with a JSON line, before reading the next row."""
+    """Answer each JSON row with a JSON line, before reading the next row; a row may set options and ask for pieces."""
     from app.data.prompts import read_prompt
 
     for number, line in enumerate(lines, 1):
         try:
-            question = read_prompt(f"prompts={STDIN}: line {number}", line, config.system)
-            ((_, answer),) = generator.answers([question], batch=1)
-            result = {"messages": question, "answer": answer}
+            question, row = read_prompt(f"prompts={STDIN}: line {number}", line, config.system)
+            result = {"messages": question, **_answer_row(config, generator, question, row)}
         except AppError as problem:
             result = {"error": problem.report()}
-        sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
-        sys.stdout.flush()
+        _print_line(result)
+
+
+def _answer_row(
+    config: GenerateConfig, generator: "TextGenerator", question: "list[Message]", row: Mapping[str, Any]
+) -> dict[str, Any]:
+    changes = {key: row[key] for key in _ROW_OPTIONS if key in row}
+    options = GENERATE.validated({**asdict(config), **changes}, changes) if changes else config
+    answering = replace(generator, max_new=options.max_new_tokens, sampling=dict(options.sampling))
+    if row.get(_STREAM) is not True:
+        ((_, answer),) = answering.answers([question], batch=1)
+        return {"answer": answer}
+    if options.beams > 1:
+        raise ConfigError(f"{_STREAM}: beam search cannot stream. Leave {_STREAM} or beams={options.beams} out.")
+    return _stream_lines(answering, question)
+
+
+def _stream_lines(generator: "TextGenerator", question: "list[Message]") -> dict[str, Any]:
+    """Print the pieces of an answer, first an empty one: the model is loaded. SIGINT ends it; return all of it."""
+    pieces = list[str]()
+
+    def write(text: str) -> None:
+        if text:
+            pieces.append(text)
+            _print_line({"piece": text})
+
+    _print_line({"piece": ""})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for background jobs
+    try:
+        return {"answer": generator.stream(question, write)}
+    except KeyboardInterrupt:
+        return {"answer": "".join(pieces).strip(), "stopped": True}
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _print_line(values: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -28,13 +28,14 @@ def read_prompts(name: str, system: str | None) -> list[list[Message]]:
     return [_with_system(_of_row(location, row), system) for location, row in _rows(name)]
 
 
-def read_prompt(location: str, line: str, system: str | None) -> list[Message]:
-    """Read the conversation of one row as JSON."""
+def read_prompt(location: str, line: str, system: str | None) -> tuple[list[Message], Row]:
+    """Read one row as JSON; return its conversation and its columns."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as fault:
         raise DataError(f"{location}: not valid JSON ({fault}).") from fault
-    return _with_system(_of_row(location, row if isinstance(row, dict) else {}), system)
+    row = row if isinstance(row, dict) else {}
+    return _with_system(_of_row(location, row), system), row
 
 
 def read_examples(name: str, fields: Sequence[str]) -> list[list[str]]:

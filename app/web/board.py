@@ -1,14 +1,13 @@
 """Pages and actions of the board, and its server on the loopback address."""
 
 import asyncio
-import json
 import secrets
 import signal
 import socket
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,68 +32,15 @@ from app.pages.comparison_page import comparison_page, sweep_page
 from app.pages.page import PAGE_FAULTS, Page, as_html, environment
 from app.pages.read_run import is_run
 from app.pages.run_page import run_page
+from app.web.chat import OPTIONS, Chat
+from app.web.live import Live, live_view, log_of
 from app.web.runs import Runs, command, shown
 
-
-class Chat:
-    """Conversation with a run. `words` is the command of a process that answers JSON lines; it starts with a question
-    and ends `idle_seconds` after the last answer.
-    """
-
-    def __init__(self, words: Sequence[str], idle_seconds: float = 600) -> None:
-        self.messages: list[dict[str, str]] = []
-        self.problem = ""  # error of the last question
-        self._words, self._idle_seconds = words, idle_seconds
-        self._process: Process | None = None
-        self._lock = asyncio.Lock()
-        self._timer: asyncio.Task[None] | None = None
-
-    async def ask(self, question: str) -> None:
-        """Add the question and its answer, or set `problem`."""
-        async with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            messages = [*self.messages, {"role": "user", "content": question}]
-            answer = await self._answer({"messages": messages})
-            self.problem = answer.get("error", "")
-            if not self.problem:
-                self.messages += [messages[-1], {"role": "assistant", "content": answer["answer"]}]
-            self._timer = asyncio.create_task(self._end_later())
-
-    async def _answer(self, row: dict[str, Any]) -> dict[str, Any]:
-        process = self._process = self._process or await asyncio.create_subprocess_exec(
-            *self._words, stdin=PIPE, stdout=PIPE, stderr=STDOUT, start_new_session=True, limit=2**24
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with suppress(ConnectionError):  # the process has ended; its output has the reason
-            process.stdin.write(json.dumps(row).encode() + b"\n")
-            await process.stdin.drain()
-        printed = b""
-        async for line in process.stdout:
-            if line.startswith(b"{"):
-                return dict(json.loads(line))
-            printed += line  # a note or an error
-        await self.end()
-        return {"error": printed.decode(errors="replace") or f"The process ended with code {process.returncode}."}
-
-    async def _end_later(self) -> None:
-        await asyncio.sleep(self._idle_seconds)
-        await self.end()
-
-    async def end(self) -> None:
-        """End the process, which has nothing to save, and keep the messages."""
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
-
-# ---- board
-
-
 _HERE = Path(__file__).parent / "templates"
+_REPORT_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; frame-ancestors 'none'; "
+    "base-uri 'none'"
+)
 
 
 class Board:
@@ -122,6 +68,8 @@ class Board:
             Route("/compare", self._compare),
             Route("/sweep/{name}", self._sweep),
             Route("/run/{name}", self._run),
+            Route("/run/{name}/report", self._run_report),
+            Route("/run/{name}/chat", self._chat),
             Route("/run/{name}/ask", self._ask, methods=["POST"]),
             Route("/run/{name}/stop", partial(self._act, self._runs.stop), methods=["POST"]),
             Route("/run/{name}/resume", partial(self._act, self._runs.start), methods=["POST"]),
@@ -138,17 +86,34 @@ class Board:
 
     def _run(self, request: Request) -> Response:
         name, folder = self._named(request, self._runs.folders())
-        row, can_ask = self._runs.row(name), (folder / "final").is_dir()
+        row, has_files = self._runs.row(name), is_run(folder)
+        with _reporting_damage():
+            live = live_view(folder, row["stamp"]) if has_files else Live()
+        action = row["action"] if row["action"] != "resume" or live.resume_helps else None
         commands = {
-            "Report": is_run(folder) and shown(command("report", f"run={folder}")),
-            "resume": row["action"] == "resume" and shown(self._runs.command(name)),
-            "stop": self._runs.stop_command(name),
-            "ask": can_ask and shown(command("generate", f"run={folder}")),
+            "Full report": has_files and shown(command("report", f"run={folder}")),
+            "Resume": row["action"] == "resume" and shown(self._runs.command(name)),
+            "Stop": self._runs.stop_command(name),
+            "Chat": (folder / "final").is_dir() and shown(command("generate", f"run={folder}")),
         }
-        is_new = request.query_params.get("seen") != row["stamp"]
-        report = (_report(lambda: run_page(folder)) if is_new else "") if is_run(folder) else None
-        log, chat = self._runs.log(name), self._chats.get(name)
-        return self._page("run", row=row, commands=commands, report=report, log=log, can_ask=can_ask, chat=chat)
+        values = {"has_files": has_files, "log": self._runs.log(name) or log_of(folder), **self._chat_of(name, folder)}
+        return self._page("run", row=row, live=live, action=action, commands=commands, **values)
+
+    def _run_report(self, request: Request) -> Response:
+        """Return the report as a page of its own, which neither runs scripts nor sends forms."""
+        _, folder = self._named(request, self._runs.folders())
+        if not is_run(folder):
+            raise HTTPException(404)
+        return HTMLResponse(_report(lambda: run_page(folder)), headers={"Content-Security-Policy": _REPORT_POLICY})
+
+    def _chat(self, request: Request) -> Response:
+        """Return the chat alone, for the page of the run while an answer grows."""
+        return self._page("chat", **self._chat_of(*self._named(request, self._runs.folders())))
+
+    def _chat_of(self, name: str, folder: Path) -> dict[str, Any]:
+        words = command("generate", f"run={folder}", "prompts=-")
+        chat = self._chats.setdefault(name, Chat(words))
+        return {"name": name, "can_ask": (folder / "final").is_dir(), "chat": chat}
 
     def _compare(self, request: Request) -> Response:
         selected, runs = request.query_params.getlist("run"), self._runs.folders()
@@ -184,15 +149,17 @@ class Board:
         return _back(request)
 
     async def _ask(self, request: Request) -> Response:
-        """Ask a question, or start a new conversation."""
+        """Ask a question and wait for the answer, stop the answer in progress, or start a new conversation."""
         name, folder = self._named(request, self._runs.folders())
         async with request.form() as form:
-            question, is_new = str(form.get("question", "")).strip(), "new" in form
-        chat = self._chats.setdefault(name, Chat(command("generate", f"run={folder}", "prompts=-")))
-        if is_new:
-            chat.messages.clear()
-        elif question:
-            await chat.ask(question)
+            values = {key: str(value).replace("\r\n", "\n").strip() for key, value in form.items()}
+        chat = self._chat_of(name, folder)["chat"]
+        if "new" in values:
+            await chat.clear()
+        elif "stop" in values:
+            await chat.stop()
+        elif values.get("question"):
+            await chat.ask(values["question"], {key: values[key] for key in OPTIONS if key in values})
         return _back(request)
 
     def _named(self, request: Request, values: dict[str, Any]) -> tuple[str, Any]:
@@ -218,8 +185,14 @@ def _back(request: Request) -> Response:
 
 
 def _report(make: Callable[[], Page]) -> str:
-    try:
+    with _reporting_damage():
         return as_html(make())
+
+
+@contextmanager
+def _reporting_damage() -> Iterator[None]:
+    try:
+        yield
     except PAGE_FAULTS as fault:
         raise CheckpointError(
             f"A file is damaged ({type(fault).__name__}: {fault}). Restore it from a copy."
@@ -300,7 +273,8 @@ def guarded(app: ASGIApp, port: int, token: str) -> ASGIApp:
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
+                headers = MutableHeaders(scope=message)
+                headers.update({**_HEADERS, **headers})  # a response may be stricter
             await send(message)
 
         answer = answer_to(Request(scope)) if scope["type"] == "http" else None

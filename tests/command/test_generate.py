@@ -1,8 +1,12 @@
 """Asking a finished run: one prompt, a file of them, the base beside it; a conversation with history and commands."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from app.data.rows import Message
 from app.errors import PromptTooLong
@@ -38,6 +42,49 @@ def test_generate_base_equals_run_without_adapter(zygote: Zygote, finished: Fini
     assert base.stdout == without.stdout != tuned.stdout
     adapter = zygote.run(tmp_path, f"model={finished() / 'final'}", *asked, module="app.generate", code=2)
     assert "this is a PEFT adapter without its base. Use run=DIR" in adapter.stderr
+
+
+def test_generate_rows_from_standard_input_stream_on_request_until_sigint(finished: FinishedRuns) -> None:
+    words = (f"run={finished()}", "adapter=false", "prompts=-", "max_new_tokens=6")
+    command = [sys.executable, "-m", "app.generate", *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        to, answers = process.stdin, process.stdout
+        assert to is not None
+        assert answers is not None
+
+        def send(**row: Any) -> None:
+            to.write(json.dumps({"prompt": "Name the opposite of new.", **row}) + "\n")
+            to.flush()
+
+        def read() -> dict[str, Any]:
+            return dict(json.loads(answers.readline()))
+
+        send()
+        send(stream=True)
+        whole, first = read(), read()
+        assert whole.keys() == {"messages", "answer"}
+        pieces = []
+        while "piece" in (line := read()):
+            pieces.append(line["piece"])
+        assert (first, line) == ({"piece": ""}, whole)
+        assert len(pieces) > 1
+        assert "".join(pieces).strip() == whole["answer"]
+        send(stream=True, temperature=50, max_new_tokens=400)
+        for _ in range(4):
+            assert "piece" in read()
+        process.send_signal(signal.SIGINT)
+        while "piece" in (line := read()):
+            pass
+        assert line["stopped"] is True
+        assert line["answer"]
+        send(temperature=-1, max_new_tokens="few")
+        assert read() == {
+            "error": "error: 2 problems\n  1. max_new_tokens=few: expected a whole number.\n"
+            "  2. temperature=-1.0 must be at least 0."
+        }
+        send()
+        assert read() == whole, "options of a row are for that row"
+    assert process.returncode == 0
 
 
 def talk(*lines: str, system: str | None = None) -> tuple[list[list[Message]], str, ChatSession]:

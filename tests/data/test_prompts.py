@@ -24,7 +24,7 @@ def test_read_prompts_lines_and_rows(tmp_path: Path) -> None:
 
 
 def test_read_prompt_row_of_json() -> None:
-    assert read_prompt("line 1", '{"prompt": "Hi"}\n', "Be kind.") == as_conversation("Hi", "Be kind.")
+    assert read_prompt("line 1", '{"prompt": "Hi"}\n', "Be kind.")[0] == as_conversation("Hi", "Be kind.")
     for text, message in (("Hi\n", "line 1: not valid JSON"), ("[]\n", "line 1: expected a column prompt")):
         with pytest.raises(DataError, match=message):
             read_prompt("line 1", text, None)

@@ -1,6 +1,5 @@
 """The board over HTTP: who may ask, what the pages show of a finished run, and what is refused before anything runs."""
 
-import asyncio
 import json
 import os
 import socket
@@ -16,7 +15,6 @@ import pytest
 
 from app import board as command
 from app.errors import AppError
-from app.web.board import Chat
 from app.web.runs import Runs
 from tests.conftest import _environment_of_processes
 from tests.harness.board import Served, served
@@ -71,16 +69,30 @@ def test_board_shows_leaderboard_and_comparison(board: Board) -> None:
     assert "finetune report 'runs=" in page
 
 
-def test_run_page_shows_report_and_commands_without_torch(board: Board) -> None:
+def test_run_page_shows_metrics_chart_and_commands_without_torch(board: Board) -> None:
     page = unescape(board.client.get(PATH).text)
-    assert f"<title>{DONE}: finished</title>" in unescape(page), "the report is in the frame, escaped once more"
+    assert "<b>step 6 of 6</b>" in page
+    assert '<div class="tile"><b>' in page
+    assert '<svg role="img" aria-label="Loss"' in page
     assert f"finetune report 'run={board.folder}/{DONE}'" in page
     assert f"finetune generate 'run={board.folder}/{DONE}'" in page
     assert 'name="question"' in page
-    assert "finetune train" not in page.partition("<iframe")[0], "a finished run is not resumed"
+    assert "finetune train" not in page, "a finished run is not resumed"
     imported = {line.rpartition("|")[2].strip() for line in board.at.said.read_text().splitlines()}
     assert "app.web.board" in imported
     assert not {"torch", "numpy", "transformers"} & imported
+
+
+def test_report_is_a_page_without_scripts_and_forms(board: Board) -> None:
+    assert f'href="{PATH}/report"' in board.client.get(PATH).text
+    report = board.client.get(f"{PATH}/report")
+    assert f"<title>{DONE}: finished</title>" in unescape(report.text)
+    (policy,) = report.headers.get_list("content-security-policy")
+    assert policy.startswith("default-src 'none'; ")
+    assert "form-action 'none'; frame-ancestors 'none'" in policy
+    assert "script-src" not in policy
+    (policy,) = board.client.get(PATH).headers.get_list("content-security-policy")
+    assert "script-src 'self'" in policy
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,10 @@ def test_run_page_shows_report_and_commands_without_torch(board: Board) -> None:
         ("POST", "/new", {"Cookie": ""}, 403),
         ("GET", "/new", {}, 405),
         ("GET", "/run/absent", {}, 404),
+        ("GET", "/run/absent/report", {}, 404),
+        ("GET", "/run/absent/chat", {}, 404),
+        ("GET", "/run/other/chat", {"Cookie": ""}, 403),
+        ("POST", "/run/other/ask", {"Origin": "http://rebound.example"}, 403),
         ("GET", "/run/..%2f", {}, 404),
         ("GET", "/run/%2e%2e", {}, 404),
         ("GET", "/run/..%2f..%2fetc%2fpasswd", {}, 404),
@@ -146,7 +162,9 @@ def test_run_that_does_not_start_shows_why(board: Board) -> None:
     answer = board.client.post("/new", data=sent)
     assert answer.url.path == "/run/wrong"
     wait_until(lambda: "did not start" in board.client.get("/run/wrong").text, 60)
-    assert "error: dataset.path=absent.jsonl" in board.client.get("/run/wrong").text
+    page = board.client.get("/run/wrong").text
+    assert "error: dataset.path=absent.jsonl" in page.partition('<details id="open-log" open>')[2]
+    assert board.client.get("/run/wrong/report").status_code == 404, "it has no files"
     assert not (board.folder / "wrong").exists()
 
 
@@ -212,33 +230,3 @@ def test_command_refuses_missing_folder_taken_port_and_missing_package(
         assert f"port={port}: " in refusal(str(tmp_path), f"port={port}")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "pip install starlette uvicorn python-multipart" in refusal(str(tmp_path))
-
-
-STAND_IN = """
-import json, os, sys
-for line in sys.stdin:
-    messages = json.loads(line)["messages"]
-    print("a note")
-    if messages[-1]["content"] == "end": sys.exit("it ended")
-    print(json.dumps({"answer": f"{os.getpid()} {len(messages)}"}), flush=True)
-"""
-
-
-def test_chat_keeps_its_process_until_idle() -> None:
-    async def talk() -> None:
-        chat = Chat([sys.executable, "-c", STAND_IN], idle_seconds=0.2)
-        for question in ("one", "two"):
-            await chat.ask(question)
-        pid, _ = chat.messages[1]["content"].split()
-        assert [each["content"] for each in chat.messages] == ["one", f"{pid} 1", "two", f"{pid} 3"]
-        assert Path(f"/proc/{pid}").exists()
-        await asyncio.sleep(0.5)
-        assert not Path(f"/proc/{pid}").exists()
-        await chat.ask("end")
-        assert chat.problem.split("\n")[:2] == ["a note", "it ended"]
-        assert len(chat.messages) == 4, "an unanswered question is no turn"
-        await chat.ask("three")
-        assert not chat.messages[-1]["content"].startswith(pid)
-        await chat.end()
-
-    asyncio.run(talk())

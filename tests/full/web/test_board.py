@@ -76,7 +76,7 @@ class OverHttp:
         return self.at.client.get(self.path).text
 
     def text(self) -> str:
-        return unescape(re.sub(r'srcdoc="[^"]*"|<style>.*?</style>|<[^>]*>', " ", self._page(), flags=re.DOTALL))
+        return unescape(re.sub(r"<style>.*?</style>|<[^>]*>", " ", self._page(), flags=re.DOTALL))
 
     def seen(self, *words: str) -> None:
         _seen(self.text, words)
@@ -105,12 +105,12 @@ def test_run_started_stopped_and_resumed_ends_as_undisturbed(has_browser: bool, 
     with served(folder, _environment_of_processes(), tmp_path / "stderr") as at, opened as page:
         user = OverHttp(at) if page is None else InBrowser(at, page)
         user.start("mine", "\n".join(SETTINGS))
-        user.seen("mine still running", "/156 | loss")
+        user.seen("mine still running", "of 156", "gradient norm")
         user.press("Stop")
-        user.seen("mine stopped", "resume=auto")
+        user.seen("mine stopped")
         assert result(folder / "mine")["steps"] < result(whole)["steps"]
         user.press("Resume")
-        user.seen("mine finished", "finetune generate")
+        user.seen("mine finished", "step 156 of 156", "Chat")
         assert numbers(folder / "mine") == numbers(whole)
         assert result(folder / "mine")["train_loss_last"] == result(whole)["train_loss_last"]
         user.ask(QUESTION)
@@ -118,6 +118,7 @@ def test_run_started_stopped_and_resumed_ends_as_undisturbed(has_browser: bool, 
         user.seen(QUESTION, answer)
         assert _generating(folder)
         if page is not None:
+            _answer_grows_and_stops(page)
             base = at.entry.partition("?")[0]
             assert [each for each in page.asked if not each.startswith((base, "about:", "data:"))] == []
     assert not _generating(folder), "the chat ends with the board"
@@ -126,3 +127,32 @@ def test_run_started_stopped_and_resumed_ends_as_undisturbed(has_browser: bool, 
 def _generating(folder: Path) -> bool:
     words = f"run={folder / 'mine'}\0prompts=-".encode()
     return any(words in file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline"))
+
+
+def _answer_grows_and_stops(page: Browser) -> None:
+    """The page is changed where an answer grows: not what is open, typed and scrolled to."""
+    page.value("document.querySelector('#settings').open = true; scrollTo(0, 150)")
+    page.value("document.querySelector('[name=system]').value = 'Be brief.'")
+    page.value("document.querySelector('[name=temperature]').value = '50'")
+    page.value("document.querySelector('[name=max_new_tokens]').value = '400'")
+    page.value(f"document.querySelector('[name=question]').value = {QUESTION!r}; {_click('Chat')}")
+    page.value("document.querySelector('[name=question]').value = 'a draft'")
+    has_piece = f"document.querySelector('[data-busy]') && !/^(Loading|[.]{{3}})/.test({_LAST})"
+    stopped = f"{has_piece} && {_click('Stop answer')} ? {_LAST} : ''"
+    shown = list[str]()
+
+    def has_grown() -> bool:
+        shown.append(page.value(stopped) or "")
+        return shown[-1] != ""
+
+    wait_until(has_grown, 60, lambda: str(shown[-5:]))
+    wait_until(lambda: page.value("!document.querySelector('[data-busy]')") is True, 60)
+    assert page.value(_LAST).startswith(shown[-1])
+    assert page.value("document.querySelectorAll('.message').length") == 4
+    assert page.value("document.querySelector('#settings').open") is True
+    assert page.value("scrollY") == 150
+    typed = "[...document.querySelectorAll('#ask :is(input, textarea)')].map(field => field.value)"
+    assert page.value(typed) == ["a draft", "Be brief.", "50", "400"]
+
+
+_LAST = "[...document.querySelectorAll('.message .text')].pop().innerText"

@@ -1,0 +1,49 @@
+"""The live view of a run: position, remaining time, newest metrics, and whether a resume helps."""
+
+from pathlib import Path
+
+import pytest
+
+from app.web.live import live_view, seconds_left
+from tests.pages.folders import MANIFEST, lines_of, made_run, step
+
+
+def test_seconds_left_follows_the_speed_of_recent_steps() -> None:
+    lines = [step(number, 2.0, seconds=100.0 if number <= 10 else 4.0) for number in range(2, 200, 2)]
+    assert seconds_left(lines, 298) == pytest.approx(200.0), "two seconds a step"
+    assert seconds_left([*lines, {"step": 198, "eval_loss": 2.0}], 298) == pytest.approx(200.0)
+    assert seconds_left(lines[:1], 298) is None
+    assert seconds_left(lines, 198) is None
+    assert seconds_left(lines_of([3.0, 2.0]), 298) is None, "no times"
+
+
+def test_live_view_shows_newest_metrics_and_position(tmp_path: Path) -> None:
+    lines = [*lines_of([3.0, 2.0]), {"step": 2, "eval_loss": 2.5}, step(25, None, lr=5e-4)]
+    view = live_view(made_run(tmp_path / "mine", lines, result={}), "1")
+    assert (view.position, view.share) == ("step 25 of 100", 0.25)
+    assert dict(view.tiles) == {
+        "loss": "NaN",
+        "eval loss": "2.5",
+        "learning rate": "5.00e-04",
+        "gradient norm": "1.25",
+        "tokens/s": "5.2k",
+        "peak process memory": "548 MB",
+    }
+    assert [line.name for line in view.charts[0].series] == ["train", "eval"]
+
+
+def test_live_view_without_manifest_has_no_total(tmp_path: Path) -> None:
+    view = live_view(made_run(tmp_path / "mine", manifest={**MANIFEST, "counts": {}}, result={}), "1")
+    assert (view.position, view.share, view.left, view.charts) == ("step 0", 0.0, "", [])
+
+
+@pytest.mark.parametrize(
+    ("error", "helps"),
+    [
+        ("error: Stopped: 9 consecutive steps with NaN/Inf gradients (last: step 10). Try a lower optimizer.lr", False),
+        ("error: the disk is full", True),
+    ],
+)
+def test_live_view_of_failed_run_tells_whether_a_resume_helps(tmp_path: Path, error: str, helps: bool) -> None:
+    view = live_view(made_run(tmp_path / "mine", result={"status": "failed", "error": error}), "1")
+    assert (view.resume_helps, view.error) == (helps, error.removeprefix("error: "))
