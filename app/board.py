@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from app.config.command_line import Changes, Command, command_help
+from app.config.command_line import Changes, Command
 from app.config.commands import run_command
+from app.config.help import command_help
 from app.config.validate import number
 from app.errors import EnvironmentProblem
 
@@ -21,10 +22,10 @@ _PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart":
 
 @dataclass(kw_only=True, slots=True)
 class BoardConfig:
-    """Options of finetune board: folder with the runs and sweeps, and port; `port=0` selects a free one."""
+    """Options of finetune board."""
 
-    folder: str
-    port: int = number(0, at_least=0, at_most=65535)
+    folder: str  # folder with runs and sweeps; may be typed without folder=
+    port: int = number(0, at_least=0, at_most=65535)  # port on 127.0.0.1; 0: a free one
 
 
 def _problems(config: BoardConfig, _changes: Changes) -> Iterator[str]:
@@ -49,7 +50,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes: 0 after SIGTERM, 2 if the folder, the port or a package is not available, 130 Ctrl-C."""
-    run_command(_command, lambda: command_help(__doc__, BOARD))
+    run_command(_command, lambda _: command_help(__doc__, BOARD))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.commands import CheckConfig, check_config, print_settings_notes, run_command
+from app.config.commands import CHECK, CHECKS, CheckConfig, check_config, print_settings_notes, run_command
+from app.config.help import command_help, train_help
 from app.config.overrides import key_of
 from app.config.schema import RunConfig
 from app.distributed.launch import fail_as_one_of_several, launch, processes_to_start, report_failure, world
 from app.errors import AppError, ConfigError, refuse
 from app.files import report_write_errors, write_json, write_text
-from app.program import as_started, remember_settings
+from app.program import as_started, remember_settings, with_target
 from app.tracking.console import Console, open_console
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ def _ladder(arguments: Sequence[str]) -> int:
         raise ConfigError("sweep= is an option of finetune check memory, for ladders. Add memory in front.")
     options = [text for text in arguments if key_of(text).partition(".")[0] in ("hardware", "exact")]
     ladder = read_ladder([text for text in arguments[1:] if text not in options])
-    folders = [Path(str(value_of(text))).expanduser() for text in arguments if key_of(text) == "output_dir"]
+    targets = [text for text in with_target("output_dir", arguments) if key_of(text) == "output_dir"]
+    folders = [Path(str(value_of(text))).expanduser() for text in targets]
     label, rungs, problems, stops = "this machine", list[dict[str, Any]](), list[str](), list[str]()
     for trial, (name, rung) in zip(ladder.points, ladder.rungs.items(), strict=True):
         planned: dict[str, Any] = {"error": trial.refused}
@@ -143,7 +145,7 @@ def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
     _check_parts(config)
     processes = _planned_processes(config)
     exact, hardware = config.options.exact, config.options.hardware
-    parts = planned_parts(config.run, config.overrides, hardware, exact=exact, processes=processes)
+    parts = planned_parts(config.run, hardware, exact=exact, processes=processes)
     label = {} if hardware is None else {"label": hardware.label}
     return {"error": None, "batch": batch_text(config.run), **parts, **label}
 
@@ -278,8 +280,12 @@ def _command(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Exit with 0 if training would start, 2 on reported problems or invalid settings, 3 if the planner failed on a
     rung of a ladder."""
-    usage = f"{__doc__}\nFor the settings see: finetune train --help\n"
-    run_command(_command, lambda: usage, fail_as_one_of_several)
+    usage = f"{__doc__}\nFor the settings see: finetune train --help"
+
+    def help_text(names: Sequence[str]) -> str:
+        return train_help(names) if names and not {*names} <= {*CHECKS} else command_help(usage, CHECK)
+
+    run_command(_command, help_text, fail_as_one_of_several)
 
 
 _CHECKS = {"data": _data, "memory": _memory, "cluster": _cluster, "quantization": _quantization, "models": _models}

@@ -15,20 +15,23 @@ import yaml
 from app.config.command_line import Command
 from app.config.commands import run_command
 from app.config.conf_files import choices_by_group, read_yaml
+from app.config.help import command_help
+from app.config.json_schema import SCHEMA_FILE
 from app.config.other_programs import Conversion
 from app.config.settings_conversion import converted
 from app.config.validate import format_value
 from app.errors import ConfigError, gist
 from app.files import write_text
+from app.program import command_text
 from app.tracking.console import Console, open_console
 
 
 @dataclass(kw_only=True, slots=True)
 class ConvertConfig:
-    """Options of finetune convert: config of another program, and output file."""
+    """Options of finetune convert."""
 
-    file: str
-    to: str | None = None
+    file: str  # YAML config of another program; may be typed without file=
+    to: str | None = None  # new YAML file for finetune train from=; by default it is printed
 
 
 CONVERT = Command(schema=ConvertConfig, bare="file", example="finetune convert config.yml to=mine.yaml")
@@ -38,6 +41,8 @@ def convert(file: Path, to: Path | None, console: Console) -> int:
     """Print the result for each setting, and write the converted file."""
     try:
         data = read_yaml(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file. Give a YAML config of another program.") from None
     except (OSError, ValueError, yaml.YAMLError) as fault:
         raise ConfigError(f"{file} cannot be read: {gist(fault)}. Give a YAML config of another program.") from fault
     if not isinstance(data, Mapping):
@@ -58,13 +63,15 @@ def convert(file: Path, to: Path | None, console: Console) -> int:
     else:
         write_text(to, text)
         console.say(f"file    {to}\nTry it  finetune check from={to}")
+        if not (schema := to.with_name(SCHEMA_FILE)).exists():
+            console.say(f"For completion in an editor: {command_text('schema', f'to={schema}')}")
     return 0
 
 
 def as_file(conversion: Conversion, name: str) -> str:
-    """Return the converted settings as a file for `from=`, groups first."""
+    """Return the converted settings as a file for `from=`, groups first; its first line names the schema next to it."""
     words = dict(sorted(conversion.words.items(), key=lambda word: word[0] not in choices_by_group()))
-    header = f"# Converted from {name} ({conversion.facts['label']}).\n"
+    header = f"# yaml-language-server: $schema={SCHEMA_FILE}\n# Converted from {name} ({conversion.facts['label']}).\n"
     return header + yaml.safe_dump(words, sort_keys=False, allow_unicode=True)
 
 
@@ -91,7 +98,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes of finetune train."""
-    run_command(_command, lambda: __doc__ or "")
+    run_command(_command, lambda _: command_help(__doc__, CONVERT))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.config.command_line import command_help
 from app.config.commands import run_command
 from app.config.finished_run import EVALUATE, EvaluateConfig, as_run, evaluate_config, read_manifest
+from app.config.help import command_help
 from app.distributed.launch import fail_as_one_of_several, launch, processes_to_start, reporting_crashes, world
 from app.errors import EnvironmentProblem, refuse
 from app.evaluation.lm_eval import prepare_harness, require_harness, table, with_earlier_tasks
@@ -125,7 +125,7 @@ def _command(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Exit codes as of finetune train."""
     with reporting_crashes():
-        run_command(_command, lambda: command_help(__doc__, EVALUATE), fail_as_one_of_several)
+        run_command(_command, lambda _: command_help(__doc__, EVALUATE), fail_as_one_of_several)
 
 
 if __name__ == "__main__":

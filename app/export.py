@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.command_line import command_help
 from app.config.commands import run_command
 from app.config.finished_run import EXPORT, EXPORT_KINDS, ExportConfig, as_run, export_config, read_manifest
+from app.config.help import command_help
 from app.errors import refuse
 from app.exports.destination import REPORT, repository, require_target
 from app.tracking.console import Console, open_console
@@ -124,7 +124,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes of finetune train, and 3 if the verification failed."""
-    run_command(_command, lambda: command_help(__doc__, EXPORT))
+    run_command(_command, lambda _: command_help(__doc__, EXPORT))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.command_line import command_help
 from app.config.commands import GENERATE, STDIN, GenerateConfig, class_problems, run_command
 from app.config.dataset import has_chats, has_pairs
 from app.config.finished_run import finished_folder, require_intact_final
+from app.config.help import command_help
 from app.config.kinds import PROBLEMS, text_of
 from app.config.load import named_model, read_run
 from app.config.schema import RunConfig
@@ -356,7 +356,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes as of finetune train."""
-    run_command(_command, lambda: command_help(__doc__, GENERATE))
+    run_command(_command, lambda _: command_help(__doc__, GENERATE))
 
 
 if __name__ == "__main__":

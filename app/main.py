@@ -17,7 +17,7 @@ def main() -> None:
     """Run a command and exit with its exit code."""
     word, *arguments = sys.argv[1:] or ["help"]
     if word == "help" and arguments and arguments[0] in COMMANDS:
-        word, arguments = arguments[0], ["--help"]
+        word, arguments = arguments[0], ["--help", *arguments[1:]]
     if word in ("help", "-h", "--help"):
         listed = "\n".join(f"  finetune {name:<12}{purpose}" for name, purpose in COMMANDS.items())
         sys.stdout.write(f"Fine-tune a language model.\n\n{listed}\n\nRun finetune COMMAND --help for details.\n")

@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # Set in the environment, so that child processes print the same commands.
@@ -13,22 +13,25 @@ STARTED_AS = "APP_STARTED_AS"
 TYPED = "APP_TYPED"
 COMMANDS = {
     "train": "fine-tune a model, or run a sweep",
-    "check": "check data, memory, cluster or quantization before training",
+    "check": "check data, memory or cluster before training",
     "generate": "generate text with a fine-tuned model",
     "evaluate": "evaluate a run, optionally compared with its base model",
     "export": "export an adapter, a merged or quantized model, or GGUF",
-    "convert": "convert an Axolotl, LLaMA-Factory, torchtune, Unsloth or TRL config",
+    "convert": "convert an Axolotl, LLaMA-Factory, TRL or Unsloth config",
+    "schema": "print the JSON Schema of settings files, for editors",
     "report": "create an HTML report of a run, a sweep or a comparison",
-    "board": "start, stop, watch and compare runs in a browser, and chat with them",
+    "board": "start, stop, watch and compare runs in a browser, chat",
     "reproduce": "repeat a run and compare the results",
+    "completion": "print the completion script of bash, zsh or fish",
 }
+TARGETS = ("output_dir", "to", "output")  # synonyms of the key that sets where results go
 _COMMAND = re.compile(rf"(?<![\w./-])finetune (?=(?:{'|'.join(COMMANDS)})\b)")
 _WORD = r"""(?:'[^'\n]*'|"[^"\n]*"|[^\s'"])+"""
 _CHECK = re.compile(rf"(finetune check data)((?: (?=['\"]?[\w.]+=){_WORD})+)")
 # Printed commands contain source, format and columns; the other settings are not accepted by `finetune check data`.
 _NOT_REPEATED = re.compile(
     r"dataset(=|\.(path|split|hub_config|revision|format|columns|leave_out|mix)\b)"
-    r"|(output_dir|resume|dry_run|hardware|exact|answers)\b"
+    r"|(output_dir|to|resume|dry_run|hardware|exact|answers)\b"
 )
 
 
@@ -45,8 +48,17 @@ def command_text(name: str, *arguments: str) -> str:
 
 def resume_command(settings: Sequence[str], output_dir: str) -> str:
     """Return the command that resumes the run that was started with these settings."""
-    others = [word for word in settings if _key(word) not in ("output_dir", "resume")]
+    others = [word for word in settings if _key(word) not in ("resume", *TARGETS)]
     return command_text("train", *others, f"output_dir={output_dir}", "resume=auto")
+
+
+def with_target(key: str, arguments: Iterable[str]) -> list[str]:
+    """Rename the synonyms of `key`, which sets where the results of a command go, to it."""
+    return [
+        f"{key}={value}" if equals and name.lstrip("+") in TARGETS else word
+        for word in arguments
+        for name, equals, value in (word.partition("="),)
+    ]
 
 
 def as_started(text: str) -> str:

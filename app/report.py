@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.config.command_line import command_help
 from app.config.commands import REPORT, ReportConfig, run_command
+from app.config.help import command_help
 from app.errors import CheckpointError, refuse
 from app.files import write_text
 from app.pages.read_run import is_run, read_sweep
@@ -101,7 +101,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes: docs/output.md."""
-    run_command(_command, lambda: command_help(__doc__, REPORT))
+    run_command(_command, lambda _: command_help(__doc__, REPORT))
 
 
 if __name__ == "__main__":

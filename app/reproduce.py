@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from app.config.command_line import command_help
 from app.config.commands import run_command
 from app.config.finished_run import REPRODUCE, ReproduceConfig, as_run, read_manifest, reproduce_config
+from app.config.help import command_help
 from app.config.schema import RunConfig
 from app.errors import CheckpointError, ConfigError
 from app.files import write_json
@@ -105,7 +105,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes of finetune train, and 3 if results differ."""
-    run_command(_command, lambda: command_help(__doc__, REPRODUCE))
+    run_command(_command, lambda _: command_help(__doc__, REPRODUCE))
 
 
 if __name__ == "__main__":

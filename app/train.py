@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from app.config.command_line import help_text, print_help_or_version
 from app.config.commands import print_settings_notes, require_platform
 from app.config.conf_files import to_yaml
+from app.config.help import print_help_or_version, train_help
 from app.config.load import compose_run, read_run
 from app.config.overrides import is_sweep, key_of, split_arguments
 from app.config.schema import RunConfig
@@ -165,7 +165,7 @@ def _dispatch(arguments: list[str]) -> None:
     launched = launched_run()
     if launched is not None:
         sys.exit(train(*launched))
-    if print_help_or_version(arguments, help_text):
+    if print_help_or_version(arguments, train_help):
         return
     if is_sweep(arguments):
         from app.sweeps.sweep import sweep

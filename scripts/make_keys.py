@@ -3,9 +3,6 @@
 python -m scripts.make_keys
 """
 
-import ast
-import inspect
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
@@ -15,12 +12,12 @@ from typing import Any
 from omegaconf import MISSING
 
 from app.config.commands import all_hardware
-from app.config.conf_files import choices_by_group
+from app.config.help import meanings, values_of
+from app.config.json_schema import description
 from app.config.load import default_values
 from app.config.other_programs import PROGRAMS
-from app.config.rules import readers_of
 from app.config.schema import RunConfig
-from app.config.validate import CHOICES, LIMITS, SECTIONS, TYPE, format_value, other_programs, type_text, typed_only
+from app.config.validate import SECTIONS, format_value, other_programs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _END = "<!-- end -->"  # of a generated table
@@ -39,9 +36,7 @@ Made by `python -m scripts.make_keys` from [the schema](../app/config/schema.py)
 arguments; `${...}` refers to another key. A key with names in brackets is read by these choices of its group alone.
 A key marked "command line only" is not taken from a file of settings or a run folder ([SECURITY.md](../SECURITY.md)).
 """
-_QUOTING_ADVICE = " (quote it if it looks like another type)"
 _MAX_MAPPING_CHARACTERS = 60
-_COMMENT = re.compile(r"#\s+(.*)$")
 
 
 def keys_page() -> str:
@@ -57,11 +52,9 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
     yield from (f"## {prefix.rstrip('.') or 'The run'}", "", section.__doc__ or "", "")
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     for entry in keys:
-        key, meaning = f"{prefix}{entry.name}", documentation[entry.name]
-        readers = readers_of(key)
-        meaning += f" ({', '.join(readers)})" if readers else ""
-        meaning += " (command line only)" if typed_only(RunConfig, key) else ""
-        cells = (f"`{key}`", _values(entry, prefix), _default(entry, defaults), meaning)
+        key = f"{prefix}{entry.name}"
+        meaning = description(key, documentation[entry.name]).replace("|", "\\|")
+        cells = (f"`{key}`", values_of(key, entry, "`{}`".format), _default(entry, defaults), meaning)
         yield f"| {' | '.join(cells)} |"
     yield ""
     for entry in fields(section):
@@ -70,35 +63,6 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
             yield from _section(entry.type, f"{prefix}{entry.name}.", inner)
         elif SECTIONS in entry.metadata:
             yield from _section(entry.metadata[SECTIONS], f"{prefix}{entry.name}.NAME.", {})
-
-
-def meanings(section: type) -> dict[str, str]:
-    """Return the documentation of each field: the comment after it, or in the line above."""
-    lines = inspect.getsource(section).splitlines()
-    (body,) = ast.parse("\n".join(lines)).body
-    assert isinstance(body, ast.ClassDef)
-    comments = {}
-    for statement in body.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            comment = _COMMENT.search(lines[(statement.end_lineno or 0) - 1]) or _COMMENT.search(
-                lines[statement.lineno - 2]
-            )
-            if comment:
-                comments[statement.target.id] = comment[1].replace("|", "\\|")
-    return comments
-
-
-def _values(entry: Field[Any], prefix: str) -> str:
-    group = prefix.rstrip(".")
-    choices = entry.metadata.get(CHOICES, ())
-    if entry.name == "kind" and group in choices_by_group():
-        choices = choices or choices_by_group()[group]
-    if choices:
-        return ", ".join(f"`{name}`" for name in choices)
-    limits = entry.metadata.get(LIMITS, {})
-    bounds = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in limits.items())
-    text = type_text(entry.metadata.get(TYPE, entry.type)).replace(_QUOTING_ADVICE, "")
-    return f"{text}, {bounds}" if bounds else text
 
 
 def _default(entry: Field[Any], defaults: Mapping[str, Any]) -> str:

@@ -123,7 +123,8 @@ def _terminal(text: str) -> str:
             styled.highlight_regex(pattern, style)
         console.print(styled, soft_wrap=True)
     drawn = console.export_svg(title="finetune", unique_id="terminal")
-    return re.sub(r"@font-face \{.*?\}\n", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r"@font-face \{.*?\}\n", "", drawn, flags=re.DOTALL)
+    return drawn.replace("<text ", '<text xml:space="preserve" ')  # librsvg drops leading spaces
 
 
 if __name__ == "__main__":

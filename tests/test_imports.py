@@ -9,6 +9,7 @@ from tests.conftest import REPO
 
 WITHOUT_TORCH = (  # a package means all of its modules
     *("main", "train", "check", "evaluate", "generate", "export", "report", "reproduce", "convert", "board"),
+    *("schema", "completion"),
     *("config", "pages", "sweeps", "tracking", "web"),
     *("base.source", "base.tokenizer"),
     *("data.prepare", "data.sources", "data.tokenizer"),

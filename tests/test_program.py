@@ -61,7 +61,7 @@ def test_printed_command_is_spelled_as_started(
 
 
 def test_resume_command_replaces_the_output_folder() -> None:
-    typed = ["dataset.path=a b", "output_dir=x", "resume=runs/y", "+seed=1"]
+    typed = ["dataset.path=a b", "output_dir=x", "to=y", "resume=runs/y", "+seed=1"]
     assert (
         program.resume_command(typed, "runs/z")
         == "finetune train 'dataset.path=a b' +seed=1 output_dir=runs/z resume=auto"

@@ -294,10 +294,10 @@ def layers_to_adapt(targets: list[str], lm: Any, *, of_norms: bool = False) -> l
             matched = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not matched:
             ends = sorted({name.rpartition(".")[2] for name in linear})
-            what, every = ("norm", "") if of_norms else ("linear layer", f"; or {ALL_LINEAR}")
+            what = "norm" if of_norms else "linear layer"
+            names = "; ".join(filter(None, (", ".join(ends), "" if of_norms else f"or {ALL_LINEAR}")))
             problems.append(
-                f"adapter.targets: {target} matches no {what} of this model ({', '.join(ends)}{every})."
-                f"{did_you_mean(target, ends)}"
+                f"adapter.targets: {target} matches no {what} of this model ({names}).{did_you_mean(target, ends)}"
             )
         chosen.update(matched)
     if problems:

@@ -7,11 +7,13 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from app.assets import locate
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
+from app.config.conf_files import choices_by_group, read_choice
 from app.config.schema import ModelConfig
 from app.errors import AppError, ConfigError, EnvironmentProblem, gist
 from app.files import irregular_files, read_json, read_object, require_intact
@@ -85,6 +87,15 @@ def folder_at_hand(config: ModelConfig) -> Path | None:
     except (OSError, HFValidationError):  # not in the cache
         return None
     return Path(cached) if (Path(cached) / "config.json").is_file() else None
+
+
+def random_model_if_missing(model: ModelConfig) -> ModelConfig:
+    """Return the model with random weights if its files are missing but a preset has its architecture."""
+    if model.weights == "random" or "model_type" not in model.architecture or folder_at_hand(model):
+        return model
+    presets = (read_choice("model", name) for name in choices_by_group()["model"])
+    is_preset = any(preset.get("path") == model.path for preset in presets)
+    return replace(model, weights="random") if is_preset else model
 
 
 def local_place(path: str) -> Path:

@@ -25,7 +25,7 @@ from app.layers.recurrent import recurrent_mixers
 # other types may differ only in long rows, which the check before the first step does not see
 _RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
 _LAYERS = _RECURRENT | {"full_attention", "sliding_attention", "mlp", "moe"}
-_OWN_ATTENTION = "its attention cannot be replaced by ours"
+_OWN_ATTENTION = "only its own attention implementation works"
 _HEAD_FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -48,7 +48,7 @@ def tier_of(config: ModelConfig, task: Task, numbers: Any) -> Tier:
     types = set(getattr(numbers.get_text_config(decoder=True), "layer_types", None) or ())
     strange = types - _LAYERS - set(proven.layers if proven else ())
     if strange:
-        return Tier(REFUSED, f"it has layers of {', '.join(sorted(strange))}")
+        return Tier(REFUSED, f"it has unsupported layers: {', '.join(sorted(strange))}")
     if proven is not None and proven.compared:
         return proven
     classes = whole_class(numbers, task) or getattr(transformers, task.mapping).get(type(numbers), None)
@@ -82,12 +82,12 @@ def _reason(task: Task, numbers: Any, *, own_code: bool) -> str | None:
 def _whole_class(task: Task, numbers: Any) -> Any:
     """Return the class of a composite that is trained as a whole on text, None for others; or the refusal."""
     if numbers.is_encoder_decoder or "encoder" in numbers.sub_configs:
-        return "it is an encoder-decoder, and only models of one of the two are trained here"
+        return "encoder-decoder models are not supported"
     text, whole = numbers.get_text_config(decoder=True), whole_class(numbers, task)
     if numbers.model_type in OTHER_TEXT:
-        return f"the class of its text part, of kind {text.model_type}, computes something else than the whole"
+        return f"its text part, of kind {text.model_type}, is not computed as in the whole model"
     if text is not numbers and (whole is None or not task.writes_text):
-        return "it reads more than text, and its text part is trained by task=causal alone"
+        return "it is multimodal, and its text part can only be trained with task=causal"
     return whole if task.writes_text else None
 
 
@@ -102,21 +102,19 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
     if tier_of(config, task, lm.config).name != OWN and not (_calls_interface(type(lm)) or recurrent_mixers(lm)):
         refuse(_OWN_ATTENTION)
     if lm.base_model is lm:
-        refuse("its backbone cannot be told from its head")
+        refuse("its backbone and head are not separate modules")
     ways = {not module.is_causal for module in lm.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     if task.sees != "either" and (task.sees == "before") in ways:
-        refuse(
-            "its tokens see only those before them" if task.sees == "both" else "its tokens see the tokens after them"
-        )
+        refuse("its attention is causal" if task.sees == "both" else "its attention is bidirectional")
     if len(ways) > 1:
-        refuse("tokens see those after them in some of its layers and not in others")
+        refuse("some of its layers have causal and others bidirectional attention")
     # one row through the head; whether the logits are right is checked on the first batch
     row = torch.zeros(1, lm.config.get_text_config().hidden_size, dtype=lm.dtype, device=lm.device)
     try:
         with torch.no_grad():
             (pooled_head if task.pooled else own_head)(lm)(row)
     except _HEAD_FAULTS as fault:
-        refuse(f"its head does not work apart from its backbone: {fault}", fault)
+        refuse(f"its head cannot run without its backbone: {fault}", fault)
 
 
 def _refuse(config: ModelConfig, task: Task, numbers: Any, reason: str, fault: Exception | None = None) -> NoReturn:

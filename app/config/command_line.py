@@ -1,19 +1,14 @@
-"""Parsers for the options and run settings of commands, and the text of `--help` and `--version`."""
+"""Parsers for the options and run settings of commands."""
 
-import sys
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import omegaconf
 from hydra.errors import HydraException
 
-from app import __version__
-from app.config.conf_files import choices_by_group, purpose_of
-from app.config.load import default_choices
+from app.config.conf_files import choices_by_group
 from app.config.overrides import (
     check_overrides,
     key_of,
@@ -25,20 +20,9 @@ from app.config.overrides import (
 )
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
-from app.config.validate import (
-    CHOICES,
-    field_types,
-    format_value,
-    is_key,
-    is_optional,
-    leaf_keys,
-    parse_section,
-    section_type,
-    takes_text,
-    type_text,
-)
+from app.config.validate import field_types, is_key, is_optional, leaf_keys, parse_section
 from app.errors import ConfigError, refuse
-from app.program import as_started
+from app.program import TARGETS, with_target
 
 Options = TypeVar("Options")
 
@@ -100,7 +84,8 @@ class Command(Generic[Options]):
     def read(self, arguments: Sequence[str]) -> Typed:
         """Split a command line into options and run settings; raise one ConfigError with all invalid arguments."""
         options, words, problems = dict[str, Any](), list[str](), list[str]()
-        for text in arguments:
+        target = next((key for key in TARGETS if key in self.options or key in self.allowed), None)
+        for text in arguments if target is None else with_target(target, arguments):
             try:
                 if (key := key_of(text)) in self.options and "=" in text:
                     options[self.typed_as.get(key, key)] = self._value(key, text)
@@ -167,88 +152,3 @@ class Command(Generic[Options]):
             if not any(section in self.allowed for section in sections):
                 reason = next(self.why_not[section] for section in sections if section in self.why_not)
                 yield f"{text}: {key} does not apply, {reason}."
-
-
-# ---- help
-
-
-_WIDTH = 110
-_LISTED_GROUPS = ("recipe", "model", "dataset", "task", "sweep")  # with a line for each choice
-_FRAME = """\
-Fine-tune a language model.
-
-  finetune train                                     the included model and dataset
-  finetune train recipe=qlora model=llama dataset=messages dataset.path=chat.jsonl
-  finetune train model.path=DIR dataset=text dataset.path=books/ optimizer.lr=1e-4
-  finetune train output_dir=runs/mine resume=auto    resume a run
-  finetune train from=runs/mine optimizer.lr=1e-4    start from the settings of a run
-  finetune train from=mine.yaml optimizer.lr=1e-4    start from a file; typed settings win
-  finetune train -m recipe=lora,full optimizer.lr=1e-3,3e-4   a sweep
-  finetune train model=llama dry_run=true            print the plan without loading weights
-  finetune train recipe=qlora --cfg job              print all keys and values
-
-group=choice selects one of these presets (*: default), key=value sets one key:
-
-{groups}
-
-Before training: finetune check data, finetune check memory (same arguments)
-After training: finetune generate, evaluate, export, report or reproduce with run=DIR; finetune board DIR
-Docs: docs/config.md (settings), docs/data.md (datasets)
-"""
-
-
-def print_help_or_version(arguments: Sequence[str], help_text: Callable[[], str]) -> bool:
-    """Print the text for `--help` or `--version`, else return False. Hydra's own help would show internals."""
-    if {"-h", "--help"} & {*arguments}:
-        sys.stdout.write(as_started(help_text()))
-    elif "--version" in arguments:
-        sys.stdout.write(f"app-finetune {__version__}\n")
-    else:
-        return False
-    return True
-
-
-def help_text() -> str:
-    """Return the help of finetune train."""
-    chosen = default_choices()
-    lines = []
-    for group, names in choices_by_group().items():
-        starred = {name: f"{name}*" if chosen.get(group) == name else name for name in names}
-        if group in _LISTED_GROUPS:
-            lines.append(f"  {group}")
-            for name, word in starred.items():
-                purpose = textwrap.shorten(purpose_of(group, name), _WIDTH - 26, placeholder=" ...")
-                lines.append(f"    {word:<22}{purpose}")
-        elif names:
-            words = " ".join(starred.values()) + (" (of finetune check memory)" if group == "hardware" else "")
-            lines.append(textwrap.fill(words, _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))
-    return _FRAME.format(groups="\n".join(lines))
-
-
-def command_help(usage: str, command: Command[Any]) -> str:
-    """Return the help of another command: `usage`, its options and the run settings that it accepts."""
-    of_schema = dict(_leaf_fields(command.schema))
-    option = {key: command.typed_as.get(key, key) for key in command.options}
-    options = {key: of_schema[name] for key, name in option.items() if name in of_schema}
-    width = max(map(len, options)) + 4
-    lines = [f"  {name + '=':<{width}}{_takes(option_field)}" for name, option_field in options.items()]
-    also = f"As in finetune train, by default those of the run: {', '.join(command.allowed)}"
-    settings = ["", *textwrap.wrap(also, _WIDTH, break_on_hyphens=False)] if command.allowed else []
-    return "\n".join([usage, *lines, *settings, ""])
-
-
-def _leaf_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """Yield the fields of a schema that are not sections, with their dotted keys."""
-    for schema_field in fields(schema):
-        if section := section_type(schema_field.type):
-            yield from _leaf_fields(section, f"{prefix}{schema_field.name}.")
-        else:
-            yield f"{prefix}{schema_field.name}", schema_field
-
-
-def _takes(option_field: Field[Any]) -> str:
-    """Return the accepted values of a key, and its default."""
-    choices = option_field.metadata.get(CHOICES)
-    takes = ", ".join(choices) if choices else "text" if takes_text(option_field.type) else type_text(option_field.type)
-    has_default = option_field.default not in (MISSING, omegaconf.MISSING, None)
-    return f"{takes} (default {format_value(option_field.default)})" if has_default else takes

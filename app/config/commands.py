@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from app.config import conf_files
-from app.config.command_line import Changes, Command, print_help_or_version
+from app.config.command_line import Changes, Command
 from app.config.finished_run import checkpoint_problems
+from app.config.help import print_help_or_version
 from app.config.kinds import QUANTIZATION_KINDS
 from app.config.load import compose_run
 from app.config.overrides import key_of, settings_notes, split_arguments
@@ -24,17 +25,17 @@ _MIN_FP8_CAPABILITY = (8, 9)  # Ada, Hopper or newer
 
 @dataclass(kw_only=True, slots=True)
 class HardwareConfig:
-    """GPU specification; `name` is the file name in conf/hardware, `names` are the names reported by the driver."""
+    """GPU specification."""
 
-    name: str
-    label: str
-    names: list[str] = field(default_factory=list)
-    memory_gib: float = number(above=0)
-    bandwidth_gb: float = number(above=0)
-    bf16_tflops: float = number(above=0)
-    fp8_tflops: float | None = number(None, above=0)
-    capability: str | None = None
-    context_gib: float | None = number(None, at_least=0)
+    name: str  # file name in conf/hardware
+    label: str  # name in texts
+    names: list[str] = field(default_factory=list)  # names reported by the driver
+    memory_gib: float = number(above=0)  # memory of the GPU in GiB
+    bandwidth_gb: float = number(above=0)  # memory bandwidth in GB/s
+    bf16_tflops: float = number(above=0)  # dense bf16 peak in TFLOP/s
+    fp8_tflops: float | None = number(None, above=0)  # dense fp8 peak in TFLOP/s; null: no fp8
+    capability: str | None = None  # CUDA compute capability, e.g. 8.9
+    context_gib: float | None = number(None, at_least=0)  # memory of the CUDA context in GiB; null: not measured
 
     @property
     def has_fp8(self) -> bool:
@@ -103,7 +104,7 @@ def require_platform(system: str = "", machine: str = "") -> None:
 
 def run_command(
     command: Callable[[Sequence[str]], int],
-    help_text: Callable[[], str],
+    help_text: Callable[[Sequence[str]], str],
     on_error: Callable[[AppError], None] | None = None,
 ) -> NoReturn:
     """Run `command` on the arguments and exit with its code, or that of an AppError, which is passed to `on_error`."""
@@ -131,33 +132,34 @@ def print_settings_notes(arguments: Sequence[str]) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class ThreadsConfig:
-    """CPU threads of a single-process command; null: the default of torch."""
+    """CPU threads of a single-process command."""
 
-    threads: int | None = number(None, at_least=1, at_most=1024)
+    threads: int | None = number(None, at_least=1, at_most=1024)  # CPU threads; null: the default of torch
 
 
 @dataclass(kw_only=True, slots=True)
 class GenerateConfig:
-    """Options of finetune generate. `temperature=0` is greedy; without `prompt` and `prompts` it starts a chat."""
+    """Options of finetune generate; without `prompt` and `prompts` it starts a chat."""
 
-    run: str | None = None
+    run: str | None = None  # output_dir of a finished run
     checkpoint: str | None = None  # best, or a step number
-    model: str | None = None
-    prompt: str | None = None
+    model: str | None = None  # instead of run: folder, hub ID or model name of finetune train
+    prompt: str | None = None  # one prompt
     second: str | None = None  # second text of a pair, for runs that classify pairs
-    prompts: str | None = None
-    output: str | None = None
-    system: str | None = None
-    adapter: bool = True
-    trust_remote_code: bool = False  # set with model.trust_remote_code, as in finetune train
-    chat: bool | None = None  # null: as in training; for a model, true if it has a chat template
-    max_new_tokens: int = number(256, at_least=1)
-    temperature: float = number(0.0, at_least=0)
-    top_p: float = number(1.0, above=0, at_most=1)
-    top_k: int | None = number(None, at_least=1)
-    beams: int = number(1, at_least=1)
-    batch: int = number(8, at_least=1)
-    seed: int = number(0, at_least=0, at_most=2**32 - 1)
+    prompts: str | None = None  # file with prompts (.jsonl, .json, .csv, .txt), or - for JSON lines on standard input
+    output: str | None = None  # file for the answers to prompts=
+    system: str | None = None  # system message of the conversation
+    adapter: bool = True  # false: answer with the base model, for comparison
+    # run code from the model's repository; typed as in finetune train
+    trust_remote_code: bool = False
+    chat: bool | None = None  # apply the chat template; null: as in training, for a model if it has one
+    max_new_tokens: int = number(256, at_least=1)  # longest answer
+    temperature: float = number(0.0, at_least=0)  # sampling temperature; 0: greedy decoding
+    top_p: float = number(1.0, above=0, at_most=1)  # sample from the most likely tokens with this total probability
+    top_k: int | None = number(None, at_least=1)  # sample from the K most likely tokens
+    beams: int = number(1, at_least=1)  # beams of beam search
+    batch: int = number(8, at_least=1)  # prompts answered at once
+    seed: int = number(0, at_least=0, at_most=2**32 - 1)  # seed of sampling
     launch: ThreadsConfig = field(default_factory=ThreadsConfig)
 
     @property
@@ -229,10 +231,10 @@ def class_problems(config: GenerateConfig, folder: str, pair: bool, task: str = 
 class ReportConfig:
     """Options of finetune report: one of `run`, `sweep` and `runs`; `to` is the output file."""
 
-    run: str | None = None
-    sweep: str | None = None
-    runs: str | None = None
-    to: str | None = None
+    run: str | None = None  # folder of a run
+    sweep: str | None = None  # folder of a sweep
+    runs: str | None = None  # folders of the runs to compare, separated by commas
+    to: str | None = None  # HTML file; by default report.html in the folder, or comparison.html
 
     @property
     def folders(self) -> list[tuple[str, Path]]:
@@ -284,22 +286,19 @@ _CHECKS_WITHOUT_ROWS = ("quantization", "models")  # need no rows, so the sample
 
 @dataclass(kw_only=True, slots=True)
 class AnswersConfig:
-    """Generation to estimate memory for: `rows` per batch, `length` tokens per row including the prompt.
+    """Generation to estimate memory for."""
 
-    A null `length` is `dataset.max_length`.
-    """
-
-    rows: int = number(8, at_least=1)
-    length: int | None = number(None, at_least=2)
-    beams: int = number(1, at_least=1)
+    rows: int = number(8, at_least=1)  # rows per batch
+    length: int | None = number(None, at_least=2)  # tokens per row with its prompt; null: dataset.max_length
+    beams: int = number(1, at_least=1)  # beams of beam search
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckOptions:
-    """Options of finetune check. Without `hardware`, check this machine; `exact` traces every layer."""
+    """Options of finetune check. Without `hardware`, check this machine."""
 
     hardware: HardwareConfig | None = None
-    exact: bool = False
+    exact: bool = False  # memory: trace every layer, not one of each kind
     answers: AnswersConfig | None = None
 
 

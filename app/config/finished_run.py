@@ -72,9 +72,9 @@ def as_run(config: RunConfig) -> RunConfig:
 
 @dataclass(kw_only=True, slots=True)
 class FinishedRunConfig(RunConfig):
-    """Options of a command for the run in the folder `run`."""
+    """Options of a command for a run."""
 
-    run: str
+    run: str  # output_dir of the run
 
     @property
     def folder(self) -> Path:
@@ -165,8 +165,8 @@ _LIMITS: Mapping[str, Any] = {"max_rows": None, "eval_max_rows": None}
 class EvaluateConfig(FinishedRunConfig):
     """Options of finetune evaluate. evaluate.json is written to `output_dir`, by default the run folder."""
 
-    weights: str = choice("tuned", "base", "both", default="tuned")
-    kept_checkpoint: str | None = None  # best, or a step number; set with checkpoint=N
+    weights: str = choice("tuned", "base", "both", default="tuned")  # weights to score; both: also the difference
+    kept_checkpoint: str | None = None  # best, or a step number
     harness: list[str] = field(default_factory=list)  # lm-evaluation-harness tasks, instead of rows
     harness_limit: int | None = number(None, at_least=1)  # rows per task
     harness_chat: bool = False  # apply the chat template to the prompts
@@ -279,11 +279,11 @@ _REPRODUCE_WHY_NOT = {"": "because a run is reproduced with its own settings; on
 
 @dataclass(kw_only=True, slots=True)
 class ReproduceConfig(FinishedRunConfig):
-    """Options of finetune reproduce. `tolerance` is relative; 0 requires bitwise equality."""
+    """Options of finetune reproduce."""
 
-    steps: int | None = number(None, at_least=1)
-    tolerance: float = number(0.0, at_least=0)
-    anyway: bool = False
+    steps: int | None = number(None, at_least=1)  # compare only the first N steps
+    tolerance: float = number(0.0, at_least=0)  # relative tolerance; 0: bitwise equality
+    anyway: bool = False  # repeat the run even if versions or data differ
 
 
 REPRODUCE = Command(schema=ReproduceConfig, allowed=_REPRODUCE_ALLOWED, why_not=_REPRODUCE_WHY_NOT)
@@ -310,10 +310,7 @@ _EXPORT_ALLOWED = (
     *("cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
-_EXPORT_WHY_NOT = {
-    "": "because an export uses the settings of the run; only paths may differ",
-    "output_dir": "because export uses to=",
-}
+_EXPORT_WHY_NOT = {"": "because an export uses the settings of the run; only paths may differ"}
 # the export is verified on single held-out rows, with SDPA attention
 _FOR_EXPORT = {"eval.rows": 1, "batching.packing": False, "attention.kind": "sdpa", "tracker.kind": "none"}
 
@@ -351,16 +348,17 @@ _QUANTS = [quant for kind in EXPORT_KINDS.values() for quant in (*kind.quants, *
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig(FinishedRunConfig):
-    """Options of finetune export. `dtype` and `shard_gb` (maximum file size) do not apply to `kind=adapter`."""
+    """Options of finetune export."""
 
-    to: str
-    kept_checkpoint: str | None = None  # best, or a step number; set with checkpoint=N
-    kind: str = choice(*EXPORT_KINDS)
-    dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # kind=quantized: of the unquantized weights
-    quant: str = choice("auto", *_QUANTS, default="auto")  # auto: nf4 for kind=quantized, bf16 for kind=gguf
+    to: str  # new folder, or GGUF file
+    kept_checkpoint: str | None = None  # best, or a step number
+    kind: str = choice(*EXPORT_KINDS)  # format of the export
+    dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # dtype of merged or unquantized weights
+    # quantization format; auto: nf4 for kind=quantized, bf16 for kind=gguf
+    quant: str = choice("auto", *_QUANTS, default="auto")
     llama_cpp: str | None = None  # folder of llama.cpp, whose programs write the GGUF file
     names: str = choice("whole", "text", default="whole")  # for multimodal models; text: export only the text model
-    shard_gb: float = number(5.0, above=0)
+    shard_gb: float = number(5.0, above=0)  # maximum size of a weight file in GB
     push: str | None = None  # USER/NAME: hub repository to upload the verified export to
     private: bool = True  # make a new `push` repository private
     adapters: list[str] = field(default_factory=list)  # adapters to sum, as RUN:FACTOR or FOLDER:FACTOR

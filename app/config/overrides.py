@@ -32,7 +32,7 @@ from app.config.validate import (
     typed_only,
 )
 from app.errors import ConfigError, gist, refuse
-from app.program import command_text
+from app.program import command_text, with_target
 
 WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
 _ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run uses one key of each; the others have this value
@@ -171,10 +171,10 @@ _PRINTS_SETTINGS = ("-c", "--cfg")  # with `job`
 _OF_HYDRA = ("--config-path", "--config-name", "--config-dir")  # not supported: configs live in conf/
 _MAX_KEY_CHARACTERS = 200  # Hydra looks for a file of that name
 _MAX_DEPTH = 20  # of brackets; hundreds exceed the recursion limit
-_OPTIONAL_GROUPS = ("experiment", "debug")
+OPTIONAL_GROUPS = ("experiment", "debug")
 _KEYS = field_types(RunConfig)
 # groups that accept a path or hub ID instead of a name, with the choice that reads it
-_PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a file, a folder or a hub id")}
+PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a file, a folder or a hub id")}
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
@@ -233,7 +233,7 @@ def _starts_sweep(switches: Sequence[str]) -> bool:
 def _read(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the overrides, the switches, and problems with the switches."""
     overrides, switches, problems = list[str](), list[str](), list[str]()
-    words = deque(arguments)
+    words = deque(with_target("output_dir", arguments))
     while words:
         word = words.popleft()
         name, _, value = word.partition("=")
@@ -305,11 +305,11 @@ def _with_place(text: str) -> list[str]:
     """Expand `model=ORG/NAME` to `model=folder`, `model.path=ORG/NAME`; sweep values are expanded one by one."""
     group, _, value = text.partition("=")
     place = value.strip("'\"")
-    if group not in _PLACES or place in choices_by_group()[group] or set(place) & set(",()[]{}*"):
+    if group not in PLACES or place in choices_by_group()[group] or set(place) & set(",()[]{}*"):
         return [text]
     # os.path does not raise for names that are too long
     is_place = "/" in place or "\\" in place or os.path.exists(place)  # noqa: PTH110
-    return [f"{group}={_PLACES[group][0]}", f"{group}.path={value}"] if is_place else [text]
+    return [f"{group}={PLACES[group][0]}", f"{group}.path={value}"] if is_place else [text]
 
 
 def key_of(text: str) -> str:
@@ -354,7 +354,7 @@ def _problems(override: Override, text: str) -> Iterator[str]:
     if other_command:
         yield other_command
     elif override.is_delete():
-        if key not in _OPTIONAL_GROUPS:
+        if key not in OPTIONAL_GROUPS:
             yield f"{text}: settings cannot be removed. Set {key}=none, null or 0."
     elif override.package is not None:
         yield f"{text}: packages (@) are not supported. Write {key}=..."
@@ -398,10 +398,10 @@ def _sweep_problem(key: str, value: str) -> str:
 def wrong_choice(group: str, choice: Any) -> Iterator[str]:
     """Yield the problem of a choice that is not in its group."""
     names = choices_by_group().get(group)
-    if names is None or isinstance(choice, dict) or choice in names or (choice is None and group in _OPTIONAL_GROUPS):
+    if names is None or isinstance(choice, dict) or choice in names or (choice is None and group in OPTIONAL_GROUPS):
         return
     value = format_value(choice)
-    _, place = _PLACES.get(group, ("", ""))
+    _, place = PLACES.get(group, ("", ""))
     if place and _FILE_NAME.fullmatch(value):
         near = get_close_matches(value, os.listdir(), n=3)  # noqa: PTH208
         nearby = f" Similar: {', '.join(f'{group}={name}' for name in near)}." if near else ""

@@ -238,7 +238,7 @@ def _value(path: str, raw: Any, schema_field: Field[Any], problems: list[str]) -
         if schema_field.default_factory is not NO_DEFAULT:
             return schema_field.default_factory()
         if schema_field.default in (NO_DEFAULT, MISSING):
-            choices = " or ".join(f"{path}={name}" for name in _choices(path, schema_field.metadata))
+            choices = " or ".join(f"{path}={name}" for name in choices_of(path, schema_field.metadata))
             problems.append(f"{path}= is required. Set {f'{choices}.' if choices else f'{path}=...'}")
         return schema_field.default
     kind = schema_field.metadata.get(TYPE, schema_field.type)
@@ -258,7 +258,7 @@ def _value(path: str, raw: Any, schema_field: Field[Any], problems: list[str]) -
     return value
 
 
-def _choices(path: str, metadata: Mapping[str, Any]) -> Collection[str]:
+def choices_of(path: str, metadata: Mapping[str, Any]) -> Collection[str]:
     """Return the choices of a key; empty if it is not a choice."""
     group, _, leaf = path.rpartition(".")
     names: Collection[str] = metadata.get(CHOICES, ())
@@ -267,7 +267,7 @@ def _choices(path: str, metadata: Mapping[str, Any]) -> Collection[str]:
 
 def _value_problems(path: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
     """Yield violations of the choices and limits by a value of the right type."""
-    allowed = _choices(path, metadata)
+    allowed = choices_of(path, metadata)
     limits = metadata.get(LIMITS, {})
     if allowed and value not in allowed:
         near = did_you_mean(value, allowed, listing=False) if len(allowed) > 1 else ""

@@ -417,14 +417,41 @@ def require_named_folder(overrides: Sequence[str]) -> None:
         )
 
 
+# Options of accelerate launch that would be ignored: environment variable, option, what to set instead.
+_IGNORED_OPTIONS = (
+    ("ACCELERATE_USE_FSDP", "--use_fsdp", "parallel=fsdp"),
+    ("ACCELERATE_USE_DEEPSPEED", "--use_deepspeed", "parallel=zero2 or parallel=zero3"),
+    ("ACCELERATE_USE_MEGATRON_LM", "--use_megatron_lm", "parallel=fsdp"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "--use_parallelism_config", "parallel=fsdp or parallel=hsdp"),
+)
+_NO_BACKEND = ("NO", "EAGER")
+
+
 def check(run: RunConfig) -> Iterator[str]:
-    """Yield problems of settings that need several processes, in a run with one."""
+    """Yield problems of settings that need several processes in a run with one, and of options of accelerate launch
+    that differ from the run.
+    """
+    yield from _ignored_options(run)
     if run.parallel.offload and not world().is_joined and run.launch.num_processes == 1:
         yield (
             "parallel.offload=true keeps the shards of several processes in CPU RAM, but this run has "
             "one process. Set launch.num_processes=N parallel=fsdp; to save memory on one GPU, set recipe=qlora, "
             "optimizer=paged_adamw_8bit or training.recompute=true training.offload=true."
         )
+
+
+def _ignored_options(run: RunConfig) -> Iterator[str]:
+    """Yield the options of accelerate launch, or its config file, that this program would ignore."""
+    env, instead = os.environ, "has no effect. Leave it out, also of Accelerate's config file, and set"
+    precision, backend = env.get("ACCELERATE_MIXED_PRECISION", "no"), env.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    if precision not in ("no", run.precision.kind):
+        setting = "quantization=fp8" if precision == "fp8" else f"precision={precision}"
+        yield f"accelerate launch --mixed_precision={precision} {instead} {setting}."
+    if backend.upper() not in _NO_BACKEND:
+        yield f"accelerate launch --dynamo_backend={backend.lower()} {instead} compile=blocks."
+    for variable, option, setting in _IGNORED_OPTIONS:
+        if env.get(variable, "false").lower() == "true":
+            yield f"accelerate launch {option} {instead} {setting}."
 
 
 # ---- in the launcher

@@ -40,7 +40,7 @@ def check_memory(
         require_hardware(run.quantization, default_device())
     planner = Planner(machine, processes)
     suggestions = Suggestions(planner, overrides)
-    planned = planner.at(random_if_missing(run, overrides), exact=exact)
+    planned = planner.at(random_if_missing(run), exact=exact)
     verdict = planned.verdict
     single = [] if verdict.fits else suggestions.alone(planned)
     return {
@@ -74,11 +74,9 @@ def check_memory(
     }
 
 
-def planned_parts(
-    run: RunConfig, overrides: Sequence[str], hardware: HardwareConfig | None, *, exact: bool, processes: int
-) -> dict[str, int]:
+def planned_parts(run: RunConfig, hardware: HardwareConfig | None, *, exact: bool, processes: int) -> dict[str, int]:
     """Return the bytes of each kind at its maximum, of the estimated peak, and the total need of one process."""
-    planned = Planner(machine_of(hardware), processes).at(random_if_missing(run, overrides), exact=exact)
+    planned = Planner(machine_of(hardware), processes).at(random_if_missing(run), exact=exact)
     parts = {kind: size for kind, size in planned.plan.largest.items() if size >= 1e5}
     return {**parts, "tensors": planned.plan.peak_bytes, "needs": planned.verdict.needed_bytes}
 

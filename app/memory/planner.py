@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from app.base.base_model import open_base
-from app.base.source import folder_at_hand
+from app.base.source import random_model_if_missing
 from app.batch import Batch
 from app.config.adapters import ADAPTER_KINDS
 from app.config.kinds import QUANTIZATION_KINDS
@@ -285,13 +285,9 @@ def _needs(verdict: Verdict, machine: Hardware) -> str:
     return f"{verdict.needed_bytes / 1e9:.1f} of {verdict.memory_bytes / 1e9:.1f} GB of {machine.label}"
 
 
-def random_if_missing(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the run with random weights if the files of its model are missing but its YAML has the architecture."""
-    model = run.model
-    is_other_model = any(override.lstrip("+").startswith("model.path=") for override in overrides)
-    if is_other_model or model.weights == "random" or "model_type" not in model.architecture:
-        return run
-    return run if folder_at_hand(model) else replace(run, model=replace(model, weights="random"))
+def random_if_missing(run: RunConfig) -> RunConfig:
+    """Return the run with random weights if the files of its model are missing but its preset has the architecture."""
+    return replace(run, model=random_model_if_missing(run.model))
 
 
 # ---- suggest
@@ -381,7 +377,7 @@ class Suggestions:
         unchanged = [override for override in self._overrides if key_of(override) not in keys]
         overrides = [*unchanged, *_overrides(chosen)]
         try:
-            return random_if_missing(compose_run(overrides), overrides)
+            return random_if_missing(compose_run(overrides))
         except ConfigError:
             return None
 

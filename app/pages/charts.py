@@ -5,16 +5,19 @@ view box of 1000 x 1000.
 """
 
 import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
-from app.tracking.formatting import format_number
+from app.tracking.formatting import NO_VALUE, format_number
 
 COLORS = 8
 _THINNING_SEGMENTS = 75  # of a long line, with four points per segment
 _MAX_LINE_DOTS = 60
+_MAX_COLUMNS = 100  # with a tooltip, per chart
 _TICKS = 5
 _MARGIN = 0.06  # between lines and edge, as a fraction of the range
 _MIN_RELATIVE_RANGE = 1e-9  # values in a smaller range count as constant
@@ -56,6 +59,7 @@ class Quantity:
     formatter: Formatter = format_number
     may_log: bool = False
     from_zero: bool = False
+    is_share: bool = False  # axis from 0 to 1
     tall: bool = False
 
 
@@ -71,7 +75,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """Point at percentages of width and height; `text` is the tooltip."""
+    """Point at percentages of width and height; `text` is the tooltip, if any."""
 
     x: str
     y: str
@@ -81,8 +85,21 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True)
+class Column:
+    """Invisible column with a guide line at `x`, in the view box; `text` is the tooltip of both."""
+
+    left: int
+    width: int
+    x: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plot:
-    """Geometry of a chart; `lines` have CSS classes and the points of each piece, `legend` names and colors."""
+    """Geometry of a chart; `lines` have CSS classes and the points of each piece, `legend` names and colors.
+
+    With `columns`, dots have no tooltip of their own.
+    """
 
     quantity: Quantity
     x_name: str
@@ -91,6 +108,7 @@ class Plot:
     lines: Sequence[tuple[str, list[str]]] = ()
     dots: Sequence[Dot] = ()
     legend: Sequence[tuple[str, int]] = ()
+    columns: Sequence[Column] = ()
     remarks: Sequence[str] = ()
 
 
@@ -104,15 +122,20 @@ class Chart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """Lines over steps; charts with the same lines share a legend outside the charts."""
+    """Lines over steps; charts with the same lines share a legend outside the charts.
+
+    `steps` extends the horizontal axis to the range of other charts.
+    """
 
     quantity: Quantity
     series: Sequence[Series]
     has_legend: bool = True
+    steps: Sequence[float] = ()
 
     def plot(self) -> Plot:
         drawn = [line for line in self.series if line.points]
-        across = axis_of((x for line in drawn for x, _ in line.points), "{:,.0f}".format, steps=True)
+        steps = [*self.steps, *(x for line in drawn for x, _ in line.points)]
+        across = axis_of(steps, "{:,.0f}".format, steps=True)
         up = _vertical_axis(self.quantity, [y for line in drawn for _, y in line.points if y is not None])
         measured = [line for line in drawn if line.kind != "mean"]
         return Plot(
@@ -124,10 +147,11 @@ class LineChart:
                 (f"c{line.color % COLORS} {line.kind}".strip(), _pieces(thinned(line.points), across, up))
                 for line in drawn
             ],
-            dots=[dot for line in measured for dot in _line_dots(line, across, up, self.quantity.formatter)],
+            dots=[dot for line in measured for dot in _line_dots(line, across, up)],
             legend=[(line.name, line.color % COLORS) for line in drawn if line.kind != "raw"]
             if self.has_legend and len(drawn) > 1
             else (),
+            columns=list(_columns(drawn, across, self.quantity.formatter)),
             remarks=list(_remarks(measured)),
         )
 
@@ -174,6 +198,13 @@ class Bar:
     share: float
     text: str
     beyond: bool = False
+
+
+def size_bars(sizes: Iterable[tuple[str, float]], formatter: Formatter, limit: float = math.inf) -> list[Bar]:
+    """Return bars relative to the largest one; those above the limit are `beyond` it."""
+    named = list(sizes)
+    largest = max((size for _, size in named), default=0.0) or 1.0
+    return [Bar(name, size / largest, formatter(size), size > limit) for name, size in named]
 
 
 def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = None) -> list[Bar]:
@@ -229,6 +260,9 @@ def axis_of(
 
 
 def _vertical_axis(quantity: Quantity, values: Sequence[float]) -> Axis:
+    if quantity.is_share:
+        low, high = min(0.0, *values), max(1.0, *values)
+        return Axis(low, high, _labeled(_linear_ticks(low, high), quantity.formatter))
     return axis_of(values, quantity.formatter, may_log=quantity.may_log, from_zero=quantity.from_zero)
 
 
@@ -261,12 +295,42 @@ def _pieces(points: Sequence[Point], across: Axis, up: Axis) -> list[str]:
     return [" ".join(piece) for piece in pieces if piece]
 
 
-def _line_dots(series: Series, across: Axis, up: Axis, formatter: Formatter) -> Iterator[Dot]:
+def _line_dots(series: Series, across: Axis, up: Axis) -> Iterator[Dot]:
     """Yield dots on a line with few points; a single point would draw no line."""
     for x, y in series.points if len(series.points) <= _MAX_LINE_DOTS else ():
         if y is not None:
-            text = f"step {x:,.0f}: {series.name} {formatter(y)}"
-            yield Dot(percent(across.share(x)), percent(1 - up.share(y)), text, series.color % COLORS)
+            yield Dot(percent(across.share(x)), percent(1 - up.share(y)), "", series.color % COLORS)
+
+
+def _columns(series: Sequence[Series], across: Axis, formatter: Formatter) -> Iterator[Column]:
+    """Yield a column around each step, or around some steps of a long line, with the values of all lines there."""
+    steps = _hover_steps(series)
+    places = [round(1000 * across.share(step)) for step in steps]
+    edges = [0, *((left + right) // 2 for left, right in pairwise(places)), 1000]
+    for step, x, (left, right) in zip(steps, places, pairwise(edges), strict=True):
+        values = [text for line in series if (text := _value_text(line, step, formatter))]
+        yield Column(left, right - left, x, "\n".join((f"step {step:,.0f}", *values)))
+
+
+def _hover_steps(series: Sequence[Series]) -> list[float]:
+    """Return all steps, or the step with the most values of each group of steps; the first and the last stay."""
+    values = Counter(x for line in series for x, _ in line.points)
+    steps = sorted(values)
+    if len(steps) <= _MAX_COLUMNS:
+        return steps
+    edges = [len(steps) * at // _MAX_COLUMNS for at in range(_MAX_COLUMNS + 1)]
+    ends = {steps[0], steps[-1]}
+    return [max(steps[start:end], key=lambda step: (step in ends, values[step])) for start, end in pairwise(edges)]
+
+
+def _value_text(series: Series, step: float, formatter: Formatter) -> str:
+    """Return the value of a line at a step, or its last one before, with its step; empty outside of the line."""
+    at = bisect_right(series.points, step, key=lambda point: point[0]) - 1
+    if at < 0 or step > series.points[-1][0]:
+        return ""
+    x, y = series.points[at]
+    value = NO_VALUE if y is None else formatter(y)
+    return f"{series.name}: {value}" + (f" (step {x:,.0f})" if x != step else "")
 
 
 def _remarks(series: Sequence[Series]) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Results of finetune check as sections of a page, also shown in the terminal."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from app.pages.charts import Bar, length_bars
+from app.pages.charts import Bar, length_bars, size_bars
 from app.pages.comparison_page import planned_tables
 from app.pages.page import Bars, Code, Facts, Page, Paragraph, Section
 from app.pages.run_page import PARTS, training_samples
@@ -50,7 +50,7 @@ def data_sections(facts: CheckFacts) -> list[Section]:
     return [
         *sections,
         Section("First samples", [samples] if samples else [], label="samples"),
-        Section("Advice", advice or [Facts([("", "none")])], label="advice"),
+        Section("Advice", advice, label="advice"),
     ]
 
 
@@ -65,24 +65,24 @@ def memory_sections(facts: CheckFacts) -> list[Section]:
     if facts["together"]:
         needed = format_bytes(facts["together"]["needed_bytes"])
         options.append(Code(str(facts["together"]["override"]), why=f"together: {needed}, fits"))
-    most = max(facts["memory_bytes"], facts["needed_bytes"])
-    bars = [
-        Bar(PARTS.get(name, name), size / most, format_bytes(size), name in _BEYOND_TENSORS)
-        for name, size in _parts(facts)
-    ]
+    bars = _memory_bars(_parts(facts), facts)
     peak = Facts([("peak", f"{format_bytes(facts['peak_bytes'])} ({facts['peak_where']})")])
     sections = [
         Section("Estimated run", [Facts([("memory", facts["subject"]), ("micro-batch", facts["worst_case"])])]),
-        Section("Memory at the peak", [peak, Bars(bars)]),
+        Section("Memory at the peak", [peak, bars]),
         Section("Verdict", [Facts(list(_verdict(facts)))]),
     ]
     if answers := facts.get("answers"):
         size = f"{answers['rows']} of {answers['length']:,} tokens, {many(answers['beams'], 'beam')}"
         needs = f"{_needed({**facts, **answers})}: {'fits' if answers['fits'] else 'does not fit'}"
-        most = max(most, answers["needed_bytes"])
-        parts = [Bar(PARTS.get(name, name), n / most, format_bytes(n)) for name, n in answers["anatomy"].items()]
-        sections.append(Section("Memory of generation", [Facts([("answers", size), ("", needs)]), Bars(parts)]))
+        parts = _memory_bars(answers["anatomy"].items(), facts)
+        sections.append(Section("Memory of generation", [Facts([("answers", size), ("", needs)]), parts]))
     return [*sections, Section("Memory-saving options, cheapest first", options, label="options")]
+
+
+def _memory_bars(parts: Iterable[tuple[str, int]], facts: CheckFacts) -> Bars:
+    """Return bars of parts of the memory; a part that alone exceeds the memory of the hardware is `beyond` it."""
+    return Bars(size_bars(((PARTS.get(name, name), size) for name, size in parts), format_bytes, facts["memory_bytes"]))
 
 
 def _parts(facts: CheckFacts) -> list[tuple[str, int]]:

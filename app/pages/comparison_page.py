@@ -4,6 +4,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,18 +30,29 @@ from app.tracking.formatting import (
 from app.tracking.output_dir import smoothed_loss
 
 _UNCOMPARED_KEYS = ("output_dir", "resume")
-_OF_HELD_OUT_ROWS = (*LOGGED, "objective")
+_DATA_OF = {**dict.fromkeys((*LOGGED, "objective"), "eval"), "train_loss_last": "train"}  # the rows behind a result
+_DATA = {"eval": "eval sets", "train": "training sets"}
 _RESULTS = (
     ("eval loss", "eval_loss", METRICS["eval_loss"].text, min),
     *((metric.label, metric.name, metric.text, min if metric.better == "lower" else max) for metric in SUMMARY_METRICS),
     ("final training loss", "train_loss_last", format_number, min),
     ("best objective", "objective", format_number, None),
-    ("steps", "steps", format_integer, None),
     ("tokens/s", "tokens_per_second", format_count, max),
     ("samples/s", "samples_per_second", format_count, max),
     ("peak memory", "peak_memory_bytes", format_bytes, min),
 )
+_MIN_CHANGE = 0.01  # of a meaningful difference, as a fraction
+_MIN_CHANGES = dict.fromkeys(("tokens_per_second", "samples_per_second", "peak_memory_bytes"), 0.05)
+_MAX_LENGTH_DIFFERENCE = 0.05  # of comparable runs
+_RULE = (
+    "✓ marks the best value if the difference is meaningful: separate 95% intervals for scores, more than 1% for "
+    "losses and scores without an interval, more than 5% for speed and memory. Several ✓ in a row: equally good."
+)
+_LENGTH_RULE = (
+    "Not comparable: the number of tokens differs from the other runs by more than 5%. No value of the run is marked."
+)
 _MAX_CURVES = 6  # for the best trials
+_MIN_CHART_VALUES = 3  # of a swept key
 # the status of a sweep is the first one that any trial has
 _STATUSES = ("running", "stopped", "pending", "finished", "dry_run", "failed", "refused")
 _UNFINISHED = ("pending", "running", "stopped")
@@ -55,10 +67,12 @@ def comparison_page(folders: Sequence[Path]) -> Page:
     runs = [read_run(folder) for folder in folders]
     names = distinct_names(folders)
     named = list(zip(names, runs, strict=True))
+    comparable = _comparable(runs)
     results: list[Sequence[Inline]] = [
-        ["what", *(Span(method(run), "small") for run in runs)],
+        ["method", *(Span(method(run), "small") for run in runs)],
         ["status", *(_badge(run.status) for run in runs)],
-        *_results(runs),
+        ["length", *map(_length_text, runs, comparable)],
+        *_results(runs, comparable),
         ["time", *(format_or(run.seconds(), format_duration, NO_VALUE) for run in runs)],
     ]
     settings, answers = _settings(runs), last_answers(named)
@@ -68,7 +82,7 @@ def comparison_page(folders: Sequence[Path]) -> Page:
         heading=f"Comparison of {len(runs)} runs",
         notes=[("warn", f"{name}: {remark}") for name, run in named for remark in run.remarks],
         sections=[
-            Section("Results", [Table(["", *names], results)]),
+            Section("Results", [Table(["", *names], results, notes=[_RULE, *[_LENGTH_RULE] * (not all(comparable))])]),
             Section("Training curves", _curves(named)),
             Section("Settings that differ", [Table(["", *names], settings) if settings else equal]),
             Section(
@@ -98,10 +112,37 @@ def _curves(runs: Sequence[tuple[str, SavedRun]]) -> list[Charts]:
     return [Charts(charts, [(name, at) for at, (name, _) in enumerate(runs)])] if charts else []
 
 
-def _results(runs: Sequence[SavedRun]) -> Iterator[Sequence[Inline]]:
-    """Yield rows of results with the best value marked; equal rows are shown once.
+def _length(run: SavedRun) -> tuple[int | None, float | None]:
+    """Return the number of steps and tokens of a run, if known."""
+    last: Mapping[str, Any] = next((line for line in reversed(run.lines) if "tokens" in line), {})
+    return run.result.get("steps", last.get("step")), finite_number(last.get("tokens"))
 
-    Scores on different eval sets have no best value.
+
+def _length_text(run: SavedRun, is_comparable: bool) -> Inline:
+    steps, tokens = _length(run)
+    if steps is None:
+        return NO_VALUE
+    text = f"{steps:,} steps" + ("" if tokens is None else f", {format_count(tokens)} tokens")
+    return text if is_comparable else Span(f"{text}: not comparable", "badge warn")
+
+
+def _comparable(runs: Sequence[SavedRun]) -> list[bool]:
+    """Return which runs are as long as most others, or as the longest one; by steps if not all tokens are known."""
+    steps, tokens = zip(*map(_length, runs), strict=True)
+    lengths = steps if None in tokens else tokens
+    numbers = [length for length in lengths if length is not None]
+    usual = max(numbers, key=lambda length: (sum(_is_as_long(length, other) for other in numbers), length), default=0)
+    return [length is None or _is_as_long(length, usual) for length in lengths]
+
+
+def _is_as_long(length: float, other: float) -> bool:
+    return abs(length - other) <= _MAX_LENGTH_DIFFERENCE * max(length, other)
+
+
+def _results(runs: Sequence[SavedRun], comparable: Sequence[bool]) -> Iterator[Sequence[Inline]]:
+    """Yield rows of results with the best values of comparable runs marked; equal rows are shown once.
+
+    Results on different data have no best value.
     """
     shown = []
     for name, key, formatter, better in _RESULTS:
@@ -111,17 +152,48 @@ def _results(runs: Sequence[SavedRun]) -> Iterator[Sequence[Inline]]:
         shown.append(values)
         if key == "train_loss_last":
             values = [smoothed_loss(run.lines) for run in runs]
-        numbers = [value for value in values if value is not None]
-        if not numbers:
+        if all(value is None for value in values):
             continue
-        rows = {section_of(run.manifest, "hashes").get("eval") for run in runs if run.result.get(key) is not None}
-        unlike = len(rows) > 1 and key in _OF_HELD_OUT_ROWS
-        best = better(numbers) if better and len(set(numbers)) > 1 and not unlike else None
+        data = _DATA_OF.get(key, "")
+        rows = {
+            section_of(run.manifest, "hashes").get(data)
+            for run, value in zip(runs, values, strict=True)
+            if value is not None
+        }
+        best = _best_places(key, values, runs, better, comparable) if better and len(rows) == 1 else set[int]()
         cells = [
-            Span(format_or(value, formatter) or NO_VALUE, "best" if value is not None and value == best else "")
-            for value in values
+            Span(format_or(value, formatter) or NO_VALUE, "best" if at in best else "")
+            for at, value in enumerate(values)
         ]
-        yield [f"{name} (different eval sets)" if unlike else name, *cells]
+        yield [f"{name} (different {_DATA[data]})" if len(rows) > 1 else name, *cells]
+
+
+def _best_places(
+    key: str,
+    values: Sequence[float | None],
+    runs: Sequence[SavedRun],
+    better: Callable[..., int],
+    comparable: Sequence[bool],
+) -> set[int]:
+    """Return the places of the best value and of those hardly different from it; empty if that is all."""
+    numbers = {at: value for at, value in enumerate(values) if value is not None and comparable[at]}
+    if not numbers:
+        return set()
+    best = better(numbers, key=numbers.__getitem__)
+    of_best = runs[best], numbers[best]
+    close = {
+        at for at, value in numbers.items() if abs(value - numbers[best]) <= _noise(key, (runs[at], value), of_best)
+    }
+    return close if len(close) < len(numbers) else set()
+
+
+def _noise(key: str, *values: tuple[SavedRun, float]) -> float:
+    """Return the largest difference that is not meaningful: the sum of the 95% margins, or a fraction of the values."""
+    by_run = [section_of(run.result, "final_metrics") for run, _ in values]
+    margins = [metrics[f"{key}_margin"] for metrics in by_run if f"{key}_margin" in metrics]
+    if key != "eval_loss" and len(margins) == len(values):
+        return float(sum(margins))
+    return _MIN_CHANGES.get(key, _MIN_CHANGE) * max(abs(value) for _, value in values)
 
 
 def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
@@ -242,10 +314,11 @@ def _best(content: Mapping[str, Any], folder: Path, objective: str) -> list[Code
 
 
 def _chart(key: str, trials: Sequence[Trial], objective: str) -> DotChart | None:
-    """Return a chart of the objective by a swept key; None for text values, which the leaderboard shows."""
+    """Return a chart of the objective by a swept key; None for text or few values, which the leaderboard shows."""
     scored = [trial for trial in trials if trial["objective"] is not None and key in trial["values"]]
     points = [(trial["values"][key], trial) for trial in scored]
-    if not all(type(value) in (int, float) for value, _ in points) or len({value for value, _ in points}) < 2:
+    are_numbers = all(type(value) in (int, float) for value, _ in points)
+    if not are_numbers or len({value for value, _ in points}) < _MIN_CHART_VALUES:
         return None
     dots = [
         (
@@ -255,8 +328,10 @@ def _chart(key: str, trials: Sequence[Trial], objective: str) -> DotChart | None
         )
         for value, trial in points
     ]
-    better = _better(scored)
+    better, metric = _better(scored), METRICS.get(scored[0].get("objective_is") or "eval_loss")
     quantity = Quantity(f"{objective.capitalize()} by {key}", f"{better} is better", may_log=True)
+    if metric is not None and metric.is_share:
+        quantity = replace(quantity, formatter="{:.0%}".format, is_share=True)
     return DotChart(quantity, key, dots, min if better == "lower" else max)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from app.config.adapters import ADAPTER_KINDS, name_of
 from app.config.kinds import METRICS, QUANTIZATION_KINDS
-from app.pages.charts import Bar, LineChart, Point, Quantity, Series, length_bars
+from app.pages.charts import LineChart, Point, Quantity, Series, length_bars, size_bars
 from app.pages.page import (
     Answer,
     AnswerTable,
@@ -99,7 +99,7 @@ _SCORES = {
         metric.label[0].upper() + metric.label[1:],
         metric.meaning,
         formatter="{:.0%}".format if metric.is_share else "{:.3g}".format,
-        from_zero=metric.is_share,
+        is_share=metric.is_share,
         tall=True,
     )
     for metric in METRICS.values()
@@ -109,7 +109,7 @@ _OTHERS = {
     "lr": Quantity("Learning rate", "", from_zero=True),
     "grad_norm": Quantity("Gradient norm", "before clipping", may_log=True, from_zero=True),
     "tokens_per_second": Quantity("Throughput", "tokens/s", formatter=format_count, from_zero=True),
-    "peak_memory_bytes": Quantity("Peak memory", "", formatter=format_bytes, from_zero=True),
+    "peak_memory_bytes": Quantity("Peak GPU memory", "", formatter=format_bytes, from_zero=True),
 }
 _MAX_PROMPTS = 24
 _Prompt = tuple[str, str]  # prompt and expected answer
@@ -335,7 +335,7 @@ def _memory(run: SavedRun) -> Iterator[Block]:
         ("trainable parameters", trained),
     ]
     parts = {name: size for name, size in plan["anatomy"].items() if format_bytes(size) != format_bytes(0)}
-    bars = [Bar(PARTS.get(name, name), size / plan["bytes"], format_bytes(size)) for name, size in parts.items()]
+    bars = size_bars(((PARTS.get(name, name), size) for name, size in parts.items()), format_bytes)
     yield Bars(bars, "Estimated memory by part", neighbors=[Facts(facts)])
     if run.memory_owner == "process":
         yield Paragraph(_PROCESS_MEMORY, "remark")
@@ -384,6 +384,8 @@ def _environment(run: SavedRun) -> Iterator[Block]:
     yield Facts(list(_environment_facts(run)))
     if packages:
         yield Fold("Packages", [Facts(list(packages.items()))])
+    if hashes := section_of(run.manifest, "hashes"):
+        yield Fold("Hashes", [Facts([(_HASHES.get(key, key), value) for key, value in hashes.items()])])
     if len(starts) > 1:
         yield Fold("Starts", [Table(["time", "host", "commit"], starts)])
 
@@ -402,17 +404,14 @@ def _environment_facts(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     yield "auto settings", ", ".join(f"{_CHOICES.get(key, key)} {text}" for key, text in words.items())
     for key in ("python", "platform", "seed"):
         yield key, None if manifest.get(key) is None else str(manifest[key])
-    for key, value in section_of(manifest, "hashes").items():
-        yield f"{_HASHES.get(key, key)} hash", value
 
 
 def curves(run: SavedRun) -> list[LineChart]:
     """Return the charts of a run; empty if nothing was logged."""
     losses = [*_training_loss("train", run), Series("eval", run.points("eval_loss"), 1)]
     losses += [Series("general", points, 2)] if (points := run.points("also_eval_loss")) else []
-    memory = replace(_OTHERS["peak_memory_bytes"], title=f"Peak {run.memory_owner} memory")
-    kinds = {**_SCORES, **_OTHERS, "peak_memory_bytes": memory}
-    lines = {key: Series(key.replace("_", " "), run.points(key), int(key in _SCORES)) for key in kinds}
+    kinds = {**_SCORES, **_OTHERS}
+    lines = {key: Series(key.replace("_", " "), _points(run, key), int(key in _SCORES)) for key in kinds}
     return _logged([LineChart(_LOSS, losses), *(LineChart(kinds[key], [line]) for key, line in lines.items())])
 
 
@@ -426,12 +425,17 @@ def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
     def series(key: str, name: str, run: SavedRun, color: int) -> Series:
         if key == "loss":
             return _training_loss(name, run, color)[-1]  # raw lines of several runs would overlap
-        return Series(name, run.points(key), color)
+        return Series(name, _points(run, key), color)
 
     return _logged(
         LineChart(kind, [series(key, name, run, at) for at, (name, run) in enumerate(runs)], has_legend=False)
         for key, kind in {**losses, **_SCORES, **_OTHERS}.items()
     )
+
+
+def _points(run: SavedRun, key: str) -> list[Point]:
+    """Return the logged values of a metric; without the memory of a process, which hardly changes after the start."""
+    return [] if key == "peak_memory_bytes" and run.memory_owner == "process" else run.points(key)
 
 
 def _training_loss(name: str, run: SavedRun, color: int = 0) -> list[Series]:
@@ -454,7 +458,10 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def _logged(charts: Iterable[LineChart]) -> list[LineChart]:
-    return [chart for chart in charts if any(line.points for line in chart.series)]
+    """Return the charts with points, all over the same range of steps."""
+    shown = [chart for chart in charts if any(line.points for line in chart.series)]
+    steps = [x for chart in shown for line in chart.series for x, _ in line.points]
+    return [replace(chart, steps=(min(steps), max(steps))) for chart in shown]
 
 
 def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> AnswerTable | None:

@@ -3,11 +3,12 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 from app.base.base_model import open_base
-from app.config.schema import RunConfig
+from app.base.source import random_model_if_missing
+from app.config.schema import ModelConfig, RunConfig
 from app.distributed.launch import world
 from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
@@ -40,7 +41,10 @@ def train_in(
 ) -> int:
     """Train, or report a dry run, and return the exit code. `resume_hint` is printed after a stop."""
     console.status("Reading rows ...")
-    rows = read_rows(run, open_base(run.model, run.task), console.say)  # tokens; formats, labels, packing, vocabulary
+    model = random_model_if_missing(run.model) if run.dry_run else run.model
+    rows = read_rows(
+        replace(run, model=model), open_base(model, run.task), console.say
+    )  # tokens; formats, labels, packing, vocabulary
     start = find_start(folder.checkpoints, run.resume)
     machine = join(rows, start, console.say)  # processes, device, precision, attention
     console.status("Planning memory ...")
@@ -48,7 +52,7 @@ def train_in(
     machine.runtime.host_group.require_same(shared_facts(planned, folder.path))
     forecast = forecast_of(planned, planner)
     if run.dry_run:
-        return _report_dry_run(folder, planned, console, forecast)
+        return _report_dry_run(folder, planned, run.model, console, forecast)
     _require_host_memory(forecast, machine.runtime)
     setup = set_up(planned, forecast, folder, planner, console)  # weights, adapter, checks, optimizer, checkpoint
     with listening(answers_signal=world().is_first) as request, _recording(setup, folder, console) as recorder:
@@ -117,9 +121,16 @@ def _rehearsed(setup: RunSetup, recorder: Recorder) -> Trainer:
     return Trainer(parts, progress)
 
 
-def _report_dry_run(folder: RunFolder, plan: Plan, console: Console, forecast: Forecast) -> int:
+def _report_dry_run(folder: RunFolder, plan: Plan, model: ModelConfig, console: Console, forecast: Forecast) -> int:
+    notes = [("dry_run", "no weights were loaded")]
+    if plan.run.model.weights != model.weights:
+        notes.append(
+            ("", f"{model.path} is not on this machine: token counts and steps are approximate (another tokenizer)")
+        )
+        # run.yaml is for the run with its weights
+        plan = replace(plan, run=replace(plan.run, model=replace(plan.run.model, weights=model.weights)))
     with _opened(folder, plan, console) as recorder:
-        recorder.message(align([*run_table(plan), *forecast.rows(), ("dry_run", "no weights were loaded")]))
+        recorder.message(align([*run_table(plan), *forecast.rows(), *notes]))
         recorder.add_facts(memory_plan=forecast.facts())
         predicted = forecast.predicted
         recorder.finish("dry_run", memory_predicted_bytes=None if predicted is None else predicted.bytes)

@@ -21,6 +21,7 @@ from app.config.overrides import (
 )
 from app.config.validate import STARTS_PROCESSES, format_value
 from app.errors import AppError, ConfigError, refuse
+from app.program import TARGETS
 from app.sweeps.search_space import is_sweep_key
 from app.sweeps.sweep import plan_sweep
 
@@ -95,7 +96,7 @@ def _is_swept(text: str) -> bool:
 
 def check_settings(settings: Sequence[str], what: str) -> int:
     """Return the number of runs, several for a sweep; raise an error with all problems, as on the command line."""
-    problems = [f"{text}: set by the run name. Leave it out." for text in settings if key_of(text) == "output_dir"]
+    problems = [f"{text}: set by the run name. Leave it out." for text in settings if key_of(text) in TARGETS]
     words = [text for text in settings if not text.startswith("-")]
     problems += untrusted_problems(values_in(words), "the form", allowed=(STARTS_PROCESSES,))
     count = 0

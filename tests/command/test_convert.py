@@ -717,6 +717,18 @@ def test_file_of_no_program_is_refused(text: str, message: str, tmp_path: Path) 
         convert(file, None, Console(enabled=False))
 
 
+def test_convert_names_schema_command_until_the_schema_exists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, schema = tmp_path / "config.yml", tmp_path / "finetune.schema.json"
+    source.write_text(FILES["trl_lora"][0])
+    convert(source, tmp_path / "first.yaml", Console(enabled=True))
+    assert f"schema to={schema}\n" in capsys.readouterr().out
+    schema.touch()
+    convert(source, tmp_path / "second.yaml", Console(enabled=True))
+    assert "finetune.schema.json" not in capsys.readouterr().out
+
+
 def test_existing_file_is_kept(tmp_path: Path) -> None:
     source, target = tmp_path / "config.yml", tmp_path / "mine.yaml"
     source.write_text(FILES["trl_lora"][0])
@@ -724,7 +736,10 @@ def test_existing_file_is_kept(tmp_path: Path) -> None:
     assert (
         (tmp_path / "new.yaml")
         .read_text()
-        .startswith("# Converted from config.yml (TRL).\ndataset: auto\nrecipe: lora\n")
+        .startswith(
+            "# yaml-language-server: $schema=finetune.schema.json\n"
+            "# Converted from config.yml (TRL).\ndataset: auto\nrecipe: lora\n"
+        )
     )
     target.write_text("mine")
     with pytest.raises(ConfigError, match="already exists"):

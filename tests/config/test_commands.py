@@ -17,7 +17,9 @@ from app.config.commands import (
     hardware_names,
     require_platform,
 )
+from app.config.finished_run import EVALUATE, EXPORT, REPRODUCE
 from app.config.load import compose_run, named_model
+from app.config.overrides import split_arguments
 from app.convert import CONVERT
 from app.errors import ConfigError, EnvironmentProblem
 
@@ -39,6 +41,26 @@ def test_platform_linux_accepted(machine: str) -> None:
 def test_platform_other_refused(system: str, machine: str, words: str) -> None:
     with pytest.raises(EnvironmentProblem, match=words):
         require_platform(system, machine)
+
+
+# ---- where results go
+
+
+@pytest.mark.parametrize("name", ["to", "output_dir", "output"])
+def test_target_synonyms_accepted(name: str) -> None:
+    assert compose_run([*split_arguments([f"{name}=runs/x"])[0]]).output_dir == "runs/x"
+    assert check_config(["data", f"{name}=runs/x"]).folder == Path("runs/x")
+    assert GENERATE.parse(["run=r", "prompts=a.jsonl", f"{name}=b.jsonl"]).output == "b.jsonl"
+    assert REPORT.parse(["run=r", f"{name}=b.html"]).to == "b.html"
+    assert CONVERT.parse(["axo.yaml", f"{name}=b.yaml"]).to == "b.yaml"
+    assert EXPORT.read(["run=r", f"{name}=b"]).options["to"] == "b"
+    for command in (EVALUATE, REPRODUCE):
+        assert command.read(["run=r", f"{name}=b"]).settings["output_dir"] == "b"
+
+
+def test_target_synonym_of_a_command_without_results_is_unknown() -> None:
+    with pytest.raises(ConfigError, match="Unknown setting to"):
+        BOARD.parse(["runs/", "to=x"])
 
 
 # ---- finetune generate

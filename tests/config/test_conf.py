@@ -10,8 +10,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from app.config.command_line import help_text
 from app.config.conf_files import CONF, choices_by_group
+from app.config.help import train_help
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.validate import is_key, leaf_keys
@@ -151,7 +151,7 @@ def test_experiments_compose(experiment: str) -> None:
 
 
 def test_help_lists_every_choice() -> None:
-    text = help_text()
+    text = train_help()
     for group, names in choices_by_group().items():
         assert re.search(rf"^  {group}\b", text, re.MULTILINE), group
         for name in names:
@@ -162,9 +162,9 @@ def test_help_lists_every_choice() -> None:
 
 
 def test_help_marks_defaults() -> None:
-    starred = re.findall(r"(\w+)\*", help_text())
+    starred = re.findall(r"(\w+)\*", train_help())
     run = composed()
     for kind in (run.optimizer.kind, run.schedule.kind, run.adapter.kind, run.precision.kind, run.task.kind):
         assert kind in starred
     assert {"lora", "tiny", "sample"} <= set(starred)
-    assert "adapter       lora* none" in help_text()
+    assert "adapter       lora* none" in train_help()

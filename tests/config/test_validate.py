@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from app.config.commands import check_config
+from app.config.help import meanings
 from app.config.load import compose_run, read_run
 from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
@@ -20,7 +21,6 @@ from app.config.validate import SECTIONS, STARTS_PROCESSES, leaf_keys, parse_sec
 from app.errors import AppError, CheckpointError, ConfigError
 from app.sweeps.sweep import plan_sweep
 from app.web.runs import Runs
-from scripts.make_keys import meanings
 from tests.choices import pairwise, taking_turns
 from tests.config.small import data_with, problems_in, run_with
 

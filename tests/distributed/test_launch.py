@@ -95,3 +95,22 @@ def test_offload_without_other_processes_refused(
         for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": 0, "MASTER_PORT": 0}.items():
             monkeypatch.setenv(name, str(value))
     assert [problem.partition(" ")[0] for problem in launch.check(run)] == ["parallel.offload=true"] * refused
+
+
+@pytest.mark.parametrize(("variable", "value", "settings", "words"), [
+    ("ACCELERATE_MIXED_PRECISION", "fp16", (), "--mixed_precision=fp16 has no effect"),
+    ("ACCELERATE_MIXED_PRECISION", "fp8", (), "set quantization=fp8"),
+    ("ACCELERATE_USE_FSDP", "true", (), "--use_fsdp has no effect"),
+    ("ACCELERATE_USE_DEEPSPEED", "true", (), "parallel=zero2 or parallel=zero3"),
+    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", (), "--dynamo_backend=inductor has no effect"),
+    ("ACCELERATE_MIXED_PRECISION", "no", (), None),
+    ("ACCELERATE_MIXED_PRECISION", "bf16", ("precision=bf16",), None),
+    ("ACCELERATE_DYNAMO_BACKEND", "NO", (), None),
+])  # fmt: skip
+def test_option_of_accelerate_launch_refused_if_it_differs_from_the_run(
+    variable: str, value: str, settings: tuple[str, ...], words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    problems = list(launch.check(composed(*settings)))
+    assert len(problems) == (words is not None)
+    assert words is None or words in problems[0]

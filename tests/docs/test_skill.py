@@ -30,6 +30,7 @@ def test_commands_of_the_skill_compose(folder: Path, monkeypatch: pytest.MonkeyP
     assert {word for text in typed for word in re.findall(r"finetune (\w+)", text)} >= COMMANDS.keys() - {
         "reproduce",
         "board",
+        "completion",
     }
     assert {text: why for text in typed if (why := wrong_words(Command("", text)))} == {}
 

@@ -16,21 +16,21 @@ _UNDECODED: dict[str, Any] = {"is_decoder": False}
 
 # Each would train without an error and be wrong, or fail late and obscurely; with words of the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "deepseek_v32": ({}, "layers of indexed_attention"),
-    "llama": ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of chunked_attention"),
+    "deepseek_v32": ({}, "unsupported layers: indexed_attention"),
+    "llama": ({"layer_types": ["chunked_attention", "full_attention"]}, "unsupported layers: chunked_attention"),
     "xlnet": ({}, "tokens attend to later tokens, which they must predict"),
     "deberta-v2": ({}, "not a causal language model"),
-    "t5": ({}, "it is an encoder-decoder"),
-    "bert": (_UNDECODED, "its tokens see the tokens after them"),
-    "roberta": (_UNDECODED, "its tokens see the tokens after them"),
-    "cohere2_vision": ({}, "the class of its text part, of kind cohere2, computes something else than the whole"),
-    "florence2": ({}, "it is an encoder-decoder"),
+    "t5": ({}, "encoder-decoder models are not supported"),
+    "bert": (_UNDECODED, "its attention is bidirectional"),
+    "roberta": (_UNDECODED, "its attention is bidirectional"),
+    "cohere2_vision": ({}, "its text part, of kind cohere2, is not computed as in the whole model"),
+    "florence2": ({}, "encoder-decoder models are not supported"),
 }
 
 
 MASKED_REFUSED = {
     "llama": "it is not an encoder with a head for hidden tokens",
-    "bart": "it is an encoder-decoder, and only models of one of the two are trained here",
+    "bart": "encoder-decoder models are not supported",
     "funnel": "it computes different logits for padded documents",
 }
 
@@ -109,5 +109,5 @@ def test_a_model_whose_head_needs_its_backbone_is_refused(monkeypatch: pytest.Mo
         return forward(self, *args, **others)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", asks)
-    with pytest.raises(ConfigError, match=r"kind llama .*\(its head does not work apart from its backbone"):
+    with pytest.raises(ConfigError, match=r"kind llama .*\(its head cannot run without its backbone"):
         count_weights(sections(model_config("llama"), full()))

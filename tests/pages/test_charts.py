@@ -36,7 +36,7 @@ def test_line_chart_through_points(may_log: bool) -> None:
     (line,) = drawn(found)
     assert [x for x, _ in line] == pytest.approx([x for x, _ in points], abs=1e-2)
     assert [y for _, y in line] == pytest.approx([y for _, y in points], rel=1e-4)
-    assert [each.text for each in found.dots][:2] == ["step 1: loss 8.5", "step 2: loss 4"]
+    assert [column.text for column in found.columns][:2] == ["step 1\nloss: 8.5", "step 2\nloss: 4"]
     assert (found.up.named(found.quantity.axis), found.x_name) == ("loss, log scale" if may_log else "loss", "step")
 
 
@@ -56,6 +56,47 @@ def test_line_chart_several_lines_legend() -> None:
     lines = (Series("a", [(1, 1.0), (2, 2.0)], 0), Series("b", [(2, 3.0), (3, 4.0)], 1), Series("c", []))
     assert drawn(plot(*lines), "c1") == [[pytest.approx((2, 3.0), abs=1e-2), pytest.approx((3, 4.0), abs=1e-2)]]
     assert plot(*lines).legend == [("a", 0), ("b", 1)]
+
+
+def test_line_chart_columns_name_all_lines_of_a_step() -> None:
+    train = Series("train", [(1, 4.0), (2, None), (3, 3.0), (4, 2.0)])
+    columns = plot(train, Series("eval", [(0, 5.0), (3, 2.5)], 1)).columns
+    assert [column.text for column in columns] == [
+        "step 0\neval: 5",
+        "step 1\ntrain: 4\neval: 5 (step 0)",
+        "step 2\ntrain: -\neval: 5 (step 0)",
+        "step 3\ntrain: 3\neval: 2.5",
+        "step 4\ntrain: 2",
+    ]
+    assert [column.x for column in columns] == [0, 250, 500, 750, 1000]
+
+
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=600), st.integers(1, 50))
+def test_line_chart_columns_cover_the_chart(gaps: list[int], every: int) -> None:
+    steps = [float(sum(gaps[: at + 1])) for at in range(len(gaps))]
+    points = [(step, 1.0) for step in steps]
+    columns = plot(Series("train", points), Series("eval", points[::every], 1)).columns
+    assert len(columns) == min(len(steps), 100)
+    assert [column.left for column in columns] == [0, *(column.left + column.width for column in columns)][:-1]
+    assert columns[-1].left + columns[-1].width == 1000
+    assert all(column.left <= column.x <= column.left + column.width for column in columns)
+    assert (columns[0].text.splitlines()[0], columns[-1].text.splitlines()[0]) == (
+        f"step {steps[0]:,.0f}",
+        f"step {steps[-1]:,.0f}",
+    )
+
+
+def test_line_chart_on_the_steps_of_other_charts() -> None:
+    chart = LineChart(Quantity("A title", ""), [Series("lr", [(5, 1.0), (9, 2.0)])], steps=(0, 10))
+    assert (chart.plot().across.low, chart.plot().across.high) == (0, 10)
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.94), (0.5, 0.5), (1.0, 1.0)])
+def test_line_chart_of_a_share_ends_at_all(values: tuple[float, float]) -> None:
+    quantity = Quantity("Exact match", "", formatter="{:.0%}".format, is_share=True)
+    up = LineChart(quantity, [Series("exact match", list(enumerate(values)))]).plot().up
+    assert [text for _, text in up.ticks] == ["0%", "20%", "40%", "60%", "80%", "100%"]
+    assert (up.low, up.high) == (0, 1)
 
 
 def test_chart_words_have_ends_of_lines_and_each_dot() -> None:

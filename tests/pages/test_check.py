@@ -100,8 +100,15 @@ def test_check_bars_proportional() -> None:
     lengths, parts = (all_of(Bars, *SECTIONS[check](CHECKS[check][0]))[0].bars for check in ("data", "memory"))
     assert [(bar.label, bar.share) for bar in lengths] == [("1-32", 1.0), ("33-64", 485 / 700), (">64", 12 / 700)]
     shares = {bar.label: bar.share for bar in parts}
-    assert (len(shares), shares["frozen weights"]) == (10, 15 / 25.233), "no part of 0 bytes"
-    assert [bar.label for bar in parts if bar.beyond] == ["allocator", "context", "margin"]
+    assert len(shares) == 10, "no part of 0 bytes"
+    assert (shares["frozen weights"], shares["saved activations"]) == (1.0, 2 / 15), "relative to the largest part"
+    assert [bar.label for bar in (*lengths, *parts) if bar.beyond] == [">64"]
+
+
+def test_memory_bars_mark_a_part_above_the_memory() -> None:
+    small = {**TOO_LARGE, "memory_bytes": 12_000_000_000}
+    (bars,) = all_of(Bars, *SECTIONS["memory"](small))
+    assert [bar.label for bar in bars.bars if bar.beyond] == ["frozen weights"]
 
 
 def test_check_message_weights_shown() -> None:
@@ -117,8 +124,7 @@ def test_check_of_an_empty_dataset() -> None:
              "lengths": {"edges": [1, 2], "samples": [0]}, "preview": {"marked": "", "rows": []}}  # fmt: skip
     page = check_page({"data": empty})
     assert "packing nothing to pack" in as_text(section(page, "Data"))
-    assert as_text(section(page, "Advice")).split() == ["Advice", "none"]
-    assert titles(page) == ["Data", "Advice"]
+    assert titles(page) == ["Data"]
 
 
 def test_check_page_problems_first() -> None:

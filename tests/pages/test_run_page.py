@@ -10,6 +10,7 @@ from app.pages.charts import LineChart
 from app.pages.page import (
     AnswerTable,
     Bars,
+    Charts,
     Code,
     Facts,
     Fold,
@@ -69,10 +70,11 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
         "peak process memory": "548 MB",
     }
     assert lines(page, "Loss") == {"train": [(1, 4.0), (2, 3.0), (3, 2.5)], "eval": [(3, 2.75)]}
-    others = {"Learning rate": 1e-3, "Gradient norm": 1.25, "Throughput": 5200.0, "Peak process memory": 548e6}
+    others = {"Learning rate": 1e-3, "Gradient norm": 1.25, "Throughput": 5200.0}
     for title, value in others.items():
         ((line),) = lines(page, title).values()
         assert line == [(at, value) for at in (1, 2, 3)]
+    assert "Peak" not in texts(page), "the memory of a process has no chart"
     assert cells(section(page, "Checks passed")) == [["passed", "logits of packed documents", "1.5e-6", "1e-5"]]
     assert commands(page) == [
         f"finetune reproduce run={tmp_path / 'mine'}",
@@ -85,7 +87,10 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
     assert samples.marked == "tokens in the loss"
     assert [text for _, pieces in samples.samples for text, trained, _ in pieces if trained] == ["hi<end>"]
     assert [(bar.label, bar.text) for bar in bars.bars] == [("1-2", "4"), ("3-4", "60"), ("5-6", "24")]
-    assert "with uncommitted changes" in as_text(section(page, "Environment"))
+    environment = section(page, "Environment")
+    assert "with uncommitted changes" in as_text(environment)
+    (hashes,) = [fold for fold in all_of(Fold, environment) if fold.summary == "Hashes"]
+    assert ("training data", "aa" * 32) in all_of(Facts, Section("", [hashes]))[0].facts
     assert "lr: 0.001" in as_text(section(page, "Configuration"))
 
 
@@ -156,6 +161,15 @@ def test_run_page_scores_are_drawn_from_the_start(tmp_path: Path) -> None:
     assert [name for name, _ in chart(page, LineChart, "Loss").plot().legend] == ["train, smoothed", "eval"]
     assert tiles(page)["training loss, was 4"] == "3.0000", "the smoothed loss, as in the terminal"
     assert titles(page)[0] == "Training curves"
+
+
+def test_run_page_on_a_gpu_charts_its_memory_over_the_same_steps(tmp_path: Path) -> None:
+    choices = {**MANIFEST["choices"], "device": "cuda"}
+    logged = [{"step": 0, "epoch": 0.0, "eval_loss": 5.0}, *LINES]
+    page = run_page(made_run(tmp_path / "mine", logged, manifest={**MANIFEST, "choices": choices}))
+    assert lines(page, "Peak GPU memory") == {"peak memory bytes": [(at, 548e6) for at in (1, 2, 3)]}
+    axes = [chart.plot().across for block in all_of(Charts, *page.sections) for chart in block.charts]
+    assert [(axis.low, axis.high) for axis in axes] == [(0, 3)] * 5
 
 
 def test_run_page_failed_check_is_open(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ GRID = [
     trial(3, ["optimizer.lr=1e-1", "adapter.r=4"], None, error="error: it blew up"),
     trial(4, ["optimizer.lr=1e-1", "adapter.r=16"], 3.75),
     trial(5, ["optimizer.lr=1e-2", "adapter.r=4"], 3.25, status="stopped"),
+    trial(6, ["optimizer.lr=1e-2", "adapter.r=64"], 3.5),
 ]
 
 
@@ -53,14 +54,14 @@ def test_sweep_page_ranking(tmp_path: Path) -> None:
     assert again.text == "finetune train -m optimizer.lr=1e-3,1e-4"
     assert [each.text for each in all_of(Code, section(page, "Failed"))] == ["error: it blew up"]
     (_, failed), (_, left) = page.notes
-    assert failed.startswith("1 of 5 trials failed")
-    assert left.startswith("1 of 5 trials are unfinished")
+    assert failed.startswith("1 of 6 trials failed")
+    assert left.startswith("1 of 6 trials are unfinished")
     assert page.badges == [("stopped", "warn")]
 
 
 def test_sweep_page_chart_per_key(tmp_path: Path) -> None:
     page = page_of(made_sweep(tmp_path / "sweep", GRID))
-    for key, left_to_right in (("optimizer.lr", [1, 2, 5, 4]), ("adapter.r", [1, 5, 2, 4])):
+    for key, left_to_right in (("optimizer.lr", [1, 2, 5, 6, 4]), ("adapter.r", [1, 5, 2, 4, 6])):
         dots = chart(page, DotChart, f"Objective by {key}").plot().dots
         told = {int(dot.text.split()[1].rstrip(":")): dot for dot in dots}
         places = {number: float(dot.x[:-1]) for number, dot in told.items()}
@@ -70,8 +71,8 @@ def test_sweep_page_chart_per_key(tmp_path: Path) -> None:
     lr, ranks = (chart(page, DotChart, f"Objective by {key}").plot() for key in ("optimizer.lr", "adapter.r"))
     assert lr.across.low < 1e-3 < 1e-1 < lr.across.high
     assert [text for _, text in lr.across.ticks] == ["0.001", "0.01", "0.1"]
-    assert ([text for _, text in ranks.across.ticks], ranks.x_name) == (["4", "16"], "adapter.r, log scale")
-    assert list(dict(page.tiles)) == ["best objective (lower is better)", "finished of 5 trials", "total time"]
+    assert ([text for _, text in ranks.across.ticks], ranks.x_name) == (["4", "16", "64"], "adapter.r, log scale")
+    assert list(dict(page.tiles)) == ["best objective (lower is better)", "finished of 6 trials", "total time"]
     assert titles(page) == ["Best trial", "Leaderboard", "Effect of each setting", "Failed", "Rerun"]
 
 
@@ -108,6 +109,17 @@ def test_sweep_page_lists_have_no_chart(tmp_path: Path) -> None:
     page = page_of(made_sweep(tmp_path / "sweep", trials))
     assert len(rows(page)) == 2
     assert all_of(Charts, *page.sections) == []
+
+
+def test_sweep_page_two_values_have_no_chart(tmp_path: Path) -> None:
+    page = page_of(made_sweep(tmp_path / "sweep", [trial(n, [f"adapter.r={4 * n}"], 3.0 + n) for n in (1, 2)]))
+    assert titles(page) == ["Best trial", "Leaderboard", "Rerun"]
+
+
+def test_sweep_page_chart_of_a_share_in_percent(tmp_path: Path) -> None:
+    scores = [trial(n, [f"adapter.r={4 * n}"], 0.9 + n / 100, objective_is="exact_match") for n in (1, 2, 3)]
+    up = chart(page_of(made_sweep(tmp_path / "sweep", scores)), DotChart, "Objective by adapter.r").plot().up
+    assert (up.low, up.high, up.ticks[-1][1]) == (0, 1, "100%")
 
 
 def test_sweep_page_trial_that_is_a_link_not_followed(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -80,6 +82,14 @@ def test_ordinary_launchers_train(tmp_path: Path, app_env: dict[str, str], start
     printed_by(*command, *words, env=app_env, cwd=tmp_path)
     assert [line["step"] for line in numbers(run)] == [0, 1, 2, 2]
     assert json.loads((run / "manifest.json").read_text())["choices"]["processes"] == 2
+
+
+def test_option_of_accelerate_that_differs_from_the_run_refused(tmp_path: Path, app_env: dict[str, str]) -> None:
+    command = ["-m", "accelerate.commands.launch", "--cpu", "--mixed_precision=bf16", "-m", "app.train", "dry_run=true"]
+    ended = subprocess.run([sys.executable, *command], env=app_env, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode
+    assert "accelerate launch --mixed_precision=bf16 has no effect." in ended.stderr
+    assert "set precision=bf16." in ended.stderr
 
 
 def test_launcher_forwards_signals_and_reports_a_death_once(

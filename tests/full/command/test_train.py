@@ -67,3 +67,14 @@ def test_final_best_takes_the_best_checkpoint(zygote: Zygote, tmp_path: Path) ->
     saved = load_file(run / f"checkpoints/step-{best:06d}/weights.safetensors")
     final = load_file(run / "final/model.safetensors")
     assert all(tensor.equal(final[name]) for name, tensor in saved.items())
+
+
+def test_dry_run_of_a_missing_model_uses_its_preset_and_says_so(zygote: Zygote, tmp_path: Path) -> None:
+    words = ("recipe=qlora", "model=qwen3_0_6b", "training.recompute=false", "compile=none", "dataset.max_rows=50")
+    printed = zygote.run(tmp_path, *words, "dry_run=true", "output_dir=plan", code=0).stdout
+    assert "model    Qwen/Qwen3-0.6B, 596,049,920 parameters + adapter " in printed
+    assert "Qwen/Qwen3-0.6B is not on this machine: token counts and steps are approximate" in printed
+    assert yaml.safe_load((tmp_path / "plan" / "run.yaml").read_text())["model"]["weights"] == "pretrained"
+    other = zygote.run(tmp_path, *words, "model.path=org/other", "dry_run=true", "output_dir=other")
+    assert other.code == 2
+    assert "model.path=org/other is not on this machine" in other.stderr

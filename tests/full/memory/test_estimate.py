@@ -141,7 +141,7 @@ def test_keys_that_sdpa_repeats_are_planned() -> None:
 def planned_preset(experiment: str, hardware: str) -> Planned:
     words = [f"experiment={experiment}", "dataset=messages", "dataset.path=none.jsonl"]
     (card,) = (each for each in all_hardware() if each.name == hardware)
-    return Planner(machine_of(card)).at(random_if_missing(compose_run(words), words))
+    return Planner(machine_of(card)).at(random_if_missing(compose_run(words)))
 
 
 def test_llama_70b_small_fits_card_of_48_gb() -> None:

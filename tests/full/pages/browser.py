@@ -1,6 +1,7 @@
 """Pages in a real browser: shown in frames of a page of our own, which measures them and writes down what it finds."""
 
 import json
+import re
 import subprocess
 from collections.abc import Mapping
 from html import unescape
@@ -52,11 +53,20 @@ const measure = frame => {
     const found = contrast(channels(/rect|circle/.test(node.tagName) ? style.fill : style.stroke), ground(view, node));
     if (found < faint[0]) faint = [found, node.getAttribute('class')];
   }
+  const tooltips = [];
+  for (const chart of page.querySelectorAll('svg.hover')) {
+    chart.scrollIntoView();
+    const box = chart.getBoundingClientRect();
+    for (const x of [.001, .2, .5, .8, .999]) for (const y of [.05, .95]) {
+      const node = page.elementFromPoint(box.left + x * box.width, box.top + y * box.height);
+      tooltips.push(node.parentElement.querySelector(':scope > title')?.textContent ?? '');
+    }
+  }
   const lines = [...page.querySelectorAll('polyline')].map(line => line.getBoundingClientRect().width);
   return {
     title: page.title,
     wide: page.documentElement.scrollWidth, room: page.documentElement.clientWidth, texts,
-    worst, faint,
+    worst, faint, tooltips,
     dark: view.matchMedia('(prefers-color-scheme: dark)').matches,
     background: channels(view.getComputedStyle(page.body).backgroundColor),
     asked: view.performance.getEntriesByType('resource').map(entry => entry.name),
@@ -70,6 +80,25 @@ const all = () => {
   document.querySelector('#found').textContent = JSON.stringify(found);
 };
 """
+
+
+def printed_pages(folder: Path, page: Path) -> int:
+    """Return the number of sheets on which the browser prints a page."""
+    target = folder / "printed.pdf"
+    subprocess.run(
+        [
+            "chromium",
+            *_FLAGS,
+            *_DARK,
+            f"--user-data-dir={folder / 'browser-print'}",
+            f"--print-to-pdf={target}",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    return len(re.findall(rb"/Type /Page\b", target.read_bytes()))
 
 
 def looked_at(folder: Path, pages: Mapping[str, tuple[Path, int]], *, dark: bool) -> tuple[dict[str, Any], list[str]]:

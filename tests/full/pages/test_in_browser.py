@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from app.pages.check_page import check_page
+from app.pages.comparison_page import comparison_page
 from app.pages.page import Charts, Page, Section, as_html
 from app.pages.run_page import run_page
-from tests.full.pages.browser import looked_at
+from tests.full.pages.browser import looked_at, printed_pages
 from tests.harness.marks import requires_chromium
 from tests.pages.facts import DATA, TOO_LARGE
 from tests.pages.folders import made_run, sample, step
@@ -33,6 +34,7 @@ def pages(folder: Path) -> dict[str, Path]:
             for at, (text, of) in enumerate(blocks.items())
         },
         "run": run_page(made_run(folder / LONG[:120], lines, samples=[sample(199, LONG, "4", "4")])),
+        "compared": comparison_page([folder / LONG[:120], made_run(folder / "short", lines[:9])]),
         "check": check_page({"data": {**DATA, "source": LONG, "stops": [LONG]}, "memory": TOO_LARGE}),
     }
     for name, page in made.items():
@@ -56,6 +58,15 @@ def test_pages_load_nothing_and_fit_phone(tmp_path: Path, dark: bool) -> None:
         assert page["worst"][0] >= 4.5, (name, page["worst"])
         assert page["faint"][0] >= 3, (name, page["faint"])
         assert page["longest"] > shown[name][1] / 3 or not name.startswith("run"), name
+        assert all(text.startswith("step ") for text in page["tooltips"]), (name, page["tooltips"])
+        assert len(page["tooltips"]) >= 10 or not name.startswith(("run", "everything")), name
+
+
+def test_run_page_prints_on_few_sheets(tmp_path: Path) -> None:
+    lines = [step(at, 3 + math.cos(at / 9), exact_match=0.5) for at in range(1, 200)]
+    samples = [sample(199, f"prompt {at}", "4", "4") for at in range(4)]
+    (tmp_path / "run.html").write_text(as_html(run_page(made_run(tmp_path / "run", lines, samples=samples))))
+    assert printed_pages(tmp_path, tmp_path / "run.html") <= 4
 
 
 def test_content_security_policy_blocks_script(tmp_path: Path) -> None:
