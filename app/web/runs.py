@@ -15,7 +15,7 @@ from app.errors import AppError, ConfigError, refuse
 from app.files import is_own_file, report_write_errors
 from app.pages.read_run import RUNNING, UNFINISHED, is_run, read_sweep, status_in
 from app.pages.run_page import status_badge
-from app.program import as_started, command_text
+from app.program import TARGETS, as_started, command_text
 from app.tracking.output_dir import RunFolder, lock_owner
 from app.tracking.recorder import read_result
 from app.web.form import check_settings, is_sweep
@@ -53,7 +53,7 @@ def _settings_in(sweep: Mapping[str, Any]) -> list[str]:
     words = [str(word) for word in typed[2:] if word not in ("-m", "--multirun")] if isinstance(typed, list) else []
     options = [f"{word}: only settings are accepted from sweep.json." for word in words if word.startswith("-")]
     refuse([*options, *untrusted_problems(values_in(words), "sweep.json", allowed=(STARTS_PROCESSES,))])
-    return [word for word in words if key_of(word) != "output_dir"]
+    return [word for word in words if key_of(word) not in TARGETS]
 
 
 class Runs:
