@@ -39,6 +39,7 @@ const update = page => {
 
 if (form) {
   showFields();
+  showCommand();  // fields may be filled already: browsers restore them
   form.addEventListener('input', () => {
     showFields();
     checkSize();

@@ -1,5 +1,6 @@
 """The board in use: a run is started, watched, stopped, resumed and asked, by a browser or over HTTP."""
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -144,7 +145,10 @@ def test_form_shows_its_command_and_starts_a_sweep_of_an_upload(tmp_path: Path) 
     folder = tmp_path / "runs"
     folder.mkdir()
     rows = "".join(f'{{"question": "What is {n}?", "answer": "{n % 7}"}}\n' for n in range(90))
-    settings = [text for text in SMALL if not text.startswith(("training.epochs", "dataset.", "batching.tokens"))]
+    fields = {"model": "", "dataset": "auto", "training.epochs": "12", "optimizer.lr": "1e-3,1e-2"}
+    fields |= {"dataset.max_length": "64"}
+    others = ("training.epochs", "dataset.", "eval.every", "checkpoint.every")
+    settings = [*(text for text in SMALL if not text.startswith(others)), "eval.every=40", "checkpoint.every=200"]
     with served(folder, _environment_of_processes(), tmp_path / "stderr") as at, Browser(tmp_path / "browser") as page:
         user = InBrowser(at, page)
         user.seen("No runs yet.", "train output_dir=")
@@ -154,31 +158,27 @@ def test_form_shows_its_command_and_starts_a_sweep_of_an_upload(tmp_path: Path) 
         assert [user.placeholder(field) for field in ("dataset.max_length", "name")] == ["2048", "qwen-qlora"]
         user.fill("optimizer.lr", "abc")
         user.seen("optimizer.lr=abc: expected a number.")
-        for field, value in {
-            "model": "",
-            "dataset": "auto",
-            "training.epochs": "6",
-            "optimizer.lr": "1e-3,1e-2",
-        }.items():
+        for field, value in fields.items():
             user.fill(field, value)
         user.upload("rows 1.jsonl", rows)
         user.fill("settings", "\n".join(settings))
         path = folder / "uploads" / "rows_1.jsonl"
-        user.seen("Sweep of 2 runs", f"dataset.path={path} training.epochs=6 optimizer.lr=1e-3,1e-2")
+        typed = f"dataset.path={path} training.epochs=12 optimizer.lr=1e-3,1e-2 dataset.max_length=64"
+        user.seen("Sweep of 2 runs", typed)
         assert not path.exists()
         user.press("Start")
-        user.seen("tiny-qlora still running", "0 of 2 trials", "step ")
+        user.seen("tiny-qlora still running", "of 2 trials", "step ")
         assert path.read_text() == rows
         user.press("Stop")
         user.seen("tiny-qlora stopped", "Resume")
-        assert result(folder / "tiny-qlora" / "1-optimizer.lr=0.001")["status"] == "stopped"
+        trials = json.loads((folder / "tiny-qlora" / "sweep.json").read_text())["trials"]
+        assert "stopped" in [trial["status"] for trial in trials]
         user.press("Resume")
         user.seen("tiny-qlora finished", "2 of 2 trials", "best eval loss")
         page.value("document.querySelector('#rows a').click()")
         user.seen("tiny-qlora/1-optimizer.lr=0.001 finished")
-        assert [
-            address for address in page.asked if not address.startswith((at.entry.partition("?")[0], "about:"))
-        ] == []
+        base = at.entry.partition("?")[0]
+        assert [address for address in page.asked if not address.startswith((base, "about:", "data:"))] == []
 
 
 def _generating(folder: Path) -> bool:
