@@ -1,4 +1,4 @@
-"""Create docs/pictures/ for README.md from real runs, with headless Chromium.
+"""Create docs/pictures/ for README.md and docs/report.md from real runs, with headless Chromium.
 
 python -m scripts.make_pictures [FOLDER]
 
@@ -18,11 +18,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from app.program import STARTED_AS
+
 REPO = Path(__file__).resolve().parents[1]
 PICTURES = REPO / "docs" / "pictures"
 SHOWN = PICTURES / "terminal.txt"  # text of the picture
 MADE_OF = PICTURES / "made_of.sha256"
-_WIDTH, _REPORT_SIZE = 100, "1200,1262"
+_WIDTH, _REPORT_SIZE, _BOARD_SIZE = 100, "1200,1262", "1200,835"
 # commands, and patterns for the shown lines of their output
 _COMMANDS = {
     "train recipe=qlora model=llama optimizer.lrr=3e-4 dataset.max_len=1024 lora_alpha=16": ".+",
@@ -49,14 +51,14 @@ _BADGE = """\
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=5000", f"--window-size={_REPORT_SIZE}"),
+    *("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--virtual-time-budget=5000"),
 )
 
 
 def made_of() -> str:
-    """Return a hash of what the pictures are made of: code, templates and style of pages, terminal text."""
-    pages = REPO / "app" / "pages"
-    sources = sorted([*pages.glob("*.py"), *(pages / "templates").glob("*")])
+    """Return a hash of what the pictures are made of: code, templates and style of pages and board, terminal text."""
+    folders = [REPO / "app" / "pages", REPO / "app" / "web"]
+    sources = sorted(file for folder in folders for file in [*folder.glob("*.py"), *(folder / "templates").glob("*")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in [*sources, SHOWN])).hexdigest()
 
 
@@ -92,9 +94,23 @@ def main() -> None:
         (PICTURES / name).write_text(badge, encoding="utf-8")
     page = folder / "report.html"
     page.write_text((folder / "runs" / "first" / "report.html").read_text("utf-8") + _HIDDEN, encoding="utf-8")
-    shot = f"--screenshot={PICTURES / 'report.png'}"
-    subprocess.run(["chromium", *_FLAGS, shot, page.as_uri()], check=True, stderr=subprocess.DEVNULL)
+    _shoot(page.as_uri(), "report.png", _REPORT_SIZE)
+    _shoot_board(folder)
     MADE_OF.write_text(f"{made_of()}\n")
+
+
+def _shoot(address: str, name: str, size: str) -> None:
+    options = (f"--window-size={size}", f"--screenshot={PICTURES / name}")
+    subprocess.run(["chromium", *_FLAGS, *options, address], check=True, stderr=subprocess.DEVNULL)
+
+
+def _shoot_board(folder: Path) -> None:
+    command = [sys.executable, "-m", "app.board", "runs"]
+    env = {**os.environ, "PYTHONPATH": str(REPO), STARTED_AS: "finetune"}
+    with subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as board:
+        assert board.stdout is not None
+        _shoot(board.stdout.readline().split()[-1], "board.png", _BOARD_SIZE)
+        board.terminate()
 
 
 def _output(file: Path, words: str) -> str:

@@ -13,6 +13,7 @@ from app.pages.read_run import read_run
 from app.pages.run_page import answers_before_and_after, curves, method
 from app.tracking.formatting import format_bytes, format_count, format_number, format_or
 from app.tracking.output_dir import RunFolder
+from app.web.rows import last_values
 
 _LOG_BYTES = 8000
 
@@ -35,13 +36,12 @@ class Live:
 def live_view(folder: Path, _stamp: str) -> Live:
     """Return the view of the run in a folder; `_stamp` invalidates the cache."""
     run = read_run(folder)
-    last = {key: value for line in run.lines for key, value in line.items()}
     error = str(run.result.get("error") or "").removeprefix("error: ") if run.status == "failed" else ""
     return Live(
         about=method(run),
         error=error,
         notes=run.remarks,
-        tiles=_tiles(last, run.memory_owner),
+        tiles=_tiles(last_values(run.lines), run.memory_owner),
         charts=curves(run),
         answers=answers_before_and_after(run.samples),
         settings=run.settings_text,

@@ -18,6 +18,7 @@ from app.tracking.formatting import (
     format_number,
     format_or,
 )
+from app.tracking.output_dir import smoothed_loss
 
 _ENDED_TRIALS = ("finished", "failed", "refused", "dry_run")
 _MAX_ETA_LINES = 60  # limits the time of wrong estimates after a change of speed
@@ -53,7 +54,7 @@ def _facts(folder: Path, _stamp: str) -> dict[str, Any]:
         start = datetime.fromisoformat(run.starts[0]["time"]).astimezone() if run.starts else None
         return {
             "model": path.removeprefix("asset:").rstrip("/").rpartition("/")[2],
-            "last": {key: value for line in run.lines for key, value in line.items()},
+            "last": last_values(run.lines),
             "total": total,
             "left": seconds_left(run.lines, total),
             "started": start and f"{start:%b %d %H:%M}",
@@ -61,6 +62,12 @@ def _facts(folder: Path, _stamp: str) -> dict[str, Any]:
         }
     except PAGE_FAULTS:
         return {}
+
+
+def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the last value of each metric, with a smoothed training loss unless the last one is NaN or infinite."""
+    last = {key: value for line in lines for key, value in line.items()}
+    return last if finite_number(last.get("loss")) is None else {**last, "loss": smoothed_loss(lines)}
 
 
 def seconds_left(lines: Sequence[Mapping[str, Any]], total: float | None) -> float | None:

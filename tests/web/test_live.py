@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from app.web.live import live_view
-from app.web.rows import seconds_left
+from app.web.rows import last_values, seconds_left
 from tests.pages.folders import lines_of, made_run, step
 
 
@@ -30,6 +30,7 @@ def test_live_view_shows_newest_metrics(tmp_path: Path) -> None:
         "peak process memory": "548 MB",
     }
     assert [line.name for line in view.charts[0].series] == ["train", "eval"]
+    assert last_values(lines_of([4.0, 3.0, 2.0, 1.0]))["loss"] == 1.5, "smoothed, as in the report"
 
 
 @pytest.mark.parametrize(
