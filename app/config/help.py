@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -81,18 +81,18 @@ def train_help(names: Sequence[str] = ()) -> str:
     plain = [name for name in names if "=" not in name]
     if plain:
         return "\n".join(map(_section_help, plain))
-    width = _width()
+    width, chosen = _width(), default_choices()
     lines = []
-    for group, names_of_group in choices_by_group().items():
+    for group, starred in ((group, _starred(group, chosen)) for group in choices_by_group()):
         if group in _LISTED_GROUPS:
-            choices = _choice_lines(group)
+            choices = _choice_lines(group, starred)
             lines += [f"  {group}"]
             lines += [line if len(line) <= width else f"{line[: width - 4].rstrip()} ..." for line in choices]
-        elif names_of_group:
-            words = " ".join(_starred(group)) + (" (of finetune check memory)" if group == "hardware" else "")
+        elif starred:
+            words = " ".join(starred.values()) + (" (of finetune check memory)" if group == "hardware" else "")
             lines.append(textwrap.fill(words, width, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))
-    known_names = ", ".join([*choices_by_group(), *_FREE_SECTIONS])
-    sections = textwrap.fill(f"--help takes these names, or a key: {known_names}", width)
+    names_of_keys = ", ".join([*choices_by_group(), *_FREE_SECTIONS])
+    sections = textwrap.fill(f"--help takes these names, or a key: {names_of_keys}", width)
     return _FRAME.format(groups="\n".join(lines), sections=sections)
 
 
@@ -133,13 +133,14 @@ def _section_help(name: str) -> str:
         raise ConfigError(f"--help {name}: unknown setting.{did_you_mean(name, [*groups, *sections, *keys])}")
     choices = []
     if name in groups:
-        lines = (textwrap.fill(line, _width(), subsequent_indent=" " * 26) for line in _choice_lines(name))
+        choice_lines = _choice_lines(name, _starred(name, default_choices()))
+        lines = (textwrap.fill(line, _width(), subsequent_indent=" " * 26) for line in choice_lines)
         choices = [f"{name}=CHOICE (*: default)", *lines, ""]
-    options = []
+    options, defaults = [], default_values()
     for key, entry, meaning in matching:
         if key == f"{name}.kind" and choices:
             continue
-        values, default = _accepted(key, entry, default_at(key))
+        values, default = _accepted(key, entry, _value_at(defaults, key))
         readers = readers_of(key)
         options.append(Option(key, f"{meaning} ({', '.join(readers)} only)" if readers else meaning, values, default))
     return "\n".join([*choices, *_option_lines(options), ""])
@@ -150,14 +151,14 @@ def _width() -> int:
     return min(max(shutil.get_terminal_size((usual, 24)).columns, least), most)
 
 
-def _starred(group: str) -> list[str]:
-    default = default_choices().get(group)
-    return [f"{name}*" if name == default else name for name in choices_by_group()[group]]
+def _starred(group: str, chosen: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the choices of a group by name, the default with a star."""
+    return {name: f"{name}*" if name == chosen.get(group) else name for name in choices_by_group()[group]}
 
 
-def _choice_lines(group: str) -> Iterator[str]:
+def _choice_lines(group: str, starred: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each choice of a group, with its purpose."""
-    for name, word in zip(choices_by_group()[group], _starred(group), strict=True):
+    for name, word in starred.items():
         yield f"    {word:<22}{purpose_of(group, name)}"
 
 
@@ -193,9 +194,9 @@ def _accepted(key: str, entry: Field[Any], default: Any = MISSING) -> tuple[str,
     return values_of(key, entry, "{}".format), "" if len(text) > _MAX_DEFAULT_CHARACTERS else text
 
 
-def default_at(key: str) -> Any:
-    """Return the value of a key in a run without arguments."""
-    value: Any = default_values()
+def _value_at(values: Any, key: str) -> Any:
+    """Return the value at a dotted key; MISSING if there is none."""
+    value = values
     for name in key.split("."):
         value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
     return value

@@ -113,7 +113,6 @@ class Board:
         row, has_files = self._runs.row(name), is_run(folder)
         with _reporting_damage():
             live = live_view(folder, row["stamp"]) if has_files else Live()
-        action = row["action"] if row["action"] != "resume" or live.resume_helps else None
         commands = {
             "Full report": has_files and shown(command("report", f"run={folder}")),
             "Resume": row["action"] == "resume" and shown(self._runs.command(name)),
@@ -121,7 +120,7 @@ class Board:
             "Chat": (folder / "final").is_dir() and shown(command("generate", f"run={folder}")),
         }
         values = {"has_files": has_files, "log": self._runs.log(name) or log_of(folder), **self._chat_of(name, folder)}
-        return self._page("run", row=row, live=live, action=action, commands=commands, **values)
+        return self._page("run", row=row, live=live, commands=commands, **values)
 
     def _run_report(self, request: Request) -> Response:
         _, folder = self._named(request, self._runs.folders())

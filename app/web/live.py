@@ -13,7 +13,7 @@ from app.pages.read_run import read_run
 from app.pages.run_page import answers_before_and_after, curves, method
 from app.tracking.formatting import format_bytes, format_count, format_number, format_or
 from app.tracking.output_dir import RunFolder
-from app.web.rows import last_values
+from app.web.rows import last_values, would_fail_again
 
 _LOG_BYTES = 8000
 
@@ -45,7 +45,7 @@ def live_view(folder: Path, _stamp: str) -> Live:
         charts=curves(run),
         answers=answers_before_and_after(run.samples),
         settings=run.settings_text,
-        resume_helps="NaN/Inf" not in error,  # a resumed run would repeat the same steps
+        resume_helps=not would_fail_again(run.result),
     )
 
 

@@ -64,6 +64,11 @@ def _facts(folder: Path, _stamp: str) -> dict[str, Any]:
         return {}
 
 
+def would_fail_again(result: Mapping[str, Any]) -> bool:
+    """Return whether a resumed run would repeat the steps that failed: those with NaN or Inf gradients."""
+    return result.get("status") == "failed" and "NaN/Inf" in str(result.get("error"))
+
+
 def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the last value of each metric, with a smoothed training loss unless the last one is NaN or infinite."""
     last = {key: value for line in lines for key, value in line.items()}

@@ -19,7 +19,7 @@ from app.program import TARGETS, as_started, command_text
 from app.tracking.output_dir import RunFolder, lock_owner
 from app.tracking.recorder import read_result
 from app.web.form import check_settings, is_sweep
-from app.web.rows import run_row, sweep_row, trial_row
+from app.web.rows import run_row, sweep_row, trial_row, would_fail_again
 from app.web.uploads import UPLOADS
 
 STARTING, STOPPING, NOT_STARTED = "starting", "stopping", "did not start"
@@ -146,8 +146,10 @@ class Runs:
         return RUNNING if lock_owner(self.folder / name) else ended
 
     def _action(self, name: str, status: str) -> str | None:
-        """Return what can be done with a run; its sweep stops and resumes a trial."""
-        return None if "/" in name else _ACTIONS.get(status)
+        """Return what can be done with a run, if it helps; a trial is stopped and resumed by its sweep."""
+        action = _ACTIONS.get(status)
+        is_useless = action == "resume" and would_fail_again(read_result(self.folder / name))
+        return None if is_useless or "/" in name else action
 
     def _is_alive(self, name: str) -> bool:
         return name in self._processes and self._processes[name].poll() is None

@@ -24,9 +24,17 @@ for line in sys.stdin:
     if question == "end": sys.exit("it ended")
     if question == "load": time.sleep(60)
     say = lambda **values: print(json.dumps(values), flush=True)
+    def after(name):  # a file, in the folder that a question names
+        while question.startswith("/") and not os.path.exists(f"{question}/{name}"): time.sleep(0.02)
+    after("loaded")
     say(piece="")
     try:
-        if question == "slow": say(piece="<b>one"); time.sleep(0.5); say(piece=" two"); time.sleep(60)
+        if question == "slow" or question.startswith("/"):
+            after("one")
+            say(piece="<b>one")
+            after("two")
+            say(piece=" two")
+            time.sleep(60)
         say(answer=f"{os.getpid()} {len(messages)} {options}")
     except KeyboardInterrupt:
         say(answer="<b>one two", stopped=True)
@@ -40,6 +48,10 @@ def contents(chat: Chat) -> list[str]:
 
 async def has_answer(chat: Chat) -> bool:
     return chat.turn is not None and chat.turn.answer != ""
+
+
+async def is_gone(pid: str) -> bool:
+    return not Path(f"/proc/{pid}").exists()
 
 
 async def until(reached: Callable[[], Awaitable[bool]]) -> None:
@@ -57,8 +69,7 @@ def test_chat_keeps_its_process_until_idle() -> None:
         pid, *_ = chat.messages[1]["content"].split()
         assert contents(chat) == ["one", f"{pid} 1 [True, None]", "two", f"{pid} 4 [True, '0.5']"]
         assert Path(f"/proc/{pid}").exists()
-        await asyncio.sleep(0.5)
-        assert not Path(f"/proc/{pid}").exists()
+        await until(lambda: is_gone(pid))
         await chat.ask("end", {})
         assert chat.problem.split("\n")[:2] == ["a note", "it ended"]
         assert (len(chat.messages), chat.unanswered) == (4, "end"), "an unanswered question is no turn"
@@ -99,17 +110,20 @@ def test_board_shows_pieces_of_an_answer_until_it_is_stopped(tmp_path: Path) -> 
             async def shows(text: str) -> bool:
                 return text in (await client.get("/run/mine/chat")).text
 
-            asked = asyncio.create_task(client.post("/run/mine/ask", data={"question": "slow"}))
+            asked = asyncio.create_task(client.post("/run/mine/ask", data={"question": str(tmp_path)}))
             await until(lambda: shows("Loading the model ..."))
+            (tmp_path / "loaded").touch()
+            (tmp_path / "one").touch()
             await until(lambda: shows("&lt;b&gt;one</div>"))
             assert await shows('data-busy="/run/mine/chat"')
+            (tmp_path / "two").touch()
             await until(lambda: shows("&lt;b&gt;one two</div>"))
             assert not asked.done(), "the form waits for the whole answer"
             await client.post("/run/mine/ask", data={"stop": "1", "question": "a draft"})
             page = (await asked).text
             assert "&lt;b&gt;one two</div>" in page
             assert "data-busy" not in page
-            assert contents(chat) == ["slow", "<b>one two"]
+            assert contents(chat) == [str(tmp_path), "<b>one two"]
             await client.post("/run/mine/ask", data={"new": "1"})
             assert chat.messages == []
         await chat.end()

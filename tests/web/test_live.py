@@ -6,6 +6,7 @@ import pytest
 
 from app.web.live import live_view
 from app.web.rows import last_values, seconds_left
+from app.web.runs import Runs
 from tests.pages.folders import lines_of, made_run, step
 
 
@@ -43,3 +44,4 @@ def test_live_view_shows_newest_metrics(tmp_path: Path) -> None:
 def test_live_view_of_failed_run_tells_whether_a_resume_helps(tmp_path: Path, error: str, helps: bool) -> None:
     view = live_view(made_run(tmp_path / "mine", result={"status": "failed", "error": error}), "1")
     assert (view.resume_helps, view.error) == (helps, error.removeprefix("error: "))
+    assert Runs(tmp_path).row("mine")["action"] == ("resume" if helps else None)
