@@ -82,7 +82,7 @@ def _reason(task: Task, numbers: Any, *, own_code: bool) -> str | None:
 def _whole_class(task: Task, numbers: Any) -> Any:
     """Return the class of a composite that is trained as a whole on text, None for others; or the refusal."""
     if numbers.is_encoder_decoder or "encoder" in numbers.sub_configs:
-        return "encoder-decoder models are not supported"
+        return "it is an encoder-decoder, whose cross-attention has no packing, memory estimate or generation here"
     text, whole = numbers.get_text_config(decoder=True), whole_class(numbers, task)
     if numbers.model_type in OTHER_TEXT:
         return f"its text part, of kind {text.model_type}, is not computed as in the whole model"

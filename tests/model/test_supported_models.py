@@ -20,17 +20,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({"layer_types": ["chunked_attention", "full_attention"]}, "unsupported layers: chunked_attention"),
     "xlnet": ({}, "tokens attend to later tokens, which they must predict"),
     "deberta-v2": ({}, "not a causal language model"),
-    "t5": ({}, "encoder-decoder models are not supported"),
+    "t5": ({}, "it is an encoder-decoder, whose cross-attention"),
     "bert": (_UNDECODED, "its attention is bidirectional"),
     "roberta": (_UNDECODED, "its attention is bidirectional"),
     "cohere2_vision": ({}, "its text part, of kind cohere2, is not computed as in the whole model"),
-    "florence2": ({}, "encoder-decoder models are not supported"),
+    "florence2": ({}, "it is an encoder-decoder, whose cross-attention"),
 }
 
 
 MASKED_REFUSED = {
     "llama": "it is not an encoder with a head for hidden tokens",
-    "bart": "encoder-decoder models are not supported",
+    "bart": "it is an encoder-decoder, whose cross-attention has no packing, memory estimate or generation here",
     "funnel": "it computes different logits for padded documents",
 }
 
