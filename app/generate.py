@@ -241,7 +241,7 @@ def _answer_row(
 
 
 def _stream_lines(generator: "TextGenerator", question: "list[Message]") -> dict[str, Any]:
-    """Print the pieces of an answer, first an empty one: the model is loaded. SIGINT ends it; return all of it."""
+    """Stream an answer as JSON lines and return it. The first piece is empty: the model is loaded. SIGINT ends it."""
     pieces = list[str]()
 
     def write(text: str) -> None:

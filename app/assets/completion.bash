@@ -1,6 +1,6 @@
 # Completion of finetune in bash 4 or newer.
 
-# Print the words that may follow a command: "key=" with its values, or a word without a key; "/" stands for files.
+# Print the arguments of a command: "key=" with its values, or a word without a key. "/" means file names.
 _finetune_words() {
     case $1 in
     @SETTINGS@

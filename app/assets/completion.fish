@@ -1,6 +1,6 @@
 # Completion of finetune in fish 3 or newer.
 
-# Print the words that may follow a command: "key=" with its values, or a word without a key; "/" stands for files.
+# Print the arguments of a command: "key=" with its values, or a word without a key. "/" means file names.
 function __finetune_words
     switch $argv[1]
     @SETTINGS@

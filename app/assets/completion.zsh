@@ -1,7 +1,7 @@
 #compdef finetune
 # Completion of finetune in zsh, after compinit.
 
-# Print the words that may follow a command: "key=" with its values, or a word without a key; "/" stands for files.
+# Print the arguments of a command: "key=" with its values, or a word without a key. "/" means file names.
 _finetune_words() {
     case $1 in
     @SETTINGS@

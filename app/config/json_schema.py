@@ -41,7 +41,7 @@ _PLACE = {"type": "string", "pattern": r"[/\\.]"}  # path, file name or hub ID
 _OF_SWEEPS = "sweep"  # group whose keys no run has
 _NOT_IN_FILES = "hardware"  # group that finetune check accepts on the command line only
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another key
-_ENTRY = "NAME"  # stands for the names of a mapping in definitions
+_ENTRY = "NAME"  # placeholder for entry names in the paths of definitions
 
 Schema = dict[str, Any]
 
@@ -100,7 +100,7 @@ def _add_section(
         value = _default(entry, defaults)
         if isinstance(value, str) and (reference := _REFERENCE.fullmatch(value)):
             properties[name]["description"] += f" (default: {reference[1]})"
-        elif not (isinstance(value, str) and "${" in value):  # of the time or the machine
+        elif not (isinstance(value, str) and "${" in value):  # depends on the time or the machine
             properties[name] |= {} if value is NO_DEFAULT else {"default": value}
         if SECTIONS in entry.metadata:
             entries = _entries(entry.metadata[SECTIONS], key, definitions)
@@ -127,7 +127,7 @@ def _entries(section: Any, key: str, definitions: dict[str, Schema]) -> dict[str
 
 
 def _below(name: str, patterns: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Return the patterns of a section with its name, or a pattern of it, in front."""
+    """Prefix the patterns of a section with its name or name pattern."""
     return {rf"^{name}\.{pattern[1:]}": schema for pattern, schema in patterns.items()}
 
 
@@ -157,7 +157,7 @@ def _value(key: str, entry: Field[Any]) -> Schema:
 
 
 def _merged(alternatives: Sequence[Schema], limits: Schema) -> Schema:
-    """Return one schema; constraints of a type do not apply to others, so typed alternatives are joined."""
+    """Merge alternatives into one schema. Typed ones are joined: constraints of one type do not affect the others."""
     typed = [part for part in alternatives if "type" in part]
     joined = {name: value for part in typed for name, value in part.items()} | limits
     types = [name for part in typed for name in part["type"]]

@@ -225,7 +225,7 @@ def default_values() -> dict[str, Any]:
 
 
 def values_with(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the plain data of a run with the valid ones of the overrides; the rules of a run are not checked."""
+    """Compose a run from the valid overrides, as plain data; rules on combinations are not checked."""
     return _plain(_compose(_with_folder_model(partition_overrides(overrides)[0])))
 
 

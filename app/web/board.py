@@ -149,10 +149,11 @@ class Board:
         name, (folder, content) = self._named(request, self._runs.sweeps())
         with _reporting_damage():
             row, trials = self._runs.sweep_row(name, content), self._runs.trial_rows(name, content)
-        problem, commands = (
-            "",
-            {"Report": content and shown(command("report", f"sweep={folder}")), "Stop": self._runs.stop_command(name)},
-        )
+        problem = ""
+        commands = {
+            "Report": content and shown(command("report", f"sweep={folder}")),
+            "Stop": self._runs.stop_command(name),
+        }
         if row["action"] == "resume":
             try:
                 commands["Resume"] = shown(self._runs.command(name))

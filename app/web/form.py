@@ -125,7 +125,7 @@ def _count(settings: Sequence[str], what: str) -> int:
 
 
 def defaults_of(settings: Iterable[str]) -> Mapping[str, str]:
-    """Return the default of each number field, by the other settings; empty if these do not compose."""
+    """Return the default of each number field for the other settings; empty if they do not compose."""
     others = tuple(text for text in settings if key_of(text) not in NUMBERS and not text.startswith("-"))
     defaults = _defaults.get(others)
     if defaults is None:
@@ -139,7 +139,7 @@ def defaults_of(settings: Iterable[str]) -> Mapping[str, str]:
 
 def _composed_defaults(settings: Sequence[str]) -> Mapping[str, str]:
     if "from" in map(key_of, settings):
-        return {}  # the values of a run or a file
+        return {}  # the defaults come from a run or a file
     try:
         data = dict(flat("", values_with(settings)))
     except ConfigError:
