@@ -98,7 +98,7 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
 def _ladder(arguments: Sequence[str]) -> int:
     """Print and write the estimated memory of each rung of `sweep=`, next to the figures of its source."""
     start = time.perf_counter()
-    from app.pages.comparison_page import planned_tables
+    from app.pages.ladder_tables import planned_tables
     from app.pages.page import as_text
     from app.sweeps.sweep import read_ladder
     from app.sweeps.trials import value_of
@@ -139,7 +139,7 @@ def _ladder(arguments: Sequence[str]) -> int:
 
 def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
     from app.memory.check import planned_parts
-    from app.sweeps.proposers import batch_text
+    from app.sweeps.ladder import batch_text
 
     config = check_config(arguments)
     _check_parts(config)

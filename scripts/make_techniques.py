@@ -20,7 +20,7 @@ import yaml
 from app.config.overrides import key_of
 from app.config.validate import PROGRAMS, other_programs
 from app.files import read_json, write_json, write_text
-from app.pages.comparison_page import measured_tables, planned_tables
+from app.pages.ladder_tables import measured_tables, planned_tables
 from app.pages.page import Page, as_markdown
 from app.sweeps.search_space import read_preset
 from app.tracking.formatting import NO_VALUE

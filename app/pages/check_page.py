@@ -5,7 +5,7 @@ from pathlib import PurePath
 from typing import Any
 
 from app.pages.charts import Bar, length_bars, size_bars
-from app.pages.comparison_page import planned_tables
+from app.pages.ladder_tables import planned_tables
 from app.pages.page import Bars, Code, Facts, Page, Paragraph, Section
 from app.pages.run_page import PARTS, training_samples
 from app.safe_text import many

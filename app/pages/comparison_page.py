@@ -1,4 +1,4 @@
-"""Pages that compare runs: several runs, trials of a sweep, rungs of a ladder (measured or estimated)."""
+"""Pages that compare runs: several runs, and trials of a sweep."""
 
 import os
 import shlex
@@ -13,9 +13,10 @@ from app.config.kinds import LOGGED, METRICS, SUMMARY_METRICS, cost_of
 from app.config.overrides import flat
 from app.config.validate import format_value
 from app.pages.charts import DotChart, Quantity
+from app.pages.ladder_tables import measured_tables
 from app.pages.page import Block, Charts, Code, Inline, Page, Paragraph, Section, Span, Table
 from app.pages.read_run import SavedRun, is_run, read_run, section_of
-from app.pages.run_page import PARTS, curves_of_several, last_answers, method, status_badge
+from app.pages.run_page import curves_of_several, last_answers, method, status_badge
 from app.tracking.compare_runs import compare_content, compare_lines, compare_programs
 from app.tracking.formatting import (
     NO_VALUE,
@@ -58,8 +59,6 @@ _STATUSES = ("running", "stopped", "pending", "finished", "dry_run", "failed", "
 _UNFINISHED = ("pending", "running", "stopped")
 _REPORT = "report.html"
 Trial = Mapping[str, Any]
-Rungs = Sequence[Mapping[str, Any]]  # of sweep.json
-RungColumns = Mapping[str, tuple[str, Callable[[Any], str]]]  # key of a rung: column header and format
 
 
 def comparison_page(folders: Sequence[Path]) -> Page:
@@ -356,66 +355,3 @@ def _row(rank: int, trial: Trial, keys: Sequence[str], folder: Path, target: Pat
         format_or(trial["seconds"] or None, format_duration, NO_VALUE),
         _badge(trial["status"]),
     ]
-
-
-def _megabytes(size: float) -> str:
-    return format_bytes(size) if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-
-_RUNG: RungColumns = {"name": ("rung", str), "batch": ("batch", str)}
-_MEASURED: RungColumns = {
-    **_RUNG,
-    "steps": ("steps", format_count),
-    "padding": ("padding", "{:.1%}".format),
-    "seconds": ("seconds", "{:,.1f}".format),
-    "samples_per_second": ("samples/s", "{:,.2f}".format),
-    "ratio": ("x first", "{:.2f}".format),
-    "tokens_per_second": ("tokens/s", format_count),
-    "memory_predicted_bytes": ("estimated", _megabytes),
-    "memory_measured_bytes": ("measured", _megabytes),
-    "device_used_bytes": ("device", _megabytes),
-    "train_loss_last": ("loss", "{:.6f}".format),
-    "accuracy": ("accuracy", "{:.2%}".format),
-    "as_first": ("as the first", str),
-    "status": ("status", str),
-}
-
-
-def measured_tables(ladder: Mapping[str, Any]) -> list[Section]:
-    """Return the tables for `ladder` in sweep.json."""
-    return [_table("Measured", _MEASURED, ladder["rungs"]), *_claimed_tables(ladder["source"], ladder["rungs"])]
-
-
-def planned_tables(facts: Mapping[str, Any]) -> list[Section]:
-    """Return the tables for `ladder` in check.json: maximum of each part, peak, and figures of the source."""
-    columns = {key: (PARTS.get(key, key), _megabytes) for key in (*PARTS, "tensors", "needs")}
-    planned = _table(
-        f"Estimated on {facts['label']}: maximum of each part, tensors at the peak",
-        {**_RUNG, **columns},
-        facts["rungs"],
-    )
-    return [planned, *_claimed_tables(facts["source"], facts["rungs"])]
-
-
-def _claimed_tables(source: str, rungs: Rungs) -> list[Section]:
-    """Return a table of the figures claimed by the source, on other hardware; empty if there are none."""
-    claimed = [{"name": rung["name"], **rung["claimed"]} for rung in rungs]
-    columns = {key: (key, lambda figure: f"{figure}") for rung in claimed for key in rung}
-    title = f"Claimed by the source: {source}"
-    return [_table(title, {**columns, "name": _RUNG["name"]}, claimed)] if len(columns) > 1 else []
-
-
-def _table(title: str, columns: RungColumns, rungs: Rungs) -> Section:
-    """Return a table with a row per rung, without empty columns."""
-    shown = {key: column for key, column in columns.items() if any(rung.get(key) is not None for rung in rungs)}
-    rows = [
-        [NO_VALUE if rung.get(key) is None else text(rung[key]) for key, (_, text) in shown.items()] for rung in rungs
-    ]
-    notes = [f"{rung['name']}: {' '.join(rung['error'].split())}" for rung in rungs if rung.get("error")]
-    notes += [f"{rung['name']}: split after out-of-memory, so it has no ratio" for rung in rungs if rung.get("splits")]
-    first: Mapping[str, float] = next((rung["clocks"] for rung in rungs if "clocks" in rung), {})
-    for rung in rungs:
-        if (clocks := rung.get("clocks", first)) != first:
-            limits = ", ".join(f"{name} {first.get(name)} -> {clocks.get(name)}" for name in {**first, **clocks})
-            notes.append(f"{rung['name']}: GPU limits differ from the first rung: {limits}")
-    return Section(title, [Table([head for head, _ in shown.values()], rows, notes=notes)])

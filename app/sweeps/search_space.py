@@ -396,7 +396,7 @@ def _as_override_value(value: Any) -> str:
 GROUP = "sweep"
 _SPACE = f"{GROUP}.space."
 _OF_SEARCH = (f"{GROUP}.trials", f"{GROUP}.seed")
-_OF_LADDER = f"{GROUP}.size"
+_OF_LADDER = (f"{GROUP}.size", f"{GROUP}.repeats")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -412,8 +412,8 @@ class Rung:
 class SweepConfig:
     """A file of conf/sweep. `trials` and `seed` are for a search: the values of a grid determine its trials.
 
-    A ladder has no space, but overrides in `base`, `rungs` and, for `size=small`, `small`: later ones win. A `planned`
-    ladder is only for finetune check memory.
+    A ladder has no space, but overrides in `base`, `rungs` and, for `size=small`, `small`: later ones win. It runs all
+    rungs `repeats` times. A `planned` ladder is only for finetune check memory.
     """
 
     proposer: str = choice("grid", "tpe", "rungs")
@@ -421,6 +421,7 @@ class SweepConfig:
     trials: int = number(12, at_least=1, at_most=MAX_TRIALS)
     seed: int = number(0, at_least=0, at_most=2**32 - 1)
     size: str = choice("full", "small", default="full")
+    repeats: int = number(2, at_least=1, at_most=10)  # of each rung
     source: str = ""  # source of the claimed figures, with its hardware
     base: list[str] = field(default_factory=list)
     small: list[str] = field(default_factory=list)
@@ -463,12 +464,17 @@ def read_preset(words: Sequence[str]) -> Preset:
     config.space.update({k.removeprefix(_SPACE): v for k, v in changes.items() if k not in whole and v is not None})
     if config.proposer == "rungs":
         refuse(
-            f"{key}: the rungs of sweep={name} are set in its file. Remove it; {_OF_LADDER}=small selects small sizes."
+            f"{key}: the rungs of sweep={name} are set in its file. Remove it; a ladder has {GROUP}.size=small and "
+            f"{GROUP}.repeats."
             for key in changes
-            if key != _OF_LADDER
+            if key not in _OF_LADDER
         )
-    elif _OF_LADDER in changes:
-        raise ConfigError(f"{_OF_LADDER} is only for ladders, and sweep={name} has no rungs. Remove it.")
+    else:
+        refuse(
+            f"{key} is only for ladders, and sweep={name} has no rungs. Remove it."
+            for key in _OF_LADDER
+            if key in changes
+        )
     if config.proposer == "grid" and not changes.keys().isdisjoint(_OF_SEARCH):
         raise ConfigError(
             f"{' and '.join(_OF_SEARCH)} are only for a search: sweep={name} runs a trial for each of its values. "

@@ -18,11 +18,13 @@ from app.config.overrides import settings_notes, split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError, refuse
 from app.files import write_text
-from app.pages.comparison_page import measured_tables, sweep_page
+from app.pages.comparison_page import sweep_page
+from app.pages.ladder_tables import measured_tables
 from app.pages.page import Page, as_markdown, as_text, write_page
 from app.safe_text import redact_text
 from app.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
-from app.sweeps.proposers import LADDER, Ladder, Search, size_note
+from app.sweeps.ladder import LADDER, Ladder, size_note
+from app.sweeps.search import Search
 from app.sweeps.search_space import (
     NO_PRESET,
     Dimension,
@@ -54,6 +56,7 @@ from app.sweeps.trials import (
     TrialLog,
     TrialProcess,
     best,
+    cpu_share,
     describe,
     key_of,
     leaderboard,
@@ -68,6 +71,7 @@ from app.tracking.recorder import read_result
 SOME_FAILED = 3
 _USERS_FAULT = 2
 _POLL_SECONDS = 0.2
+_LOAD_SECONDS = 0.5  # to measure other programs before each trial of a ladder
 
 
 class Proposer(Protocol):
@@ -100,7 +104,7 @@ class Runner:
         self._console = Console()
         self._ended: list[Outcome] = []
         before = folder.read().get("trials", [])
-        self._seconds_before: dict[int, float] = {trial["number"]: trial["seconds"] for trial in before}
+        self._before: dict[int, Mapping[str, Any]] = {trial["number"]: trial for trial in before}
         self._expected = [self._finished(trial) or self._new(trial) for trial in proposer.recall(before)]
 
     def run(self) -> int:
@@ -142,6 +146,8 @@ class Runner:
             return outcome
         outcome = replace(self._new(trial), status=RUNNING)
         self._write(outcome)
+        if self._ladder:
+            outcome = replace(outcome, other_cpu_share=cpu_share(_LOAD_SECONDS))
         begin = time.monotonic()
         code = self._follow(self._start(trial, printed), printed, request)
         seconds = outcome.seconds + time.monotonic() - begin
@@ -254,7 +260,7 @@ class Runner:
         return self._folder.path / trial.name
 
     def _new(self, trial: Trial) -> Outcome:
-        seconds = self._seconds_before.get(trial.number, 0.0)
+        before = self._before.get(trial.number, {})
         place = str(self._place(trial))
         return Outcome(
             number=trial.number,
@@ -263,7 +269,8 @@ class Runner:
             values=values_of(trial.swept),
             proposed=trial.proposed,
             folder=place,
-            seconds=seconds,
+            seconds=before.get("seconds", 0.0),
+            other_cpu_share=before.get("other_cpu_share"),
         )
 
     def _finished(self, trial: Trial) -> Outcome | None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -67,6 +68,7 @@ class Outcome:
     tokens_per_second: float | None = None
     samples_per_second: float | None = None
     seconds: float = 0.0
+    other_cpu_share: float | None = None  # of the CPU time, used by other programs just before the trial of a ladder
     exit_code: int | None = None
     error: str | None = None
 
@@ -246,6 +248,21 @@ class TrialProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
+
+
+def cpu_share(seconds: float) -> float:
+    """Return the share of CPU time that programs use during the next `seconds`, without this one, which waits."""
+    before = _cpu_ticks()
+    time.sleep(seconds)
+    busy, idle = (now - then for now, then in zip(_cpu_ticks(), before, strict=True))
+    return round(busy / max(busy + idle, 1), 3)
+
+
+def _cpu_ticks() -> tuple[int, int]:
+    """Return the time that all cores were busy and idle."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    user, nice, system, idle, waiting, *interrupts = map(int, words[1:9])  # the rest are parts of `user`
+    return user + nice + system + sum(interrupts), idle + waiting
 
 
 class TrialLog:

@@ -87,6 +87,8 @@ def _record_end(setup: RunSetup, trainer: Trainer, *, is_complete: bool) -> int:
     """Record the outcome, write final/ if the run is complete, and return the exit code."""
     facts, stepper = setup.forecast.facts(), setup.stepper
     trainer.parts.recorder.add_facts(memory=kept_bytes(stepper.model, stepper.optimizer), memory_plan=facts)
+    if (layers := stepper.model.compiled_layers) is not None:
+        trainer.parts.recorder.add_facts(compile_seconds=round(layers.seconds, 3))
     predicted = setup.forecast.predicted
     return write_final(setup.plan, trainer, predicted) if is_complete else record_stop(trainer, predicted)
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from app.pages.comparison_page import measured_tables
+from app.pages.ladder_tables import measured_tables
 from app.pages.page import Page, as_markdown
 
 _STOPPING_SECONDS = 25.0  # for a rung to save and end

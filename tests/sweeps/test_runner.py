@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from app.sweeps import trials as trial_process
-from app.sweeps.proposers import Ladder, Search
+from app.sweeps.ladder import Ladder
+from app.sweeps.search import Search
 from app.sweeps.search_space import NO_PRESET, Preset, Rung, SweepConfig, dimensions_in, settings_of
 from app.sweeps.sweep import Runner, proposer_of
 from app.sweeps.trials import SweepFolder, TrialLog, reason
@@ -142,10 +144,11 @@ def test_runner_trials_after_an_uncompiled_first_compile_nothing(
     assert [words[1] for words in said] == ["compile=None", f"compile={later}", f"compile={later}"]
 
 
-def climb(folder: Path, **seeds: int | None) -> int:
+def climb(folder: Path, seeds: Mapping[str, int | None], repeats: int = 1) -> int:
     """Run a ladder of stand-ins, of which those without a seed are refused before the start."""
     rungs = {name: Rung(overrides=[f"seed={seed or 0}"], claimed={"samples/s": 2}) for name, seed in seeds.items()}
-    ladder = Ladder(Preset("mine", SweepConfig(proposer="rungs", source="a paper", rungs=rungs)), [])
+    config = SweepConfig(proposer="rungs", source="a paper", rungs=rungs, repeats=repeats)
+    ladder = Ladder(Preset("mine", config), [])
     numbers = dict(enumerate(seeds.values(), 1))
     ladder.check(
         {number: composed() for number, seed in numbers.items() if seed},
@@ -157,7 +160,7 @@ def climb(folder: Path, **seeds: int | None) -> int:
 
 def test_runner_refused_rungs_are_named_and_the_others_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rungs = {"first": 1, "missing": None, "elsewhere": 13, "second": 2}
-    assert [climb(tmp_path, **rungs), climb(tmp_path, **rungs)] == [0, 0]
+    assert [climb(tmp_path, rungs), climb(tmp_path, rungs)] == [0, 0]
     assert column(tmp_path, "status") == ["finished", "refused", "refused", "finished"]
     assert column(tmp_path, "error") == [None, "no such package", "not on this machine", None]
     assert content(tmp_path)["best"] is None
@@ -178,9 +181,24 @@ def test_runner_refused_rungs_are_named_and_the_others_run(tmp_path: Path, capfd
     assert "<h2>Claimed by the source: a paper</h2>" in (tmp_path / "report.html").read_text()
 
 
+def test_runner_second_turn_repeats_the_rungs_that_ran(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rungs = {"first": 1, "elsewhere": 13}
+    assert [climb(tmp_path, rungs), climb(tmp_path, rungs, repeats=2)] == [0, 0]
+    assert [Path(place).name for place in column(tmp_path, "folder")] == [
+        "1-first",
+        "2-elsewhere",
+        "1-first-2",
+        "2-elsewhere-2",
+    ]
+    assert column(tmp_path, "status") == ["finished", "refused", "finished", "refused"]
+    assert capfd.readouterr().out.count("already finished") == 1
+    assert not (tmp_path / "2-elsewhere-2.txt").exists(), "refused without a process"
+    assert [rung.get("repeats") for rung in content(tmp_path)["ladder"]["rungs"]] == [2, None]
+
+
 @pytest.mark.parametrize(("rungs", "code"), [({"first": 1, "crashed": 10}, 3), ({"only": 13}, 3), ({"only": 12}, 0)])
 def test_runner_exit_code_of_a_ladder(tmp_path: Path, rungs: dict[str, int], code: int) -> None:
-    assert climb(tmp_path, **rungs) == code
+    assert climb(tmp_path, rungs) == code
 
 
 def test_trial_log_latest_step_of_this_start(tmp_path: Path) -> None:

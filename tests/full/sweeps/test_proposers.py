@@ -7,21 +7,13 @@ from typing import Any
 import pytest
 
 from app.config.conf_files import choices_by_group
-from app.sweeps.proposers import LADDER, STARTUP_TRIALS, suggest
+from app.sweeps.ladder import LADDER
+from app.sweeps.search import STARTUP_TRIALS, suggest
 from app.sweeps.search_space import dimensions_in, read_preset
 from app.sweeps.sweep import plan_sweep
 from app.sweeps.trials import FAILED, values_of
-from tests.sweeps.test_proposers import (
-    FEW,
-    LADDERS,
-    NAMES,
-    check_ladder,
-    check_small_ladder,
-    ended,
-    rate_of,
-    search,
-    valley,
-)
+from tests.sweeps.test_ladder import FEW, LADDERS, NAMES, check_ladder, check_small_ladder
+from tests.sweeps.test_search import ended, rate_of, search, valley
 from tests.sweeps.test_sweep import nothing_more
 
 

@@ -1,9 +1,7 @@
-"""Proposers of trials: ladders and optuna's search."""
+"""Ladders: rungs as trials in turns, and their comparison."""
 
 import json
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,13 @@ from app.config.conf_files import choices_by_group
 from app.config.dataset import has_held_out_rows
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.errors import ConfigError, DataError
-from app.pages.comparison_page import measured_tables
+from app.errors import DataError
+from app.pages.ladder_tables import measured_tables
 from app.pages.page import Table
-from app.sweeps.proposers import LADDER, STARTUP_TRIALS, Ladder, Search, batch_text
-from app.sweeps.search_space import Preset, Rung, SweepConfig, dimensions_in, read_preset, settings_of
+from app.sweeps.ladder import LADDER, Ladder, batch_text
+from app.sweeps.search_space import Preset, Rung, SweepConfig, read_preset
 from app.sweeps.sweep import plan_sweep, read_ladder
-from app.sweeps.trials import DRY_RUN, FAILED, FINISHED, RUNNING, Outcome, Trial, values_of
+from app.sweeps.trials import DRY_RUN, FINISHED, REFUSED, Outcome
 from tests.config.test_overrides import conf
 from tests.harness.composed import composed
 from tests.sweeps.test_sweep import nothing_more, refusal_of
@@ -79,7 +77,7 @@ def test_ladder_bert_trains_with_the_claimed_batch_and_rate() -> None:
             assert (batch, rate) == (rung.claimed["batch"], rung.claimed["rate"]), name
 
 
-REFUSED = [
+INVALID = [
     ("batching.rows=2", "batching.rows differs between the rungs of sweep=single_gpu. Remove it, or edit a copy of"),
     ("precision=bf16", "precision differs between the rungs of sweep=single_gpu."),
     ("seed=1,2", "seed has several values, but the trials of sweep=single_gpu are its rungs. Set one value."),
@@ -91,7 +89,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[words for words, _ in REFUSED])
+@pytest.mark.parametrize(("words", "message"), INVALID, ids=[words for words, _ in INVALID])
 def test_ladder_invalid_refused(words: str, message: str) -> None:
     (problem,) = refusal_of("sweep=single_gpu", *words.split())
     assert message in problem
@@ -137,23 +135,32 @@ COMPARED = [
     ([*BATCHES, "batching.accumulation=2"], {}, (None, 2.0)),
     ([*BATCHES, "optimizer.lr=3e-3"], {}, (None, 2.0)),
     (SAME, {"depth": 1}, ("equal", None)),
+    (SAME, {"others": {"count": 3, "bytes": 2e9}}, ("equal", None)),
+    (SAME, {"step_tokens": 150}, ("equal", None)),
     (SAME, {"watts": 300.0}, ("equal", 2.0)),
 ]
 
 
 def finished(folder: Path, number: int, rate: float, **facts: Any) -> Outcome:
-    """A finished rung: two slow steps, then two at `rate` tokens a second."""
+    """Return the outcome of a trial with two slow steps, then two at `rate` tokens/s."""
     own = folder / str(number)
     (own / "checkpoints" / "step-000004").mkdir(parents=True)
     progress = {"skipped_steps": facts.get("skipped_steps", 0), "depth": facts.get("depth", 0)}
     (own / "checkpoints" / "step-000004" / "state.json").write_text(json.dumps({"progress": progress}))
     result = {"train_loss_last": facts.get("loss", 0.5), "eval_loss": facts.get("eval_loss", 1.0), "seconds": 4.0}
+    result |= {"accuracy": facts.get("accuracy"), "other_processes": facts.get("others")}
     (own / "result.json").write_text(json.dumps({"status": FINISHED, **result}))
     clocks = {"max_sm_mhz": 1665, "sm_mhz": 200 + number, "power_limit_watts": facts.get("watts", 350.0)}
-    (own / "manifest.json").write_text(json.dumps({"counts": {"fill": None}, "clocks": clocks}))
-    lines = [{"step": n, "tokens": 10 * n, "seconds": 10 / each} for n, each in enumerate((1.0, 1.0, rate, rate), 1)]
+    counts = {"fill": None, "data": {"eval": {"classes": {"good": 6, "bad": 4}}}}
+    (own / "manifest.json").write_text(json.dumps({"counts": counts, "clocks": clocks}))
+    size = facts.get("step_tokens", 1000)
+    speeds = enumerate((1.0, 1.0, rate, rate), 1)
+    lines = [
+        {"step": n, "tokens": size * n, "seconds": size / each, "samples_per_second": each / 10} for n, each in speeds
+    ]
     (own / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 4}]))
-    return Outcome(number=number, overrides=(), swept=(), folder=str(own), status=FINISHED)
+    share = facts.get("cpu_share", 0.0)
+    return Outcome(number=number, overrides=(), swept=(), folder=str(own), status=FINISHED, other_cpu_share=share)
 
 
 @pytest.mark.parametrize(("overrides", "facts", "expected"), COMPARED)
@@ -168,167 +175,80 @@ def test_ladder_second_rung_compared_with_the_first(
     first, second = compared["rungs"]
     assert (first["ratio"], first["as_first"], first["tokens_per_second"]) == (1.0, None, 100.0)
     assert (second["as_first"], second["ratio"]) == expected
-    measured, claimed = (block for part in measured_tables(compared) for block in part.blocks)
-    assert isinstance(measured, Table)
+    speed, results, claimed = (block for part in measured_tables(compared) for block in part.blocks)
+    assert isinstance(speed, Table)
+    assert isinstance(results, Table)
     assert isinstance(claimed, Table)
-    assert ("split after out-of-memory" in "".join(measured.notes)) == ("depth" in facts)
-    assert ("max_sm_mhz 1665 -> 1665, power_limit_watts 350.0 -> 300.0" in "".join(measured.notes)) == (
-        "watts" in facts
+    notes = "\n".join(speed.notes)
+    assert ("no speed ratio (out of memory, repeated in smaller parts): two" in notes) == ("depth" in facts)
+    assert ("no speed ratio (less than 2 s): two" in notes) == ("step_tokens" in facts)
+    assert ("two: 3 processes used 2.0 GB of the same GPU" in notes) == ("others" in facts)
+    assert ("max_sm_mhz 1665 -> 1665, power_limit_watts 350.0 -> 300.0" in notes) == ("watts" in facts)
+    assert (
+        dict(zip(speed.head, speed.cells[1], strict=True)).items() >= {"samples/s": "20.00", "source": "1.50"}.items()
     )
-    assert "samples/s" not in measured.head, "no rung has it"
+    assert "accuracy" not in results.head, "no rung has it"
     assert claimed.cells == [["one", "8.0", "-"], ["two", "12.0", "1234"]]
     assert "| two | 12.0 | 1234 |" in claimed.markdown()
 
 
-SPACE = {
-    "optimizer.lr": {"low": 4e-4, "high": 4e-2, "log": True},
-    "adapter.r": [8, 16, 32],
-    "schedule.warmup_fraction": {"low": 0.0, "high": 0.1},
-}
-Objective = Callable[[dict[str, Any]], float | None]
+def compared(folder: Path, *outcomes: Mapping[str, Any], repeats: int = 1) -> list[dict[str, Any]]:
+    """Return the rungs of a ladder whose trials, turn after turn, have these rates and results."""
+    rungs = {f"rung{number}": Rung() for number in range(len(outcomes) // repeats)}
+    config = SweepConfig(proposer=LADDER, rungs=rungs, repeats=repeats)
+    ladder = Ladder(Preset("mine", config), [])
+    ladder.check({number: composed(*SAME) for number in range(1, len(rungs) + 1)}, {})
+    trials = [finished(folder, number, **facts) for number, facts in enumerate(outcomes, 1)]
+    return list(ladder.compared(trials)["rungs"])
 
 
-def search(*words: str, trials: int = 8, seed: int = 0, space: dict[str, Any] = SPACE) -> Search:
-    settings, problems = settings_of(words)
-    dimensions, wrong = dimensions_in(space)
-    assert (problems, wrong) == ([], [])
-    return Search([*settings, *dimensions], SweepConfig(proposer="tpe", trials=trials, seed=seed))
+def test_ladder_repeated_rungs_have_medians_and_spread(tmp_path: Path) -> None:
+    rates = (100.0, 150.0, 90.0, 130.0, 110.0, 80.0)
+    first, second = compared(tmp_path, *({"rate": rate} for rate in rates), repeats=3)
+    assert (first["tokens_per_second"], second["tokens_per_second"]) == (100.0, 130.0)
+    assert (first["repeats"], first["spread"], second["spread"]) == (3, pytest.approx(0.2), pytest.approx(7 / 13))
+    assert (second["ratio"], second["is_noise"]) == (1.3, True)
+    (speed, *_) = measured_tables({"source": "", "rungs": [first, second]})
+    (table,) = speed.blocks
+    assert isinstance(table, Table)
+    assert table.cells[1][table.head.index("x first")] == "~1.30"
 
 
-def outcome(trial: Trial, objective: float | None, status: str = FINISHED) -> Outcome:
-    return Outcome(
-        number=trial.number,
-        overrides=trial.overrides,
-        swept=trial.swept,
-        folder=f"runs/sweep/{trial.name}",
-        proposed=trial.proposed,
-        status=status if objective is not None else FAILED,
-        objective=objective,
-    )
+def test_ladder_turns_run_all_rungs_before_any_again_and_keep_refusals() -> None:
+    plan = plan_sweep(["-m", "sweep=packing", "sweep.repeats=2"], nothing_more)
+    proposer, done = plan.proposer, list[Outcome]()
+    statuses = iter([(FINISHED, None), (REFUSED, "not here"), (FINISHED, None), (REFUSED, "not here")])
+    names = []
+    while trial := proposer.next(done):
+        status, error = next(statuses)
+        names.append((trial.number, trial.name, trial.refused))
+        done.append(Outcome(number=trial.number, overrides=(), swept=(), folder="", status=status, error=error))
+    assert names == [
+        (1, "1-padded", None),
+        (2, "2-packed", None),
+        (3, "1-padded-2", None),
+        (4, "2-packed-2", "not here"),
+    ]
+    assert [trial.name for trial in proposer.recall([])] == [name for _, name, _ in names]
+    more = plan_sweep(["-m", "sweep=packing", "sweep.repeats=3"], nothing_more)
+    assert more.identity == plan.identity, "repeats can be added"
 
 
-def valley(values: dict[str, Any]) -> float:
-    warmup: float = values.get("schedule.warmup_fraction", 0.0)
-    return math.log(values["optimizer.lr"] / 1e-2) ** 2 + warmup
+def test_ladder_dry_run_has_one_turn() -> None:
+    proposer = plan_sweep(["-m", "sweep=packing"], nothing_more).proposer
+    plans = [Outcome(number=n, overrides=(), swept=(), folder="", status=DRY_RUN) for n in (1, 2)]
+    assert proposer.next(plans) is None
 
 
-def ended(proposer: Search, objective: Objective = valley, before: Sequence[Outcome] = ()) -> list[Outcome]:
-    found = list(before)
-    while trial := proposer.next(found):
-        found.append(outcome(trial, objective(values_of(trial.swept))))
-    return found
+def test_ladder_rung_learns_within_two_points_of_the_first_and_above_a_constant_answer(tmp_path: Path) -> None:
+    accuracies = (0.9, 0.885, 0.87, 0.61)
+    rungs = compared(tmp_path / "good", *({"rate": 1.0, "accuracy": accuracy} for accuracy in accuracies))
+    assert [rung["learns"] for rung in rungs] == ["yes", "yes", "no", "no"]
+    rungs = compared(tmp_path / "chance", *({"rate": 1.0, "accuracy": 0.6} for _ in range(2)))
+    assert [rung["learns"] for rung in rungs] == ["no", "no"]
 
 
-def rate_of(recipe: str) -> float:
-    return composed(f"recipe={recipe}").optimizer.lr
-
-
-def told(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    return [asdict(each) for each in outcomes]
-
-
-def test_search_first_trial_is_own_run() -> None:
-    found = ended(search("seed=1", "recipe=lora"))
-    assert found[0].overrides == (
-        "seed=1",
-        "recipe=lora",
-        f"optimizer.lr={rate_of('lora')}",
-        "adapter.r=32",
-        "schedule.warmup_fraction=0.03",
-    )
-    for each in found:
-        values = values_of(each.swept)
-        assert list(values) == list(SPACE)
-        assert 0.0004 <= values["optimizer.lr"] <= 0.04
-        assert values["adapter.r"] in (8, 16, 32)
-        assert 0 <= values["schedule.warmup_fraction"] <= 0.1
-    assert len({each.swept for each in found}) == len(found) == 8
-
-
-def test_search_first_trial_when_run_outside_space() -> None:
-    found = ended(search(trials=1, space={"optimizer.lr": {"low": 1.0, "high": 2.0}}))
-    assert 1.0 <= values_of(found[0].swept)["optimizer.lr"] <= 2.0
-
-
-def test_search_deterministic() -> None:
-    one, same, other = (ended(search(seed=seed)) for seed in (3, 3, 4))
-    assert one == same
-    assert [each.swept for each in one][1:] != [each.swept for each in other][1:]
-
-
-def test_search_resumed_same_trials() -> None:
-    whole = ended(search())
-    for stop in (1, 4, 6):
-        again = search()
-        recalled = again.recall(told(whole[:stop]))
-        assert [(each.overrides, each.name) for each in recalled] == [
-            (each.overrides, each.folder.rpartition("/")[2]) for each in whole[:stop]
-        ]
-        assert ended(again) == whole
-    begun = [*whole[:2], replace(whole[2], status=RUNNING, objective=None)]
-    again = search()
-    assert len(again.recall(told(begun))) == 3
-    assert ended(again) == whole
-
-
-def test_search_resumed_with_multiples() -> None:
-    def made() -> Search:
-        space = {"optimizer.lr": {"low": "0.1x", "high": "10x", "log": True}}
-        return search("seed=1", "++optimizer.lr=2e-3", trials=3, space=space)
-
-    whole = ended(made())
-    assert whole[0].overrides == ("seed=1", "optimizer.lr=0.002")
-    assert all(0.0002 <= values_of(each.swept)["optimizer.lr"] <= 0.02 for each in whole)
-    again = made()
-    again.recall(told(whole[:2]))
-    assert ended(again) == whole
-
-
-def test_search_over_recipes_leaves_out_what_a_trial_does_not_read() -> None:
-    proposer = search("adapter.dropout=0.1", space={"recipe": ["full", "lora"], "adapter.r": [8, 16]}, trials=3)
-    whole = ended(proposer, lambda _values: 0.0)
-    assert {"recipe=full", "recipe=lora"} <= {text for each in whole for text in each.overrides}
-    for each in whole:
-        assert ("recipe=lora" in each.overrides) == any("adapter" in text for text in each.overrides)
-        assert composed(*each.overrides)
-    assert [each.overrides for each in proposer.recall(told(whole))] == [each.overrides for each in whole]
-
-
-def test_search_more_trials_allowed_fewer_refused() -> None:
-    whole = ended(search(trials=9))
-    few = ended(search(trials=5))
-    more = search(trials=9)
-    more.recall(told(few))
-    assert ended(more) == whole
-    with pytest.raises(ConfigError, match=r"sweep\.trials=5: this sweep has already started 9 trials"):
-        search(trials=5).recall(told(whole))
-
-
-def test_search_recorded_trial_keeps_settings() -> None:
-    """It failed, and the same command tried it again."""
-    first = ended(search(), lambda values: None if values["adapter.r"] == 8 else valley(values))
-    assert [each.status for each in first].count(FAILED) in range(1, 8)
-    again = search()
-    again.recall(told(first))
-    assert [each.swept for each in ended(again)] == [each.swept for each in first]
-
-
-def test_search_dry_run_plans_startup_trials() -> None:
-    plans: list[Outcome] = []
-    proposer = search()
-    while trial := proposer.next(plans):
-        plans.append(outcome(trial, 0.0, DRY_RUN))
-    assert len(plans) == STARTUP_TRIALS
-    assert search().recall(told(plans)) == []
-    assert [each.swept for each in ended(search())][:2] == [each.swept for each in plans][:2]
-
-
-def test_search_finite_space_without_repetition() -> None:
-    space = {
-        "adapter.r": [8, 16, 32],
-        "adapter.dropout": {"low": 0.0, "high": 0.2, "step": 0.1},
-        "seed": {"low": 1, "high": 2},
-    }
-    found = ended(search(trials=40, space=space), lambda values: float(values["adapter.r"]))
-    assert len({each.swept for each in found}) == 18
-    assert {text.partition("=")[2] for each in found for text in each.swept if "dropout" in text} == {"0", "0.1", "0.2"}
+def test_ladder_other_programs_on_the_cpu_are_noted(tmp_path: Path) -> None:
+    quiet, busy = compared(tmp_path, {"rate": 10.0, "cpu_share": 0.05}, {"rate": 20.0, "cpu_share": 0.6})
+    assert (quiet["disturbances"], busy["disturbances"]) == ([], ["other programs used 60% of the CPU"])
+    assert busy["ratio"] == 2.0
