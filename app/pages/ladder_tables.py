@@ -120,7 +120,8 @@ def _remarks(rungs: Rungs) -> Iterator[str]:
     """Yield why rungs have no speed ratio, and what else used the machine or limited the GPU."""
     for reason in dict.fromkeys(rung["no_ratio"] for rung in rungs if rung.get("no_ratio")):
         names = [rung["name"] for rung in rungs if rung.get("no_ratio") == reason]
-        yield f"no speed ratio ({reason}): {', '.join(names)}"
+        of_all = "s, because the first rung has none" if rungs[0]["name"] in names else ""
+        yield f"no speed ratio{of_all} ({reason}): {', '.join(names)}"
     first: Mapping[str, float] = next((rung["clocks"] for rung in rungs if "clocks" in rung), {})
     for rung in rungs:
         yield from (f"{rung['name']}: {text}" for text in rung.get("disturbances", ()))

@@ -40,7 +40,7 @@ Results = Mapping[str, Any]  # of a rung, in `ladder` of sweep.json
 
 
 class Ladder(Grid):
-    """Rungs of a preset as trials, in turns. base < rung < small < command line.
+    """Rungs of a preset as trials, in turns. base < rung < full or small < command line.
 
     All rungs run once before any runs again, so that a change of the machine's speed affects all alike. `points` are
     the rungs of one turn.
@@ -49,13 +49,13 @@ class Ladder(Grid):
     def __init__(self, preset: Preset, settings: Sequence[Setting]) -> None:
         refuse(_problems(preset, settings))
         config, digits = preset.config, len(str(len(preset.config.rungs)))
-        small = config.small if config.size == _SMALL else []
+        sizes = config.small if config.size == _SMALL else config.full
         overrides = [text for setting in settings for text in setting.texts]
         self.name, self.source, self.rungs = preset.name, config.source, config.rungs
         self.points = []
         for number, (name, rung) in enumerate(self.rungs.items(), 1):
             # the last override of each key: Hydra refuses a group that is set twice
-            texts = {key_of(text): text for text in (*config.base, *rung.overrides, *small, *overrides)}
+            texts = {key_of(text): text for text in (*config.base, *rung.overrides, *sizes, *overrides)}
             folder = f"{number:0{digits}}-{name}"
             trial = Trial(number, tuple(texts.values()), tuple(rung.overrides), folder, refused=rung.reason)
             self.points.append(trial)
@@ -111,8 +111,8 @@ class Ladder(Grid):
             finished = [outcome for outcome in repeats if outcome.status == FINISHED]
             if run is not None and finished:
                 facts |= _repeated([_measured(run, outcome) for outcome in finished])
-                first = rungs[0] if rungs else facts
-                facts |= _compared_with(first, facts)
+                facts |= {"no_ratio": _incomparable(facts)}
+                facts |= _compared_with(rungs[0] if rungs else facts, facts)
             rungs.append(facts)
         return {"source": self.source, "rungs": rungs}
 
@@ -133,8 +133,8 @@ def _problems(preset: Preset, settings: Sequence[Setting]) -> Iterator[str]:
     differ = {key_of(text) for rung in config.rungs.values() for text in rung.overrides}
     if config.size == _SMALL and not config.small:
         yield f"{GROUP}.size=small: sweep={name} has no small sizes. Remove it."
-    for key in differ.intersection(map(key_of, config.small)):
-        yield f"sweep={name}: small sets {key}, which the rungs differ in. Remove it from conf/{GROUP}/{name}.yaml."
+    for key in differ.intersection(map(key_of, (*config.full, *config.small))):
+        yield f"sweep={name}: a size sets {key}, which the rungs differ in. Remove it from conf/{GROUP}/{name}.yaml."
     for setting in settings:
         if setting.key in differ:
             yield (
@@ -249,14 +249,13 @@ def _others(on_gpu: Mapping[str, int], cpu_share: float) -> dict[str, Any]:
 
 def _compared_with(first: Results, rung: Results) -> dict[str, Any]:
     """Return the comparison of a rung with the first one."""
-    reason = _incomparable(rung) or (_incomparable(first) and f"the first rung: {_incomparable(first)}")
     speeds = rung["tokens_per_second"], first.get("tokens_per_second")  # without padding
-    ratio = speeds[0] / speeds[1] if all(speeds) and not reason else None
+    is_fair = all(speeds) and not (rung["no_ratio"] or first.get("no_ratio"))
+    ratio = speeds[0] / speeds[1] if is_fair else None
     noise = max(rung["spread"] or 0.0, first.get("spread") or 0.0)
     memory = "device_used_bytes" if rung["device_used_bytes"] else "memory_measured_bytes"
     return {
         "ratio": ratio,
-        "no_ratio": reason,
         "is_noise": ratio is not None and rung is not first and abs(ratio - 1) < noise,
         "memory_ratio": _quotient(rung, first, memory),
         "as_first": _as_first(rung, first),

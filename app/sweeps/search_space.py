@@ -412,7 +412,7 @@ class Rung:
 class SweepConfig:
     """A file of conf/sweep. `trials` and `seed` are for a search: the values of a grid determine its trials.
 
-    A ladder has no space, but overrides in `base`, `rungs` and, for `size=small`, `small`: later ones win. It runs all
+    A ladder has no space, but overrides in `base`, `rungs` and `full` or `small`, by size: later ones win. It runs all
     rungs `repeats` times. A `planned` ladder is only for finetune check memory.
     """
 
@@ -424,6 +424,7 @@ class SweepConfig:
     repeats: int = number(2, at_least=1, at_most=10)  # of each rung
     source: str = ""  # source of the claimed figures, with its hardware
     base: list[str] = field(default_factory=list)
+    full: list[str] = field(default_factory=list)
     small: list[str] = field(default_factory=list)
     rungs: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: Rung})
     planned: bool = False

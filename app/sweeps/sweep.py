@@ -389,7 +389,7 @@ def identity_of(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
     config = preset.config
     if config.proposer == LADDER:  # without the claims of its source
         rungs = [[name, rung.overrides] for name, rung in config.rungs.items()]
-        same += [config.base, config.small, config.size, rungs]
+        same += [config.base, config.full, config.small, config.size, rungs]
     elif preset.name:
         same.append({"proposer": config.proposer, "space": config.space, "trials": None, "seed": config.seed})
     return hashlib.sha256(json.dumps(same).encode()).hexdigest()
