@@ -211,7 +211,9 @@ def _place(gpu: str | None) -> str:
     """Return the part of a file name for a GPU: its choice in conf/hardware, else its name."""
     if gpu is None:
         return _CPU
-    places = (file.stem for file in _HARDWARE.glob("*.yaml") if gpu in yaml.safe_load(file.read_text())["names"])
+    places = (
+        file.stem for file in _HARDWARE.glob("*.yaml") if gpu in yaml.safe_load(file.read_text()).get("names", ())
+    )
     return next(places, re.sub(r"\W+", "-", gpu.lower()))
 
 

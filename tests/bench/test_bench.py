@@ -184,6 +184,12 @@ def test_shipped_plan_contests_compose(file: Path, tiny: bool) -> None:
     assert session.repeated.name == f"{contests(Plan([], session.turns))[0].name}, repeated"
 
 
+def test_mission_fits_one_call_with_the_recipes_first() -> None:
+    turns = read_plan(REPO / "scripts" / "bench" / "plans" / "mission.yaml", "cuda", tiny=False).turns
+    assert turns[0].name == "ladder recipes"
+    assert sum(item.seconds for item in turns) <= 540
+
+
 def test_mission_70b_contest_equals_preset() -> None:
     (item,) = contests(read_plan(REPO / "scripts" / "bench" / "plans" / "mission.yaml", "cuda", tiny=False))
     assert item.contest

@@ -164,7 +164,7 @@ def test_ladder_of_two_rungs(zygote: Zygote, tmp_path: Path) -> None:
 
 def test_optimizers_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
     """One arithmetic in three ways; states of 8 bits; a package that is missing refuses its rung alone."""
-    ended = run(zygote, tmp_path, "sweep=optimizers", "sweep.size=small", "output_dir=ladder")
+    ended = run(zygote, tmp_path, "sweep=optimizers", "sweep.size=small", "sweep.repeats=1", "output_dir=ladder")
     assert (ended.code, ended.stderr) == (0, "")
     rungs = {rung["name"]: rung for rung in content(tmp_path / "ladder")["ladder"]["rungs"]}
     assert {name for name, rung in rungs.items() if rung["status"] != "finished"} <= {"adamw_apex", "galore"}
@@ -174,7 +174,7 @@ def test_optimizers_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
 
 
 RUNGS = [
-    ("mlm", "compile", "2 layers compiled as 1 graph"),
+    ("mlm", "compile", "4 layers compiled as 1 graph"),
     ("quantized", "fp8", ""),
     ("quantized", "nf4_without_double", ""),
     ("quantized", "paged", "paging has no effect on CPU"),
@@ -193,7 +193,7 @@ def test_rung_with_a_key_of_its_own(zygote: Zygote, tmp_path: Path, ladder: str,
 
 def test_single_gpu_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
     """Rungs with the same arithmetic learn the same; what a CPU lacks is refused by name."""
-    ended = run(zygote, tmp_path, "sweep=single_gpu", "sweep.size=small", "output_dir=ladder")
+    ended = run(zygote, tmp_path, "sweep=single_gpu", "sweep.size=small", "sweep.repeats=1", "output_dir=ladder")
     assert (ended.code, ended.stderr) == (0, "")
     rungs = {rung["name"]: rung for rung in content(tmp_path / "ladder")["ladder"]["rungs"]}
     refused = {name for name, rung in rungs.items() if rung["status"] == "refused"}
@@ -201,6 +201,8 @@ def test_single_gpu_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
     finished = {name: rung for name, rung in rungs.items() if name not in refused}
     assert {rung["status"] for rung in finished.values()} == {"finished"}
     assert {rung["as_first"] for name, rung in finished.items() if name != "baseline"} <= {"equal", "close"}
-    assert all(rung["ratio"] for rung in finished.values())
+    assert all(rung["ratio"] or rung["no_ratio"] for rung in finished.values())
     assert finished["checkpointing"]["train_loss_last"] == finished["accumulation"]["train_loss_last"]
-    assert finished["all_and_8bit_adam"]["memory_measured_bytes"] < finished["all_three"]["memory_measured_bytes"]
+    memory = {name: rung["memory_measured_bytes"] for name, rung in finished.items()}
+    assert memory["checkpointing"] < memory["accumulation"] < memory["baseline"] / 1.5
+    assert memory["all_and_8bit_adam"] < memory["all_three"]
