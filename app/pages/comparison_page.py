@@ -223,7 +223,7 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> Page:
     ranked = trials if ladder else sorted(trials, key=_rank)  # rungs stay in their order
     keys = [] if ladder else list(dict.fromkeys(key for trial in trials for key in trial["values"]))
     statuses = {trial["status"] for trial in trials}
-    places = ((_name(trial), _folder(folder, trial)) for trial in ranked)
+    places = ((Path(trial["folder"]).name if ladder else _name(trial), _folder(folder, trial)) for trial in ranked)
     runs = [(name, read_run(place)) for name, place in places if is_run(place) and not place.is_symlink()]
     runs = runs[:_MAX_CURVES]
     objective = _objective([run for _, run in runs])

@@ -57,6 +57,7 @@ _MEASURED: Mapping[str, RungColumns] = {
         "train_loss_last": ("loss", "{:.6f}".format),
         "eval_loss": ("eval loss", "{:.6f}".format),
         "accuracy": ("accuracy", "{:.2%}".format),
+        "exact_match": ("exact match", "{:.2%}".format),
         "learns": ("learns", str),
         "as_first": ("as the first", str),
     },

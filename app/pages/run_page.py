@@ -416,7 +416,7 @@ def curves(run: SavedRun) -> list[LineChart]:
 
 
 def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
-    """Return the charts of several named runs, one color per run."""
+    """Return the charts of several named runs, one color per run; single points are in tables."""
     losses = {
         "eval_loss": replace(_LOSS, title="Eval loss"),
         "loss": replace(_LOSS, title="Training loss", axis="smoothed"),
@@ -427,10 +427,11 @@ def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[LineChart]:
             return _training_loss(name, run, color)[-1]  # raw lines of several runs would overlap
         return Series(name, _points(run, key), color)
 
-    return _logged(
+    charts = (
         LineChart(kind, [series(key, name, run, at) for at, (name, run) in enumerate(runs)], has_legend=False)
         for key, kind in {**losses, **_SCORES, **_OTHERS}.items()
     )
+    return _logged(chart for chart in charts if any(len(line.points) > 1 for line in chart.series))
 
 
 def _points(run: SavedRun, key: str) -> list[Point]:

@@ -27,7 +27,7 @@ _MAX_OTHERS_BYTES = 1 << 30  # of GPU memory
 _RESULT_KEYS = (
     *("steps", "seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "data_seconds"),
     *("memory_predicted_bytes", "memory_measured_bytes", "device_used_bytes", "device_is_estimated"),
-    *("gpu_utilization", "train_loss_last", "eval_loss", "accuracy"),
+    *("gpu_utilization", "train_loss_last", "eval_loss", "accuracy", "exact_match"),
 )
 _MEDIAN_KEYS = (
     *("seconds", "compile_seconds", "steady_seconds", "tokens_per_second", "samples_per_second", "gpu_utilization"),
