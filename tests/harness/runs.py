@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from app.tracking.formatting import PHASES
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -59,7 +61,8 @@ FINISHED = {
         *("adapter.r=4", "adapter.alpha=6", "adapter.targets=[q_proj,down_proj]"),
     ),
 }
-CLOCKS = {"tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"}  # of metrics.jsonl, and memory
+# of metrics.jsonl, and memory
+CLOCKS = {"tokens_per_second", "samples_per_second", "seconds", *PHASES, "peak_memory_bytes"}
 PATIENCE_SECONDS = 200  # with processes that wait for each other
 SECRET = "hf_secret123"  # in the environment of finished runs, and nowhere in them
 
