@@ -332,11 +332,8 @@ def _phases(run: SavedRun) -> Iterator[Block]:
     seconds = {name: values[key] for key, name in PHASES.items()}
     total = sum(seconds.values())
     bars = size_bars(seconds.items(), lambda size: f"{_seconds(size)} ({size / total:.0%})")
-    facts = [
-        ("sum of the phases", _seconds(total)),
-        ("backward / forward", f"{seconds['backward'] / seconds['forward']:.1f}"),
-    ]
-    yield Bars(bars, "Mean time per step", neighbors=[Facts(facts)])
+    facts = [("all phases", _seconds(total)), ("backward / forward", f"{seconds['backward'] / seconds['forward']:.1f}")]
+    yield Bars(bars, "Mean by phase", neighbors=[Facts(facts)])
     if wait := data_wait(values):
         yield Paragraph(f"{wait[0].upper()}{wait[1:]}.", "remark")
 
