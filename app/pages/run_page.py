@@ -29,7 +29,9 @@ from app.pages.page import (
 from app.pages.read_run import RUNNING, UNFINISHED, SavedRun, read_run, section_of
 from app.program import command_text, resume_command
 from app.tracking.formatting import (
+    PHASES,
     Sample,
+    data_wait,
     format_bytes,
     format_count,
     format_duration,
@@ -131,6 +133,7 @@ def run_page(folder: Path) -> Page:
             Section("Training curves", [Charts(charts) if charts else Paragraph("No metrics logged.", "soft")]),
             Section("Evaluation scores", [block for scores in run.scores for block in _scores(scores)]),
             Section("Data", list(_data(run))),
+            Section("Time per step", list(_phases(run))),
             Section("Memory", list(_memory(run))),
             _checks(run),
             Section("Reproduce", list(_commands(run))),
@@ -319,6 +322,24 @@ def _packing(run: SavedRun) -> Iterator[str]:
     per_step = counts["units_per_step"]
     unit = counts["unit_name"] if per_step > 1 else counts["unit_name"].removesuffix("s")
     yield f"{-(-counts['units'] // per_step):,} steps per epoch, {per_step:,} {unit} per step{full}."
+
+
+def _phases(run: SavedRun) -> Iterator[Block]:
+    """Yield the mean time of each phase of a step; without a result, that of the last logged line."""
+    values = next((values for values in (run.result, *reversed(run.lines)) if values.get("forward_seconds")), None)
+    if values is None:
+        return
+    seconds = {name: values[key] for key, name in PHASES.items()}
+    total = sum(seconds.values())
+    bars = size_bars(seconds.items(), lambda size: f"{_seconds(size)} ({size / total:.0%})")
+    facts = [("all phases", _seconds(total)), ("backward / forward", f"{seconds['backward'] / seconds['forward']:.1f}")]
+    yield Bars(bars, "Mean by phase", neighbors=[Facts(facts)])
+    if wait := data_wait(values):
+        yield Paragraph(f"{wait[0].upper()}{wait[1:]}.", "remark")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _memory(run: SavedRun) -> Iterator[Block]:

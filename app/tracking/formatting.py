@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_VALUE = "-"
+# phases of a training step, by their keys in metrics.jsonl and result.json
+PHASES = {
+    "forward_seconds": "forward",
+    "backward_seconds": "backward",
+    "optimizer_seconds": "optimizer",
+    "data_seconds": "waiting for data",
+}
+_MAX_DATA_SHARE = 0.05  # of a step
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
@@ -69,6 +77,15 @@ def bar_text(values: Mapping[str, Any], width: int) -> str:
 def _parts(values: Mapping[str, Any], formatters: Mapping[str, Callable[[float], str]]) -> dict[str, str]:
     """Format the numbers that are there."""
     return {key: formatter(values[key]) for key, formatter in formatters.items() if values.get(key) is not None}
+
+
+def data_wait(values: Mapping[str, Any]) -> str | None:
+    """Return a sentence if waiting for data takes more than 5% of a step, else None."""
+    seconds = [finite_number(values.get(key)) or 0.0 for key in PHASES]
+    share = (finite_number(values.get("data_seconds")) or 0.0) / (sum(seconds) or 1.0)
+    if share <= _MAX_DATA_SHARE:
+        return None
+    return f"waiting for data takes {share:.0%} of each step: keep cache_dir on a local disk and a CPU core free"
 
 
 def evaluation_line(values: Mapping[str, Any]) -> str:

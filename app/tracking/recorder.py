@@ -22,7 +22,7 @@ from app.errors import AppError, CheckpointError, EnvironmentProblem, Unfinished
 from app.files import append_text, is_own_file, read_object, report_write_errors, write_json, write_text
 from app.safe_text import redact, redact_text, safe_text
 from app.tracking.console import Console, open_console
-from app.tracking.formatting import Sample, align_columns, evaluation_line, samples_text, step_line, truncate
+from app.tracking.formatting import PHASES, Sample, align_columns, evaluation_line, samples_text, step_line, truncate
 from app.tracking.output_dir import RunFolder, StepLog, finite_or_none, read_lines
 from app.tracking.trackers import TRACKERS, Tracker, open_tracker
 
@@ -141,6 +141,7 @@ RESULT_KEYS = (
     "tokens_per_second",
     "samples_per_second",
     "seconds",
+    *PHASES,
     "peak_memory_bytes",
     "device_used_bytes",
     "memory_predicted_bytes",

@@ -18,5 +18,6 @@ and recomputed layers: `app/training/auto_settings.py`). `app/training/setup.py`
 
 Before step 1 and at intervals the loop evaluates (`app/training/scores.py`), answers eval prompts
 (`app/training/samples.py`) and saves (`app/training/checkpoint.py`). `app/training/final_model.py` writes `final/`,
-through `app/finished/save.py`. `app/training/summary.py` formats the printed lines.
+through `app/finished/save.py`. `app/training/summary.py` formats the printed lines, and
+`app/training/phase_times.py` times forward, backward, optimizer and waiting for data.
 """

@@ -121,6 +121,7 @@ def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
     measured = int(runtime.host_group.max(trainer.memory.bytes or 0))  # shards may differ in size
     return {
         **trainer.speed,
+        **trainer.times.of_run(),
         "objective": next((loss for loss in losses if loss is not None), None),
         "objective_is": metric.name if progress.metrics else None,
         "steps": progress.step,

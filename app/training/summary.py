@@ -25,7 +25,7 @@ from app.optim import requirements
 from app.program import command_text
 from app.safe_text import listed, many
 from app.tasks.preference import LABEL_PREFERENCES
-from app.tracking.formatting import format_bytes, format_count
+from app.tracking.formatting import data_wait, format_bytes, format_count
 from app.tracking.output_dir import RunFolder
 from app.training import memory
 from app.training.auto_settings import BUDGET_CHOICE, offload_notes, size_notes
@@ -253,6 +253,8 @@ def closing_facts(
     if "seconds" in result:
         samples = format_count(result["samples_per_second"])
         yield "speed", f"{result['tokens_per_second']:,.0f} tokens/s, {samples} samples/s, {result['seconds']:,.1f} s"
+    if "seconds" in result and (wait := data_wait(result)):
+        yield "data", wait
     experts = result.get("experts", {})
     if experts.get("untrained"):
         yield "note", f"{experts['untrained']} of {experts['total']} experts received no tokens and are unchanged"

@@ -28,6 +28,7 @@ from app.tracking.recorder import Recorder
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
 from app.training.memory import Measured, device_used_bytes
+from app.training.phase_times import DATA, FORWARD, PhaseTimes
 from app.training.rows import StepPlan
 from app.training.scores import ALSO, finite, logged, score
 from app.training.summary import split_message
@@ -194,6 +195,8 @@ class Trainer:
         self._tokens, self._samples, self._seconds = 0, 0, 0.0  # in metrics.jsonl, since this start
         self.stopped_by: int | None = None  # the requested exit code
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
+        self.times = PhaseTimes(parts.runtime.device)
+        parts.stepper.on_phase = self.times.enter
         self._updates = progress.step - progress.skipped_steps  # counted while gradients are checked
         self.skipped: list[Tensor] = []  # flags on the device: reading one waits for all queued work
 
@@ -232,10 +235,13 @@ class Trainer:
         return code > 0
 
     def take_step(self) -> StepResult:
-        step = self.progress.step
+        step, times = self.progress.step, self.times
         lr = self.parts.learning_rate(step)
+        times.enter(DATA)
         batches, stepper, runtime = self.prefetch.batches(step), self.parts.stepper, self.parts.runtime
-        if step + 1 == self._config.training.profile_step and runtime.rank == 0:
+        times.enter(FORWARD)
+        is_profiled = step + 1 == self._config.training.profile_step and runtime.rank == 0
+        if is_profiled:
             result, seconds = profiled(step + 1, partial(stepper.run, batches, lr), runtime, self.parts.recorder)
             self._window.started += seconds
         else:
@@ -243,12 +249,15 @@ class Trainer:
             self._window.tokens += result.tokens
             self._window.samples += result.samples
         self.progress.step += 1
+        times.enter(DATA)
         if not self._at_end():
             self.prefetch.prepare(step + 1)  # before a line of metrics waits for the device
+        is_repeated = stepper.split_depth > self.progress.depth
+        times.end_step(counts=not (is_profiled or is_repeated))
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
         self.skipped.append(result.skipped)
-        self._note_split(self.parts.stepper.split_depth)
+        self._note_split(stepper.split_depth)
         if self._updates < CHECKED_STEPS and not bool(result.skipped):
             self._updates += 1
             self._check_gradients()
@@ -333,6 +342,7 @@ class Trainer:
                 "tokens": progress.tokens,
                 "trained_tokens": progress.trained_tokens,
                 **(_speed(self._window.tokens, self._window.samples, seconds) if self._window.tokens else {}),
+                **self.times.since_last_line(),
                 "peak_memory_bytes": int(runtime.host_group.max(runtime.peak_memory_bytes())),
                 **({"device_used_bytes": in_use} if in_use else {}),
             },

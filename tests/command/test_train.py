@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.tracking.formatting import format_bytes
+from app.tracking.formatting import PHASES, format_bytes
 from tests.harness.runs import SECRET, SMALL, FinishedRuns, Zygote, losses, metrics, numbers, result
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]
-STEP_KEYS += ["tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"]
+STEP_KEYS += ["tokens_per_second", "samples_per_second", "seconds", *PHASES, "peak_memory_bytes"]
 RESULT_KEYS = ["status", "objective", "objective_is", "steps", "train_loss_first", "train_loss_last", "eval_loss"]
-RESULT_KEYS += ["exact_match", "tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"]
+RESULT_KEYS += ["exact_match", "tokens_per_second", "samples_per_second", "seconds", *PHASES, "peak_memory_bytes"]
 RESULT_KEYS += [
     "device_used_bytes",
     "memory_predicted_bytes",

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,30 @@ def test_run_page_memory_without_repetition(tmp_path: Path) -> None:
         assert [(bar.label, bar.text) for bar in bars.bars] == [("frozen weights", "300 MB"), ("loss head", "100 MB")]
         assert "The peak of the process" in as_text(memory)
         assert "548 MB" not in as_text(memory), "it has a tile"
+
+
+PHASES: dict[str, Any] = {
+    "forward_seconds": 0.2,
+    "backward_seconds": 0.4,
+    "optimizer_seconds": 0.1,
+    "data_seconds": 0.3,
+}
+
+
+def test_run_page_time_per_step_names_data_that_limits_the_run(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "mine", LINES, result=result_of(LINES, **PHASES))
+    (bars,) = all_of(Bars, part := section(run_page(folder), "Time per step"))
+    shown = {"forward": "200 ms (20%)", "backward": "400 ms (40%)", "optimizer": "100 ms (10%)"}
+    assert {bar.label: bar.text for bar in bars.bars} == {**shown, "waiting for data": "300 ms (30%)"}
+    assert all_of(Facts, part)[0].facts == [("all phases", "1.00 s"), ("backward / forward", "2.0")]
+    assert "Waiting for data takes 30% of each step" in as_text(part)
+
+
+def test_run_page_time_per_step_of_a_run_without_result_is_that_of_its_last_line(tmp_path: Path) -> None:
+    lines = [step(1, 4.0, **PHASES), step(2, 3.0, **{**PHASES, "data_seconds": 0.01}), step(3, 2.0)]
+    part = section(run_page(made_run(tmp_path / "mine", lines, result={})), "Time per step")
+    assert [bar.text for bar in all_of(Bars, part)[0].bars if bar.label == "waiting for data"] == ["10 ms (1%)"]
+    assert "takes" not in as_text(part)
 
 
 def test_run_page_best_loss_beside_last(tmp_path: Path) -> None:

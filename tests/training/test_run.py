@@ -89,6 +89,11 @@ def test_closing_facts_scores_and_command(tmp_path: Path) -> None:
     result |= {"tokens_per_second": 5200.4, "samples_per_second": 8.861, "seconds": 57.82}
     facts = dict(closing_facts(run, folder, result, progress))
     assert facts["speed"] == "5,200 tokens/s, 8.86 samples/s, 57.8 s"
+    assert "data" not in facts
+    result |= {"forward_seconds": 0.2, "backward_seconds": 0.4, "optimizer_seconds": 0.1, "data_seconds": 0.3}
+    assert dict(closing_facts(run, folder, result, progress))["data"].startswith("waiting for data takes 30% of each")
+    result["data_seconds"] = 0.035
+    assert "data" not in dict(closing_facts(run, folder, result, progress))
     assert shlex.split(facts["Try it:"]) == ["finetune", "evaluate", f"run={folder.path}", "dataset.path=..."]
     dataset.eval_fraction = 0.1
     assert dict(closing_facts(run, folder, result, progress))["Try it:"].endswith(f"{folder.path}'")

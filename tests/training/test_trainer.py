@@ -20,6 +20,7 @@ from app.data.prepare import Data
 from app.errors import TrainingError
 from app.optim.optimizers import LossScale
 from app.signals import StopRequest
+from app.tracking.formatting import PHASES
 from app.tracking.output_dir import RunFolder
 from app.training.eta import Eta
 from app.training.final_model import result_of
@@ -49,7 +50,7 @@ def test_trainer_records_evaluates_and_saves_when_due(make_loop: MakeLoop, folde
     last = notebook.steps[-1]
     assert list(last) == [
         "step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "tokens_per_second",
-        "samples_per_second", "seconds", "peak_memory_bytes",
+        "samples_per_second", "seconds", *PHASES, "peak_memory_bytes",
     ]  # fmt: skip
     assert last["epoch"] == pytest.approx(10 / 8)
     assert loop.progress.first_loss == notebook.steps[0]["loss"]
