@@ -5,7 +5,7 @@ from typing import Any
 
 from app.pages.page import Section, Table
 from app.pages.run_page import PARTS
-from app.tracking.formatting import NO_VALUE, format_bytes, format_count
+from app.tracking.formatting import NO_VALUE, PHASES, format_bytes, format_count
 
 Rungs = Sequence[Mapping[str, Any]]  # of `ladder` in sweep.json or check.json
 RungColumns = Mapping[str, tuple[str, Callable[[Any], str]]]  # key of a rung: column header and format
@@ -38,10 +38,7 @@ _MEASURED: Mapping[str, RungColumns] = {
     },
     "Time per step (ms)": {
         **_NAME,
-        "forward_seconds": ("forward", _milliseconds),
-        "backward_seconds": ("backward", _milliseconds),
-        "optimizer_seconds": ("optimizer", _milliseconds),
-        "data_seconds": ("waiting for data", _milliseconds),
+        **{key: (label, _milliseconds) for key, label in PHASES.items()},
         "gpu_utilization": ("GPU busy", "{:.0%}".format),
     },
     "Memory": {

@@ -13,6 +13,7 @@ from app.errors import ConfigError, refuse
 from app.files import read_json
 from app.sweeps.search_space import GROUP, Grid, Preset, Setting, without_unread
 from app.sweeps.trials import DRY_RUN, FAILED, FINISHED, PENDING, REFUSED, RUNNING, STOPPED, Outcome, Trial, key_of
+from app.tracking.formatting import PHASES
 from app.tracking.output_dir import RunFolder, read_lines
 from app.tracking.recorder import read_result
 
@@ -25,13 +26,13 @@ _MIN_SECONDS = 2.0  # of steady steps, for a speed that can be compared
 _MAX_OTHERS_SHARE = 0.1  # of the CPU time of the machine
 _MAX_OTHERS_BYTES = 1 << 30  # of GPU memory
 _RESULT_KEYS = (
-    *("steps", "seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "data_seconds"),
+    *("steps", "seconds", *PHASES),
     *("memory_predicted_bytes", "memory_measured_bytes", "device_used_bytes", "device_is_estimated"),
     *("gpu_utilization", "train_loss_last", "eval_loss", "accuracy", "exact_match"),
 )
 _MEDIAN_KEYS = (
     *("seconds", "compile_seconds", "steady_seconds", "tokens_per_second", "samples_per_second", "gpu_utilization"),
-    *("forward_seconds", "backward_seconds", "optimizer_seconds", "data_seconds"),
+    *PHASES,
 )
 _STATUSES = (FAILED, REFUSED, RUNNING, STOPPED, PENDING, DRY_RUN, FINISHED)  # a rung has the first of any repeat
 _LIMITS_OF_SPEED = ("max_sm_mhz", "power_limit_watts")  # in `clocks` of the manifest; other clocks vary with the load
