@@ -26,7 +26,8 @@ from app.memory.compiled_layers import graphs_of
 from app.memory.fake_tensors import MetaModel, local_capability, local_workspace_bytes, workspace_bytes
 from app.memory.trace import BEGIN, MEMORY_KINDS, MOMENTS, PHASES, Numbers, Shape, TraceSettings, trace
 from app.training.auto_settings import Choices, choose_precision, memory_budget, recomputed_layers, sections_of
-from app.training.memory import host_bytes, taken_by_others
+from app.training.gpu_usage import taken_by_others
+from app.training.memory import host_bytes
 from app.training.torch_environment import has_expandable_segments
 
 _EDGE_LAYERS = 2  # the first and the last layer that keep their activations have separate phases

@@ -27,7 +27,8 @@ from app.tracking.formatting import align_columns
 from app.tracking.recorder import Recorder
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
-from app.training.memory import Measured, device_used_bytes
+from app.training.gpu_usage import GpuMonitor
+from app.training.memory import Measured
 from app.training.rows import StepPlan
 from app.training.scores import ALSO, finite, logged, score
 from app.training.summary import split_message
@@ -121,6 +122,7 @@ class Parts:
 
     config: RunConfig
     runtime: Runtime
+    gpu: GpuMonitor
     plan: StepPlan
     loader: Loader
     eval_batches: Callable[[], Iterable[Batch]] | None
@@ -245,6 +247,8 @@ class Trainer:
         self.progress.step += 1
         if not self._at_end():
             self.prefetch.prepare(step + 1)  # before a line of metrics waits for the device
+        if self.parts.gpu.note_stage("first_step"):
+            self.parts.recorder.add_facts(device_used_bytes=self.parts.gpu.stages)
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
         self.skipped.append(result.skipped)
@@ -320,8 +324,6 @@ class Trainer:
         self._seconds += seconds
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss = loss
-        on_gpu = runtime.device.type == "cuda"
-        in_use = int(runtime.host_group.max(device_used_bytes() or 0)) if on_gpu else 0
         self.parts.recorder.step(
             {
                 "step": progress.step,
@@ -334,7 +336,7 @@ class Trainer:
                 "trained_tokens": progress.trained_tokens,
                 **(_speed(self._window.tokens, self._window.samples, seconds) if self._window.tokens else {}),
                 "peak_memory_bytes": int(runtime.host_group.max(runtime.peak_memory_bytes())),
-                **({"device_used_bytes": in_use} if in_use else {}),
+                **(self.parts.gpu.line(runtime.host_group) if runtime.device.type == "cuda" else {}),
             },
             self._eta.seconds_left(progress.step),
         )
