@@ -260,7 +260,7 @@ def machine_of(hardware: HardwareConfig | None) -> Hardware:
     if in_use is None:
         return machine
     others = f", {in_use.bytes / 1e9:.1f} GB of it used by other processes" if in_use.bytes >= _GIB else ""
-    # memory reserved by the driver is in its total and in use, but not in the memory that torch counts
+    # where torch counts less memory than the driver, the rest is not available
     free = min(memory, in_use.total - in_use.bytes)
     return replace(machine, label=machine.label + others, memory_bytes=free)
 

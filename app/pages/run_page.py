@@ -36,6 +36,7 @@ from app.tracking.formatting import (
     format_integer,
     format_number,
     format_or,
+    format_others,
 )
 from app.tracking.output_dir import smoothed_loss
 
@@ -356,9 +357,7 @@ def _stages(run: SavedRun) -> list[Block]:
     }
     rows = [(label, size) for label, value in stages.items() if (size := format_or(value, format_bytes))]
     notes = [_ESTIMATED] if run.result.get("device_is_estimated") else []
-    if others.get("bytes"):
-        count = f" ({others['count']:,})" if others["count"] else ""
-        notes.append(f"Other processes{count} used up to {format_bytes(others['bytes'])} of this GPU.")
+    notes += [f"At most {text}."] if (text := format_others(others)) else []
     return [Table(["memory in use on the GPU", "this run"], rows, numbers=(1,), notes=notes)] if rows else []
 
 

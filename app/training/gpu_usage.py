@@ -14,7 +14,7 @@ import torch
 from app.distributed.launch import world
 from app.distributed.process_group import HostGroup
 
-MAX_CONTEXT_BYTES = 1 << 30  # CUDA context, kernels and libraries of this process, if they are not measured
+MAX_CONTEXT_BYTES = 1 << 30  # of the CUDA context, kernels, libraries and paged states of a process
 NEGLIGIBLE_SHARE = 0.01  # of the memory
 
 Sample = tuple[int, int]  # time in microseconds, percent
@@ -112,24 +112,29 @@ class Usage:
     others: Taken
 
 
-def usage_of(reading: Reading, pid: int, context_bytes: int = 0) -> Usage:
+def usage_of(reading: Reading, pid: int, unlisted_bytes: int = 0) -> Usage:
     """Return the memory of the process `pid` and of all others.
 
-    `context_bytes`: memory of this process outside of torch's allocator, used where the driver does not report its
-    size, as in containers, on WSL and on MIG devices.
+    Where the driver does not report the size of the process, as in containers, on WSL and on MIG devices, it is
+    estimated by the memory of the allocator. `unlisted_bytes`: memory of the process beyond either size.
     """
-    context_bytes = context_bytes if reading.by_driver else MAX_CONTEXT_BYTES
-    allocated, size = reading.reserved + context_bytes, reading.processes.get(pid) or 0
-    # some drivers list a process of a container with 0 bytes: github.com/NVIDIA/open-gpu-kernel-modules/pull/614
-    is_estimated = allocated > 0 and (size == 0 or size < reading.reserved)
-    in_use = min(allocated, reading.used) if is_estimated else size
+    size = listed_bytes(reading, pid)
+    unlisted_bytes = unlisted_bytes if reading.by_driver else MAX_CONTEXT_BYTES
+    everything = min(reading.used, (size or reading.reserved) + unlisted_bytes)
+    is_estimated = not size and everything > 0
     others = tuple(sorted((number, sizes) for number, sizes in reading.processes.items() if number != pid))
-    # in a container, the driver may list this process by its pid outside
-    is_renamed = is_estimated and pid not in reading.processes and len(others) > 0
-    taken = max(0, reading.used - in_use)
-    if is_renamed:
-        return Usage(in_use, is_estimated, Taken(reading.total, taken, count=len(others) - 1))
-    return Usage(in_use, is_estimated, Taken(reading.total, taken, others, len(others)))
+    count = len(others)
+    if is_estimated and count and pid not in reading.processes:  # listed by its pid outside of the container
+        others, count = (), count - 1
+    taken = Taken(reading.total, reading.used - everything, others, count)
+    return Usage(size or everything, is_estimated, taken)
+
+
+def listed_bytes(reading: Reading, pid: int) -> int:
+    """Return the memory of the process `pid` according to the driver; 0 if it is not reported."""
+    size = reading.processes.get(pid) or 0
+    # some drivers list a process of a container with 0 bytes: github.com/NVIDIA/open-gpu-kernel-modules/pull/614
+    return size if size >= reading.reserved else 0
 
 
 @cache
@@ -201,7 +206,7 @@ class GpuMonitor:
     ) -> None:
         self.stages: dict[str, int] = {}  # memory of this process by stage
         self._read, self._samples = read, samples
-        self._used_at_start = self._context_bytes = self._peak_bytes = 0
+        self._used_at_start = self._unlisted_bytes = self._peak_bytes = 0
         self._is_estimated, self._others = False, Taken(0, 0)
         self._newest = 0  # time of the last utilization sample
         self._percents: list[int] = []
@@ -215,9 +220,10 @@ class GpuMonitor:
         reading = None if name in self.stages else self._read()
         if reading is None:
             return False
-        context_bytes = reading.used - self._used_at_start - reading.reserved
-        if 0 <= context_bytes <= MAX_CONTEXT_BYTES:  # otherwise another process started or ended meanwhile
-            self._context_bytes = context_bytes
+        listed = listed_bytes(reading, os.getpid()) or reading.reserved
+        unlisted_bytes = reading.used - self._used_at_start - listed
+        if 0 <= unlisted_bytes <= MAX_CONTEXT_BYTES:  # otherwise another process started or ended meanwhile
+            self._unlisted_bytes = unlisted_bytes
         self.stages[name] = self._add(reading).bytes
         self._newest = time.time_ns() // 1000  # utilization counts after the last stage
         return True
@@ -256,7 +262,7 @@ class GpuMonitor:
         return [] if self._others.is_negligible else [f"other processes used up to {self._others.words}"]
 
     def _add(self, reading: Reading) -> Usage:
-        usage = usage_of(reading, os.getpid(), self._context_bytes)
+        usage = usage_of(reading, os.getpid(), self._unlisted_bytes)
         self._peak_bytes = max(self._peak_bytes, usage.bytes + reading.peak_reserved - reading.reserved)
         self._is_estimated |= usage.is_estimated
         if usage.others.bytes >= self._others.bytes:

@@ -25,7 +25,7 @@ from app.optim import requirements
 from app.program import command_text
 from app.safe_text import listed, many
 from app.tasks.preference import LABEL_PREFERENCES
-from app.tracking.formatting import format_bytes, format_count
+from app.tracking.formatting import format_bytes, format_count, format_others
 from app.tracking.output_dir import RunFolder
 from app.training import gpu_usage
 from app.training.auto_settings import BUDGET_CHOICE, offload_notes, size_notes
@@ -306,20 +306,14 @@ def _memory_facts(result: Mapping[str, float | None]) -> Iterator[tuple[str, str
         yield "memory", f"{tensors} in one step{off}; whole process: {format_bytes(peak)}"
     else:
         workspaces = result.get("workspace_bytes")
-        yield (
-            "memory",
-            f"{tensors}{off}{f', {format_bytes(workspaces)} of them cuBLAS workspaces' if workspaces else ''}",
-        )
+        part = f", {format_bytes(workspaces)} of them cuBLAS workspaces" if workspaces else ""
+        yield "memory", f"{tensors}{off}{part}"
 
 
 def _gpu_facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the memory of this run and of other processes on the GPU, and its utilization."""
     if "other_processes" in result:
-        others, how = result["other_processes"], " (estimated)" if result.get("device_is_estimated") else ""
-        texts = [f"{format_bytes(result['device_used_bytes'])} used by this run at its peak{how}"]
-        if others["bytes"]:
-            count = f"{others['count']} other process{'es' * (others['count'] != 1)}" if others["count"] else "others"
-            texts.append(f"{format_bytes(others['bytes'])} by {count}")
-        if "gpu_utilization" in result:
-            texts.append(f"utilization {result['gpu_utilization']:.0%}")
-        yield "GPU", ", ".join(texts)
+        how = " (estimated)" if result.get("device_is_estimated") else ""
+        in_use = f"peak {format_bytes(result['device_used_bytes'])} by this run{how}"
+        share = f"utilization {result['gpu_utilization']:.0%}" if "gpu_utilization" in result else ""
+        yield "GPU", ", ".join(text for text in (in_use, format_others(result["other_processes"]), share) if text)

@@ -67,9 +67,10 @@ def reading(used: int, processes: Processes, reserved: int = 0) -> Reading:
 def test_usage_splits_the_device_between_this_process_and_others(
     processes: Processes, in_use: int, is_estimated: bool, listed: Processes, count: int
 ) -> None:
-    usage = usage_of(reading(20 * GB, processes, reserved=10 * GB), PID, context_bytes=GB)
+    usage = usage_of(reading(20 * GB, processes, reserved=10 * GB), PID, unlisted_bytes=GB)
     assert (usage.bytes, usage.is_estimated) == (in_use, is_estimated)
-    assert usage.others == Taken(79 * GB, 20 * GB - in_use, tuple(listed), count)
+    everything = in_use if is_estimated else in_use + GB
+    assert usage.others == Taken(79 * GB, 20 * GB - everything, tuple(listed), count)
 
 
 def test_usage_before_the_first_allocation_is_of_others_alone() -> None:
@@ -81,12 +82,12 @@ def test_usage_before_the_first_allocation_is_of_others_alone() -> None:
 
 def test_usage_without_a_process_list_is_estimated() -> None:
     nvml = driver(20 * GB, [], nvmlDeviceGetComputeRunningProcesses=unsupported)  # WSL
-    usage = usage_of(read_driver(nvml, "gpu", 10 * GB), PID, context_bytes=GB)
+    usage = usage_of(read_driver(nvml, "gpu", 10 * GB), PID, unlisted_bytes=GB)
     assert (usage.bytes, usage.is_estimated, usage.others.bytes) == (11 * GB, True, 9 * GB)
 
 
 def test_usage_read_from_cuda_assumes_the_largest_context() -> None:
-    usage = usage_of(Reading(80 * GB, 20 * GB, {}, reserved=10 * GB, by_driver=False), PID, context_bytes=5)
+    usage = usage_of(Reading(80 * GB, 20 * GB, {}, reserved=10 * GB, by_driver=False), PID, unlisted_bytes=5)
     assert usage.others.bytes == 20 * GB - usage.bytes == 10 * GB - MAX_CONTEXT_BYTES
 
 
