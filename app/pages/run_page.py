@@ -236,6 +236,8 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     yield f"for {format_integer(steps)}{of} steps", format_or(run.seconds() if steps else None, format_duration)
     samples = format_or(result.get("samples_per_second"), format_count)
     speed = f"tokens/s{f', {samples} samples/s' if samples else ''}"
+    if busy := format_or(result.get("gpu_utilization"), "{:.0%}".format):
+        speed += f", GPU utilization {busy}"
     yield speed, format_or(result.get("tokens_per_second"), format_count)
     yield f"peak {run.memory_owner} memory", format_or(result.get("peak_memory_bytes"), format_bytes)
 
@@ -337,7 +339,6 @@ def _memory(run: SavedRun) -> Iterator[Block]:
         ("peak during", plan["where"].replace("backward", "backward pass")),
         ("measured", format_or(run.result.get("memory_measured_bytes"), lambda size: _off(size, plan["bytes"]))),
         ("cuBLAS workspaces", format_or(run.result.get("workspace_bytes"), format_bytes)),
-        ("GPU utilization", format_or(run.result.get("gpu_utilization"), "{:.0%}".format)),
         ("parameters", format_integer(counts["weights"])),
         ("trainable parameters", trained),
     ]
@@ -357,7 +358,7 @@ def _stages(run: SavedRun) -> list[Block]:
     }
     rows = [(label, size) for label, value in stages.items() if (size := format_or(value, format_bytes))]
     notes = [_ESTIMATED] if run.result.get("device_is_estimated") else []
-    notes += [f"At most {text}."] if (text := format_others(others)) else []
+    notes += [f"Plus up to {text}."] if (text := format_others(others)) else []
     return [Table(["memory in use on the GPU", "this run"], rows, numbers=(1,), notes=notes)] if rows else []
 
 

@@ -60,6 +60,7 @@ def reading(used: int, processes: Processes, reserved: int = 0) -> Reading:
         pytest.param([(PID, 12 * GB), (7, 8 * GB)], 12 * GB, False, ((7, 8 * GB),), 1, id="listed with sizes"),
         pytest.param([(PID, None), (7, None)], 11 * GB, True, ((7, None),), 1, id="listed without sizes: MIG"),
         pytest.param([(PID, 0)], 11 * GB, True, (), 0, id="listed with 0 bytes: container"),
+        pytest.param([(PID, GB)], 11 * GB, True, (), 0, id="listed with less than allocated: container"),
         pytest.param([(90, 12 * GB), (7, 8 * GB)], 11 * GB, True, (), 1, id="by another pid: container"),
         pytest.param([], 11 * GB, True, (), 0, id="not listed: container"),
     ],
