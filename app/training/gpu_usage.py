@@ -264,7 +264,7 @@ class GpuMonitor:
     def _add(self, reading: Reading) -> Usage:
         usage = usage_of(reading, os.getpid(), self._unlisted_bytes)
         self._peak_bytes = max(self._peak_bytes, usage.bytes + reading.peak_reserved - reading.reserved)
-        self._is_estimated |= usage.is_estimated
+        self._is_estimated = usage.is_estimated
         if usage.others.bytes >= self._others.bytes:
             self._others = usage.others
         return usage
