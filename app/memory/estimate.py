@@ -26,7 +26,8 @@ from app.memory.compiled_layers import graphs_of
 from app.memory.fake_tensors import MetaModel, local_capability, local_workspace_bytes, workspace_bytes
 from app.memory.trace import BEGIN, MEMORY_KINDS, MOMENTS, PHASES, Numbers, Shape, TraceSettings, trace
 from app.training.auto_settings import Choices, choose_precision, memory_budget, recomputed_layers, sections_of
-from app.training.memory import host_bytes, taken_by_others
+from app.training.gpu_usage import taken_by_others
+from app.training.memory import host_bytes
 from app.training.torch_environment import has_expandable_segments
 
 _EDGE_LAYERS = 2  # the first and the last layer that keep their activations have separate phases
@@ -259,7 +260,7 @@ def machine_of(hardware: HardwareConfig | None) -> Hardware:
     if in_use is None:
         return machine
     others = f", {in_use.bytes / 1e9:.1f} GB of it used by other processes" if in_use.bytes >= _GIB else ""
-    # memory reserved by the driver is in its total and in use, but not in the memory that torch counts
+    # where torch counts less memory than the driver, the rest is not available
     free = min(memory, in_use.total - in_use.bytes)
     return replace(machine, label=machine.label + others, memory_bytes=free)
 

@@ -38,6 +38,7 @@ from app.tracking.formatting import (
     format_integer,
     format_number,
     format_or,
+    format_others,
 )
 from app.tracking.output_dir import smoothed_loss
 
@@ -88,6 +89,8 @@ _CHOICES = {"recompute": "gradient checkpointing", "tokens": "micro-batch tokens
 _PROCESS_MEMORY = (
     "Tensors of the training only. The peak of the process, above, includes Python, torch and other libraries."
 )
+_STAGES = {"context": "CUDA context created", "weights": "weights loaded", "first_step": "after the first step"}
+_ESTIMATED = "Estimated: the driver does not report the memory of this process."
 _ASSETS = {"asset:tiny": "bundled tiny model", "asset:sample/train.jsonl": "bundled sample data"}
 _MODULE = "app.train"
 _MAX_LABELS = 50
@@ -112,6 +115,7 @@ _OTHERS = {
     "grad_norm": Quantity("Gradient norm", "before clipping", may_log=True, from_zero=True),
     "tokens_per_second": Quantity("Throughput", "tokens/s", formatter=format_count, from_zero=True),
     "peak_memory_bytes": Quantity("Peak GPU memory", "", formatter=format_bytes, from_zero=True),
+    "gpu_utilization": Quantity("GPU utilization", "", formatter="{:.0%}".format, is_share=True),
 }
 _MAX_PROMPTS = 24
 _Prompt = tuple[str, str]  # prompt and expected answer
@@ -235,6 +239,8 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     yield f"for {format_integer(steps)}{of} steps", format_or(run.seconds() if steps else None, format_duration)
     samples = format_or(result.get("samples_per_second"), format_count)
     speed = f"tokens/s{f', {samples} samples/s' if samples else ''}"
+    if busy := format_or(result.get("gpu_utilization"), "{:.0%}".format):
+        speed += f", GPU utilization {busy}"
     yield speed, format_or(result.get("tokens_per_second"), format_count)
     yield f"peak {run.memory_owner} memory", format_or(result.get("peak_memory_bytes"), format_bytes)
 
@@ -343,23 +349,38 @@ def _seconds(seconds: float) -> str:
 
 
 def _memory(run: SavedRun) -> Iterator[Block]:
-    """Yield the estimated tensor memory by part, and the difference to the measured peak."""
-    plan, counts = section_of(run.manifest, "memory_plan"), section_of(run.manifest, "counts")
+    """Yield the estimated tensor memory by part, the difference to the measured peak, and the memory of a GPU."""
+    plan, counts, stages = section_of(run.manifest, "memory_plan"), section_of(run.manifest, "counts"), _stages(run)
     if not plan:
+        yield from stages
         return
     trained = f"{counts['trained_weights']:,} ({counts['trained_weights'] / counts['weights']:.1%})"
     facts = [
         ("estimated peak", format_bytes(plan["bytes"])),
         ("peak during", plan["where"].replace("backward", "backward pass")),
         ("measured", format_or(run.result.get("memory_measured_bytes"), lambda size: _off(size, plan["bytes"]))),
+        ("cuBLAS workspaces", format_or(run.result.get("workspace_bytes"), format_bytes)),
         ("parameters", format_integer(counts["weights"])),
         ("trainable parameters", trained),
     ]
     parts = {name: size for name, size in plan["anatomy"].items() if format_bytes(size) != format_bytes(0)}
     bars = size_bars(((PARTS.get(name, name), size) for name, size in parts.items()), format_bytes)
-    yield Bars(bars, "Estimated memory by part", neighbors=[Facts(facts)])
+    yield Bars(bars, "Estimated memory by part", neighbors=[Facts(facts), *stages])
     if run.memory_owner == "process":
         yield Paragraph(_PROCESS_MEMORY, "remark")
+
+
+def _stages(run: SavedRun) -> list[Block]:
+    """Return a table of the GPU memory of this run by stage; none without a GPU."""
+    sizes, others = section_of(run.manifest, "device_used_bytes"), section_of(run.result, "other_processes")
+    stages = {
+        **{label: sizes.get(stage) for stage, label in _STAGES.items()},
+        "peak": run.result.get("device_used_bytes"),
+    }
+    rows = [(label, size) for label, value in stages.items() if (size := format_or(value, format_bytes))]
+    notes = [_ESTIMATED] if run.result.get("device_is_estimated") else []
+    notes += [f"Plus up to {text}."] if (text := format_others(others)) else []
+    return [Table(["memory in use on the GPU", "this run"], rows, numbers=(1,), notes=notes)] if rows else []
 
 
 def _off(measured: float, planned: float) -> str:

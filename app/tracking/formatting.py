@@ -14,6 +14,7 @@ PHASES = {
     "data_seconds": "waiting for data",
 }
 _MAX_DATA_SHARE = 0.05  # of a step
+_MIN_SHOWN_BYTES = 100_000_000  # of other processes
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
@@ -115,6 +116,14 @@ def format_count(number: float) -> str:
 def format_bytes(number: float) -> str:
     """Format as GB or MB, in powers of ten."""
     return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+
+
+def format_others(others: Mapping[str, int]) -> str:
+    """Format GPU memory of other processes, e.g. as "19.0 GB by 2 other processes"; empty if it is nearly none."""
+    size, count = others.get("bytes", 0), others.get("count", 0)
+    if size < _MIN_SHOWN_BYTES:
+        return ""
+    return f"{format_bytes(size)} by {f'{count:,} ' if count else ''}other process{'es' * (count != 1)}"
 
 
 def format_duration(seconds: float) -> str:

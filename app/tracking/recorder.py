@@ -151,6 +151,7 @@ RESULT_KEYS = (
     "final_metrics",
     "final",
 )
+_GPU_KEYS = ("device_is_estimated", "other_processes", "workspace_bytes", "gpu_utilization")  # absent without a GPU
 _TABLE_WIDTH, _MIN_TABLE_WIDTH, _TABLE_GAP = 100, 90, 2
 _RESULT_METRICS = (*LOGGED, "tokens_per_second", "samples_per_second", "peak_memory_bytes", "device_used_bytes")
 
@@ -276,7 +277,7 @@ class Recorder:
     def finish(self, status: str, **result: Any) -> None:
         """Write result.json. Values missing in `result` come from the metrics, else null."""
         assert status in STATUSES, status
-        assert result.keys() <= {*RESULT_KEYS, "error"}, result.keys()
+        assert result.keys() <= {*RESULT_KEYS, *_GPU_KEYS, "error"}, result.keys()
         self._finished = True
         if not self.enabled:
             self.message(status)

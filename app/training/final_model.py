@@ -28,7 +28,7 @@ from app.config.kinds import METRICS
 from app.config.schema import CompileConfig, RunConfig
 from app.config.tasks import task_of
 from app.distributed.fsdp import local, whole_tensors
-from app.distributed.process_group import HostGroup
+from app.distributed.process_group import HostGroup, Runtime
 from app.errors import CheckpointError, ConfigError
 from app.files import CHECKSUMS, checkpoints_in, checksummed_folder, read_json, require_intact, write_json, write_text
 from app.finished.inference import load_tuned_tokenizer, weights_of
@@ -43,6 +43,7 @@ from app.tracking.output_dir import with_smoothed_loss
 from app.tracking.recorder import read_result
 from app.training.auto_settings import Choices, sections_of
 from app.training.checkpoint import choices_of, damage_of, load_weights, progress_of
+from app.training.gpu_usage import GpuMonitor, free_workspaces
 from app.training.initial_model import base_hash_of, read_start
 from app.training.memory import Predicted
 from app.training.plan import Plan
@@ -132,8 +133,13 @@ def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
         "peak_memory_bytes": runtime.peak_memory_bytes(),
         "memory_predicted_bytes": None if predicted is None else predicted.bytes,
         "memory_measured_bytes": measured or None,
+        **(_gpu_facts(trainer.parts.gpu, runtime) if runtime.device.type == "cuda" else {}),
         **({"experts": _experts(trainer)} if config.adapter.experts and config.adapter.start is None else {}),
     }
+
+
+def _gpu_facts(gpu: GpuMonitor, runtime: Runtime) -> dict[str, Any]:
+    return {**gpu.result(runtime.host_group), "workspace_bytes": free_workspaces()}
 
 
 def _experts(trainer: Trainer) -> dict[str, int]:

@@ -1,139 +1,19 @@
-"""Estimated and measured peak memory of a run; memory in use on GPU and host, and GPU clocks."""
+"""Estimated and measured peak memory of a run; CPU memory of the machine."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from app.batch import Batch
-from app.distributed.launch import world
 from app.distributed.process_group import Runtime
 from app.errors import ConfigError, first_line
 from app.tracking.formatting import format_bytes
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper, StepResult
 
-MAX_CONTEXT_BYTES = 1 << 30  # of this process, if only the sum over processes is available
-NEGLIGIBLE_SHARE = 0.01  # of the memory
 CGROUPS = Path("/sys/fs/cgroup")
-
-Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Bytes used by other processes; `processes` is empty in containers, where their pids are hidden."""
-
-    total: int
-    bytes: int
-    processes: tuple[tuple[int, int | None], ...] = ()  # pid, and bytes if the driver reports them
-
-    @property
-    def words(self) -> str:
-        pids = ", ".join(
-            f"pid {pid}" + ("" if size is None else f": {size / 1e9:.1f} GB") for pid, size in self.processes
-        )
-        by = f" ({pids})" if pids else ""
-        return f"other processes use {self.bytes / 1e9:.1f} of {self.total / 1e9:.1f} GB of GPU memory{by}"
-
-
-def notes() -> list[str]:
-    """Return a note if other processes use more than a negligible share of GPU memory."""
-    taken = taken_by_others()
-    return [] if taken is None or taken.bytes < NEGLIGIBLE_SHARE * taken.total else [taken.words]
-
-
-@cache
-def taken_by_others() -> Taken | None:
-    """Return the GPU memory in use by other processes at the first call; None without a GPU or if unreadable."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return taken_by_driver(_uuid()) or taken_by_cuda(world().local_rank)
-    except (RuntimeError, AssertionError):
-        return None
-
-
-def device_used_bytes() -> int | None:
-    """Return the memory in use on the GPU of this process; None without a GPU, or if other processes use it too."""
-    if not torch.cuda.is_available():
-        return None
-    device = world().local_rank
-    with suppress(Exception):  # nvidia-ml-py is missing, or raises its own errors
-        used = int(torch.cuda.device_memory_used(device))
-        return None if _nvml_query(_uuid(), _has_others) else used
-    free, total = torch.cuda.mem_get_info(device)  # creates the CUDA context of this process if there is none
-    return total - free
-
-
-def _has_others(driver: Any, gpu: Any) -> bool:
-    """Return whether the driver lists other processes. In a container it may list this one by another pid."""
-    pids = {process.pid for process in driver.nvmlDeviceGetComputeRunningProcesses(gpu)}
-    is_renamed = os.getpid() not in pids and torch.cuda.memory_reserved(world().local_rank) > 0
-    return len(pids - {os.getpid()}) > int(is_renamed)
-
-
-def clocks() -> dict[str, float] | None:
-    """Return clocks in MHz and the power limit in watts, if the driver reports them; None without a driver."""
-    return _nvml_query(_uuid(), _clocks) if torch.cuda.is_available() else None
-
-
-def _clocks(driver: Any, gpu: Any) -> dict[str, float]:
-    queries: dict[str, Callable[[], float]] = {
-        "sm_mhz": lambda: driver.nvmlDeviceGetClockInfo(gpu, driver.NVML_CLOCK_SM),
-        "max_sm_mhz": lambda: driver.nvmlDeviceGetMaxClockInfo(gpu, driver.NVML_CLOCK_SM),
-        "memory_mhz": lambda: driver.nvmlDeviceGetClockInfo(gpu, driver.NVML_CLOCK_MEM),
-        "power_limit_watts": lambda: driver.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
-    }
-    values = {}
-    for name, query in queries.items():
-        with suppress(driver.NVMLError):  # not supported by every GPU
-            values[name] = query()
-    return values
-
-
-def _uuid() -> str:
-    return str(getattr(torch.cuda.get_device_properties(world().local_rank), "uuid", ""))
-
-
-def taken_by_cuda(device: int) -> Taken:
-    """Return a lower bound from the sum over all processes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return Taken(total, max(0, total - free - MAX_CONTEXT_BYTES))
-
-
-def taken_by_driver(uuid: str) -> Taken | None:
-    """Return the memory of other processes, by process, without the CUDA context of this one."""
-
-    def taken(driver: Any, gpu: Any) -> Taken:
-        memory = driver.nvmlDeviceGetMemoryInfo(gpu)
-        running = driver.nvmlDeviceGetComputeRunningProcesses(gpu)
-        processes = {process.pid: process.usedGpuMemory for process in running}
-        used_here = processes.pop(os.getpid(), None) or 0
-        return Taken(memory.total, max(0, memory.used - used_here), tuple(sorted(processes.items())))
-
-    return _nvml_query(uuid, taken)
-
-
-def _nvml_query(uuid: str, query: Callable[[Any, Any], Answer]) -> Answer | None:
-    """Return the result of an NVML query on a GPU; None if nvidia-ml-py is missing or the driver has no answer."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        try:
-            return query(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
 
 
 def free_host_bytes() -> int:

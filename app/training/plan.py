@@ -25,7 +25,7 @@ from app.layers import quantization
 from app.layers.compile import attention_obstacles, machine_obstacles, model_obstacles
 from app.model.build import ModelCounts, ModelSections, count_weights
 from app.optim.lr_schedule import learning_rate
-from app.training import memory
+from app.training import gpu_usage
 from app.training.auto_settings import (
     AUTO,
     BINS_CHOICE,
@@ -45,6 +45,7 @@ from app.training.auto_settings import (
     with_recompute,
 )
 from app.training.checkpoint import choices_of, find_checkpoint
+from app.training.gpu_usage import GpuMonitor
 from app.training.identity import base_hash, compared_settings, start_hash
 from app.training.rows import Rows, StepPlan, layout_of, loader_of, plan_steps
 from app.training.train_step import require_gradients_one_by_one
@@ -78,7 +79,7 @@ class Machine:
 
     runtime: Runtime
     choices: Choices
-    used_bytes: int | None  # GPU memory in use before this process allocated any
+    gpu: GpuMonitor
 
 
 def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
@@ -86,14 +87,14 @@ def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
     run = rows.run
     rows.base.on_meta()  # raise for an unsupported model before examining the machine
     # memory of the GPU is read before this process allocates anything on it
-    for remark in (*(f"memory  {note}" for note in memory.notes()), *start.remarks):
+    for remark in (*(f"memory  {note}" for note in gpu_usage.notes()), *start.remarks):
         say(remark)
-    used_bytes = memory.device_used_bytes()
+    gpu = GpuMonitor()
     choices = choose(run, rows.base, start.choices)
     require_gradients_one_by_one(run.optimizer, world().size, choices.precision)
     runtime = start_processes(run.launch, choices.precision, run.seed)
     quantization.require_hardware(run.quantization, runtime.device)
-    return Machine(runtime, choices, used_bytes)
+    return Machine(runtime, choices, gpu)
 
 
 # ---- plan

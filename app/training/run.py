@@ -74,13 +74,17 @@ def _recording(setup: RunSetup, folder: RunFolder, console: Console) -> Iterator
         if plan.run.resume:
             recorder.message(resume_message(plan, progress.step))
         recorder.message(align([*run_table(plan), *setup.forecast.rows(), *notes]))
-        in_use = {"start": plan.machine.used_bytes, "context": setup.context_bytes}
-        recorder.add_facts(proofs=[asdict(check) for check in setup.checks], device_used_bytes=in_use)
+        recorder.add_facts(proofs=[asdict(check) for check in setup.checks], device_used_bytes=plan.machine.gpu.stages)
         keep_reference(plan, folder.reference)
         keep_start(setup.drawn, plan, folder.start)
         record_base(plan, model, recorder, setup.fingerprint)
         recorder.begin(plan.steps.steps, progress.step, on_gpu=plan.runtime.device.type == "cuda")
-        yield recorder
+        try:
+            yield recorder
+        finally:  # also after a failure, which other processes may have caused
+            with suppress(AppError):
+                for note in plan.machine.gpu.note_others():
+                    recorder.message(f"memory  {note}")
 
 
 def _record_end(setup: RunSetup, trainer: Trainer, *, is_complete: bool) -> int:

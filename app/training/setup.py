@@ -36,7 +36,7 @@ from app.tracking.recorder import Recorder
 from app.training.auto_settings import RunPlanner
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.initial_model import drawn_start, load_start, with_reference
-from app.training.memory import Forecast, device_used_bytes
+from app.training.memory import Forecast
 from app.training.plan import Plan, without_compiled_layers
 from app.training.samples import sampler
 from app.training.storage_counter import kept_bytes
@@ -60,7 +60,6 @@ class RunSetup:
     progress: Progress
     fingerprint: str | None  # of the base weights
     drawn: dict[str, Tensor]  # initial adapter weights that were split off the base (PiSSA, OLoRA, CorDA)
-    context_bytes: int | None  # GPU memory in use after the context of this process was created
 
 
 def set_up(
@@ -69,8 +68,10 @@ def set_up(
     """Load the model, check it on a real micro-batch, build the optimizer, restore a checkpoint or start adapter."""
     run, runtime = planned.run, planned.runtime
     console.status("Loading weights ...")
-    context_bytes = _context_bytes(runtime)
+    torch.ones(1, device=runtime.device)  # creates the context of a GPU
+    planned.machine.gpu.note_stage("context")
     model = _build(planned, base_path(run.model, folder.base))
+    planned.machine.gpu.note_stage("weights")
     fingerprint = _shared_fingerprint(planned)
     identity = planned.identity(sum(parameter.numel() for parameter in model.trained().values()), fingerprint)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, planned.stored_choices())
@@ -94,14 +95,7 @@ def set_up(
         progress=progress,
         fingerprint=fingerprint,
         drawn=drawn,
-        context_bytes=context_bytes,
     )
-
-
-def _context_bytes(runtime: Runtime) -> int | None:
-    """Create the context of a GPU and return the memory in use."""
-    torch.ones(1, device=runtime.device)
-    return device_used_bytes()
 
 
 def forecast_of(plan: Plan, planner: RunPlanner | None) -> Forecast:
@@ -304,6 +298,7 @@ def trainer_parts(plan: Plan, stepper: Stepper, checkpoints: Checkpoints, record
     return Parts(
         config=plan.run,
         runtime=plan.runtime,
+        gpu=plan.machine.gpu,
         plan=plan.steps,
         loader=plan.loader,
         eval_batches=plan.eval_batches(plan.rows.data.eval),

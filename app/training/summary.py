@@ -25,9 +25,9 @@ from app.optim import requirements
 from app.program import command_text
 from app.safe_text import listed, many
 from app.tasks.preference import LABEL_PREFERENCES
-from app.tracking.formatting import data_wait, format_bytes, format_count
+from app.tracking.formatting import data_wait, format_bytes, format_count, format_others
 from app.tracking.output_dir import RunFolder
-from app.training import memory
+from app.training import gpu_usage
 from app.training.auto_settings import BUDGET_CHOICE, offload_notes, size_notes
 from app.training.checkpoint import Progress
 from app.training.plan import Plan
@@ -80,7 +80,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     yield from requirements.notes(run.optimizer, device)
     yield from offload_notes(run.training, device)
     yield from machine_notes(run.parallel, plan.runtime.processes)
-    yield from memory.notes()
+    yield from gpu_usage.notes()
     if device == "cuda":
         yield from size_notes(run, plan.rows.base)
     if (run.training.profile_step or 0) > plan.steps.steps:
@@ -110,7 +110,7 @@ def _uncalled_layers(lm: Any) -> Iterator[str]:
 def manifest_facts(plan: Plan) -> dict[str, Any]:
     """Return the auto settings, counts and hashes of a run."""
     run, runtime, loader = plan.run, plan.runtime, plan.loader
-    others, batching = memory.taken_by_others(), run.batching
+    others, batching = gpu_usage.taken_by_others(), run.batching
     bin_tokens = batching.bin_tokens if batching.packing else None
     why_padded, why_uncompiled = plan.rows.base.tier.reason, plan.uncompiled_because
     return {
@@ -142,7 +142,7 @@ def manifest_facts(plan: Plan) -> dict[str, Any]:
         },
         "hardware": _hardware(),
         "memory_taken": None if others is None else asdict(others),
-        "clocks": memory.clocks(),
+        "clocks": gpu_usage.clocks(),
         "hashes": _content_hashes(plan.rows)
         | ({} if plan.rows.also is None else {"general": plan.rows.also.fingerprint}),  # of eval.also
     }
@@ -244,6 +244,7 @@ def closing_facts(
     reached = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     reached += "".join(_shares(finite(metrics), start)) + _general_loss(metrics, start)
     yield from _memory_facts(result)
+    yield from _gpu_facts(result)
     last_loss = progress.last_loss if result.get("train_loss") is None else result["train_loss"]
     loss = f"loss {progress.first_loss:.4f} -> {last_loss:.4f}{reached}"
     yield (
@@ -306,5 +307,15 @@ def _memory_facts(result: Mapping[str, float | None]) -> Iterator[tuple[str, str
     if default_device().type == "cpu":  # on a GPU, tensors are measured in all steps and are the peak
         yield "memory", f"{tensors} in one step{off}; whole process: {format_bytes(peak)}"
     else:
-        in_use = result.get("device_used_bytes")
-        yield "memory", f"{tensors}{off}{'' if in_use is None else f'; {format_bytes(in_use)} in use on the GPU'}"
+        workspaces = result.get("workspace_bytes")
+        part = f", {format_bytes(workspaces)} of them cuBLAS workspaces" if workspaces else ""
+        yield "memory", f"{tensors}{off}{part}"
+
+
+def _gpu_facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the memory of this run and of other processes on the GPU, and its utilization."""
+    if "other_processes" in result:
+        how = " (estimated)" if result.get("device_is_estimated") else ""
+        in_use = f"peak {format_bytes(result['device_used_bytes'])} by this run{how}"
+        share = f"utilization {result['gpu_utilization']:.0%}" if "gpu_utilization" in result else ""
+        yield "GPU", ", ".join(text for text in (in_use, format_others(result["other_processes"]), share) if text)

@@ -27,7 +27,8 @@ from app.tracking.formatting import align_columns
 from app.tracking.recorder import Recorder
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
-from app.training.memory import Measured, device_used_bytes
+from app.training.gpu_usage import GpuMonitor
+from app.training.memory import Measured
 from app.training.phase_times import DATA, FORWARD, PhaseTimes
 from app.training.rows import StepPlan
 from app.training.scores import ALSO, finite, logged, score
@@ -122,6 +123,7 @@ class Parts:
 
     config: RunConfig
     runtime: Runtime
+    gpu: GpuMonitor
     plan: StepPlan
     loader: Loader
     eval_batches: Callable[[], Iterable[Batch]] | None
@@ -254,6 +256,8 @@ class Trainer:
             self.prefetch.prepare(step + 1)  # before a line of metrics waits for the device
         is_repeated = stepper.split_depth > self.progress.depth
         times.end_step(counts=not (is_profiled or is_repeated))
+        if self.parts.gpu.note_stage("first_step"):
+            self.parts.recorder.add_facts(device_used_bytes=self.parts.gpu.stages)
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
         self.skipped.append(result.skipped)
@@ -329,8 +333,6 @@ class Trainer:
         self._seconds += seconds
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss = loss
-        on_gpu = runtime.device.type == "cuda"
-        in_use = int(runtime.host_group.max(device_used_bytes() or 0)) if on_gpu else 0
         self.parts.recorder.step(
             {
                 "step": progress.step,
@@ -344,7 +346,7 @@ class Trainer:
                 **(_speed(self._window.tokens, self._window.samples, seconds) if self._window.tokens else {}),
                 **self.times.since_last_line(),
                 "peak_memory_bytes": int(runtime.host_group.max(runtime.peak_memory_bytes())),
-                **({"device_used_bytes": in_use} if in_use else {}),
+                **(self.parts.gpu.line(runtime.host_group) if runtime.device.type == "cuda" else {}),
             },
             self._eta.seconds_left(progress.step),
         )

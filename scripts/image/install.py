@@ -23,7 +23,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 EXTRAS = "tensorboard"
 # Built by NVIDIA for this image and for one another: replacing one breaks the others.
-PROTECTED = re.compile(r"(py)?torch|triton|nvidia-|cuda-|flash-attn|transformer-engine|tensorrt|apex$")
+PROTECTED = re.compile(r"(py)?torch|triton|nvidia-(?!ml-py$)|cuda-|flash-attn|transformer-engine|tensorrt|apex$")
 
 
 def canonical(name: str) -> str:

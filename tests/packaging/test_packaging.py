@@ -47,8 +47,13 @@ def test_pin_is_inside_the_range(requirement: Requirement) -> None:
     assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
 
 
+def is_of_a_torch_build(name: str) -> bool:
+    """Return whether only some builds of torch need the package; NVML is read on all of them."""
+    return name == "triton" or (name.startswith(("nvidia-", "cuda-")) and name != "nvidia-ml-py")
+
+
 def test_nothing_that_only_some_builds_of_torch_need_is_pinned() -> None:
-    assert not [name for name in pins() if name == "triton" or name.startswith(("nvidia-", "cuda-"))]
+    assert not [name for name in pins() if is_of_a_torch_build(name)]
 
 
 def needed(roots: list[Requirement]) -> set[str]:
@@ -74,7 +79,7 @@ def _requires(name: str) -> list[str]:
 
 
 def test_pins_are_what_the_requirements_lead_to() -> None:
-    reached = {n for n in needed(asked_for()) if n != "triton" and not n.startswith(("nvidia-", "cuda-"))}
+    reached = {name for name in needed(asked_for()) if not is_of_a_torch_build(name)}
     # setuptools and editables are asked for by builds, which state it in their own metadata only
     assert set(pins()) - {"setuptools", "editables"} <= reached, "pinned, but nothing asks for it"
     assert reached <= set(pins()), "asked for, directly or indirectly, but not pinned"

@@ -116,7 +116,8 @@ def test_run_page_memory_without_repetition(tmp_path: Path) -> None:
         )
         memory = section(run_page(folder), "Memory")
         (facts,), (bars,) = all_of(Facts, memory), all_of(Bars, memory)
-        assert [value for _, value in facts.facts] == ["400 MB", "head", told, "2,827,968", "466,944 (16.5%)"]
+        shown = [value for _, value in facts.facts if value]
+        assert shown == ["400 MB", "head", told, "2,827,968", "466,944 (16.5%)"]
         assert [(bar.label, bar.text) for bar in bars.bars] == [("frozen weights", "300 MB"), ("loss head", "100 MB")]
         assert "The peak of the process" in as_text(memory)
         assert "548 MB" not in as_text(memory), "it has a tile"
@@ -195,6 +196,34 @@ def test_run_page_on_a_gpu_charts_its_memory_over_the_same_steps(tmp_path: Path)
     assert lines(page, "Peak GPU memory") == {"peak memory bytes": [(at, 548e6) for at in (1, 2, 3)]}
     axes = [chart.plot().across for block in all_of(Charts, *page.sections) for chart in block.charts]
     assert [(axis.low, axis.high) for axis in axes] == [(0, 3)] * 5
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_run_page_on_a_gpu_shows_memory_by_stage_and_of_others(is_planned: bool, tmp_path: Path) -> None:
+    plan = {"bytes": 4_000_000_000, "where": "head", "anatomy": {"loss_head": 4_000_000_000}}
+    stages = {"start": 0, "context": 650_000_000, "weights": 2_600_000_000, "first_step": 4_700_000_000}
+    manifest = {**MANIFEST, "device_used_bytes": stages, **({"memory_plan": plan} if is_planned else {})}
+    measured: dict[str, Any] = {
+        "device_used_bytes": 4_900_000_000,
+        "workspace_bytes": 67_108_864,
+        "gpu_utilization": 0.937,
+    }
+    others: dict[str, Any] = {"device_is_estimated": True, "other_processes": {"count": 2, "bytes": 19_000_000_000}}
+    folder = made_run(tmp_path / "mine", LINES, result=result_of(LINES, **measured, **others), manifest=manifest)
+    memory = section(run_page(folder), "Memory")
+    (table,) = all_of(Table, memory)
+    assert [*map(list, table.cells)] == [
+        ["CUDA context created", "650 MB"],
+        ["weights loaded", "2.6 GB"],
+        ["after the first step", "4.7 GB"],
+        ["peak", "4.9 GB"],
+    ]
+    estimated = "Estimated: the driver does not report the memory of this process."
+    assert table.notes == [estimated, "Plus up to 19.0 GB by 2 other processes."]
+    assert tiles(run_page(folder))["tokens/s, 31.1 samples/s, GPU utilization 94%"] == "5.2k"
+    if is_planned:
+        (facts,) = all_of(Facts, memory)
+        assert dict(facts.facts)["cuBLAS workspaces"] == "67 MB"
 
 
 def test_run_page_failed_check_is_open(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from app.tracking.recorder import Recorder
 from app.training import setup
 from app.training.auto_settings import recomputed_layers
 from app.training.checkpoint import Checkpoints, Progress
+from app.training.gpu_usage import GpuMonitor
 from app.training.plan import Plan, find_start, join, make_plan
 from app.training.rows import StepPlan, read_rows
 from app.training.train_step import Stepper
@@ -173,6 +174,7 @@ def make_loop(runtime: Runtime, loader_of: Callable[..., Loader], data: Data, fo
         parts = Parts(
             config=run,
             runtime=runtime,
+            gpu=GpuMonitor(),
             plan=StepPlan(steps=steps, steps_per_epoch=loader.steps_per_epoch),
             loader=loader,
             eval_batches=lambda: eval_batches(rows, Padded(16, pad_id=0)),

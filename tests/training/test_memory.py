@@ -1,10 +1,7 @@
-"""Memory of other processes, of what stays from step to step, and of QLoRA with its defaults."""
+"""Memory of the machine, memory kept from step to step, and memory of QLoRA with its defaults."""
 
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +21,7 @@ from app.tasks.table import loss_of
 from app.tracking.console import Console
 from app.tracking.output_dir import RunFolder
 from app.training import memory
-from app.training.memory import Predicted, Taken, device_used_bytes, free_host_bytes, notes, taken_by_others
+from app.training.memory import Predicted, free_host_bytes
 from app.training.run import train_in
 from app.training.setup import stepper_of as setup_stepper_of
 from app.training.storage_counter import kept_bytes
@@ -32,123 +29,6 @@ from app.training.train_step import Stepper
 from tests.model.small import documents_of, packed
 from tests.training.conftest import needs_for, sections_of, small_run, stepper_of
 from tests.training.planners import planner
-
-UUID = "01234567-89ab-cdef-0123-456789abcdef"
-
-
-class NVMLError(Exception):
-    pass
-
-
-def driver() -> Any:
-    """It knows one GPU, with a process of another, one whose memory it may not tell, and this one."""
-
-    def handle(uuid: str) -> str:
-        if uuid != f"GPU-{UUID}":
-            raise NVMLError
-        return uuid
-
-    def unknown(*_: Any) -> None:
-        raise NVMLError
-
-    processes = [(1234, 22_000_000_000), (os.getpid(), 600_000_000), (77, None)]
-    return SimpleNamespace(
-        NVMLError=NVMLError,
-        NVML_CLOCK_SM=1,
-        NVML_CLOCK_MEM=2,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByUUID=handle,
-        nvmlDeviceGetMemoryInfo=lambda _gpu: SimpleNamespace(total=80_000_000_000, used=23_000_000_000),
-        nvmlDeviceGetComputeRunningProcesses=lambda _gpu: [
-            SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes
-        ],
-        nvmlDeviceGetClockInfo=lambda _gpu, clock: {1: 1665, 2: 9501}[clock],
-        nvmlDeviceGetMaxClockInfo=unknown,
-        nvmlDeviceGetEnforcedPowerLimit=lambda _gpu: 350_000,
-    )
-
-
-def test_driver_names_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", driver())
-    taken = memory.taken_by_driver(UUID)
-    assert taken == Taken(80_000_000_000, 22_400_000_000, ((77, None), (1234, 22_000_000_000)))
-    assert taken.words == "other processes use 22.4 of 80.0 GB of GPU memory (pid 77, pid 1234: 22.0 GB)"
-    assert memory.taken_by_driver("another") is None
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert memory.taken_by_driver(UUID) is None
-
-
-def test_clocks_are_what_the_driver_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch.cuda.is_available() or memory.clocks() is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid=UUID))
-    monkeypatch.setitem(sys.modules, "pynvml", driver())
-    assert memory.clocks() == {"sm_mhz": 1665, "memory_mhz": 9501, "power_limit_watts": 350}
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert memory.clocks() is None
-
-
-def test_memory_of_the_device_is_asked_of_cuda_where_the_driver_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch.cuda.is_available() or device_used_bytes() is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid=UUID))
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (60, 80))
-    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _device: 620)
-    assert device_used_bytes() == 620
-    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _device: driver().nvmlDeviceGetMaxClockInfo())
-    assert device_used_bytes() == 20
-
-
-@pytest.mark.parametrize(
-    ("running", "reserved", "expected"),
-    [
-        ([], 0, 620),
-        ([7], 0, None),
-        ([os.getpid()], 20, 620),
-        ([7], 20, 620),  # this process, by the pid that it has outside of its container
-        ([7, 8], 20, None),
-        ([7, os.getpid()], 20, None),
-    ],
-)
-def test_device_used_bytes_beside_other_processes_is_none(
-    running: list[int], reserved: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvml = driver()
-    nvml.nvmlDeviceGetComputeRunningProcesses = lambda _gpu: [SimpleNamespace(pid=pid) for pid in running]
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    for name, value in (
-        ("is_available", True),
-        ("get_device_properties", SimpleNamespace(uuid=UUID)),
-        ("memory_reserved", reserved),
-        ("device_memory_used", 620),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    assert device_used_bytes() == expected
-
-
-def test_memory_plan_counts_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(total_memory=80 << 30, major=8, minor=0)
-    for name, value in (("is_available", True), ("get_device_name", "Some GPU"), ("get_device_properties", properties)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    full = Taken(80 << 30, 23 << 30, ((5, 22 << 30),))
-    for module in ("app.training.memory", "app.memory.estimate"):
-        monkeypatch.setattr(f"{module}.taken_by_others", lambda: full)
-    assert machine_of(None).memory_bytes == 57 << 30
-    assert machine_of(None).label == "Some GPU, 24.7 GB of it used by other processes"
-    reserved = Taken(81 << 30, 1 << 30)  # by the driver, beyond what torch counts
-    monkeypatch.setattr("app.memory.estimate.taken_by_others", lambda: reserved)
-    assert machine_of(None).memory_bytes == 80 << 30
-    assert notes() == [full.words]
-    monkeypatch.setattr(memory, "taken_by_others", lambda: Taken(80 << 30, 100 << 20))
-    assert notes() == [], "a screen is nothing to speak of"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_gpu_nothing_is_in_use() -> None:
-    taken_by_others.cache_clear()
-    assert taken_by_others() is None
 
 
 def test_free_host_bytes_is_the_least_of_machine_and_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

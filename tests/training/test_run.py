@@ -94,6 +94,14 @@ def test_closing_facts_scores_and_command(tmp_path: Path) -> None:
     assert dict(closing_facts(run, folder, result, progress))["data"].startswith("waiting for data takes 30% of each")
     result["data_seconds"] = 0.035
     assert "data" not in dict(closing_facts(run, folder, result, progress))
+    assert "GPU" not in facts
+    result |= {"device_used_bytes": 4.9e9, "other_processes": {"count": 1, "bytes": 19e9}}  # type: ignore[dict-item]
+    facts = dict(closing_facts(run, folder, result, progress))
+    assert facts["GPU"] == "peak 4.9 GB by this run, 19.0 GB by 1 other process"
+    result |= {"device_is_estimated": True, "gpu_utilization": 0.937}
+    result |= {"other_processes": {"count": 0, "bytes": 4e6}}  # type: ignore[dict-item]
+    facts = dict(closing_facts(run, folder, result, progress))
+    assert facts["GPU"] == "peak 4.9 GB by this run (estimated), utilization 94%"
     assert shlex.split(facts["Try it:"]) == ["finetune", "evaluate", f"run={folder.path}", "dataset.path=..."]
     dataset.eval_fraction = 0.1
     assert dict(closing_facts(run, folder, result, progress))["Try it:"].endswith(f"{folder.path}'")
