@@ -152,18 +152,20 @@ def _llm_int8_flops(rows: Size, weight: Size, *_args: Any, **_kwargs: Any) -> in
     return 2 * rows[0] * rows[1] * weight[0]
 
 
-# Both without outlier columns, whose number is unknown before a run. On a GPU those take 2 bytes per row and 7 per
-# output, and the int32 sums of the others are free by then: 4 bytes per row and output.
+# Bytes beyond the output, without outlier columns, whose number is unknown before a run. On a GPU such a column takes
+# 2 bytes per row and 7 per output, when the int32 sums of the others, 4 bytes per row and output, are free again.
 def _llm_int8_bytes(rows: Tensor, weight: Tensor, *_others: Any) -> int:
     """Return the bytes of rows, their absolute values and flags; then of rows, weight and sums, all in float32."""
-    sums = 0 if rows.dtype == torch.float32 else len(rows) * len(weight)
-    return max(9 * rows.numel(), torch.float32.itemsize * (rows.numel() + weight.numel() + sums))
+    products = len(rows) * len(weight)
+    sums = 0 if rows.dtype == torch.float32 else products
+    rounding = 9 * rows.numel() - products * rows.itemsize
+    return max(rounding, torch.float32.itemsize * (rows.numel() + weight.numel() + sums))
 
 
 def _llm_int8_gpu_bytes(rows: Tensor, weight: Tensor, *_others: Any) -> int:
     """Return the bytes of rows in int8 with their absolute values and flags; then with sums in int32 and float16."""
-    is_half, products = rows.dtype == torch.float16, len(rows) * len(weight)
-    return max((4 if is_half else 6) * rows.numel(), rows.numel() + (4 if is_half else 6) * products)
+    size, products = (4 if rows.dtype == torch.float16 else 6), len(rows) * len(weight)
+    return max(size * rows.numel() - products * rows.itemsize, rows.numel() + size * products)
 
 
 _INT8_OPS.impl("llm_int8_product", llm_int8_reference, "CPU")

@@ -92,8 +92,9 @@ def test_llm_int8_products_of_small_sizes_equal_those_of_a_cpu(count: int, size:
     assert distance(on_gpu(x.cuda()).cpu().double(), on_cpu(x).double()) <= 2e-2
 
 
-def test_llm_int8_product_allocates_the_bytes_of_the_plan() -> None:
-    layer, rows = LlmInt8Linear(torch.randn(2048, 4096, device="cuda"), None), torch.ones(1024, 4096, device="cuda")
+@pytest.mark.parametrize("outputs", [1024, 8192])
+def test_llm_int8_product_allocates_the_bytes_of_the_plan(outputs: int) -> None:
+    layer, rows = LlmInt8Linear(torch.randn(outputs, 4096, device="cuda"), None), torch.ones(1024, 4096, device="cuda")
     rows = rows.bfloat16()
     layer.product(rows)  # cuBLAS allocates its workspace
     before = torch.cuda.memory_allocated()
