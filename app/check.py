@@ -8,6 +8,7 @@ finetune check memory sweep=single_gpu hardware=rtx3090           estimate each 
 finetune check                                                    data and memory
 finetune check cluster launch.num_processes=2 output_dir=runs/look   test communication between processes
 finetune check quantization model=llama    quantization error of its weights in int8, fp8, NF4, FP4 ...
+finetune check quantization rows=64 dataset=messages dataset.path=chat.jsonl   also outliers of layer inputs
 finetune check models                      supported model types; model.path=DIR: whether DIR is supported
 """
 
@@ -181,6 +182,10 @@ def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
     console.say(f"model   {run.model.path}: reading the linear layers")
     facts = quantization_errors(open_weights(run.model, task_of(run.task), options, run.seed).linear_weights())
     facts |= {"model": run.model.path, "seconds": round(time.perf_counter() - start, 2), "stops": []}
+    if config.options.rows:
+        from app.training.activation_check import check_activations
+
+        facts["activations"] = check_activations(run, config.options.rows, console.say)
     return facts
 
 
@@ -258,7 +263,8 @@ def _check_parts(config: CheckConfig) -> None:
     from app.data import sources
 
     run = config.run
-    problems = [*sources.check(run.dataset), *tokenizer.check(run.model)] if "data" in config.checks else []
+    reads_rows = "data" in config.checks or config.options.rows
+    problems = [*sources.check(run.dataset), *tokenizer.check(run.model)] if reads_rows else []
     if {"memory", "quantization", "models"} & set(config.checks):
         problems += source.check(run.model)
     refuse(problems)

@@ -300,6 +300,7 @@ class CheckOptions:
     hardware: HardwareConfig | None = None
     exact: bool = False  # memory: trace every layer, not one of each kind
     answers: AnswersConfig | None = None
+    rows: int = number(0, at_least=0)  # quantization: samples of the dataset to run the model on
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,20 +324,26 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     if switches:
         raise ConfigError(f"{' '.join(switches)} is an option of finetune train. Leave it out.")
     typed = CHECK.read(overrides)
-    if typed.options and "memory" not in checks:
-        options_only = [text for text in overrides if text not in typed.words]
-        raise ConfigError(f"{' '.join(options_only)} is an option of finetune check memory. Leave it out.")
-    is_of_rows = checks[0] not in _CHECKS_WITHOUT_ROWS or "dataset" in map(_section_of, typed.words)
-    rows = [] if is_of_rows else ["dataset=auto", "dataset.path=rows", "dataset.max_length=64"]
-    run = compose_run([*rows, *typed.words])
-    folder = Path(run.output_dir).expanduser() if "output_dir" in map(key_of, typed.words) else None
+    refuse(_misplaced_options([text for text in overrides if text not in typed.words], checks))
     data = {key: value for key, value in typed.data.items() if key != "hardware"}
     options = CHECK.validated(data | hardware_facts(typed.options), typed.options)
+    reads_rows = checks[0] not in _CHECKS_WITHOUT_ROWS or options.rows or "dataset" in map(_section_of, typed.words)
+    rows = [] if reads_rows else ["dataset=auto", "dataset.path=rows", "dataset.max_length=64"]
+    run = compose_run([*rows, *typed.words])
+    folder = Path(run.output_dir).expanduser() if "output_dir" in map(key_of, typed.words) else None
     problems = [] if options.hardware is None else missing_hardware_support(run, options.hardware)
     if options.answers is not None and not task_of(run.task).writes_text:
         problems.append(f"answers: task={run.task.kind} does not generate text. Leave it out, or set task=causal.")
     refuse(problems)
     return CheckConfig(checks, run, folder, tuple(typed.words), options)
+
+
+def _misplaced_options(options: Sequence[str], checks: Sequence[str]) -> Iterator[str]:
+    """Yield the problems of options of other checks."""
+    for text in options:
+        check = "quantization" if key_of(text) == "rows" else "memory"
+        if check not in checks:
+            yield f"{text} is an option of finetune check {check}. Leave it out."
 
 
 def _section_of(text: str) -> str:

@@ -253,6 +253,7 @@ class QuantizationKind(NamedTuple):
     rounds_to: str = ""  # number format, if the adapter compensates for the rounding
     needs_fp8: bool = False  # GPU with fp8
     trains: bool = False  # weights are rounded on use and trained; otherwise they are stored quantized and frozen
+    uncompilable: str = ""  # reason why its layers cannot be compiled
     # weights per byte of scales, unquantized and quantized; the latter are dequantized on each use
     weights_per_scale_byte: tuple[float, float] = (0.0, 0.0)
 
@@ -268,6 +269,11 @@ QUANTIZATION_KINDS = {
     "nf4": _FOUR_BITS,
     "fp4": _FOUR_BITS,
     "int8": QuantizationKind("{} on an int8 base", ("quantization=nf4", "4 instead of 8 bits per weight")),
+    "llm_int8": QuantizationKind(
+        "{} on an LLM.int8() base",
+        ("quantization=nf4", "4 instead of 8 bits per weight"),
+        uncompilable="the number of outlier columns differs in each layer and step",
+    ),
     "fp8": QuantizationKind(
         "{} on an fp8 base",
         ("quantization=nf4", "4 instead of 2 x 8 bits per weight, dequantized on use"),

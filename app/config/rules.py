@@ -43,6 +43,10 @@ def settings_obstacles(run: RunConfig) -> Iterator[Obstacle]:
             "padded rows have variable shapes (batching.packing=false), which compiled layers do not support",
             "Set batching.packing=true, or compile=none.",
         )
+    if reason := QUANTIZATION_KINDS[run.quantization.kind].uncompilable:
+        yield Obstacle(
+            f"quantization.kind={run.quantization.kind}: {reason}", "Set compile=none, or quantization=int8."
+        )
 
 
 def compile_problems(run: RunConfig) -> Iterator[str]:

@@ -112,7 +112,7 @@ def _record_bits(conversion: Conversion, bits: Mapping[str, Any], recipe: str, *
         if value in UNSET:
             conversion.not_needed[name] = "off"
         elif value == 8 and is_adapted:
-            conversion.convert(name, quantization="int8")
+            conversion.convert(name, quantization="llm_int8")
         elif value in (True, 4) and is_adapted:
             conversion.converted[name] = recipe
         else:

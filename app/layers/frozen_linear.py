@@ -1,4 +1,4 @@
-"""Frozen linear layers in int8 and fp8 (e4m3).
+"""Frozen linear layers in int8, with rows in the compute dtype or rounded too (LLM.int8), and in fp8 (e4m3).
 
 An fp8 weight is stored twice, with a scale per row: [out, in] for forward and [in, out] for the gradient of the rows,
 because an fp8 product needs the summed dimension contiguous. Together they take as much as bf16. Rows are rounded for
@@ -20,6 +20,7 @@ from app.layers.compile import DEQUANTIZE
 from app.layers.operations import COSTS, OperationCost, Size, autocast_dtype, can_run
 
 _INT8_MAX = 127
+OUTLIER_THRESHOLD = 6.0  # of LLM.int8: columns of layer inputs with a value of at least this size are not rounded
 
 
 class FrozenLinear(nn.Linear, ABC):
@@ -65,9 +66,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Int8Linear(FrozenLinear):
-    """A weight as bitsandbytes stores it for LLM.int8: integers, and a scale per output. Rows are not rounded, so there
-    is no outlier handling, for which LLM.int8 makes the host wait in each layer.
-    """
+    """A weight as bitsandbytes stores it for LLM.int8: integers, and a scale per output. Rows are not rounded."""
 
     scale: Tensor
 
@@ -107,6 +106,93 @@ torch.library.register_fake(
 COSTS[DEQUANTIZE] = OperationCost()
 
 
+# ---- LLM.int8
+
+
+_MIN_AMAX = 1e-12  # per row, so that a row of zeros has a scale
+
+# One operation, so that a memory plan sees no shape that depends on values
+_INT8_OPS.define("llm_int8_product(Tensor rows, Tensor weight, Tensor scale, float threshold) -> Tensor")
+
+
+def round_rows(rows: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows [n, k] as float32 integers, the scale of each [n, 1], and the columns with an outlier, which are 0.
+
+    As in bitsandbytes, rows are read in float16, and only the outliers are left out of the maximum of a row, not the
+    other values of their columns.
+    """
+    numbers = rows.to(torch.float16).float()
+    outliers = numbers.abs() >= threshold
+    columns = outliers.any(0).nonzero()[:, 0]
+    largest = torch.linalg.vector_norm(numbers.masked_fill_(outliers, 0), torch.inf, -1, keepdim=True)
+    largest.clamp_(min=_MIN_AMAX)
+    numbers[:, columns] = 0
+    return numbers.mul_(_INT8_MAX / largest).round_(), largest.mul_(1 / _INT8_MAX), columns
+
+
+def llm_int8_reference(rows: Tensor, weight: Tensor, scale: Tensor, threshold: float) -> Tensor:
+    """Return rows [n, k] times an int8 weight [m, k] transposed: columns with an outlier in the dtype of the rows, the
+    others rounded to int8, with products of integers summed in float32.
+    """
+    integers, of_rows, columns = round_rows(rows, threshold)
+    out = (integers @ weight.float().T).mul_(of_rows).mul_(scale.T).to(rows.dtype)
+    return out.addmm_(rows[:, columns], _dequantize(weight[:, columns], scale, rows.dtype).T)
+
+
+def _llm_int8_by_bitsandbytes(rows: Tensor, weight: Tensor, scale: Tensor, threshold: float) -> Tensor:
+    from bitsandbytes.functional import int8_vectorwise_quant
+
+    integers, largest, columns = int8_vectorwise_quant(rows.to(torch.float16), threshold)
+    of_weight = scale.flatten() * _INT8_MAX
+    out: Tensor = torch.ops.bitsandbytes.int8_mixed_scaled_mm(rows, integers, weight, largest, of_weight, columns)[0]
+    return out
+
+
+def _llm_int8_flops(rows: Size, weight: Size, *_args: Any, **_kwargs: Any) -> int:
+    return 2 * rows[0] * rows[1] * weight[0]
+
+
+# Bytes beyond the output, without outlier columns, whose number is unknown before a run. On a GPU such a column takes
+# 2 bytes per row and 7 per output, when the int32 sums of the others, 4 bytes per row and output, are free again.
+def _llm_int8_bytes(rows: Tensor, weight: Tensor, *_others: Any) -> int:
+    """Return the bytes of rows, their absolute values and flags; then of rows, weight and sums, all in float32."""
+    products = len(rows) * len(weight)
+    sums = 0 if rows.dtype == torch.float32 else products
+    rounding = 9 * rows.numel() - products * rows.itemsize
+    return max(rounding, torch.float32.itemsize * (rows.numel() + weight.numel() + sums))
+
+
+def _llm_int8_gpu_bytes(rows: Tensor, weight: Tensor, *_others: Any) -> int:
+    """Return the bytes of rows in int8 with their absolute values and flags; then with sums in int32 and float16."""
+    size, products = (4 if rows.dtype == torch.float16 else 6), len(rows) * len(weight)
+    return max(size * rows.numel() - products * rows.itemsize, rows.numel() + size * products)
+
+
+_INT8_OPS.impl("llm_int8_product", llm_int8_reference, "CPU")
+_INT8_OPS.impl("llm_int8_product", _llm_int8_by_bitsandbytes, "CUDA")
+torch.library.register_fake(
+    "app_kernels::llm_int8_product",
+    lambda rows, weight, _scale, _threshold: rows.new_empty((len(rows), len(weight))),
+    lib=_INT8_OPS,
+)
+COSTS["app_kernels::llm_int8_product"] = OperationCost(_llm_int8_flops, _llm_int8_bytes, _llm_int8_gpu_bytes)
+
+
+class LlmInt8Linear(Int8Linear):
+    """LLM.int8: rows are rounded too, except columns with an outlier. All rows of a call share these columns, so the
+    result of a row depends on the others.
+    """
+
+    rounds_rows = True
+
+    def product(self, rows: Tensor) -> Tensor:
+        if not self.rounds_rows:
+            return super().product(rows)
+        weight, scale = self.weight, self.scale
+        out: Tensor = torch.ops.app_kernels.llm_int8_product(rows.contiguous(), weight, scale, OUTLIER_THRESHOLD)
+        return out if self.bias is None else out.add_(self.bias)
+
+
 # ---- fp8 linear
 
 
@@ -115,7 +201,6 @@ Rounded = tuple[Tensor, Tensor]  # rows [n, k] in e4m3, and the scale of each [n
 E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
 _TILE_ROWS = 256
-_MIN_AMAX = 1e-12  # per row, so that a row of zeros has a scale
 
 _COMPARED_ROWS = 32
 # Allowed difference of a product from the same numbers multiplied in float32: bf16 rounds to 0.002, and Hopper's fast
@@ -255,7 +340,7 @@ class Fp8Linear(FrozenLinear):
 @contextmanager
 def without_row_rounding(network: nn.Module) -> Iterator[None]:
     """Turn off row rounding inside this context, for other comparisons: rounding enlarges small differences."""
-    layers = [layer for layer in network.modules() if isinstance(layer, Fp8Linear)]
+    layers = [layer for layer in network.modules() if isinstance(layer, Fp8Linear | LlmInt8Linear)]
     try:
         for layer in layers:
             layer.rounds_rows = False

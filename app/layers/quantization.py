@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.layers import experts, nf4
-from app.layers.frozen_linear import Fp8Linear, Int8Linear
+from app.layers.frozen_linear import OUTLIER_THRESHOLD, Fp8Linear, Int8Linear, LlmInt8Linear
 from app.layers.head import in_backbone
 from app.layers.recurrent import layers_read_past
 
 _QAT_GROUP = 32  # weights that share a scale
-_FP8_MULTIPLE = 16  # sizes of fp8 products are multiples of this
 _FP8_MIN_CAPABILITY = (8, 9)  # Ada, the first GPUs with fp8; then Hopper
 
 
@@ -170,7 +169,8 @@ class Bits8(Quantizer):
 
     needed_by_adapter = False
     rounded = experts.packed_and_unpacked
-    layer: type[Int8Linear] | type[Fp8Linear]
+    layer: type[Int8Linear | Fp8Linear]
+    multiple = 1  # of the sizes of its products on a GPU
 
     def quantized(self, layer: Any) -> nn.Module:
         return self.layer(weight_of(layer), layer.bias)
@@ -178,6 +178,11 @@ class Bits8(Quantizer):
     def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
         result: Tensor = layer.unpacked(dtype)
         return result
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
+        if outputs % self.multiple or inputs % self.multiple:
+            return f"{name} has {inputs} inputs and {outputs} outputs, not both multiples of {self.multiple}"
+        return None
 
 
 class Int8(Bits8):
@@ -187,17 +192,26 @@ class Int8(Bits8):
     layer = Int8Linear
 
 
+class LlmInt8(Bits8):
+    """int8 weights and products, except columns of inputs with outliers."""
+
+    kind = "llm_int8"
+    packs_experts = False
+    layer = LlmInt8Linear
+    multiple = 4
+
+    def notes(self, device: str) -> list[str]:
+        note = "quantization=llm_int8: on a CPU, int8 products are computed in float32, slower than quantization=int8"
+        return [note] if device == "cpu" else []
+
+
 class Fp8(Bits8):
     """fp8 (e4m3) weights and products."""
 
     kind = "fp8"
     packs_experts = False
     layer = Fp8Linear
-
-    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
-        if outputs % _FP8_MULTIPLE or inputs % _FP8_MULTIPLE:
-            return f"{name} has {inputs} inputs and {outputs} outputs, not both multiples of {_FP8_MULTIPLE}"
-        return None
+    multiple = 16
 
     def missing_on(self, device: torch.device) -> str | None:
         """Return the GPU that fp8 needs; a CPU computes the same numbers in float32."""
@@ -284,6 +298,7 @@ QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer |
     "nf4": lambda config, compute: Bits4("nf4", config.double_quant, compute),
     "fp4": lambda config, compute: Bits4("fp4", config.double_quant, compute),
     "int8": lambda _config, _compute: Int8(),
+    "llm_int8": lambda _config, _compute: LlmInt8(),
     "fp8": lambda _config, _compute: Fp8(),
     "qat": lambda config, _compute: Qat(config.scheme),
 }
@@ -348,7 +363,7 @@ def require_hardware(config: QuantizationConfig, device: torch.device) -> None:
 Rounding = Callable[[Tensor], Tensor]  # of groups [n, size] of float32 weights
 
 _SCALE_BITS = 32
-_OUTLIER_STDS = 6.0  # outlier threshold of LLM.int8
+_OUTLIER_STDS = OUTLIER_THRESHOLD
 
 
 def _symmetric(levels: float, to_level: Rounding, groups: Tensor) -> Tensor:

@@ -133,10 +133,33 @@ def quantization_sections(facts: CheckFacts) -> list[Section]:
     ]
     weights = f"{facts['weights']:,} weights in {len(facts['layers'])} linear layers, {facts['seconds']:.1f} s"
     title = "Quantization error by format"
-    return [
+    sections = [
         Section(title, [Facts([("weights", weights)]), Bars(bars)]),
         Section("Layers with the largest outliers", [Facts(outliers)]),
     ]
+    if "activations" in facts:
+        sections.append(Section("Outliers of layer inputs", [Facts(list(_activation_rows(facts["activations"])))]))
+    return sections
+
+
+def _activation_rows(facts: CheckFacts) -> Iterator[tuple[str, str]]:
+    """Yield the outliers of all layers, then the layers with the largest error of plain int8 products."""
+    layers = sorted(facts["layers"], key=lambda layer: -layer["int8_error"])
+    columns = {name: sum(layer[name] for layer in layers) for name in ("outlier_columns", "columns")}
+    yield "inputs", f"{many(facts['rows'], 'sample')}, {facts['tokens']:,} tokens, {len(layers)} linear layers"
+    yield "outliers", _outliers({**facts, **columns})
+    yield "error", f"of the outputs: {_int8_errors(facts)}, which keeps these columns in 16 bits"
+    for at, layer in enumerate(layers[:_MAX_LAYERS]):
+        yield "" if at else "worst", f"{layer['layer']}: {_outliers(layer)}; error {_int8_errors(layer)}"
+
+
+def _outliers(facts: CheckFacts) -> str:
+    columns = f"{facts['outlier_columns']:,} of {facts['columns']:,} columns"
+    return f"{facts['outlier_share']:.2%} of values beyond 6, in {columns}"
+
+
+def _int8_errors(facts: CheckFacts) -> str:
+    return f"{facts['int8_error']:.2%} in int8, {facts['llm_int8_error']:.2%} in LLM.int8()"
 
 
 def models_sections(facts: CheckFacts) -> list[Section]:

@@ -150,6 +150,15 @@ def test_check_quantization_compares_formats(zygote: Zygote, tmp_path: Path) -> 
     assert (tmp_path / "look" / "check.html").read_text().count('<rect class="bar"') == len(errors)
 
 
+def test_check_quantization_with_rows_measures_layer_inputs(zygote: Zygote, tmp_path: Path) -> None:
+    code, said, wrong = look(zygote, tmp_path, "quantization", "rows=5", *SMALL, "output_dir=look")
+    assert (code, wrong) == (0, "")
+    inputs = json.loads((tmp_path / "look" / "check.json").read_text())["quantization"]["activations"]
+    assert (inputs["rows"], inputs["threshold"], len(inputs["layers"])) == (5, 6.0, 14)
+    assert 0 < inputs["llm_int8_error"] <= inputs["int8_error"] < 0.05
+    assert f"5 samples, {inputs['tokens']} tokens, 14 linear layers" in " ".join(said.split())
+
+
 def test_check_cluster_processes_find_each_other(zygote: Zygote, tmp_path: Path) -> None:
     words = ("cluster", "output_dir=look")
     first, second = zygote.run_together(tmp_path, 2, *words, module="app.check")

@@ -292,7 +292,7 @@ output_dir: "${HOME}/x"
 """,
         {
             "recipe": "lora",
-            "quantization": "int8",
+            "quantization": "llm_int8",
             "dataset": "mix",
             "dataset.train_on": "all",
             "dataset.mix.source1.columns.messages": "turns",
@@ -331,7 +331,7 @@ device_map: auto
 """,
         {
             "recipe": "orpo",
-            "quantization": "int8",
+            "quantization": "llm_int8",
             "adapter.alpha": 16,
             "schedule": "linear",
             "schedule.warmup_steps": 0,
@@ -551,7 +551,7 @@ unfrozen_parameters: [lm_head]
 rl: dpo
 load_in_8bit: true
 """,
-        {"recipe": "dpo", "training.freeze": None, "quantization": "int8"},
+        {"recipe": "dpo", "training.freeze": None, "quantization": "llm_int8"},
         {"1", "max_steps", "evals_per_epoch", "lora_target_modules", "micro_batch_size", "unfrozen_parameters"},
     ),
     "torchtune_qlora": (

@@ -18,7 +18,7 @@ from app.errors import ConfigError
 from app.finished.save import save_base, save_model
 from app.layers import quantization
 from app.layers.attention import register
-from app.layers.frozen_linear import Int8Linear, quantize_reference
+from app.layers.frozen_linear import Int8Linear, LlmInt8Linear, llm_int8_reference, quantize_reference
 from app.layers.nf4 import dequantized, linear_4bit
 from app.layers.quantization import NUMBER_FORMATS, Bits4, backbone_linear_layers, quantization_errors, quantizer_of
 from app.model.build import ModelSections, count_weights, random_base
@@ -241,6 +241,79 @@ def test_int8_layer_computes_as_that_of_bitsandbytes() -> None:
     assert distance(of_x, of_x_wanted) <= 1e-6
 
 
+def with_outliers(rows: int, inputs: int, columns: list[int]) -> Tensor:
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).clamp_(-5, 5)
+    x[::2, columns] = 40.0
+    x[1::2, columns] = 3.0
+    return x
+
+
+def llm_int8_by_definition(x: Tensor, layer: LlmInt8Linear) -> Tensor:
+    """Number by number in float64: a column with a value of at least 6 is not rounded."""
+    rows, weight = x.half().double(), layer.weight.double()
+    columns = {j for j in range(rows.shape[1]) if max(map(abs, rows[:, j].tolist())) >= 6}
+    out = torch.zeros(len(rows), len(weight), dtype=torch.float64)
+    for i, row in enumerate(rows.tolist()):
+        scale = max(abs(value) for value in row if abs(value) < 6) / 127
+        for j, value in enumerate(row):
+            number = float(x[i, j]) if j in columns else round(value / scale) * scale
+            out[i] += number * weight[:, j]
+    return out * layer.scale.double().T + (0 if layer.bias is None else layer.bias.detach().double())
+
+
+@pytest.mark.parametrize("columns", [[], [5], [3, 90]])
+def test_llm_int8_product_equals_definition_and_bitsandbytes(columns: list[int]) -> None:
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    plain = nn.Linear(96, 40)
+    theirs = Linear8bitLt(96, 40, has_fp16_weights=False, threshold=6.0).eval()  # in training a CPU rounds no inputs
+    theirs.weight = Int8Params(plain.weight.data.clone(), requires_grad=False).to("cpu")
+    theirs.bias.data = plain.bias.data.clone()
+    layer, x = LlmInt8Linear(plain.weight.detach(), plain.bias), with_outliers(14, 96, columns)
+    found = layer(x).detach()
+    assert distance(found.double(), llm_int8_by_definition(x, layer)) <= 1e-6
+    assert distance(found, theirs(x).detach()) <= 1e-4  # its constant 1 / 127**2 has five digits
+    assert distance(layer(x.view(2, 7, 96)).detach().view(14, 40), found) == 0
+    assert distance(layer(x.bfloat16()).detach().float(), found) <= 1e-2
+
+
+def test_llm_int8_gradient_is_that_of_dequantized_product() -> None:
+    layer = LlmInt8Linear(torch.randn(40, 96), None)
+    x = with_outliers(14, 96, [5]).requires_grad_()
+    upstream = torch.randn(14, 40)
+    (found,) = torch.autograd.grad(layer(x), x, upstream)
+    (expected,) = torch.autograd.grad(x @ (layer.weight * layer.scale).T, x, upstream)
+    assert distance(found, expected) <= 1e-6
+
+
+def test_llm_int8_threshold_keeps_error_small_with_outliers() -> None:
+    layer, x = LlmInt8Linear(torch.randn(40, 96), None), with_outliers(14, 96, [3, 90])
+    exact = x @ (layer.weight * layer.scale).T
+    errors = [
+        distance(llm_int8_reference(x, layer.weight, layer.scale, threshold), exact)
+        for threshold in (6.0, float("inf"))
+    ]
+    assert 5 * errors[0] < 0.01 < errors[1]
+
+
+def test_llm_int8_row_of_zeros_is_zero() -> None:
+    assert torch.equal(LlmInt8Linear(torch.randn(40, 96), None)(torch.zeros(3, 96)), torch.zeros(3, 40))
+
+
+def test_llm_int8_run_has_the_loss_of_int8(zygote: Zygote, tmp_path: Path) -> None:
+    losses = []
+    for kind in ("int8", "llm_int8"):
+        run = tmp_path / kind
+        words = ("recipe=lora", f"quantization={kind}", "training.max_steps=3", f"output_dir={run}")
+        ended = zygote.finish(tmp_path, *SMALL, *words)
+        assert f"{kind} base, fp32 on cpu" in ended.stdout
+        memory = result(run)
+        assert memory["memory_predicted_bytes"] == pytest.approx(memory["memory_measured_bytes"], rel=0.01)
+        losses.append(memory["eval_loss"])
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
 def test_int8_scale_is_product_with_reciprocal() -> None:
     """To the bit, as a GPU divides by a number: both devices have the same scales."""
     weight = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
@@ -270,9 +343,10 @@ def test_nf4_evaluation_leaves_base_and_next_step(tmp_path: Path, monkeypatch: p
     assert same(packed_bytes(training_model.network), base)
 
 
+@pytest.mark.parametrize("base", ["fp8", "llm_int8"])
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
-def test_fp8_stacked_experts_are_refused(kind: str) -> None:
-    parts = sections(wide(kind), lora(), quantization=QuantizationConfig(kind="fp8"))
+def test_stacked_experts_with_rounded_inputs_are_refused(kind: str, base: str) -> None:
+    parts = sections(wide(kind), lora(), quantization=QuantizationConfig(kind=base))
     with pytest.raises(ConfigError, match=f"a model of kind {kind} .*: its experts are stacked, and stacks cannot be"):
         count_weights(parts)
     integers = sections(wide(kind), lora(), quantization=QuantizationConfig(kind="int8"))

@@ -126,6 +126,7 @@ ROWS = [
     Row("recipe=full quantization=qat"),
     Row("recipe=lora quantization=fp8"),
     Row("recipe=lora quantization=int8"),
+    Row("recipe=lora quantization=llm_int8 training.recompute=1"),
     # adapters
     Row(f"recipe=lora adapter.lr_ratio=16 adapter.init=gaussian adapter.train_tokens=[5,7,30] {TIED}"),
     Row("recipe=lora adapter.dora=true adapter.rslora=true adapter.train_whole=[lm_head,embed_tokens]"),

@@ -43,6 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {"adapter": lora()},
     "qlora": {"adapter": lora(), "quantization": NF4},
     "int8": {"adapter": lora(), "quantization": QuantizationConfig(kind="int8")},
+    "llm_int8": {"adapter": lora(), "quantization": QuantizationConfig(kind="llm_int8")},
 }
 LENGTHS = ((20, 5, 11), (7, 16, 9), (13, 12))  # of the documents of each process
 
@@ -152,6 +153,7 @@ CASES = [
     *((kind, method) for kind in KINDS for method in ("full", "lora")),
     *((kind, "qlora") for kind in ("llama", "gemma2", "classifier", "bert")),
     ("llama", "int8"),
+    ("llama", "llm_int8"),
 ]
 
 

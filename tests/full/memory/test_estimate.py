@@ -272,10 +272,10 @@ def test_plan_of_full_fine_tuning_in_bf16_equals_counted_step(optimizer: str, wo
 
 
 @pytest.mark.parametrize(("precision", "recompute"), [("fp32", "1"), ("bf16", "0"), ("bf16", "true")])
-@pytest.mark.parametrize("base", ["quantization=nf4", "quantization=fp4", "quantization=int8", "quantization=fp8"])
+@pytest.mark.parametrize("base", ["nf4", "fp4", "int8", "llm_int8", "fp8"])
 def test_plan_of_quantized_base_equals_counted_step(base: str, precision: str, recompute: str) -> None:
-    words = (f"precision={precision}", f"training.recompute={recompute}")
-    assert abs(difference("recipe=lora", base, *words)) <= NEAR_COUNTED
+    words = (f"quantization={base}", f"precision={precision}", f"training.recompute={recompute}")
+    assert abs(difference("recipe=lora", *words)) <= NEAR_COUNTED
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,11 +1,12 @@
-"""NF4, FP4 and int8 on a GPU: layers multiply by what their bytes say."""
+"""NF4, FP4, int8 and LLM.int8() on a GPU: layers multiply by what their bytes say."""
 
 import pytest
 import torch
 from torch import nn
 
-from app.layers.frozen_linear import Int8Linear
+from app.layers.frozen_linear import Int8Linear, LlmInt8Linear
 from app.layers.nf4 import dequantized, install_forward
+from app.layers.operations import COSTS
 from app.layers.quantization import Bits4
 from tests.model.small import distance
 
@@ -59,3 +60,47 @@ def test_int8_bytes_and_products_equal_those_of_a_cpu(dtype: torch.dtype) -> Non
     with torch.no_grad():
         assert distance(layer.product(rows).double(), rows.double() @ exact.T) <= allowed
         assert distance(layer.back(above).double(), above.double() @ exact) <= allowed
+
+
+@pytest.mark.parametrize("columns", [[], [7, 4000]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_llm_int8_products_equal_those_of_a_cpu(dtype: torch.dtype, columns: list[int]) -> None:
+    random = torch.Generator().manual_seed(0)
+    on_cpu = LlmInt8Linear(torch.randn(1024, 4096, generator=random), None)
+    layer = LlmInt8Linear(torch.randn(1, 1), None)
+    layer.weight, layer.scale = torch.nn.Parameter(on_cpu.weight.cuda(), requires_grad=False), on_cpu.scale.cuda()
+    x = torch.randn(515, 4096, generator=random).clamp_(-5, 5)
+    x[::2, columns] = 40.0
+    x = x.to(dtype)
+    above = torch.randn(515, 1024, generator=random).to(dtype)
+    rows = x.cuda().requires_grad_()
+    product = layer(rows)
+    (back,) = torch.autograd.grad(product, rows, above.cuda())
+    allowed = 1e-3 if dtype != torch.bfloat16 else 6e-3  # bitsandbytes writes its products in float16
+    with torch.no_grad():
+        assert distance(product.cpu().double(), on_cpu(x).double()) <= allowed
+        assert distance(back.cpu().double(), on_cpu.back(above).double()) <= allowed
+
+
+@pytest.mark.parametrize("size", [(40, 96), (4, 4)], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 17])
+def test_llm_int8_products_of_small_sizes_equal_those_of_a_cpu(count: int, size: tuple[int, int]) -> None:
+    random = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(size, generator=random), torch.randn(count, size[1], generator=random)
+    x[0, 2] = 40.0
+    on_cpu, on_gpu = LlmInt8Linear(weight, None), LlmInt8Linear(weight.cuda(), None)
+    assert distance(on_gpu(x.cuda()).cpu().double(), on_cpu(x).double()) <= 2e-2
+
+
+@pytest.mark.parametrize("outputs", [1024, 8192])
+def test_llm_int8_product_allocates_the_bytes_of_the_plan(outputs: int) -> None:
+    layer, rows = LlmInt8Linear(torch.randn(outputs, 4096, device="cuda"), None), torch.ones(1024, 4096, device="cuda")
+    rows = rows.bfloat16()
+    layer.product(rows)  # cuBLAS allocates its workspace
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = layer.product(rows)
+    allocated = torch.cuda.max_memory_allocated() - before
+    cost = COSTS["app_kernels::llm_int8_product"]
+    assert cost.gpu_bytes is not None
+    assert allocated == pytest.approx(out.nbytes + cost.gpu_bytes(rows, layer.weight), rel=0.02)
