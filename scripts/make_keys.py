@@ -101,13 +101,8 @@ def coming_from_page() -> str:
 
 def hardware_page() -> str:
     """Return the page with the GPUs of conf/hardware."""
-    head = (
-        "`hardware=`",
-        "GPU",
-        "memory",
-        "bandwidth",
-        *(f"{name}, dense" for name in ("bf16", "tf32", "fp32", "fp8")),
-    )
+    rates = (f"{precision}, dense" for precision in ("bf16", "tf32", "fp32", "fp8"))
+    head = ("`hardware=`", "GPU", "memory", "bandwidth", *rates)
     rows = (
         [
             f"`{gpu.name}`",

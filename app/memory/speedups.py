@@ -26,7 +26,7 @@ _MIN_FREE_SHARE = 1 / 3  # of the memory of the GPU
 _PACKED_BYTES = 0.5  # per weight of a 4-bit base
 _UNPACKED_BYTES = 2 - _PACKED_BYTES  # more per dequantized weight
 _STATES_PER_WEIGHT_BYTE = 2  # fp32 states of the adapter, which recipe=qlora pages
-_ALWAYS_KEPT = ("frozen_weights", "quantization_constants", "trained_weights", "optimizer_states")
+_FIXED_KINDS = ("frozen_weights", "quantization_constants", "trained_weights", "optimizer_states", "workspaces")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _larger(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Hardware) ->
 
 def _scaled_peak(plan: MemoryPlan, times: int, *, accumulates: bool) -> int:
     """Return an upper bound of the peak of a larger micro-batch: all but weights and states grows with its tokens."""
-    kinds = (*_ALWAYS_KEPT, "gradients") if accumulates else _ALWAYS_KEPT
+    kinds = (*_FIXED_KINDS, "gradients") if accumulates else _FIXED_KINDS
     fixed = sum(plan.anatomy[kind] for kind in kinds)
     return fixed + times * (plan.peak_bytes - fixed)
 

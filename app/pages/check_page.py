@@ -9,7 +9,7 @@ from app.pages.comparison_page import planned_tables
 from app.pages.page import Bars, Code, Facts, Page, Paragraph, Section
 from app.pages.run_page import PARTS, training_samples
 from app.safe_text import many
-from app.tracking.formatting import format_bytes, format_count, speedup_lines
+from app.tracking.formatting import format_bytes, format_count, speedup_line
 
 _BEYOND_TENSORS = ("lost_bytes", "context_bytes", "margin_bytes")
 _MAX_REASONS = 5
@@ -225,8 +225,8 @@ def _verdict(facts: CheckFacts) -> Iterator[tuple[str, str]]:
         rate = f"{format_count(bound['tokens_per_second'])} tokens/s on {facts['label']}"
         speed = f"{speed}; upper bound {rate} (hardware peak)"
     yield "speed", speed
-    if facts["faster"]:
-        yield "faster", speedup_lines(facts["faster"])
+    for at, entry in enumerate(facts["faster"]):
+        yield "" if at else "faster", speedup_line(entry)
     if not facts["knobs"]:
         yield "options", "none needed" if facts["fits"] else "none saves memory"
     traced = "every layer" if facts["exact"] else f"{facts['traced_layers']} layers"

@@ -100,13 +100,10 @@ def format_bytes(number: float) -> str:
     return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
 
 
-def speedup_lines(speedups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line per faster setting: the estimated memory, the gain of the upper bound, and why."""
-    rows = [
-        (entry["override"], f"{format_bytes(entry['needed_bytes'])}, upper bound {entry['bound']:.2f}x: {entry['why']}")
-        for entry in speedups
-    ]
-    return align_columns(rows) if rows else ""
+def speedup_line(entry: Mapping[str, Any]) -> str:
+    """Return a faster setting with its estimated memory, the gain of the upper bound of the speed, and the reason."""
+    memory = format_bytes(entry["needed_bytes"])
+    return f"{entry['override']}: {memory}, upper bound {entry['bound']:.2f}x ({entry['why']})"
 
 
 def format_duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from app.batch import Batch
 from app.distributed.launch import world
 from app.distributed.process_group import Runtime
 from app.errors import ConfigError, first_line
-from app.tracking.formatting import format_bytes, speedup_lines
+from app.tracking.formatting import format_bytes, speedup_line
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper, StepResult
 
@@ -199,8 +199,8 @@ class Forecast:
 
     def rows(self, *, is_new: bool = True) -> list[tuple[str, str]]:
         """Rows for the first table of a run; a resumed run has no faster settings, because it keeps its settings."""
-        faster = speedup_lines(self.predicted.faster) if self.predicted and is_new else ""
-        rows = [("memory", self.text), ("faster", faster)]
+        faster = map(speedup_line, self.predicted.faster if self.predicted and is_new else ())
+        rows = [("memory", self.text), ("faster", "\n".join(faster))]
         return [(name, text) for name, text in rows if text]
 
     def facts(self) -> dict[str, Any]:

@@ -231,12 +231,7 @@ def test_machine_of_hardware_has_bytes_and_rates() -> None:
     machine = machine_of(gpu("h100", memory_gib=2, context_gib=0.5))
     assert (machine.memory_bytes, machine.context_bytes, machine.context_is_measured) == (2**31, 2**29, True)
     assert (machine.flops_per_second, machine.bytes_per_second, machine.device) == (989e12, 3.35e12, "gpu")
-    assert [machine.rate(precision) for precision in ("auto", "fp16", "tf32", "fp32")] == [
-        989e12,
-        989e12,
-        495e12,
-        67e12,
-    ]
+    assert [machine.rate(kind) for kind in ("auto", "fp16", "tf32", "fp32")] == [989e12, 989e12, 495e12, 67e12]
     unmeasured = machine_of(gpu("b200"))
     assert (unmeasured.context_bytes, unmeasured.context_is_measured) == (ASSUMED_CONTEXT_BYTES, False)
 

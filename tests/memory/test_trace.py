@@ -73,9 +73,8 @@ def test_flops_of_forward_are_a_third_and_recomputed_ones_those_of_layers() -> N
     head = FORWARD * VOCABULARY * HIDDEN * PACKED.label_rows
     assert plan.forward_flops * PACKED.tokens == layers + head + rotary == recomputed.forward_flops * PACKED.tokens
     assert (plan.recomputed_flops, plan.passes) == (0, 2)
-    repeated = (
-        layers - FORWARD * LAYERS * HIDDEN * INNER * PACKED.tokens
-    )  # no gradient needs the last product of a layer
+    # no gradient needs the last product of a layer
+    repeated = layers - FORWARD * LAYERS * HIDDEN * INNER * PACKED.tokens
     assert recomputed.recomputed_flops * PACKED.tokens == repeated
     assert recomputed.passes == pytest.approx(2 + repeated / (layers + head + rotary))
 

@@ -31,7 +31,7 @@ MEMORY_TEXTS = (
     "22.1 GB of 25.2 GB on RTX 4090: fits",
     "the context of this GPU was not measured yet",
     "48.0 GFLOP per token (forward 1 : backward 2.0 : recomputed 0.5); upper bound 3.4k tokens/s on RTX 4090",
-    "faster recipe=lora 23.4 GB, upper bound 1.30x: nothing to dequantize batching.tokens=8192 9.0 GB, upper bound 1.10x",
+    "faster recipe=lora: 23.4 GB, upper bound 1.30x (nothing to dequantize) batching.tokens=8192: 9.0 GB, upper",
     "saves 1.9 GB (enough), 31% slower: more arithmetic",
     "saves 10.9 GB (enough), as fast: 4 bits a weight",
     "3.2 s, 3 layers traced, the rest extrapolated",
