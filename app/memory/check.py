@@ -94,7 +94,7 @@ def planned_speedups(suggestions: Suggestions, now: Planned, machine: Hardware) 
 def _planned_speedup(option: Speedup, other: Planned | None, now: Planned, machine: Hardware) -> list[Speedup]:
     if other is None or not other.verdict.fits:
         return []
-    before, after = (bound_seconds(each.run, each.plan, each.shape.tokens, machine) for each in (now, other))
+    before, after = (bound_seconds(plan.run, plan.plan, plan.shape.tokens, machine) for plan in (now, other))
     speedup = replace(option, factor=before / after, needed_bytes=other.verdict.needed_bytes)
     return [speedup] if speedup.factor >= MIN_FACTOR else []
 

@@ -89,8 +89,8 @@ def _without_dequantization(run: RunConfig, plan: MemoryPlan, tokens: int, machi
 def _less_recomputation(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Hardware) -> Iterator[Speedup]:
     if recomputed_layers(run.training):
         flops = plan.flops - plan.recomputed_flops * tokens * run.batching.accumulation
-        kept = replace(plan, flops=flops, recomputed_flops=0.0)
-        factor = bound_seconds(run, plan, tokens, machine) / bound_seconds(run, kept, tokens, machine)
+        least = replace(plan, flops=flops, recomputed_flops=0.0)
+        factor = bound_seconds(run, plan, tokens, machine) / bound_seconds(run, least, tokens, machine)
         yield Speedup(("training.recompute=auto",), factor, None, "no more gradient checkpointing than necessary")
 
 
@@ -107,11 +107,12 @@ def _larger(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Hardware) ->
         shared = _read_seconds(run, plan, machine) + dequantization_seconds(run, plan, machine)
         before = bound_seconds(run, plan, tokens, machine)
         factor = before / (before - shared * (1 - 1 / times) / tokens)
-        overrides, why = (f"batching.{name}={size * times}",), "twice the tokens per step"
-        if whole > 1:
-            overrides = *overrides, f"batching.accumulation={whole // times}"
-            why = "as many tokens per step in fewer micro-batches"
-        yield Speedup(overrides, factor, needed, why)
+        larger = f"batching.{name}={size * times}"
+        if whole == 1:
+            yield Speedup((larger,), factor, needed, "twice the tokens per step")
+        else:
+            overrides = larger, f"batching.accumulation={whole // times}"
+            yield Speedup(overrides, factor, needed, "as many tokens per step in fewer micro-batches")
         return
 
 
