@@ -101,15 +101,18 @@ def coming_from_page() -> str:
 
 def hardware_page() -> str:
     """Return the page with the GPUs of conf/hardware."""
-    head = ("`hardware=`", "GPU", "memory", "bandwidth", "bf16, dense", "fp8, dense")
+    rates = (f"{precision}, dense" for precision in ("bf16", "tf32", "fp32", "fp8"))
+    head = ("`hardware=`", "GPU", "memory", "bandwidth", *rates)
     rows = (
         [
             f"`{gpu.name}`",
             gpu.label,
             f"{gpu.memory_gib:g} GiB",
             f"{gpu.bandwidth_gb:g} GB/s",
-            f"{gpu.bf16_tflops:g} TFLOPS",
-            f"{gpu.fp8_tflops:g} TFLOPS" if gpu.fp8_tflops else "",
+            *(
+                f"{rate:g} TFLOPS" if rate else ""
+                for rate in (gpu.bf16_tflops, gpu.tf32_tflops, gpu.fp32_tflops, gpu.fp8_tflops)
+            ),
         ]
         for gpu in all_hardware()
     )

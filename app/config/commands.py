@@ -33,6 +33,8 @@ class HardwareConfig:
     memory_gib: float = number(above=0)  # memory of the GPU in GiB
     bandwidth_gb: float = number(above=0)  # memory bandwidth in GB/s
     bf16_tflops: float = number(above=0)  # dense bf16 peak in TFLOP/s
+    tf32_tflops: float | None = number(None, above=0)  # dense tf32 peak in TFLOP/s; null: not supported or unknown
+    fp32_tflops: float | None = number(None, above=0)  # fp32 peak without tensor cores in TFLOP/s; null: unknown
     fp8_tflops: float | None = number(None, above=0)  # dense fp8 peak in TFLOP/s; null: no fp8
     capability: str | None = None  # CUDA compute capability, e.g. 8.9
     context_gib: float | None = number(None, at_least=0)  # memory of the CUDA context in GiB; null: not measured

@@ -18,7 +18,8 @@ from app.layers.attention import own_attention
 from app.layers.quantization import quantization_after_training, require_hardware
 from app.memory.estimate import Hardware, check_fit, machine_of, planned_choices, time_bound
 from app.memory.fake_tensors import FakeTensorFallbacks, MetaModel, materialize
-from app.memory.planner import COSTS, Planned, Planner, Suggestions, random_if_missing
+from app.memory.planner import COSTS, SPEED, Candidate, Planned, Planner, Suggestions, random_if_missing
+from app.memory.speedups import MAX_SPEEDUPS, MIN_FACTOR, Speedup, bound_seconds, facts_of, speedups
 from app.memory.trace import Shape
 from app.training.auto_settings import offload_notes, sections_of, size_notes
 from app.training.storage_counter import StorageCounter, rounded
@@ -34,7 +35,10 @@ def check_memory(
     processes: int = 1,
     answers: AnswersConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the facts about memory, without `stops` and `seconds`; with suggestions if the run does not fit."""
+    """Return the facts about memory, without `stops` and `seconds`.
+
+    They have suggestions that save memory if the run does not fit, and faster ones if it leaves much of a GPU free.
+    """
     machine = machine_of(hardware)
     if hardware is None:
         require_hardware(run.quantization, default_device())
@@ -68,10 +72,31 @@ def check_memory(
             for suggestion in single
         ],
         "together": suggestions.together(planned, single),
+        "faster": [facts_of(speedup) for speedup in planned_speedups(suggestions, planned, machine)],
         "processes": processes,
         "notes": list(_notes(planned, machine, processes)),
         **({} if answers is None else {"answers": plan_answers(planned, answers, machine)}),
     }
+
+
+def planned_speedups(suggestions: Suggestions, now: Planned, machine: Hardware) -> list[Speedup]:
+    """Return the faster settings that the command line allows; those with unknown memory are planned."""
+    options = []
+    for option in speedups(now.run, now.plan, now.shape.tokens, machine)[:MAX_SPEEDUPS]:
+        candidate = Candidate(option.overrides, SPEED, option.why)
+        if option.needed_bytes is not None and suggestions.run([candidate]) is not None:
+            options.append(option)
+        elif option.needed_bytes is None:
+            options += _planned_speedup(option, suggestions.plan(now, [candidate]), now, machine)
+    return sorted(options, key=lambda option: -option.factor)
+
+
+def _planned_speedup(option: Speedup, other: Planned | None, now: Planned, machine: Hardware) -> list[Speedup]:
+    if other is None or not other.verdict.fits:
+        return []
+    before, after = (bound_seconds(plan.run, plan.plan, plan.shape.tokens, machine) for plan in (now, other))
+    speedup = replace(option, factor=before / after, needed_bytes=other.verdict.needed_bytes)
+    return [speedup] if speedup.factor >= MIN_FACTOR else []
 
 
 def planned_parts(run: RunConfig, hardware: HardwareConfig | None, *, exact: bool, processes: int) -> dict[str, int]:

@@ -47,6 +47,8 @@ class MemoryPlan:
     kept_bytes: int  # weights, gradients and optimizer states
     host_bytes: int  # shards and optimizer states in host memory
     flops_per_token: float  # without recomputation and optimizer, per position of the micro-batch
+    forward_flops: float  # of `flops_per_token`, as in an evaluation; 0 if none is planned
+    recomputed_flops: float  # per position of the micro-batch
     flops: float  # of a whole step: all micro-batches, recomputation, optimizer
     fp8_flops: float  # those of `flops` that run in fp8
     exact: bool  # whether every layer was traced
@@ -62,6 +64,11 @@ class MemoryPlan:
             anatomy=self.anatomy | {"workspaces": size},
             largest=self.largest | {"workspaces": size},
         )
+
+    @property
+    def passes(self) -> float:
+        """Number of times that a micro-batch reads all weights: forward, backward, and the recomputed share."""
+        return 2 + self.recomputed_flops / self.forward_flops
 
 
 class Estimate:
@@ -111,9 +118,7 @@ class Estimate:
         whole = plain, recomputed
         numbers = partial(self._numbers, budget=memory_budget(self._settings.run.compile) if budget is None else budget)
         total = numbers(*whole) if exact else self._extrapolated(base, whole, numbers)
-        return _plan(
-            self._settings.shape, total, exact=exact, traced_layers=self.layers if exact else sum(base) + period
-        )
+        return _plan(self._settings, total, exact=exact, traced_layers=self.layers if exact else sum(base) + period)
 
     def _extrapolated(
         self, base: tuple[int, int], whole: tuple[int, int], numbers: Callable[[int, int], Numbers]
@@ -143,7 +148,10 @@ def _fewest(layers: int, edges: int, period: int) -> int:
     return min(layers, fewest + (layers - fewest) % period)
 
 
-def _plan(shape: Shape, numbers: Mapping[tuple[str, ...], int], *, exact: bool, traced_layers: int) -> MemoryPlan:
+def _plan(
+    settings: TraceSettings, numbers: Mapping[tuple[str, ...], int], *, exact: bool, traced_layers: int
+) -> MemoryPlan:
+    shape, evaluated = settings.shape, settings.evaluated
     anatomies = {
         phase: {kind: numbers.get((phase, kind), 0) for kind in MEMORY_KINDS}
         for phase in PHASES
@@ -165,6 +173,8 @@ def _plan(shape: Shape, numbers: Mapping[tuple[str, ...], int], *, exact: bool, 
         host_bytes=numbers["host",],
         offloaded_bytes=numbers["offloaded",],
         flops_per_token=(numbers["flops",] - numbers["recomputed",]) / shape.tokens,
+        forward_flops=0.0 if evaluated is None else numbers["evaluation",] / evaluated.tokens,
+        recomputed_flops=numbers["recomputed",] / shape.tokens,
         flops=float(numbers["flops",] * shape.micro_batches + numbers["update",]),
         fp8_flops=float(numbers["fp8",] * shape.micro_batches),
         exact=exact,
@@ -214,10 +224,8 @@ _MARGIN_SHARE = 0.03  # of the memory of the machine, for other processes and ke
 _SHARE = 0.025
 _SHARE_WITHOUT_EXPANDABLE_SEGMENTS = 0.12
 
-_UNPACKS = 3  # of a 4-bit weight in a micro-batch: forward, recomputed forward, backward
 _UNPACK_BYTES_PER_WEIGHT = 2.5  # extra memory traffic of a 4-bit weight that is dequantized to bf16
 _PCIE_BYTES_PER_SECOND = 50e9  # PCIe 5 with pinned memory
-_PRECISIONS_AT_BF16_RATE = ("bf16", "fp16", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +238,17 @@ class Hardware:
     memory_bytes: int
     context_bytes: int
     context_is_measured: bool
-    flops_per_second: float | None = None
+    flops_per_second: float | None = None  # in bf16 and fp16
     bytes_per_second: float | None = None
     fp8_flops_per_second: float | None = None
     workspace_bytes: int = 0  # of cuBLAS, in torch's allocator
+    tf32_flops_per_second: float | None = None
+    fp32_flops_per_second: float | None = None
+
+    def rate(self, precision: str) -> float | None:
+        """Return the peak FLOPs per second of a precision."""
+        rates = {"tf32": self.tf32_flops_per_second, "fp32": self.fp32_flops_per_second}
+        return rates.get(precision, self.flops_per_second)
 
 
 def machine_of(hardware: HardwareConfig | None) -> Hardware:
@@ -281,9 +296,15 @@ def _table_machine(hardware: HardwareConfig, memory: int) -> Hardware:
         context_is_measured=context is not None,
         flops_per_second=hardware.bf16_tflops * 1e12,
         bytes_per_second=hardware.bandwidth_gb * 1e9,
-        fp8_flops_per_second=None if hardware.fp8_tflops is None else hardware.fp8_tflops * 1e12,
+        fp8_flops_per_second=_per_second(hardware.fp8_tflops),
         workspace_bytes=workspace_bytes(hardware.capability),
+        tf32_flops_per_second=_per_second(hardware.tf32_tflops),
+        fp32_flops_per_second=_per_second(hardware.fp32_tflops),
     )
+
+
+def _per_second(tflops: float | None) -> float | None:
+    return None if tflops is None else tflops * 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,9 +358,9 @@ def _allocator_share(machine: Hardware) -> float:
 
 def time_bound(plan: MemoryPlan, shape: Shape, machine: Hardware, precision: str) -> dict[str, float] | None:
     """Return the least time of a step: its FLOPs at the peak rate of the machine; None if the rate is unknown."""
-    if machine.flops_per_second is None or precision not in _PRECISIONS_AT_BF16_RATE or not plan.flops:
+    if machine.rate(precision) is None or not plan.flops:
         return None
-    seconds = _compute_seconds(plan, machine)
+    seconds = _compute_seconds(plan, machine, precision)
     return {"step_seconds": seconds, "tokens_per_second": shape.tokens * shape.micro_batches / seconds}
 
 
@@ -348,19 +369,27 @@ def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Ha
 
     Meaningful only in comparison with other settings on the same machine.
     """
-    micro_batches = run.batching.accumulation
-    seconds = _compute_seconds(plan, machine) / micro_batches
-    if machine.bytes_per_second:
-        base = run.quantization
-        per_byte = QUANTIZATION_KINDS[base.kind].weights_per_scale_byte[base.double_quant]
-        unpacked_bytes = plan.anatomy["quantization_constants"] * per_byte * _UNPACK_BYTES_PER_WEIGHT
-        seconds += _UNPACKS * unpacked_bytes / machine.bytes_per_second
-    seconds += 2 * plan.offloaded_bytes / _PCIE_BYTES_PER_SECOND
+    seconds = _compute_seconds(plan, machine, run.precision.kind) / run.batching.accumulation
+    seconds += dequantization_seconds(run, plan, machine) + 2 * plan.offloaded_bytes / _PCIE_BYTES_PER_SECOND
     return seconds / tokens
 
 
-def _compute_seconds(plan: MemoryPlan, machine: Hardware) -> float:
+def dequantization_seconds(run: RunConfig, plan: MemoryPlan, machine: Hardware) -> float:
+    """Return the time to dequantize the weights for a micro-batch; 0 if the bandwidth is unknown."""
+    if not machine.bytes_per_second:
+        return 0.0
+    return plan.passes * quantized_weights(run, plan) * _UNPACK_BYTES_PER_WEIGHT / machine.bytes_per_second
+
+
+def quantized_weights(run: RunConfig, plan: MemoryPlan) -> float:
+    """Return the number of weights that are dequantized on each use."""
+    base = run.quantization
+    per_byte = QUANTIZATION_KINDS[base.kind].weights_per_scale_byte[base.double_quant]
+    return plan.anatomy["quantization_constants"] * per_byte
+
+
+def _compute_seconds(plan: MemoryPlan, machine: Hardware, precision: str) -> float:
     """Return the time of the FLOPs of a step, at 1 FLOP per second if the rate of the machine is unknown."""
-    rate = machine.flops_per_second or 1.0
+    rate = machine.rate(precision) or 1.0
     in_fp8 = plan.fp8_flops / (machine.fp8_flops_per_second or rate)
     return (plan.flops - plan.fp8_flops) / rate + in_fp8

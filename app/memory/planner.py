@@ -1,7 +1,8 @@
 """Memory plans of configurations on one machine, values of `auto`, and suggestions of settings that save memory."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from app.memory.estimate import (
     planned_choices,
     seconds_per_token,
 )
+from app.memory.speedups import MAX_SPEEDUPS, facts_of, speedups
 from app.memory.trace import Shape, worst_case
 from app.training.auto_settings import (
     AUTO,
@@ -229,12 +231,20 @@ class LocalPlanner:
     """The `RunPlanner` of finetune train: plans runs on this machine."""
 
     def predict(self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, device: str) -> Predicted:
-        """Predict the peak of a run before its weights are loaded: on a GPU of the run, on a CPU of one step."""
+        """Predict the peak of a run before its weights are loaded: on a GPU of the run, on a CPU of one step.
+
+        For a GPU, add the faster settings whose memory follows from the plan: a trace would delay the run.
+        """
         on_cpu = device == "cpu"
         sizes = mesh_sizes_of(run.parallel, world().size, world().local_size)
         shape = replace(Shape.of(largest, micro_batches), keeps_gradients=world().size > 1 and sizes is None)
         plan = plan_memory(run, shape, "cpu" if on_cpu else "gpu", choices=choices, steps_only=on_cpu, mesh_sizes=sizes)
-        return Predicted(plan.peak_bytes, plan.peak_where, plan.anatomy)
+        faster: list[Mapping[str, Any]] = []
+        if not on_cpu:
+            with suppress(Exception):  # a run does not depend on advice
+                options = speedups(run, plan, shape.tokens, machine_of(None))
+                faster = [facts_of(option) for option in options if option.needed_bytes is not None]
+        return Predicted(plan.peak_bytes, plan.peak_where, plan.anatomy, faster[:MAX_SPEEDUPS])
 
     def recompute(
         self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int

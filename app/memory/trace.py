@@ -49,13 +49,14 @@ class _NoModuleTracker(AbstractContextManager["_NoModuleTracker"]):
 
 
 class StepFlops:
-    """FLOPs of forward, backward and optimizer; counts while `mode` is entered."""
+    """FLOPs of a step while `mode` is entered, and of an evaluation while `evaluation` is."""
 
     def __init__(self) -> None:
         packets = ((_packet(name), cost.flops) for name, cost in COSTS.items())
         mapping = {packet: formula for packet, formula in packets if packet is not None and formula is not None}
-        self.mode = FlopCounterMode(display=False, custom_mapping=mapping)
-        self.mode.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
+        self.mode, self.evaluation = (FlopCounterMode(display=False, custom_mapping=mapping) for _ in range(2))
+        for mode in (self.mode, self.evaluation):
+            mode.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
         self.in_backward = False
         self._recomputed = 0
         self._passes: int | None = None
@@ -411,6 +412,7 @@ def trace(
         **_bytes(counter, kinds, paged.host_bytes),
         ("offloaded",): 0 if host is None else host.bytes,
         **{(name,): count for name, count in step_flops.totals(settings.passes).items()},
+        ("evaluation",): step_flops.evaluation.get_total_flops(),
         **(dict(zip(MOMENTS, moment_bytes(run.adapter.init, network), strict=True)) if settings.begins else {}),
     }
 
@@ -466,7 +468,7 @@ def _count(
     if evaluated is not None:
         stepper.forget_gradients()
         counter.enter(EVALUATION)
-        with counter:
+        with step_flops.evaluation, counter:
             stepper.model.eval().scores(evaluated)
     if begins:
         stepper.forget_gradients()

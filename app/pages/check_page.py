@@ -9,7 +9,7 @@ from app.pages.ladder_tables import planned_tables
 from app.pages.page import Bars, Code, Facts, Page, Paragraph, Section
 from app.pages.run_page import PARTS, training_samples
 from app.safe_text import many
-from app.tracking.formatting import format_bytes, format_count
+from app.tracking.formatting import format_bytes, format_count, speedup_line
 
 _BEYOND_TENSORS = ("lost_bytes", "context_bytes", "margin_bytes")
 _MAX_REASONS = 5
@@ -243,16 +243,27 @@ def _verdict(facts: CheckFacts) -> Iterator[tuple[str, str]]:
     yield "needs", f"{_needed(facts)}: {'fits' if facts['fits'] else 'does not fit'}"
     for text in facts["notes"]:
         yield "", text
-    bound, flops = facts["bound"], facts["flops_per_token"]
-    speed = f"{flops / 1e9:,.1f} GFLOP per token" if flops >= 1e9 else f"{flops / 1e6:,.1f} MFLOP per token"
+    bound, speed = facts["bound"], _flops(facts)
     if bound is not None:
         rate = f"{format_count(bound['tokens_per_second'])} tokens/s on {facts['label']}"
         speed = f"{speed}; upper bound {rate} (hardware peak)"
     yield "speed", speed
+    for at, entry in enumerate(facts["faster"]):
+        yield "" if at else "faster", speedup_line(entry)
     if not facts["knobs"]:
         yield "options", "none needed" if facts["fits"] else "none saves memory"
     traced = "every layer" if facts["exact"] else f"{facts['traced_layers']} layers"
     yield "took", f"{facts['seconds']:.1f} s, {traced} traced{'' if facts['exact'] else ', the rest extrapolated'}"
+
+
+def _flops(facts: CheckFacts) -> str:
+    """Return the FLOPs per token, with those of backward and recomputation relative to forward."""
+    flops, forward = facts["flops_per_token"], facts["forward_flops"]
+    parts = f"forward 1 : backward {flops / forward - 1:.1f}"
+    if facts["recomputed_flops"]:
+        parts = f"{parts} : recomputed {facts['recomputed_flops'] / forward:.1f}"
+    size = f"{flops / 1e9:,.1f} GFLOP" if flops >= 1e9 else f"{flops / 1e6:,.1f} MFLOP"
+    return f"{size} per token ({parts})"
 
 
 def _needed(facts: CheckFacts) -> str:

@@ -126,6 +126,12 @@ def format_others(others: Mapping[str, int]) -> str:
     return f"{format_bytes(size)} by {f'{count:,} ' if count else ''}other process{'es' * (count != 1)}"
 
 
+def speedup_line(entry: Mapping[str, Any]) -> str:
+    """Return a faster setting with its estimated memory, the gain of the upper bound of the speed, and the reason."""
+    memory = format_bytes(entry["needed_bytes"])
+    return f"{entry['override']}: {memory}, upper bound {entry['bound']:.2f}x ({entry['why']})"
+
+
 def format_duration(seconds: float) -> str:
     """Format 3725 as 1:02:05."""
     minutes, rest = divmod(round(seconds), 60)

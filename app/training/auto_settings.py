@@ -437,16 +437,18 @@ def offload_notes(training: TrainingConfig, device: str) -> Iterator[str]:
 
 
 def size_notes(run: RunConfig, base: BaseModel) -> Iterator[str]:
-    """Yield a note on matrix sizes that leave tensor cores of a GPU partly idle."""
+    """Yield a note on matrix sizes that leave tensor cores of a GPU partly idle, and the FLOPs this adds."""
     of_vocabulary = [] if base.task.has_classes else ["vocab_size"]
     names = ["hidden_size", "intermediate_size", "moe_intermediate_size", *of_vocabulary]
     sizes = {name: getattr(base.numbers.get_text_config(), name, None) for name in names}
     if run.batching.packing:  # padded rows are a multiple of 8 wide
         sizes["batching.tokens"] = run.batching.tokens
     missed = [
-        f"{name}={size} is {size % by} above a multiple of {by}"
+        f"{name}={size} is {size % by} above a multiple of {by} "
+        f"({size + -size % 64:,} in tiles of 64: {100 * (-size % 64) / size:.2g}% more FLOPs)"
         for name, size in sizes.items()
         if isinstance(size, int) and size % (by := 8 if size % 8 else 64)
     ]
     if missed:
-        yield f"matrix products are fastest if sizes are multiples of 64, or at least of 8: {', '.join(missed)}"
+        why = "because partly filled tiles are computed whole"
+        yield f"matrix products are fastest if sizes are multiples of 64, or at least of 8, {why}: {', '.join(missed)}"

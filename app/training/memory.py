@@ -1,7 +1,7 @@
 """Estimated and measured peak memory of a run; CPU memory of the machine."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from app.batch import Batch
 from app.distributed.process_group import Runtime
 from app.errors import ConfigError, first_line
-from app.tracking.formatting import format_bytes
+from app.tracking.formatting import format_bytes, speedup_line
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper, StepResult
 
@@ -51,11 +51,12 @@ COUNTED_STEP = 2  # of this start: the first step allocates the optimizer states
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Estimated peak of one process: on a CPU of a step, on a GPU of the run."""
+    """Estimated peak of one process: on a CPU of a step, on a GPU of the run, with faster settings that fit."""
 
     bytes: int
     where: str
     anatomy: dict[str, int]
+    faster: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,11 @@ class Forecast:
             return cls(None, f"no estimate for this model ({type(fault).__name__}: {first_line(fault)[:200]})")
         return cls(predicted, f"estimated peak {format_bytes(predicted.bytes)} (tensors), during {predicted.where}")
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Rows for the first table of a run."""
-        return [("memory", self.text)] if self.text else []
+    def rows(self, *, is_new: bool = True) -> list[tuple[str, str]]:
+        """Rows for the first table of a run; a resumed run has no faster settings, because it keeps its settings."""
+        faster = map(speedup_line, self.predicted.faster if self.predicted and is_new else ())
+        rows = [("memory", self.text), ("faster", "\n".join(faster))]
+        return [(name, text) for name, text in rows if text]
 
     def facts(self) -> dict[str, Any]:
         return {} if self.predicted is None else asdict(self.predicted)

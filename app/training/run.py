@@ -73,7 +73,8 @@ def _recording(setup: RunSetup, folder: RunFolder, console: Console) -> Iterator
         notes = (("note", note) for note in (*model.remarks(), *resumed_split_note(progress.depth)))
         if plan.run.resume:
             recorder.message(resume_message(plan, progress.step))
-        recorder.message(align([*run_table(plan), *setup.forecast.rows(), *notes]))
+        forecast = setup.forecast.rows(is_new=plan.start.checkpoint is None)
+        recorder.message(align([*run_table(plan), *forecast, *notes]))
         recorder.add_facts(proofs=[asdict(check) for check in setup.checks], device_used_bytes=plan.machine.gpu.stages)
         keep_reference(plan, folder.reference)
         keep_start(setup.drawn, plan, folder.start)

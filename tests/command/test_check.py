@@ -116,6 +116,8 @@ def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -
     assert facts["anatomy"]["frozen_weights"] == pytest.approx(2 * 8.03e9, rel=0.001)
     assert facts["flops_per_token"] == pytest.approx(4 * 8.03e9, rel=0.05)  # backward without the weights' gradients
     assert facts["bound"]["tokens_per_second"] == pytest.approx(4096 * 989e12 / facts["flops"])
+    assert facts["flops_per_token"] / facts["forward_flops"] == pytest.approx(2, rel=0.05)
+    assert facts["faster"] == []  # LoRA on an unquantized base, in micro-batches of 4,096 tokens
     assert facts["answers"]["anatomy"]["cache"] == 4 * 2048 * 32 * 4096, (
         "32 layers of 2 x 8 heads x 128 numbers in bf16"
     )

@@ -192,6 +192,8 @@ def test_hardware_facts_plausible() -> None:
         assert 200 < hardware.bandwidth_gb < 20_000, name
         assert 50 < hardware.bf16_tflops < 5_000, name
         assert hardware.fp8_tflops is None or 1.5 < hardware.fp8_tflops / hardware.bf16_tflops < 2.5
+        assert hardware.tf32_tflops is None or 1.9 < hardware.bf16_tflops / hardware.tf32_tflops < 2.1, name
+        assert hardware.fp32_tflops is None or hardware.fp32_tflops < hardware.bf16_tflops, name
         has_fp8 = hardware.capability is None or tuple(map(int, hardware.capability.split("."))) >= (8, 9)
         assert has_fp8 == (hardware.fp8_tflops is not None), name
         assert hardware.names, name

@@ -24,6 +24,8 @@ def plan(**parts: Any) -> MemoryPlan:
         "kept_bytes": 0,
         "host_bytes": 0,
         "flops_per_token": 1e6,
+        "forward_flops": 5e5,
+        "recomputed_flops": 0.0,
         "flops": 1e9,
         "fp8_flops": 0.0,
         "exact": False,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from app.memory.check import check_memory
 from app.memory.estimate import (
     ASSUMED_CONTEXT_BYTES,
     MemoryPlan,
@@ -156,7 +157,18 @@ def test_time_bound_is_flops_at_peak_rate() -> None:
     assert bound is not None
     assert bound["step_seconds"] == pytest.approx(1.25)
     assert time_bound(plan(), shape, replace(GPU, flops_per_second=None), "bf16") is None
-    assert time_bound(plan(), shape, GPU, "fp32") is None  # the table has no fp32 rate
+    assert time_bound(plan(), shape, GPU, "fp32") is None  # the rate is unknown
+
+
+def test_time_bound_of_mixed_precision_is_higher() -> None:
+    words = ("model=bert_large", "recipe=full", "dataset=text", "dataset.path=x", "compile=none")
+    rates = {}
+    for precision in ("bf16", "tf32", "fp32"):
+        run = composed(*words, f"precision={precision}")
+        bound = check_memory(run, (), gpu("a100"))["bound"]
+        rates[precision] = bound["tokens_per_second"]
+    assert rates["bf16"] == pytest.approx(2 * rates["tf32"]) == pytest.approx(16 * rates["fp32"])
+    assert check_memory(run, (), gpu("a100", fp32_tflops=None))["bound"] is None
 
 
 def test_worst_case_is_largest_micro_batch_of_settings() -> None:
@@ -219,6 +231,7 @@ def test_machine_of_hardware_has_bytes_and_rates() -> None:
     machine = machine_of(gpu("h100", memory_gib=2, context_gib=0.5))
     assert (machine.memory_bytes, machine.context_bytes, machine.context_is_measured) == (2**31, 2**29, True)
     assert (machine.flops_per_second, machine.bytes_per_second, machine.device) == (989e12, 3.35e12, "gpu")
+    assert [machine.rate(kind) for kind in ("auto", "fp16", "tf32", "fp32")] == [989e12, 989e12, 495e12, 67e12]
     unmeasured = machine_of(gpu("b200"))
     assert (unmeasured.context_bytes, unmeasured.context_is_measured) == (ASSUMED_CONTEXT_BYTES, False)
 

@@ -320,9 +320,11 @@ def test_candidate_replaces_override_of_command_line() -> None:
 def test_seconds_per_token_add_dequantization_to_compute() -> None:
     run = composed("model=llama", "recipe=qlora", "batching.accumulation=2")
     weights = 63 * 100 * MIB
-    given = plan(quantization_constants=100, flops=3e15)
+    given = plan(quantization_constants=100, flops=3e15, recomputed_flops=5e5)
     seconds = seconds_per_token(run, given, 1000, GPU) * 1000 * 2
     assert seconds == pytest.approx(3e15 / 1e12 + 2 * 3 * weights * 2.5 / 1e11)  # 2 micro-batches, 3 uses in each
+    twice = seconds_per_token(run, replace(given, recomputed_flops=0.0), 1000, GPU) * 1000 * 2
+    assert twice == pytest.approx(3e15 / 1e12 + 2 * 2 * weights * 2.5 / 1e11)
     assert seconds_per_token(run, given, 1000, replace(GPU, bytes_per_second=None)) == pytest.approx(3e15 / 1e12 / 2000)
 
 

@@ -64,6 +64,21 @@ def test_flops_of_full_fine_tuning_equal_closed_form(layout: str, device: str) -
     assert plan.flops_per_token == pytest.approx(plan.flops / shape.tokens)
 
 
+def test_flops_of_forward_are_a_third_and_recomputed_ones_those_of_layers() -> None:
+    plan, recomputed = (
+        plan_memory(small_run("recipe=full", f"training.recompute={layers}"), PACKED) for layers in ("false", "true")
+    )
+    attention = LAYERS * 4 * HEADS * SIZE * pairs(PACKED.documents)
+    layers, rotary = FORWARD * LINEAR * PACKED.tokens + attention, rotary_flops(PACKED.tokens)
+    head = FORWARD * VOCABULARY * HIDDEN * PACKED.label_rows
+    assert plan.forward_flops * PACKED.tokens == layers + head + rotary == recomputed.forward_flops * PACKED.tokens
+    assert (plan.recomputed_flops, plan.passes) == (0, 2)
+    # no gradient needs the last product of a layer
+    repeated = layers - FORWARD * LAYERS * HIDDEN * INNER * PACKED.tokens
+    assert recomputed.recomputed_flops * PACKED.tokens == repeated
+    assert recomputed.passes == pytest.approx(2 + repeated / (layers + head + rotary))
+
+
 def test_flops_of_lora_omit_gradients_of_frozen_weights() -> None:
     """4 FLOPs per frozen weight and token; 2 for q, k and v of the first layer, whose input needs no gradient."""
     plan = planned("recipe=lora", "adapter.r=1")

@@ -33,6 +33,8 @@ MEMORY: dict[str, Any] = {
     "memory_bytes": 25_233_000_000,
     "fits": True,
     "flops_per_token": 4.8e10,
+    "forward_flops": 1.6e10,
+    "recomputed_flops": 8e9,
     "flops": 2.0e14,
     "bound": {"step_seconds": 1.2, "tokens_per_second": 3412.0},
     "knobs": [
@@ -54,6 +56,10 @@ MEMORY: dict[str, Any] = {
         },
     ],
     "together": None,
+    "faster": [
+        {"override": "recipe=lora", "needed_bytes": 23_400_000_000, "bound": 1.2983, "why": "nothing to dequantize"},
+        {"override": "batching.tokens=8192", "needed_bytes": 9e9, "bound": 1.1, "why": "larger steps"},
+    ],
     "exact": False,
     "traced_layers": 3,
     "notes": ["the context of this GPU was not measured yet"],

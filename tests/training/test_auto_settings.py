@@ -147,15 +147,19 @@ def test_auto_parallel_planned_stored_or_typed() -> None:
         (("model=tiny",), None),
         (
             ("model=bert", "dataset=text", "dataset.path=x.txt"),
-            "at least of 8: vocab_size=30522 is 2 above a multiple of 8",
+            "vocab_size=30522 is 2 above a multiple of 8 (30,528 in tiles of 64: 0.02% more FLOPs)",
         ),
         (("model=bert", "task=classification", "dataset=labelled_text", "dataset.path=x.csv"), None),
-        (("model=gpt2_xl",), "vocab_size=50257 is 1 above a multiple of 8"),
-        (("model=tiny", "batching.tokens=1000"), "batching.tokens=1000 is 40 above a multiple of 64"),
+        (("model=gpt2_xl",), "vocab_size=50257 is 1 above a multiple of 8 (50,304 in tiles of 64: 0.094% more FLOPs)"),
+        (
+            ("model=tiny", "batching.tokens=1000"),
+            "is 40 above a multiple of 64 (1,024 in tiles of 64: 2.4% more FLOPs)",
+        ),
         (("model=tiny", "batching.tokens=1000", "batching.packing=false"), None),
         (
             ("model=tiny", "model.architecture.hidden_size=204", "batching.tokens=260"),
-            "hidden_size=204 is 4 above a multiple of 8, batching.tokens=260 is 4 above a multiple of 8",
+            "hidden_size=204 is 4 above a multiple of 8 (256 in tiles of 64: 25% more FLOPs), "
+            "batching.tokens=260 is 4 above a multiple of 8 (320 in tiles of 64: 23% more FLOPs)",
         ),
     ],
 )
