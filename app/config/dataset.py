@@ -12,6 +12,7 @@ from app.config.tasks import TASKS
 from app.config.validate import did_you_mean_key, format_value
 
 RANDOM = "random:"  # path of rows generated from a seed
+RANDOM_ROWS = "dataset.random."  # prefix of their keys
 WITHOUT_HELD_OUT_ROWS: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
 
 

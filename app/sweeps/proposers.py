@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.conf_files import choices_by_group
-from app.config.dataset import RANDOM
-from app.config.rules import readers_of
+from app.config.dataset import RANDOM, RANDOM_ROWS
+from app.config.rules import is_unread, readers_of
 from app.config.schema import RunConfig
 from app.errors import ConfigError, refuse
 from app.files import read_json
@@ -62,11 +62,13 @@ class Ladder(Grid):
         config, digits = preset.config, len(str(len(preset.config.rungs)))
         small = config.small if config.size == _SMALL else []
         overrides = [text for setting in settings for text in setting.texts]
+        unread = _unread_rows((*config.base, *small), overrides)
         self.name, self.source, self.rungs = preset.name, config.source, config.rungs
         self.points = []
         for number, (name, rung) in enumerate(self.rungs.items(), 1):
             # the last override of each key: Hydra refuses a group that is set twice
-            texts = {key_of(text): text for text in (*config.base, *rung.overrides, *small, *overrides)}
+            strongest_last = (*config.base, *rung.overrides, *small, *overrides)
+            texts = {key_of(text): text for text in strongest_last if text not in unread}
             folder = f"{number:0{digits}}-{name}"
             trial = Trial(number, tuple(texts.values()), tuple(rung.overrides), folder, refused=rung.reason)
             self.points.append(trial)
@@ -105,6 +107,15 @@ class Ladder(Grid):
                 facts |= {"ratio": ratio, "as_first": _as_first(facts, first)}
             rungs.append(facts)
         return {"source": self.source, "rungs": rungs}
+
+
+def _unread_rows(preset: Sequence[str], overrides: Sequence[str]) -> set[str]:
+    """Return the sizes of random rows in the preset that have no effect with the dataset of `overrides`."""
+    texts = {key_of(text): text for text in (*preset, *overrides)}
+    run = compose_or_error([text for key, text in texts.items() if not key.startswith(RANDOM_ROWS)])
+    if isinstance(run, ConfigError):
+        return set()
+    return {text for text in preset if is_unread(run, key_of(text))}.difference(overrides)
 
 
 def _as_read(rungs: Sequence[Trial], overrides: Sequence[str]) -> list[Trial]:

@@ -79,6 +79,17 @@ def test_ladder_bert_trains_with_the_claimed_batch_and_rate() -> None:
             assert (batch, rate) == (rung.claimed["batch"], rung.claimed["rate"]), name
 
 
+@pytest.mark.parametrize("name", ["bert", "mlm"])
+def test_ladder_with_a_dataset_of_the_user_drops_sizes_of_random_rows(name: str) -> None:
+    own = (f"sweep={name}", "sweep.size=small", f"dataset={'text' if name == 'mlm' else 'labelled_text'}")
+    sampled = (*own, "dataset.path=rows.csv", "dataset.sample=80")
+    runs = [compose_run(trial.overrides) for trial in read_ladder(sampled).points if not trial.refused]
+    assert {(run.dataset.path, run.dataset.sample, run.dataset.max_length) for run in runs} == {("rows.csv", 80, 256)}
+    typed = read_ladder([*sampled, "dataset.random.rows=9"]).points[0].overrides
+    with pytest.raises(ConfigError, match=r"^dataset\.random\.rows=9 has no effect without dataset=random"):
+        compose_run(typed)
+
+
 REFUSED = [
     ("batching.rows=2", "batching.rows differs between the rungs of sweep=single_gpu. Remove it, or edit a copy of"),
     ("precision=bf16", "precision differs between the rungs of sweep=single_gpu."),
