@@ -12,6 +12,7 @@ from app.config.tasks import TASKS
 from app.config.validate import did_you_mean_key, format_value
 
 RANDOM = "random:"  # path of rows generated from a seed
+RANDOM_ROWS = "dataset.random."  # prefix of their keys
 WITHOUT_HELD_OUT_ROWS: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
 
 
@@ -32,6 +33,7 @@ def _section(dataset: DatasetConfig, source: MixSource) -> DatasetConfig:
         format=source.format or dataset.format,
         split=source.split or dataset.split,
         max_rows=source.max_rows or dataset.max_rows,
+        sample=source.sample or dataset.sample,
         hub_config=source.hub_config,
         revision=source.revision,
         columns=replace(dataset.columns, **{k: v for k, v in source.columns.items() if k in column_names}),
@@ -226,12 +228,29 @@ def _source_problems(key: str, source: MixSource) -> Iterator[str]:
             yield f"{key}.columns.{column}={value}: expected a column name."
 
 
+def _sample_problems(run: RunConfig) -> Iterator[str]:
+    shared = run.dataset
+    conflicts = []
+    for name, section in sources_of(shared).items():
+        if section.sample is not None and section.max_rows is not None:
+            source = shared.mix.get(name, shared)
+            keys = [key_of(name if getattr(source, limit) else "") for limit in ("sample", "max_rows")]
+            conflicts.append(f"{keys[0]}.sample={section.sample} and {keys[1]}.max_rows={section.max_rows}")
+    for conflict in dict.fromkeys(conflicts):
+        yield f"{conflict} both limit the rows. Keep one; set the other to null."
+
+
 def _random_row_problems(run: RunConfig) -> Iterator[str]:
     dataset, rows = run.dataset, run.dataset.random
     if RANDOM not in paths_read(dataset):
         return
     if rows.shortest is not None and rows.shortest > rows.length:
         yield f"dataset.random.shortest={rows.shortest} exceeds dataset.random.length={rows.length}. Swap them."
+    if rows.shortest is None and rows.lengths != "uniform":
+        yield (
+            f"dataset.random.lengths={rows.lengths} has no effect: all rows have dataset.random.length={rows.length}. "
+            "Set dataset.random.shortest=8, or leave it out."
+        )
     if rows.shortest is None and dataset.max_length > rows.length:
         yield (
             f"dataset.max_length={dataset.max_length} exceeds dataset.random.length={rows.length} (words per row), so "
@@ -268,6 +287,7 @@ DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _list_column_problems,
     _overflow_problems,
     _mix_problems,
+    _sample_problems,
     _random_row_problems,
     _eval_set_problems,
     _worker_problems,

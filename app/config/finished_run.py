@@ -158,7 +158,7 @@ _EVALUATE_WHY_NOT = {
     **dict.fromkeys(("model", "adapter", "quantization", "recipe", "experiment"), _WEIGHTS),
 }
 _SOURCE = ("path", "mix", "split", "hub_config", "revision")
-_LIMITS: Mapping[str, Any] = {"max_rows": None, "eval_max_rows": None}
+_LIMITS: Mapping[str, Any] = {"max_rows": None, "sample": None, "eval_max_rows": None}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -259,10 +259,11 @@ def _rows_to_score(run_dataset: DatasetConfig, dataset: dict[str, Any], changes:
     if "dataset.path" in changes and recorded["mix"]:
         cleared["mix"] = {}
     rows = {**dataset, **{name: nothing for name, nothing in cleared.items() if name not in typed_in}}
-    if "max_rows" in typed_in and (rows.get("eval_path") or rows.get("eval_split")):
+    limit = next((name for name in ("max_rows", "sample") if name in typed_in), None)
+    if limit and (rows.get("eval_path") or rows.get("eval_split")):
         raise ConfigError(
-            f"dataset.max_rows={dataset['max_rows']} limits the training rows. To score the first eval rows, "
-            f"set dataset.eval_max_rows={dataset['max_rows']}."
+            f"dataset.{limit}={dataset[limit]} limits the training rows. To score the first eval rows, "
+            f"set dataset.eval_max_rows={dataset[limit]}."
         )
     return rows
 

@@ -9,7 +9,7 @@ import yaml
 
 from app.config import conf_files
 from app.config.adapters import ADAPTER_KINDS
-from app.config.dataset import DATA_RULES, RANDOM, has_held_out_rows, paths_read
+from app.config.dataset import DATA_RULES, RANDOM, RANDOM_ROWS, has_held_out_rows, paths_read
 from app.config.kinds import OWN, PREFERENCE_KINDS, QUANTIZATION_KINDS, recipes_of
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
@@ -98,7 +98,9 @@ def _keys_by_kind(folder: Path) -> dict[str, Collection[str]]:
 
 
 def is_unread(run: RunConfig, key: str) -> bool:
-    """Return whether the run's kind of the section ignores the key."""
+    """Return whether the run's kind of the section, or its dataset, ignores the key."""
+    if key.startswith(RANDOM_ROWS):
+        return RANDOM not in paths_read(run.dataset)
     readers = readers_of(key)
     return bool(readers) and getattr(run, key.partition(".")[0]).kind not in readers
 
@@ -112,7 +114,7 @@ def unread_problems(run: RunConfig, typed: Mapping[str, Any]) -> Iterator[str]:
                 f"{setting} has no effect with model.weights=pretrained, which reads the architecture from config.json."
                 " Add model.weights=random for a randomly initialized model."
             )
-        elif key.startswith("dataset.random.") and RANDOM not in paths_read(run.dataset):
+        elif key.startswith(RANDOM_ROWS) and is_unread(run, key):
             yield f"{setting} has no effect without dataset=random. Leave it out, or choose dataset=random."
         elif is_unread(run, key):
             kind = f"{section}={getattr(run, section).kind}"
@@ -380,8 +382,8 @@ def _cuda_graph_problems(run: RunConfig) -> Iterator[str]:
 def _parallel_problems(run: RunConfig) -> Iterator[str]:
     if run.parallel.tensor > 1:
         yield (
-            f"parallel.tensor={run.parallel.tensor}: tensor parallelism is not supported because PEFT adapters break "
-            "on row-sharded layers. Set parallel.tensor=1, and parallel=fsdp if the model does not fit."
+            f"parallel.tensor={run.parallel.tensor}: tensor parallelism is not supported because PEFT shards lora_A "
+            "of row-parallel layers twice. Set parallel.tensor=1, and parallel=fsdp if the model does not fit."
         )
     if run.parallel.context > 1:
         yield (

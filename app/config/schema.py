@@ -60,6 +60,7 @@ class MixSource:
     path: str = MISSING  # file, folder, glob, hub ID or asset:NAME
     weight: float = number(1.0, at_least=0, at_most=1000)  # number of times each row of the source appears per epoch
     max_rows: int | None = number(None, at_least=1)  # use only the first N rows; null: dataset.max_rows
+    sample: int | None = number(None, at_least=1)  # use only N rows of the whole source; null: dataset.sample
     format: str | None = None  # row format; null: dataset.format
     columns: dict[str, Any] = field(default_factory=dict)  # column names that differ from dataset.columns
     split: str | None = None  # split of a hub dataset; null: dataset.split
@@ -76,6 +77,8 @@ class RandomRowsConfig:
     length: int = number(512, at_least=2)
     # draw lengths between this and random.length; null: all rows have random.length
     shortest: int | None = number(None, at_least=2)
+    # distribution of these lengths; zipf: many short rows and few long ones, the k-th shortest length in a share of 1/k
+    lengths: str = choice("uniform", "zipf", default="uniform")
     classes: int = number(2, at_least=2)  # number of labels; the first word of a row is its label
     seed: int = number(0, at_least=0)  # seed of the words and rows
 
@@ -107,6 +110,8 @@ class DatasetConfig:
     # for chat templates that rewrite earlier turns; expand: one sample per trained turn; join: one sample for all turns
     on_unstable_template: str = choice("expand", "join", "last", "error")
     max_rows: int | None = number(at_least=1)  # use only the first N rows, in a mixture of each source
+    # use only N training rows, selected by content from the whole source, with equal shares of all classes
+    sample: int | None = number(None, at_least=1)
     deduplicate: bool = False  # train only on the first of identical samples
     eval_path: str | None = None  # file with eval rows
     eval_split: str | None = None  # split with eval rows

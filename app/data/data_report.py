@@ -32,6 +32,7 @@ class RowCounts:
     source: str = ""
     files_left_out: list[str] = field(default_factory=list)
     reading_notes: list[str] = field(default_factory=list)  # on files that were read in an unusual way
+    not_sampled: int = 0  # rows that dataset.sample does not select; they are not in rows_read
     rows_read: int = 0
     rows_kept: int = 0  # with at least one sample
     rows_lost: int = 0  # good rows without a sample: overlong, or a pair of identical answers
@@ -202,6 +203,8 @@ def _lost_lines(c: RowCounts) -> Iterator[str]:
     if c.files_left_out:
         yield f"{many(len(c.files_left_out), 'file')} in the folder not read: {_first(c.files_left_out)}"
     yield from c.reading_notes
+    if c.not_sampled:
+        yield f"{many(c.not_sampled, 'row')} not in the sample"
     if c.bad_rows:
         yield f"{many(c.bad_rows, 'bad row')} skipped: {_first(c.bad_places)} ({c.first_problem})"
     if c.over_long:

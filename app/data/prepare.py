@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from app.chat_rendering import ConversationRefused, render_chat
 from app.config.dataset import has_chats, has_pairs, paths_of, sources_of
-from app.config.kinds import ROW_FORMATS, fields_of
+from app.config.kinds import LABELED_FORMATS, ROW_FORMATS, fields_of
 from app.config.schema import DatasetConfig
 from app.data.chat_template import missing_markers, other_template
 from app.data.data_report import (
@@ -30,6 +30,7 @@ from app.data.data_report import (
 from app.data.detect_format import detect_format
 from app.data.labels import LABELINGS, KnownLabels
 from app.data.row_pipeline import policy_for, write_rows
+from app.data.row_sample import RowSample
 from app.data.rows import escaped
 from app.data.sources import RandomRows, Source, eval_source, open_source, train_source, unread_splits
 from app.data.token_dataset import TokenRows, cache_key, cached_rows
@@ -198,7 +199,7 @@ def prepare(
     report = DataReport(pool.total(), notes=[*notes, *unread_splits(config), *_notes(config, tokenizer)])
     if eval_rows is not None:
         labels = replace(labels, classes=label_names)
-        chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, config, labels=labels)
+        chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, replace(config, sample=None), labels=labels)
         report.shared = int(np.isin(chosen.ids_hashes, pool.rows.ids_hashes).sum())
         data = _with_epoch(pool, chosen, report)
     else:
@@ -221,7 +222,7 @@ def rows_to_score(
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, labels=labels)
     eval_rows = eval_source(config)
     if eval_rows is not None:
-        rows, counts = rows_of(eval_rows, config.eval_max_rows, config)
+        rows, counts = rows_of(eval_rows, config.eval_max_rows, replace(config, sample=None))
     elif config.eval_fraction == 0:
         pool = _pool(config, rows_of, most=config.eval_max_rows)
         counts = pool.total()
@@ -258,6 +259,7 @@ def extra_eval_rows(
         section,
         train_on=config.train_on if config.train_on in shape.train_on else "auto",
         on_overflow="auto" if config.on_overflow == "split" else config.on_overflow,
+        sample=None,
     )
     reader = {"tokenizer": tokenizer, "cache_dir": cache_dir, "judge": judge, "labels": labels}
     rows, counts = _rows(source, config.eval_max_rows, section, **reader)
@@ -299,9 +301,11 @@ def _rows(
         config = replace(config, on_overflow=source.on_overflow)
     # bad rows stop the reading; other errors are reported when all rows are known
     lenient = replace(without_stops(config), on_bad_row=config.on_bad_row)
-    key = cache_key(source.fingerprint(), tokenizer, _settings(lenient, max_rows))
+    has_classes = config.format in LABELED_FORMATS and labels.labeling == "single"
+    sample = RowSample(config.sample, config.columns.label if has_classes else None) if config.sample else None
+    key = cache_key(source.fingerprint(), tokenizer, _settings(lenient, max_rows, sample))
     rows, facts = cached_rows(
-        cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, lenient, tokenizer, writer))
+        cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, lenient, tokenizer, writer, sample))
     )
     counts = RowCounts.from_facts(facts)
     counts.source = source.name  # the cache entry may have another path with the same content
@@ -356,13 +360,14 @@ def _require_equal_labels(rows: TokenRows, config: DatasetConfig, classes: Seque
             )
 
 
-def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
+def _settings(config: DatasetConfig, max_rows: int | None, sample: RowSample | None) -> dict[str, Any]:
     """Return the settings that determine the rows of a cache entry."""
     fields = {name: getattr(config, name) for name in _SETTINGS_IN_KEY}
     fields["on_overflow"] = policy_for(fields["on_overflow"], config.format)
     columns = {name: getattr(config.columns, name) for name in fields_of(config.format)}
     thinking = {} if config.thinking == "train" else {"thinking": config.thinking}
-    return {**fields, **thinking, "columns": columns, "max_rows": max_rows}
+    sampling = {} if sample is None else {"sample": asdict(sample)}
+    return {**fields, **thinking, **sampling, "columns": columns, "max_rows": max_rows}
 
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:

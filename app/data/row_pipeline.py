@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from app.data.formats import WRITTEN_CHAT, empty_parts, read_row, without_end_to
 from app.data.labels import parts_of
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.refused_columns import ReadRow
+from app.data.row_sample import RowSample
 from app.data.rows import Broken, Content, Conversation, Document, Located, RenderedText, Row, RowProblem, sides_of
 from app.data.sources import FileRows, RandomRows, Source
 from app.data.token_dataset import RowWriter, digest
@@ -144,19 +145,30 @@ log = logging.getLogger(__name__)
 
 
 def write_rows(
-    source: Source, max_rows: int | None, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter
+    source: Source,
+    max_rows: int | None,
+    config: DatasetConfig,
+    tokenizer: Tokenizer,
+    writer: RowWriter,
+    sample: RowSample | None = None,
 ) -> RowCounts:
-    """Write the token rows of the first `max_rows` rows."""
+    """Write the token rows of the first `max_rows` rows, of the sample if there is one."""
     counts = RowCounts(source=source.name, files_left_out=list(source.left_out))
     pipeline = _Pipeline(config, tokenizer, writer, counts)
     logged = time.monotonic()
     rows = reshape_rows(source.rows(), config, fields_of(config.format))
+    if sample is not None:
+        selected = sample.selected(rows)
+        counts.not_sampled = int((~selected).sum())
+        rows = compress(reshape_rows(source.rows(), config, fields_of(config.format)), selected)
     for batch in _batches(islice(rows, max_rows)):
         pipeline.write(batch)
         if time.monotonic() - logged > _PROGRESS_SECONDS:
             logged = time.monotonic()
             log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
-    counts.reading_notes = list(source.notes) if isinstance(source, FileRows) else []
+    counts.reading_notes = list(dict.fromkeys(source.notes)) if isinstance(source, FileRows) else []
+    if sample is not None and not counts.not_sampled:
+        counts.reading_notes.append(f"sample={sample.number} keeps all {counts.rows_read:,} rows")
     if isinstance(source, RandomRows) and source.on_overflow == "truncate" and counts.truncated == counts.over_long:
         # its rows are meant to be truncated
         counts.over_long, counts.truncated, counts.tokens_lost = 0, 0, 0

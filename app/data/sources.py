@@ -51,9 +51,15 @@ class RandomRows:
         )
         labels, words = np.split(np.array([bytes(word).decode() for word in letters]), [config.classes])
         draw = np.random.default_rng([config.seed, 1 + self.key.endswith("eval_path")])
+        shortest = config.length if config.shortest is None else config.shortest
+        zipf = 1 / np.arange(1, config.length - shortest + 2)
+        ends = np.cumsum(zipf / zipf.sum())[:-1]  # of the probabilities of the lengths
         for index in range(config.rows):
             label = str(labels[index % config.classes])
-            count = config.length if config.shortest is None else int(draw.integers(config.shortest, config.length + 1))
+            if config.lengths == "zipf":
+                count = shortest + int(np.searchsorted(ends, draw.random(), "right"))
+            else:
+                count = config.length if config.shortest is None else int(draw.integers(shortest, config.length + 1))
             text = " ".join([label, *words[draw.integers(_WORDS, size=count - 1)]])
             yield f"random row {index}", {"text": text} | ({"label": label} if self.labeled else {})
 

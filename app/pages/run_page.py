@@ -80,6 +80,7 @@ _COUNTS = {
     "tokens_lost": "tokens lost",
     "unstable": "conversations rewritten by the template",
     "left_over": "beyond the row limit",
+    "not_sampled": "rows not in the sample",
     "held_out": "of these held out for eval",
 }
 _SHORT = "{:.3g}".format

@@ -6,12 +6,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from app.config.dataset import RANDOM
-from app.config.rules import readers_of
+from app.config.dataset import RANDOM, RANDOM_ROWS
+from app.config.rules import is_unread, readers_of
 from app.config.schema import RunConfig
 from app.errors import ConfigError, refuse
 from app.files import read_json
-from app.sweeps.search_space import GROUP, Grid, Preset, Setting, without_unread
+from app.sweeps.search_space import GROUP, Grid, Preset, Setting, compose_or_error, without_unread
 from app.sweeps.trials import DRY_RUN, FAILED, FINISHED, PENDING, REFUSED, RUNNING, STOPPED, Outcome, Trial, key_of
 from app.tracking.formatting import PHASES
 from app.tracking.output_dir import RunFolder, read_lines
@@ -52,11 +52,13 @@ class Ladder(Grid):
         config, digits = preset.config, len(str(len(preset.config.rungs)))
         sizes = config.small if config.size == _SMALL else config.full
         overrides = [text for setting in settings for text in setting.texts]
+        unread = _unread_rows((*config.base, *sizes), overrides)
         self.name, self.source, self.rungs = preset.name, config.source, config.rungs
         self.points = []
         for number, (name, rung) in enumerate(self.rungs.items(), 1):
             # the last override of each key: Hydra refuses a group that is set twice
-            texts = {key_of(text): text for text in (*config.base, *rung.overrides, *sizes, *overrides)}
+            strongest_last = (*config.base, *rung.overrides, *sizes, *overrides)
+            texts = {key_of(text): text for text in strongest_last if text not in unread}
             folder = f"{number:0{digits}}-{name}"
             trial = Trial(number, tuple(texts.values()), tuple(rung.overrides), folder, refused=rung.reason)
             self.points.append(trial)
@@ -116,6 +118,15 @@ class Ladder(Grid):
                 facts |= _compared_with(rungs[0] if rungs else facts, facts)
             rungs.append(facts)
         return {"source": self.source, "rungs": rungs}
+
+
+def _unread_rows(preset: Sequence[str], overrides: Sequence[str]) -> set[str]:
+    """Return the sizes of random rows in the preset that have no effect with the dataset of `overrides`."""
+    texts = {key_of(text): text for text in (*preset, *overrides)}
+    run = compose_or_error([text for key, text in texts.items() if not key.startswith(RANDOM_ROWS)])
+    if isinstance(run, ConfigError):
+        return set()
+    return {text for text in preset if is_unread(run, key_of(text))}.difference(overrides)
 
 
 def _as_read(rungs: Sequence[Trial], overrides: Sequence[str]) -> list[Trial]:

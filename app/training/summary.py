@@ -95,7 +95,7 @@ def _unusual_settings(run: RunConfig, epochs: float) -> Iterator[str]:
     if not usual / 100 < rate < usual * 100:
         ratio = f"{rate / usual:,.0f}" if rate > usual else f"1/{usual / rate:,.0f}"
         yield f"optimizer.lr={rate:g} is {ratio} times the learning rate suggested for this model ({usual:g})"
-    if epochs >= 100 and run.dataset.max_rows is None:
+    if epochs >= 100 and run.dataset.max_rows is None and run.dataset.sample is None:
         yield f"{epochs:,.0f} epochs: every row is trained {epochs:,.0f} times (training.epochs); 1 to 5 are usual"
     if run.adapter.r > 256 and run.adapter.kind != "none":
         yield f"adapter.r={run.adapter.r}: ranks of 8 to 128 are usual"

@@ -34,6 +34,8 @@ WRONG = [  # what is refused together
         f"{CODE}.columns={{input: 'a.*.x', output: 'b.*.y'}}": (
             f"{CODE}.columns.input=a.*.x {CODE}.columns.output=b.*.y: rows come from the elements of one list"
         ),
+        f"{CODE}.sample=9": f"{CODE}.sample=9 and dataset.max_rows=8 both limit the rows. Keep one",
+        "dataset.max_rows=8": "both limit the rows",
         "dataset.train_on=completion": f"is not supported for {CODE}.format=messages.",
     },
 ]

@@ -242,8 +242,9 @@ def test_rows_to_score_without_held_out_refused(tmp_path: Path) -> None:
 
 
 def test_rows_to_score_idle_limit_refused(run: Path) -> None:
-    (problem,) = refusals(run, "dataset.max_rows=5")
-    assert "set dataset.eval_max_rows=5" in problem
+    for limit in ("max_rows", "sample"):
+        (problem,) = refusals(run, f"dataset.{limit}=5")
+        assert "set dataset.eval_max_rows=5" in problem
 
 
 def again(run: Path, *arguments: str, **choices: Any) -> Any:

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.config.load import compose_run
 from app.config.schema import MixSource
 from app.data.prepare import Data, prepare
+from app.data.sources import train_source
 from app.errors import ConfigError, DataError
 from tests.data.small import config, tokenizer, write_jsonl
 from tests.data.test_labelled import framing, labeled
@@ -53,6 +55,17 @@ def test_random_rows_of_several_lengths_are_whole_or_refused(tmp_path: Path) -> 
     assert min(words) < 10 < 26 < max(words) <= 32
     with pytest.raises(DataError, match=r"max_length=40: \d+ of 60 samples of random: .* are longer .longest"):
         read(tmp_path, made, random=drawn, max_length=40)
+
+
+def test_random_rows_zipf_many_short_and_few_long(tmp_path: Path) -> None:
+    random = {"shortest": 4, "length": 43, "rows": 2000, "lengths": "zipf"}
+    source = train_source(config("random:", "text", max_length=400, random=random))
+    words = np.array([len(row["text"].split()) for _, row in source.rows() if isinstance(row, dict)])
+    shares = 1 / np.arange(1, 41) / np.sum(1 / np.arange(1, 41))
+    assert (words.min(), words.max()) == (4, 43)
+    assert np.abs(np.bincount(words, minlength=44)[4:] / 2000 - shares).max() < 0.03
+    drawn = [read(tmp_path, tokenizer(None), max_length=400, random={**random, "rows": 50}) for _ in range(2)]
+    assert drawn[0].train.fingerprint == drawn[1].train.fingerprint
 
 
 def test_random_rows_are_a_source_of_a_mix(tmp_path: Path) -> None:

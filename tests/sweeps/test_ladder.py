@@ -11,7 +11,7 @@ from app.config.conf_files import choices_by_group
 from app.config.dataset import has_held_out_rows
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.errors import DataError
+from app.errors import ConfigError, DataError
 from app.pages.ladder_tables import measured_tables
 from app.pages.page import Table
 from app.sweeps.ladder import LADDER, Ladder, batch_text
@@ -75,6 +75,17 @@ def test_ladder_bert_trains_with_the_claimed_batch_and_rate() -> None:
         if given:
             batch, rate = int(given["batching.tokens"]) // 256, given["optimizer.lr"]
             assert (batch, rate) == (rung.claimed["batch"], rung.claimed["rate"]), name
+
+
+@pytest.mark.parametrize("name", ["bert", "mlm"])
+def test_ladder_with_a_dataset_of_the_user_drops_sizes_of_random_rows(name: str) -> None:
+    own = (f"sweep={name}", "sweep.size=small", f"dataset={'text' if name == 'mlm' else 'labelled_text'}")
+    sampled = (*own, "dataset.path=rows.csv", "dataset.sample=80")
+    runs = [compose_run(trial.overrides) for trial in read_ladder(sampled).points if not trial.refused]
+    assert {(run.dataset.path, run.dataset.sample, run.dataset.max_length) for run in runs} == {("rows.csv", 80, 256)}
+    typed = read_ladder([*sampled, "dataset.random.rows=9"]).points[0].overrides
+    with pytest.raises(ConfigError, match=r"^dataset\.random\.rows=9 has no effect without dataset=random"):
+        compose_run(typed)
 
 
 INVALID = [
