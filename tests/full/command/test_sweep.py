@@ -142,24 +142,31 @@ def test_sweep_waits_for_a_running_trial(zygote: Zygote, tmp_path: Path) -> None
 
 def test_ladder_of_two_rungs(zygote: Zygote, tmp_path: Path) -> None:
     folder = tmp_path / "ladder"
-    command = ("sweep=packing", "sweep.size=small", "training.max_steps=4", "dataset.random.rows=100")
+    command = ("sweep=packing", "sweep.size=small", "training.max_steps=4", "dataset.random.rows=200")
     ended = run(zygote, tmp_path, *command, f"output_dir={folder}")
     assert (ended.code, ended.stderr) == (0, "")
-    assert column(folder, "status") == ["finished", "finished"]
+    assert column(folder, "status") == ["finished"] * 4
+    assert [Path(place).name for place in column(folder, "folder")] == [
+        "1-padded",
+        "2-packed",
+        "1-padded-2",
+        "2-packed-2",
+    ]
     padded, packed = content(folder)["ladder"]["rungs"]
-    assert (padded["batch"], packed["batch"]) == ("8 x 1", "1280 tokens x 1")
-    assert padded["ratio"] == 1.0
-    assert padded["padding"] > 0.25 > packed["padding"]
-    assert packed["ratio"] == packed["tokens_per_second"] / padded["tokens_per_second"]
-    assert (padded["as_first"], packed["as_first"]) == (None, None), "a packed step has more rows"
+    assert (padded["batch"], packed["batch"]) == ("32 x 1", "2080 tokens x 1")
+    assert (padded["repeats"], packed["repeats"]) == (2, 2)
+    assert padded["padding"] > 0.6 > packed["padding"]
+    assert padded["tokens_per_second"] < packed["tokens_per_second"]
+    assert (padded["as_first"], packed["as_first"]) == (None, None), "bins are compared with rows"
     assert packed["memory_measured_bytes"] == result(folder / "2-packed")["memory_measured_bytes"]
+    assert packed["forward_seconds"] < packed["backward_seconds"]
     table = (folder / "ladder.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| packed")]
     assert [" ".join(row) for row in rows] == [
         " ".join(line.split()) for line in ended.stdout.splitlines() if line.startswith("packed ")
     ]
     page = (folder / "report.html").read_text()
-    assert all(f"<td>{cell}</td>" in page for cell in rows[0])
+    assert all(f"<td>{cell}</td>" in page for row in rows for cell in row)
 
 
 def test_optimizers_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
