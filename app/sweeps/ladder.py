@@ -34,7 +34,7 @@ _MEDIAN_KEYS = (
     *("seconds", "compile_seconds", "steady_seconds", "tokens_per_second", "samples_per_second", "gpu_utilization"),
     *PHASES,
 )
-_STATUSES = (FAILED, REFUSED, RUNNING, STOPPED, PENDING, DRY_RUN, FINISHED)  # a rung has the first of any repeat
+_STATUSES = (FAILED, REFUSED, FINISHED, RUNNING, STOPPED, PENDING, DRY_RUN)  # a rung has the first of any repeat
 _LIMITS_OF_SPEED = ("max_sm_mhz", "power_limit_watts")  # in `clocks` of the manifest; other clocks vary with the load
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm and WSL 2; torch is not loaded here
 Results = Mapping[str, Any]  # of a rung, in `ladder` of sweep.json

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from app.pages.page import Table
 from app.sweeps.ladder import LADDER, Ladder, batch_text
 from app.sweeps.search_space import Preset, Rung, SweepConfig, read_preset
 from app.sweeps.sweep import plan_sweep, read_ladder
-from app.sweeps.trials import DRY_RUN, FINISHED, REFUSED, Outcome
+from app.sweeps.trials import DRY_RUN, FINISHED, PENDING, REFUSED, STOPPED, Outcome
 from tests.config.test_overrides import conf
 from tests.harness.composed import composed
 from tests.sweeps.test_sweep import nothing_more, refusal_of
@@ -243,6 +244,19 @@ def test_ladder_turns_run_all_rungs_before_any_again_and_keep_refusals() -> None
     assert [trial.name for trial in proposer.recall([])] == [name for _, name, _ in names]
     more = plan_sweep(["-m", "sweep=packing", "sweep.repeats=3"], nothing_more)
     assert more.identity == plan.identity, "repeats can be added"
+
+
+def test_ladder_stopped_in_the_second_turn_has_the_results_of_the_first(tmp_path: Path) -> None:
+    rungs = {"one": Rung(), "two": Rung()}
+    ladder = Ladder(Preset("mine", SweepConfig(proposer=LADDER, rungs=rungs)), [])
+    ladder.check({number: composed(*SAME) for number in (1, 2)}, {})
+    trials = [finished(tmp_path, number, 100.0) for number in (1, 2)]
+    unfinished = [
+        replace(trial, number=number, status=status)
+        for trial, number, status in zip(trials, (3, 4), (STOPPED, PENDING), strict=True)
+    ]
+    compared_rungs = ladder.compared([*trials, *unfinished])["rungs"]
+    assert [(rung["status"], rung["repeats"]) for rung in compared_rungs] == [("finished", 1)] * 2
 
 
 def test_ladder_dry_run_has_one_turn() -> None:

@@ -188,13 +188,16 @@ def _generating(folder: Path) -> bool:
 
 def _answer_grows_and_stops(page: Browser) -> None:
     """The page is changed where an answer grows: not what is open, typed and scrolled to."""
+    is_idle = "!document.querySelector('[data-busy]')"
+    wait_until(lambda: page.value(is_idle) is True, 60)  # the text of an answer is shown before its end
     page.value("document.querySelector('#settings').open = true; scrollTo(0, 150)")
     page.value("document.querySelector('[name=system]').value = 'Be brief.'")
     page.value("document.querySelector('[name=temperature]').value = '50'")
     page.value("document.querySelector('[name=max_new_tokens]').value = '400'")
     page.value(f"document.querySelector('[name=question]').value = {QUESTION!r}; {_click('Chat')}")
     page.value("document.querySelector('[name=question]').value = 'a draft'")
-    has_piece = f"document.querySelector('[data-busy]') && !/^(Loading|[.]{{3}})/.test({_LAST})"
+    has_answer = "document.querySelector('[data-busy]') && document.querySelectorAll('.message').length == 4"
+    has_piece = f"{has_answer} && !/^(Loading|[.]{{3}})/.test({_LAST})"
     stopped = f"{has_piece} && {_click('Stop answer')} ? {_LAST} : ''"
     shown = list[str]()
 
@@ -203,7 +206,7 @@ def _answer_grows_and_stops(page: Browser) -> None:
         return shown[-1] != ""
 
     wait_until(has_grown, 60, lambda: str(shown[-5:]))
-    wait_until(lambda: page.value("!document.querySelector('[data-busy]')") is True, 60)
+    wait_until(lambda: page.value(is_idle) is True, 60)
     assert page.value(_LAST).startswith(shown[-1])
     assert page.value("document.querySelectorAll('.message').length") == 4
     assert page.value("document.querySelector('#settings').open") is True
