@@ -18,7 +18,7 @@ from app.layers.attention import own_attention
 from app.layers.quantization import quantization_after_training, require_hardware
 from app.memory.estimate import Hardware, check_fit, machine_of, planned_choices, time_bound
 from app.memory.fake_tensors import FakeTensorFallbacks, MetaModel, materialize
-from app.memory.planner import COSTS, SPEED, Candidate, Planned, Planner, Suggestions, random_if_missing
+from app.memory.planner import COSTS, SPEED, Candidate, Planned, Planner, Suggestion, Suggestions, random_if_missing
 from app.memory.speedups import MAX_SPEEDUPS, MIN_FACTOR, Speedup, bound_seconds, facts_of, speedups
 from app.memory.trace import Shape
 from app.training.auto_settings import offload_notes, sections_of, size_notes
@@ -60,22 +60,23 @@ def check_memory(
         "needed_bytes": verdict.needed_bytes,
         "fits": verdict.fits,
         "bound": time_bound(planned.plan, planned.shape, machine, run.precision.kind),
-        "knobs": [
-            {
-                "override": " ".join(suggestion.candidate.overrides),
-                "saves_bytes": suggestion.saves_bytes,
-                "slower_by": round(suggestion.slower_by, 4),
-                "fits": suggestion.fits,
-                "costs": COSTS[suggestion.candidate.costs],
-                "why": suggestion.candidate.why,
-            }
-            for suggestion in single
-        ],
+        "knobs": [_suggestion_facts(suggestion) for suggestion in single],
         "together": suggestions.together(planned, single),
         "faster": [facts_of(speedup) for speedup in planned_speedups(suggestions, planned, machine)],
         "processes": processes,
         "notes": list(_notes(planned, machine, processes)),
         **({} if answers is None else {"answers": plan_answers(planned, answers, machine)}),
+    }
+
+
+def _suggestion_facts(suggestion: Suggestion) -> dict[str, Any]:
+    return {
+        "override": " ".join(suggestion.candidate.overrides),
+        "saves_bytes": suggestion.saves_bytes,
+        "slower_by": round(suggestion.slower_by, 4),
+        "fits": suggestion.fits,
+        "costs": COSTS[suggestion.candidate.costs],
+        "why": suggestion.candidate.why,
     }
 
 

@@ -27,7 +27,7 @@ _MAX_OTHERS_SHARE = 0.1  # of the CPU time of the machine
 _MAX_OTHERS_BYTES = 1 << 30  # of GPU memory
 _RESULT_KEYS = (
     *("steps", "seconds", *PHASES),
-    *("memory_predicted_bytes", "memory_measured_bytes", "device_used_bytes", "device_is_estimated"),
+    *("memory_predicted_bytes", "memory_measured_bytes", "device_used_bytes"),
     *("gpu_utilization", "train_loss_last", "eval_loss", "accuracy", "exact_match"),
 )
 _MEDIAN_KEYS = (

@@ -32,7 +32,7 @@ FEW = 4  # rungs of ladders for this tier
 
 @pytest.mark.parametrize("name", [name for name in NAMES if len(LADDERS[name].rungs) <= FEW])
 def test_ladder_composes_and_small_makes_ten_steady_steps_of_rows(name: str) -> None:
-    """Long ladders in tests/full/sweeps/test_proposers.py."""
+    """Long ladders in tests/full/sweeps/test_ladders_and_search.py."""
     check_small_ladder(name)
 
 
