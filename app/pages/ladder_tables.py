@@ -30,6 +30,7 @@ _MEASURED: Mapping[str, RungColumns] = {
         "tokens_per_second": ("tokens/s", format_count),
         "spread": ("spread", "{:.0%}".format),
         "ratio": ("x first", str),
+        "efficiency": ("per process", "{:.0%}".format),
         "source_ratio": ("source", "{:.2f}".format),
         "seconds": ("seconds", "{:,.1f}".format),
         "compile_seconds": ("compile", "{:,.1f}".format),

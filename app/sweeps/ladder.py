@@ -189,6 +189,8 @@ def _measured(run: RunConfig, outcome: Outcome) -> dict[str, Any]:
     result = read_result(place.path)
     manifest = read_json(place.manifest) if place.manifest.is_file() else {}
     counts, clocks = manifest.get("counts", {}), manifest.get("clocks") or {}
+    processes = run.launch.num_processes
+    cores = manifest.get("cpus") if manifest.get("hardware", {}).get("device") == "cpu" else None
     states = sorted(place.path.glob("checkpoints/step-*/state.json"))
     progress = read_json(states[-1])["progress"] if states else {}
     batching = run.batching
@@ -204,7 +206,9 @@ def _measured(run: RunConfig, outcome: Outcome) -> dict[str, Any]:
         "splits": progress.get("depth", 0),
         "clocks": {name: clocks[name] for name in _LIMITS_OF_SPEED if name in clocks},
         **_others(result.get("other_processes") or {}, outcome.other_cpu_share or 0.0),
-        "step": [batching.packing, size * batching.accumulation, run.launch.num_processes, run.optimizer.lr],
+        "processes": processes,
+        "shares_cores": cores is not None and processes > cores,
+        "step": [batching.packing, size * batching.accumulation * processes, run.optimizer.lr],
     }
 
 
@@ -268,6 +272,7 @@ def _compared_with(first: Results, rung: Results) -> dict[str, Any]:
     memory = "device_used_bytes" if rung["device_used_bytes"] else "memory_measured_bytes"
     return {
         "ratio": ratio,
+        "efficiency": ratio * first["processes"] / rung["processes"] if ratio and rung["processes"] > 1 else None,
         "is_noise": ratio is not None and rung is not first and abs(ratio - 1) < noise,
         "memory_ratio": _quotient(rung, first, memory),
         "as_first": _as_first(rung, first),
@@ -281,6 +286,8 @@ def _incomparable(rung: Results) -> str | None:
         return "out of memory, repeated in smaller parts"
     if (rung.get("steady_seconds") or 0.0) < _MIN_SECONDS:
         return f"less than {_MIN_SECONDS:g} s"
+    if rung.get("shares_cores"):
+        return "more processes than CPU cores"
     return "shared GPU" if rung.get("shares_gpu") else None
 
 

@@ -41,7 +41,7 @@ def check_small_ladder(name: str) -> None:
     for run in check_ladder(name, "small"):
         # those of `packing` have many lengths
         if run.dataset.random.rows and run.dataset.path == "random:" and name != "packing":
-            rows = int(batch_text(run).split(" x ")[0]) * run.batching.accumulation
+            rows = int(batch_text(run).split(" x ")[0]) * run.batching.accumulation * run.launch.num_processes
             assert run.dataset.random.rows * (1 - run.dataset.eval_fraction) / rows > 11
 
 
@@ -138,6 +138,7 @@ def test_ladder_rungs_read_some_keys_and_are_refused_alone(conf: Path) -> None:
 
 BATCHES = ["batching.packing=false", "batching.rows=4"]
 SAME, SPLIT_ROWS = [*BATCHES], [*BATCHES, "batching.rows=2", "batching.accumulation=2"]
+TWO_PROCESSES = [*BATCHES, "batching.rows=2", "launch.num_processes=2"]
 # what the second rung is like; the first has SAME, loss 0.5, held-out loss 1.0, 100 tokens/s
 COMPARED = [
     (SPLIT_ROWS, {}, ("equal", 2.0)),
@@ -150,6 +151,9 @@ COMPARED = [
     (SAME, {"others": {"count": 3, "bytes": 2e9}}, ("equal", None)),
     (SAME, {"step_tokens": 150}, ("equal", None)),
     (SAME, {"watts": 300.0}, ("equal", 2.0)),
+    (TWO_PROCESSES, {}, ("equal", 2.0)),
+    (TWO_PROCESSES, {"cpus": 2}, ("equal", 2.0)),
+    (TWO_PROCESSES, {"cpus": 1}, ("equal", None)),
 ]
 
 
@@ -164,7 +168,8 @@ def finished(folder: Path, number: int, rate: float, **facts: Any) -> Outcome:
     (own / "result.json").write_text(json.dumps({"status": FINISHED, **result}))
     clocks = {"max_sm_mhz": 1665, "sm_mhz": 200 + number, "power_limit_watts": facts.get("watts", 350.0)}
     counts = {"fill": None, "data": {"eval": {"classes": {"good": 6, "bad": 4}}}}
-    (own / "manifest.json").write_text(json.dumps({"counts": counts, "clocks": clocks}))
+    machine = {"cpus": facts.get("cpus"), "hardware": {"device": "cpu" if "cpus" in facts else "cuda"}}
+    (own / "manifest.json").write_text(json.dumps({"counts": counts, "clocks": clocks, **machine}))
     size = facts.get("step_tokens", 1000)
     speeds = enumerate((1.0, 1.0, rate, rate), 1)
     lines = [
@@ -194,6 +199,10 @@ def test_ladder_second_rung_compared_with_the_first(
     notes = "\n".join(speed.notes)
     assert ("no speed ratio (out of memory, repeated in smaller parts): two" in notes) == ("depth" in facts)
     assert ("no speed ratio (less than 2 s): two" in notes) == ("step_tokens" in facts)
+    assert ("no speed ratio (more processes than CPU cores): two" in notes) == (facts.get("cpus") == 1)
+    is_scaling = overrides == TWO_PROCESSES and second["ratio"] is not None
+    assert second["efficiency"] == (1.0 if is_scaling else None)
+    assert ("per process" in speed.head) == is_scaling
     assert ("two: 3 processes used 2.0 GB of the same GPU" in notes) == ("others" in facts)
     assert ("max_sm_mhz 1665 -> 1665, power_limit_watts 350.0 -> 300.0" in notes) == ("watts" in facts)
     assert (
