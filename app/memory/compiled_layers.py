@@ -54,10 +54,7 @@ def kernels_of(graph: fx.Graph) -> list[Kernel]:
         inside = {*nodes}
         kernels.append(Kernel(nodes, node in groups, tuple(member for member in nodes if {*member.users} - inside)))
 
-    for node in graph.nodes:
-        if _is_mlp(node):  # before everything that does not lead to it
-            visit(node)
-    for node in graph.nodes:
+    for node in sorted(graph.nodes, key=_is_mlp, reverse=True):  # an MLP before all that it does not need
         if node not in groups and node.op != "output":
             visit(node)
     for node in graph.output_node().all_input_nodes:
@@ -154,7 +151,9 @@ class LayerGraphs:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("documents") is None or not torch.is_grad_enabled():
                 return eager(*args, **kwargs)
-            places, tiling = _places(layer), tiling_of(layer)
+            tiling = tiling_of(layer)
+            mlps = [] if tiling is None else gated_mlps(layer)
+            places = _places(layer, mlps)
             compute, tensors = _as_function(eager, args, kwargs, places)
             key = kind, tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
             opaque = nullcontext() if tiling is None else tiling.computed_by(_opaque_mlp)
@@ -168,7 +167,7 @@ class LayerGraphs:
             if tiling is None:
                 outputs = _CompiledLayer.apply(parts, count, *tensors)  # type: ignore[no-untyped-call]
             else:
-                (mlp,), call = gated_mlps(layer), _Call(parts, count)
+                (mlp,), call = mlps, _Call(parts, count)
                 x = _BeforeMlp.apply(call, *tensors)  # type: ignore[no-untyped-call]
                 outputs = _AfterMlp.apply(call, mlp(x))  # type: ignore[no-untyped-call]
             return tree_unflatten(list(outputs), parts.outputs)
@@ -199,10 +198,11 @@ def _as_function(
     return compute, tensors
 
 
-def _places(layer: nn.Module) -> list[Place]:
-    """Return the places of parameters, buffers and quantization constants."""
+def _places(layer: nn.Module, mlps: Sequence[nn.Module]) -> list[Place]:
+    """Return the places of parameters, buffers and quantization constants, without those of tiled MLPs."""
     owners: list[dict[str, Any]] = []
-    for module in layer.modules():
+    outside = {module for mlp in mlps for module in mlp.modules()}
+    for module in (module for module in layer.modules() if module not in outside):
         owners += [module._parameters, module._buffers]
         state: Any = getattr(module, "quant_state", None)
         while state is not None:
