@@ -254,6 +254,7 @@ class QuantizationKind(NamedTuple):
     needs_fp8: bool = False  # GPU with fp8
     trains: bool = False  # weights are rounded on use and trained; otherwise they are stored quantized and frozen
     uncompilable: str = ""  # reason why its layers cannot be compiled
+    mixes_rows: bool = False  # whether the output of a row depends on the others
     # weights per byte of scales, unquantized and quantized; the latter are dequantized on each use
     weights_per_scale_byte: tuple[float, float] = (0.0, 0.0)
 
@@ -273,6 +274,7 @@ QUANTIZATION_KINDS = {
         "{} on an LLM.int8() base",
         ("quantization=nf4", "4 instead of 8 bits per weight"),
         uncompilable="the number of outlier columns differs in each layer and step",
+        mixes_rows=True,
     ),
     "fp8": QuantizationKind(
         "{} on an fp8 base",

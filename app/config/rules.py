@@ -261,6 +261,22 @@ def _offload_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _tile_problems(run: RunConfig) -> Iterator[str]:
+    tile, quantization, batching = run.training.tile, run.quantization.kind, run.batching
+    if tile in (0, "auto"):
+        return
+    if QUANTIZATION_KINDS[quantization].mixes_rows:
+        yield (
+            f"training.tile={tile} is not supported with quantization.kind={quantization}: the output of a row depends "
+            "on the other rows. Set training.tile=0, or quantization=int8."
+        )
+    if batching.packing is not False and isinstance(batching.tokens, int) and int(tile) >= batching.tokens:
+        yield (
+            f"training.tile={tile} is not below batching.tokens={batching.tokens}, so there is one tile. "
+            "Set a smaller training.tile, or 0."
+        )
+
+
 def _quantization_problems(run: RunConfig) -> Iterator[str]:
     trains = QUANTIZATION_KINDS[run.quantization.kind].trains
     if trains and run.adapter.kind != "none":
@@ -370,6 +386,7 @@ def _cuda_graph_problems(run: RunConfig) -> Iterator[str]:
     faults = [
         (run.compile.kind != BLOCKS, f"compile={run.compile.kind}", "compile=blocks"),
         (recompute not in (False, 0), f"training.recompute={recompute}", "training.recompute=0"),
+        (run.training.tile not in (0, "auto"), f"training.tile={run.training.tile}", "training.tile=0"),
         (accumulation > 1, f"batching.accumulation={accumulation}", "batching.accumulation=1"),
         (run.parallel.divides, f"parallel={run.parallel.kind}", "parallel=auto"),
         (profile_step is not None, f"training.profile_step={profile_step}", "training.profile_step=null"),
@@ -448,6 +465,7 @@ RULES: tuple[Rule, ...] = (
     _new_token_problems,
     lambda run: ADAPTER_KINDS[run.adapter.kind].problems(run),
     _offload_problems,
+    _tile_problems,
     _quantization_problems,
     _precision_problems,
     _full_fine_tuning_problems,

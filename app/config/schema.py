@@ -353,6 +353,8 @@ class TrainingConfig:
     recompute: bool | int | str = number(at_least=0)
     rehearse: bool | str = MISSING  # run the largest micro-batch once before step 1; auto: on a GPU
     offload: bool = MISSING  # keep the inputs of checkpointed layers in CPU RAM
+    # tokens per tile of gated MLPs; 0: no tiles; auto: only if gradient checkpointing is not enough
+    tile: int | str = number(0, at_least=0)
     # step to profile, with its time by kind of operation; null: none
     profile_step: int | None = number(None, at_least=1)
     max_bad_steps: int = number(at_least=1)  # consecutive non-finite gradients before the run stops

@@ -105,11 +105,17 @@ def is_recomputed(layer: nn.Module) -> bool:
 
 def draws_random_numbers(lm: nn.Module) -> bool:
     """Return whether a pass of `lm` may use random numbers, by its modules and configuration."""
-    dropouts = (module for module in lm.modules() if "dropout" in type(module).__name__.lower())
-    if any(getattr(module, "p", 0) for module in dropouts) or any(_has_rate(vars(module)) for module in lm.modules()):
+    if has_random_modules(lm):
         return True
     config = getattr(lm, "config", None)
     return config is None or _has_rate(config.to_dict())
+
+
+def has_random_modules(network: nn.Module) -> bool:
+    """Return whether a module inside has dropout or noise with a rate above 0."""
+    dropouts = (module for module in network.modules() if "dropout" in type(module).__name__.lower())
+    has_dropout = any(getattr(module, "p", 0) for module in dropouts)
+    return has_dropout or any(_has_rate(vars(module)) for module in network.modules())
 
 
 def _has_rate(values: Mapping[Any, Any], *, is_named: bool = False) -> bool:

@@ -7,13 +7,16 @@ All micro-batches of a packed run have one shape and differ in the values of one
 the graph is compiled and verified once, before the first step, and a later recompilation is an error. Passes without a
 gradient (evaluation, generation) use the layer's own forward. So do parts of a split micro-batch, which are also
 recomputed, because an uncompiled layer saves about twice the activations.
+
+A tiled MLP is outside the graph of its layer, which then has two parts: a recomputed layer must be able to stop before
+the MLP. A tile has a graph of its own, with one shape.
 """
 
 import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -29,6 +32,7 @@ from app.errors import TrainingError, gist
 from app.layers.activation_checkpointing import is_recomputed, recomputed, repeated_layers
 from app.layers.attention.requirements import dropouts_of
 from app.layers.recurrent import recurrent_mixers
+from app.layers.tiled_mlp import in_tiles, outside_graphs, tiling_of
 
 _KNOWN_COSTS = {"aten", "prims", "inductor"}  # namespaces with known costs
 _EXPENSIVE = {  # except these
@@ -174,12 +178,15 @@ class CompiledLayers:
         self._visit: Visit | None = None
         self._shape: torch.Size | None = None
         self._config = config
-        # a copy with a code object of its own: torch caches graphs by code object, and another model has other graphs
-        code: Any = _own_forward.__code__.replace()
-        own_forward: Any = FunctionType(code, _own_forward.__globals__, _own_forward.__name__)
-        self._compiled: Any = torch.compile(own_forward, fullgraph=True, dynamic=False, backend=self._compile_graph)
+        self._tiling = next(filter(None, map(tiling_of, layers.values())), None)
+        self._compiled = _torch_compiled(self._compile_graph, fullgraph=self._tiling is None)
+        if self._tiling is not None:
+            tile = _torch_compiled(self._compile_tile_graph)
+            self._tiles = partial(in_tiles, tile, self._tiling.tokens, pads=True)
         for number, layer in layers.items():
             layer.forward = self._compiled_forward(number, layer, first=number == min(layers))
+            if self._tiling is not None:
+                outside_graphs(layer)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -204,7 +211,7 @@ class CompiledLayers:
         self._shape = LayerCall(args, kwargs).hidden.shape
         if self._config.graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        return self._compiled(layer, *args, **kwargs)
+        return self._run(layer, *args, **kwargs)
 
     def give_up(self, fault: str) -> None:
         """Use the layers' own forward for the rest of the run."""
@@ -233,7 +240,7 @@ class CompiledLayers:
             if first and self._config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             try:
-                return self._compiled(layer, *args, **kwargs)
+                return self._run(layer, *args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as fault:
                 if not self.verified:
                     raise
@@ -244,6 +251,12 @@ class CompiledLayers:
 
         return forward
 
+    def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._tiling is None:
+            return self._compiled(layer, *args, **kwargs)
+        with self._tiling.computed_by(self._tiles):
+            return self._compiled(layer, *args, **kwargs)
+
     def _fits(self, call: LayerCall) -> bool:
         if not self.is_on or call.kwargs.get("documents") is None or not torch.is_grad_enabled():
             return False
@@ -251,7 +264,14 @@ class CompiledLayers:
         return call.hidden.shape == self._shape
 
     def _compile_graph(self, graph: Any, inputs: list[Any]) -> Any:
-        """Compile a graph; torch calls this backend for each one."""
+        """Compile a graph of a layer; torch calls this backend for each one."""
+        return self._compile(graph, inputs, self._config.memory_budget)
+
+    def _compile_tile_graph(self, graph: Any, inputs: list[Any]) -> Any:
+        """Compile a graph of a tile, which is recomputed as a whole and then saves all activations."""
+        return self._compile(graph, inputs, 1.0)
+
+    def _compile(self, graph: Any, inputs: list[Any], memory_budget: float | str) -> Any:
         if self.verified:
             raise RuntimeError("all graphs are compiled before the first step")
         self.graphs += 1
@@ -262,7 +282,7 @@ class CompiledLayers:
         # same random numbers as in uncompiled layers
         options |= {"fallback_random": True, "triton.cudagraphs": self._config.graphs}
         options |= {"joint_custom_pre_pass": marking_pass()}
-        with torch._functorch.config.patch(activation_memory_budget=self._config.memory_budget):
+        with torch._functorch.config.patch(activation_memory_budget=memory_budget):
             return backend(graph, inputs, config_patches=options)
 
 
@@ -285,6 +305,14 @@ def compile_blocks(lm: nn.Module, config: CompileConfig, obstacle: str | None = 
     if obstacle:
         compiled.give_up(obstacle)
     return compiled
+
+
+def _torch_compiled(backend: Callable[[Any, list[Any]], Any], *, fullgraph: bool = True) -> Any:
+    """Return the own forward of a module, its first argument, compiled by torch."""
+    # a copy with a code object of its own: torch caches graphs by code object, and another model has other graphs
+    code: Any = _own_forward.__code__.replace()
+    own_forward: Any = FunctionType(code, _own_forward.__globals__, _own_forward.__name__)
+    return torch.compile(own_forward, fullgraph=fullgraph, dynamic=False, backend=backend)
 
 
 def _own_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -151,6 +151,8 @@ def _choice_notes(planned: Planned) -> Iterator[str]:
         count = planned.run.training.recompute
         layers = f"{count} layers (training.recompute=auto)" if count else "off (enough memory)"
         yield f"gradient checkpointing: {layers}"
+    if planned.chosen_tile and planned.run.training.tile:
+        yield f"MLPs: tiles of {planned.run.training.tile:,} tokens (training.tile=auto)"
     if planned.chosen_budget:
         yield f"compiled layers: compile.memory_budget={planned.run.compile.memory_budget:g} (auto)"
     if planned.parallel_reason:

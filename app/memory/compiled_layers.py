@@ -3,11 +3,14 @@
 Inductor computes connected pointwise operations, reductions and views in one kernel. Its inputs are alive until all its
 results are written, and results that only the kernel itself reads take no memory. Where inductor writes a result over
 an input, this is an overestimate.
+
+A tiled MLP is one operation in the graphs of its layer, which stop there: tiles run as in an uncompiled layer.
 """
 
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
 from typing import Any
@@ -19,6 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from app.layers.compile import marking_pass
+from app.layers.operations import autocast_dtype
+from app.layers.tiled_mlp import gated_mlps, tiling_of
 from app.memory.fake_tensors import FakeTensorFallbacks, cost_key
 
 
@@ -49,7 +54,7 @@ def kernels_of(graph: fx.Graph) -> list[Kernel]:
         inside = {*nodes}
         kernels.append(Kernel(nodes, node in groups, tuple(member for member in nodes if {*member.users} - inside)))
 
-    for node in graph.nodes:
+    for node in sorted(graph.nodes, key=_is_mlp, reverse=True):  # an MLP before all that it does not need
         if node not in groups and node.op != "output":
             visit(node)
     for node in graph.output_node().all_input_nodes:
@@ -146,17 +151,25 @@ class LayerGraphs:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("documents") is None or not torch.is_grad_enabled():
                 return eager(*args, **kwargs)
-            places = _places(layer)
+            tiling = tiling_of(layer)
+            mlps = [] if tiling is None else gated_mlps(layer)
+            places = _places(layer, mlps)
             compute, tensors = _as_function(eager, args, kwargs, places)
             key = kind, tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
-            with warnings.catch_warnings():
+            opaque = nullcontext() if tiling is None else tiling.computed_by(_opaque_mlp)
+            with warnings.catch_warnings(), opaque:
                 warnings.simplefilter("ignore")  # of torch about its own code
                 if key not in self._joints:
                     self._joints[key] = _trace(compute, tensors, places)
                 if (key, budget) not in self._parts:
                     self._parts[key, budget] = _partition(self._joints[key], budget)
             parts = self._parts[key, budget]
-            outputs = _CompiledLayer.apply(parts, count, *tensors)  # type: ignore[no-untyped-call]
+            if tiling is None:
+                outputs = _CompiledLayer.apply(parts, count, *tensors)  # type: ignore[no-untyped-call]
+            else:
+                (mlp,), call = mlps, _Call(parts, count)
+                x = _BeforeMlp.apply(call, *tensors)  # type: ignore[no-untyped-call]
+                outputs = _AfterMlp.apply(call, mlp(x))  # type: ignore[no-untyped-call]
             return tree_unflatten(list(outputs), parts.outputs)
 
         return forward
@@ -185,10 +198,11 @@ def _as_function(
     return compute, tensors
 
 
-def _places(layer: nn.Module) -> list[Place]:
-    """Return the places of parameters, buffers and quantization constants."""
+def _places(layer: nn.Module, mlps: Sequence[nn.Module]) -> list[Place]:
+    """Return the places of parameters, buffers and quantization constants, without those of tiled MLPs."""
     owners: list[dict[str, Any]] = []
-    for module in layer.modules():
+    outside = {module for mlp in mlps for module in mlp.modules()}
+    for module in (module for module in layer.modules() if module not in outside):
         owners += [module._parameters, module._buffers]
         state: Any = getattr(module, "quant_state", None)
         while state is not None:
@@ -277,20 +291,39 @@ class _Graph:
 
     def __init__(self, module: fx.GraphModule, recomputed: Collection[str]) -> None:
         self._module, self._recomputed, self._kernels = module, recomputed, kernels_of(module.graph)
-        self._inputs = module.graph.find_nodes(op="placeholder")
+        self.inputs = module.graph.find_nodes(op="placeholder")
+        self.outputs: Any = module.graph.output_node().args[0]
+        self._mlp = next((at for at, kernel in enumerate(self._kernels) if _is_mlp(kernel.nodes[0])), -1)
 
     def run(self, inputs: list[Tensor], count: Count) -> Any:
         """Return the outputs for `inputs`, which is emptied. Fused kernels are not run: their results are allocated."""
-        values: dict[fx.Node, Any] = dict(zip(self._inputs, inputs, strict=True))
+        values: dict[fx.Node, Any] = dict(zip(self.inputs, inputs, strict=True))
         inputs.clear()
+        self._run(self._kernels, values, count)
+        return fx.node.map_arg(self.outputs, values.__getitem__)
+
+    def run_to_mlp(self, values: dict[fx.Node, Any], count: Count) -> Tensor:
+        """Add the values of all that the MLP needs, and return its input."""
+        kernel = self._kernels[self._mlp]
+        self._run(self._kernels[: self._mlp], values, count)
+        x: Tensor = values[kernel.nodes[0].all_input_nodes[0]]
+        for node in kernel.last_uses:
+            values.pop(node, None)
+        return x
+
+    def run_from_mlp(self, out: Tensor, values: dict[fx.Node, Any], count: Count) -> None:
+        """Add the values of the rest, with the output of the MLP."""
+        values[self._kernels[self._mlp].nodes[0]] = out
+        self._run(self._kernels[self._mlp + 1 :], values, count)
+
+    def _run(self, kernels: Sequence[Kernel], values: dict[fx.Node, Any], count: Count) -> None:
         with torch.autocast("cpu", enabled=False):
-            for kernel in self._kernels:
+            for kernel in kernels:
                 for node in kernel.written:
                     if node.op != "placeholder":
                         values[node] = self._written(node, values, count, kernel)
                 for node in kernel.last_uses:
                     values.pop(node, None)
-        return fx.node.map_arg(self._module.graph.output_node().args[0], values.__getitem__)
 
     def _written(self, node: fx.Node, values: dict[fx.Node, Any], count: Count, kernel: Kernel) -> Any:
         if node.op == "get_attr":
@@ -327,3 +360,87 @@ class _CompiledLayer(torch.autograd.Function):
         values = [*ctx.saved_tensors, *gradients]
         ctx.maybe_clear_saved_tensors()  # as in compiled layers: tensors are freed after their last use
         return None, None, *ctx.parts.backward.run(values, ctx.count)
+
+
+# ---- layers with a tiled MLP
+
+
+@torch.library.custom_op("app_plan::mlp", mutates_args=())
+def _mlp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    raise NotImplementedError("a plan never computes")
+
+
+@torch.library.custom_op("app_plan::mlp_backward", mutates_args=())
+def _mlp_backward(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    raise NotImplementedError("a plan never computes")
+
+
+_mlp.register_fake(lambda x, dtype: torch.empty_like(x, dtype=dtype))
+_mlp_backward.register_fake(lambda gradient, dtype: torch.empty_like(gradient, dtype=dtype))
+
+
+def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.dtype = inputs[0].dtype
+
+
+_mlp.register_autograd(lambda ctx, gradient: (_mlp_backward(gradient, ctx.dtype), None), setup_context=_keep_dtype)
+
+
+def _opaque_mlp(_module: nn.Module, x: Tensor) -> Tensor:
+    """Return the output of an MLP as one operation, which only the layer's graphs have."""
+    out: Tensor = _mlp(x, autocast_dtype(x))
+    return out
+
+
+def _is_mlp(node: fx.Node) -> bool:
+    return node.target in (torch.ops.app_plan.mlp.default, torch.ops.app_plan.mlp_backward.default)
+
+
+class _Call:
+    """A call of a compiled layer with a tiled MLP."""
+
+    def __init__(self, parts: _Parts, count: Count) -> None:
+        self.forward, self.backward, self.count = parts.forward, parts.backward, count
+        results = parts.outputs.num_leaves
+        self.results, self.saved = parts.forward.outputs[:results], parts.forward.outputs[results:]
+        self.saved_before: list[int] = []  # indices of `saved` before the MLP
+        self.values: dict[fx.Node, Any] = {}  # between the two halves of a pass
+
+
+class _BeforeMlp(torch.autograd.Function):
+    """The part of a compiled layer before its MLP; in the backward pass the part after it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+        ctx.call, call.values = call, dict(zip(call.forward.inputs, tensors, strict=True))
+        x = call.forward.run_to_mlp(call.values, call.count)
+        ctx.saved = call.saved_before = [at for at, node in enumerate(call.saved) if node in call.values]
+        ctx.save_for_backward(*(call.values[call.saved[at]] for at in ctx.saved))
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        graph, values = ctx.call.backward, ctx.call.values
+        values.update((graph.inputs[at], saved) for at, saved in zip(ctx.saved, ctx.saved_tensors, strict=True))
+        ctx.maybe_clear_saved_tensors()
+        graph.run_from_mlp(gradients[0], values, ctx.call.count)
+        ctx.call.values = {}
+        return None, *fx.node.map_arg(graph.outputs, values.__getitem__)
+
+
+class _AfterMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, out: Tensor) -> tuple[Tensor, ...]:
+        values, call.values = call.values, {}
+        call.forward.run_from_mlp(out, values, call.count)
+        ctx.call, ctx.saved = call, [at for at in range(len(call.saved)) if at not in call.saved_before]
+        ctx.save_for_backward(*(values[call.saved[at]] for at in ctx.saved))
+        return tuple(values[node] for node in call.results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        graph, call = ctx.call.backward, ctx.call
+        call.values = {graph.inputs[at]: saved for at, saved in zip(ctx.saved, ctx.saved_tensors, strict=True)}
+        call.values.update(zip(graph.inputs[len(call.saved) :], gradients, strict=True))
+        ctx.maybe_clear_saved_tensors()
+        return None, graph.run_to_mlp(call.values, call.count)

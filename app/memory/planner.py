@@ -36,18 +36,22 @@ from app.memory.trace import Shape, worst_case
 from app.training.auto_settings import (
     AUTO,
     Choices,
+    Savings,
     bin_sizes,
     has_auto_bins,
     has_auto_budget,
+    has_auto_tile,
     memory_budget,
     recomputed_layers,
     step_tokens,
     suggested_bin,
+    tile_tokens,
     with_bins,
     with_packing,
     with_parallel,
     with_planned_compile,
     with_recompute,
+    with_tile,
 )
 from app.training.memory import Predicted
 from app.training.rows import with_planned_rows, within_positions
@@ -55,6 +59,9 @@ from app.training.rows import with_planned_rows, within_positions
 # Fixed cost of a micro-batch in tokens of compute: kernel launches, reads of weights, partly filled tiles. Assumed; its
 # only effect is that larger bins are faster.
 _MICRO_BATCH_OVERHEAD_TOKENS = 256
+
+# Tokens of a tile that training.tile=auto tries. Every tile reads and dequantizes the weights of its MLP.
+_TILES = (8192, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ class Planned:
     chosen: bool = False  # whether training.recompute=auto was resolved
     chosen_budget: bool = False  # whether compile.memory_budget=auto was resolved
     chosen_bins: bool = False  # whether batching.tokens=auto was resolved
+    chosen_tile: bool = False  # whether training.tile=auto was resolved
     parallel_reason: str = ""  # value of parallel=auto and its reason
 
     @property
@@ -94,18 +102,21 @@ class Planner:
         base = open_base(run.model, run.task)
         run = with_packing(replace(run, dataset=within_positions(run.dataset, base, lambda _: None)), base)
         run = with_planned_compile(with_planned_rows(run), base.on_meta(), self.machine.device)
+        return _with_tile(run, lambda run: self._at(run, exact=exact))
+
+    def _at(self, run: RunConfig, *, exact: bool) -> Planned:
         if run.parallel.kind == AUTO and self.processes > 1:
             return self._parallel(run, exact=exact)
         if has_auto_bins(run):
             planned = self._fastest_bins(run)
             if exact:
-                planned = replace(self.of_batch(planned.run, exact=True), chosen=planned.chosen)
+                planned = replace(self._of_batch(planned.run, exact=True), chosen=planned.chosen)
             return replace(planned, chosen_bins=True)
-        return self.of_batch(run, exact=exact)
+        return self._of_batch(run, exact=exact)
 
     def _parallel(self, run: RunConfig, *, exact: bool) -> Planned:
         """Resolve `parallel=auto`: the whole model on each process if that fits, else sharded."""
-        whole = self.at(with_parallel(run, "ddp"), exact=exact)
+        whole = self._at(with_parallel(run, "ddp"), exact=exact)
         needs = _needs(whole.verdict, self.machine)
         if whole.verdict.fits:
             return replace(whole, parallel_reason=f"ddp, which needs {needs}")
@@ -113,10 +124,13 @@ class Planner:
         if problems_of(sharded):
             reason = f"ddp, which does not fit ({needs}); fsdp does not support other settings of the run"
             return replace(whole, parallel_reason=reason)
-        return replace(self.at(sharded, exact=exact), parallel_reason=f"fsdp, because ddp needs {needs}")
+        return replace(self._at(sharded, exact=exact), parallel_reason=f"fsdp, because ddp needs {needs}")
 
-    def of_batch(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
+    def of_batch(self, run: RunConfig, shape: Shape | None = None) -> Planned:
         """Plan micro-batches of a shape, by default the largest, with as few recomputed layers as fit for `auto`."""
+        return _with_tile(run, lambda run: self._of_batch(run, shape))
+
+    def _of_batch(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
         shape = shape or worst_case(run)
         choices = self._choices or planned_choices(run, self.machine.device)
         sizes = mesh_sizes_of(run.parallel, self.processes, self._local_processes)
@@ -149,7 +163,23 @@ class Planner:
         # on a CPU, bins larger than the model suggests are no faster
         on_cpu = self.machine.device == "cpu"
         sizes = [size for size in bin_sizes(run) if not on_cpu or size <= suggested_bin(run)]
-        return fastest_bins(sizes, lambda tokens: self.of_batch(with_bins(run, tokens)), first=on_cpu)
+        return fastest_bins(sizes, lambda tokens: self._of_batch(with_bins(run, tokens)), first=on_cpu)
+
+
+def _with_tile(run: RunConfig, plan: Callable[[RunConfig], Planned]) -> Planned:
+    """Plan without tiles for `auto` if that fits or the model cannot be tiled, else with the largest tiles that fit."""
+    if not has_auto_tile(run.training):
+        return plan(with_tile(run, tile_tokens(run.training)))
+    best = plan(with_tile(run, 0))
+    variants = [with_tile(run, tokens) for tokens in _TILES if tokens < best.shape.tokens]
+    for variant in variants if not best.verdict.is_hopeless else ():
+        if best.verdict.fits or problems_of(variant):
+            break
+        try:
+            best = plan(variant)
+        except ConfigError:  # a model that cannot be tiled
+            break
+    return replace(best, chosen_tile=True)
 
 
 def best_budget(
@@ -248,16 +278,17 @@ class LocalPlanner:
 
     def recompute(
         self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int
-    ) -> tuple[tuple[int, float], str]:
-        """Resolve `training.recompute=auto` and `compile.memory_budget=auto`."""
+    ) -> tuple[Savings, str]:
+        """Resolve `training.recompute=auto`, `compile.memory_budget=auto` and `training.tile=auto`."""
         planner = _local_planner(choices)
         planned = planner.of_batch(run, Shape.of(largest, micro_batches))
         needs = _needs(planned.verdict, planner.machine)
         fits = f"which needs {needs}" if planned.verdict.fits else f"and the run still does not fit ({needs})"
-        budget = memory_budget(planned.run.compile)
+        saving = Savings(planned.recomputed, memory_budget(planned.run.compile), tile_tokens(planned.run.training))
         parts = [f"training.recompute=auto: {planned.recomputed} of {layers} layers"] if planned.chosen else []
-        parts += [f"compile.memory_budget=auto: {budget:g}"] if planned.chosen_budget else []
-        return (planned.recomputed, budget), f"{', '.join(parts)}, {fits}"
+        parts += [f"compile.memory_budget=auto: {saving.budget:g}"] if planned.chosen_budget else []
+        parts += [f"training.tile=auto: {saving.tile:,} tokens"] if planned.chosen_tile and saving.tile else []
+        return saving, f"{', '.join(parts)}, {fits}" if parts else ""
 
     def bin_tokens(self, run: RunConfig, choices: Choices) -> tuple[int, str]:
         """Resolve `batching.tokens=auto`."""
@@ -392,13 +423,15 @@ class Suggestions:
             return None
 
     def plan(self, now: Planned, chosen: Sequence[Candidate]) -> Planned | None:
-        """Plan candidates with the parallelism and bins that `auto` resolved to."""
+        """Plan candidates with the parallelism, bins and tiles that `auto` resolved to."""
         run = self.run(chosen)
         if run is None:
             return None
         try:
             if now.parallel_reason and run.parallel.kind == AUTO:
                 run = with_parallel(run, now.run.parallel.kind)
+            if now.chosen_tile and has_auto_tile(run.training):
+                run = with_tile(run, now.run.training.tile)
             if now.chosen_bins:  # except sizes that candidates set
                 keys, batching = {key for candidate in chosen for key in candidate.keys}, now.run.batching
                 sizes = {"tokens": batching.tokens, "accumulation": batching.accumulation}

@@ -26,6 +26,7 @@ from app.distributed.process_group import HostGroup, Runtime, fake_device_mesh
 from app.layers.activation_checkpointing import HostOffload, repeated_layers
 from app.layers.operations import COSTS, as_on_gpu
 from app.layers.recurrent import recurrent_mixers
+from app.layers.tiled_mlp import gated_mlps
 from app.memory.compiled_layers import Compiled
 from app.memory.fake_tensors import PLANNED_AS, CudaAutocast, FakeTensorFallbacks, MetaModel, PagedStates, materialize
 from app.model import losses
@@ -59,18 +60,21 @@ class StepFlops:
             mode.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
         self.in_backward = False
         self._recomputed = 0
+        self._is_recomputing = False
         self._passes: int | None = None
 
     def count_recomputation(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the forward of a layer, to count its FLOPs during backward as recomputation."""
+        """Wrap the forward of a layer or MLP, to count its FLOPs during backward as recomputation."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self.mode.get_total_flops()
+            if not self.in_backward or self._is_recomputing:  # an MLP inside a layer counts once
+                return forward(*args, **kwargs)
+            before, self._is_recomputing = self.mode.get_total_flops(), True
             try:
                 return forward(*args, **kwargs)
             finally:
-                if self.in_backward:
-                    self._recomputed += self.mode.get_total_flops() - before
+                self._recomputed += self.mode.get_total_flops() - before
+                self._is_recomputing = False
 
         return run
 
@@ -384,7 +388,7 @@ def trace(
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
         materialize(network, sections)
-        _wrap_layers(network, step_flops, compiled, on_gpu=settings.on_gpu)
+        _wrap_layers(network, step_flops, compiled, tiled=sections.tile > 0, on_gpu=settings.on_gpu)
         host = HostOffload("meta" if settings.on_gpu else "cpu") if sections.offload else None
         loss = _planned_loss(run)
         training_model = assemble(network, sections, loss, None, host)
@@ -423,14 +427,16 @@ def _planned_loss(run: RunConfig) -> Loss:
     return loss if loss.of_rows is None else losses.over_documents(lambda sums, _batch: sums)
 
 
-def _wrap_layers(network: Any, step_flops: StepFlops, compiled: Compiled | None, *, on_gpu: bool) -> None:
-    """Set the compiled forward of layers that have one, and count their recomputation."""
-    for layer in repeated_layers(network):
-        if compiled is not None and not recurrent_mixers(layer):
+def _wrap_layers(network: Any, step_flops: StepFlops, compiled: Compiled | None, *, tiled: bool, on_gpu: bool) -> None:
+    """Set the compiled forward of layers that have one, and count the recomputation of layers and tiles."""
+    layers = repeated_layers(network)
+    for layer in layers if compiled is not None else ():
+        if not recurrent_mixers(layer):
             layer.forward = compiled(layer, step_flops.count_recomputation)
-        layer.forward = step_flops.count_recomputation(layer.forward)
+    for module in [*layers, *(gated_mlps(network) if tiled else ())]:
+        module.forward = step_flops.count_recomputation(module.forward)
         if on_gpu:
-            layer.forward = CudaAutocast.also_in_backward(layer.forward)
+            module.forward = CudaAutocast.also_in_backward(module.forward)
 
 
 def _counter(settings: TraceSettings, stepper: Stepper, batches: list[Batch]) -> StorageCounter:

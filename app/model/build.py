@@ -30,6 +30,7 @@ from app.layers.head import keep_head_in_fp32, linear_head
 from app.layers.layer_norm import set_norms
 from app.layers.quantization import Quantizer, quantizer_of
 from app.layers.recurrent import missing_kernels, recurrent_mixers
+from app.layers.tiled_mlp import require_tileable, tile_mlps
 from app.model.checks import compare_loss_head
 from app.model.losses import Loss
 from app.model.training_model import TrainingModel, freeze
@@ -90,6 +91,7 @@ class ModelSections:
     recompute: bool | int  # all layers, none, or the first N
     trained: str = "fp32"  # a key of DTYPES: storage of weights if all are trained
     offload: bool = False  # whether saved inputs of recomputed layers are in host memory
+    tile: int = 0  # rows of a tile in gated MLPs; 0: no tiles
     freeze: tuple[str, ...] = ()  # name parts of frozen weights
     neftune: float = 0.0
     compile: CompileConfig = field(default_factory=lambda: CompileConfig(kind="none"))
@@ -168,7 +170,8 @@ def assemble(
     device: torch.device | None,
     host: HostOffload | None = None,
 ) -> TrainingModel:
-    """Add compiled and recomputed layers and a loss to a network with its adapter; shards and weights come later.
+    """Add tiled MLPs, compiled and recomputed layers and a loss to a network with its adapter; shards and weights come
+    later.
 
     `device`: None for a memory plan, on tensors without values: nothing is compiled, and features that a run first
     compares with the model's own computation (grouped experts, a linear head) count as equal.
@@ -177,6 +180,7 @@ def assemble(
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)
     freeze(network, sections.freeze)
+    tile_mlps(network, sections.tile)
     compiled = None if device is None else compile_blocks(network, sections.compile, compile_obstacle(sections.adapter))
     recompute(network, sections.recompute, host)
     task = task_of(sections.task)
@@ -312,6 +316,7 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
     with torch.device("meta"):  # adapters of a large model would take a gigabyte and seconds to initialize
         network: Any = add_adapter(sections.adapter, task, lm, sections.model.path)
     freeze(network, sections.freeze)
+    require_tileable(network, sections.tile)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelCounts(
         base=size,

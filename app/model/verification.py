@@ -9,7 +9,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from app.layers.attention.sdpa import plain_packed
 from app.layers.comparison import Comparison, Fault
 from app.layers.compile import CompiledLayers, LayerCall
 from app.layers.frozen_linear import without_row_rounding
+from app.layers.tiled_mlp import own_forward, tiling_of
 from app.model.training_model import TrainingModel
 from app.oom_retry import is_out_of_memory
 
@@ -306,8 +307,8 @@ class _OwnForward(nn.Module):
 def float32_reference(
     lm: Any, layer: nn.Module, forward: Callable[..., Any]
 ) -> Iterator[tuple[Callable[..., Any], Mapping[str, Tensor]]]:
-    """Context with a layer's forward and parameters in float32: plain attention, no row rounding, weights dequantized
-    to float32.
+    """Context with a layer's forward and parameters in float32: plain attention, no row rounding, no tiles (parameters
+    are replaced in the forward pass only), weights dequantized to float32.
     """
     parameters = {
         name: weight.detach().float().requires_grad_(weight.requires_grad)
@@ -323,9 +324,11 @@ def float32_reference(
     torch.set_float32_matmul_precision("highest")
     for module in packed:
         module.compute_dtype = torch.float32  # type: ignore[assignment]
+    tiling = tiling_of(layer)
+    untiled = nullcontext() if tiling is None else tiling.computed_by(own_forward)
     try:
         device = next(iter(parameters.values())).device.type
-        with without_row_rounding(layer), torch.autocast(device, enabled=False):
+        with untiled, without_row_rounding(layer), torch.autocast(device, enabled=False):
             yield lambda *args, **kwargs: torch.func.functional_call(wrapped, values, args, kwargs), parameters
     finally:
         torch.set_float32_matmul_precision(matmul)

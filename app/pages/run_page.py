@@ -86,7 +86,12 @@ _COUNTS = {
 _SHORT = "{:.3g}".format
 _TILES = ("exact_match", "accuracy", "mae", "pearson", "eval_loss")
 _HASHES = {"train": "training data", "eval": "eval data", "base": "base model"}
-_CHOICES = {"recompute": "gradient checkpointing", "tokens": "micro-batch tokens", "padded_because": "padded because"}
+_CHOICES = {
+    "recompute": "gradient checkpointing",
+    "tile": "tokens per MLP tile",
+    "tokens": "micro-batch tokens",
+    "padded_because": "padded because",
+}
 _PROCESS_MEMORY = (
     "Tensors of the training only. The peak of the process, above, includes Python, torch and other libraries."
 )

@@ -76,6 +76,7 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         recompute=recomputed_layers(run.training),
         trained=run.precision.trained,
         offload=run.training.offload,
+        tile=tile_tokens(run.training),
         freeze=tuple(run.training.freeze),
         neftune=run.training.neftune,
         compile=replace(
@@ -94,6 +95,11 @@ def memory_budget(config: CompileConfig) -> float:
 def recomputed_layers(training: TrainingConfig) -> bool | int:
     """Return the number of recomputed layers; all of them while `auto` has not been resolved."""
     return True if isinstance(training.recompute, str) else training.recompute
+
+
+def tile_tokens(training: TrainingConfig) -> int:
+    """Return the tokens of a tile of the MLPs; none while `auto` has not been resolved."""
+    return 0 if isinstance(training.tile, str) else training.tile
 
 
 def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
@@ -238,8 +244,17 @@ BINS_CHOICE = "tokens"  # among the choices of a checkpoint
 LAYERS_CHOICE = "recompute"
 BUDGET_CHOICE = "memory_budget"
 PARALLEL_CHOICE = "parallel"
+TILE_CHOICE = "tile"
 
 Answer = TypeVar("Answer")
+
+
+class Savings(NamedTuple):
+    """Settings that save activations."""
+
+    recomputed: bool | int
+    budget: float
+    tile: int
 
 
 class RunPlanner(Protocol):
@@ -253,8 +268,8 @@ class RunPlanner(Protocol):
 
     def recompute(
         self, run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int
-    ) -> tuple[tuple[int, float], str]:
-        """Return the number of recomputed layers and the memory budget of compiled ones."""
+    ) -> tuple[Savings, str]:
+        """Return the number of recomputed layers, the memory budget of compiled ones, and the tokens of a tile."""
 
     def bin_tokens(self, run: RunConfig, choices: Choices) -> tuple[int, str]:
         """Return the tokens of a bin."""
@@ -297,26 +312,35 @@ class AutoSettings:
         return with_bins(run, tokens)
 
     def with_recompute(self, run: RunConfig, largest: Callable[[], Batch], layers: int) -> RunConfig:
-        """Resolve `training.recompute` and `compile.memory_budget`; without an estimate all layers are recomputed."""
-        count: bool | int = layers
-        budget = BUDGETS[0]
+        """Resolve `training.recompute`, `compile.memory_budget` and `training.tile`; without an estimate all layers are
+        recomputed.
+        """
+        saving = Savings(layers, BUDGETS[0], 0)
         auto_layers, auto_budget = run.training.recompute == AUTO, has_auto_budget(run.compile)
         if LAYERS_CHOICE in self.stored:
-            count = convert(self.stored[LAYERS_CHOICE], bool | int)
-            budget = float(self.stored.get(BUDGET_CHOICE, budget))
-        elif auto_layers or auto_budget:
+            saving = Savings(
+                convert(self.stored[LAYERS_CHOICE], bool | int),
+                float(self.stored.get(BUDGET_CHOICE, saving.budget)),
+                int(self.stored.get(TILE_CHOICE, saving.tile)),
+            )
+        elif auto_layers or auto_budget or has_auto_tile(run.training):
             accumulation = run.batching.accumulation
-            count, budget = self._decide(
+            saving = self._decide(
                 lambda planner: planner.recompute(run, self.choices, largest(), accumulation, layers),
-                (count, budget),
+                saving,
                 f"training.recompute=auto: all {layers} layers"
                 if auto_layers
-                else f"compile.memory_budget=auto: {budget}",
+                else f"compile.memory_budget=auto: {saving.budget}"
+                if auto_budget
+                else "training.tile=auto: 0",
             )
-        return with_recompute(
+        return with_savings(
             run,
-            count if auto_layers else recomputed_layers(run.training),
-            budget if auto_budget else memory_budget(run.compile),
+            Savings(
+                saving.recomputed if auto_layers else recomputed_layers(run.training),
+                saving.budget if auto_budget else memory_budget(run.compile),
+                saving.tile if has_auto_tile(run.training) else tile_tokens(run.training),
+            ),
         )
 
     def least_recomputed(self, run: RunConfig, largest: Callable[[], Batch], layers: int) -> int | None:
@@ -324,7 +348,7 @@ class AutoSettings:
 
         def ask(planner: RunPlanner) -> tuple[int | None, str]:
             variant = with_recompute(run, AUTO, memory_budget(run.compile))
-            (count, _), remark = planner.recompute(variant, self.choices, largest(), run.batching.accumulation, layers)
+            (count, *_), remark = planner.recompute(variant, self.choices, largest(), run.batching.accumulation, layers)
             return count, remark
 
         return self._decide(ask, None, "")
@@ -383,6 +407,21 @@ def with_recompute(run: RunConfig, count: bool | int | str, budget: float) -> Ru
     return replace(
         run, training=replace(run.training, recompute=count), compile=replace(run.compile, memory_budget=budget)
     )
+
+
+def with_savings(run: RunConfig, saving: Savings) -> RunConfig:
+    """Return the run with all settings that save activations."""
+    return with_tile(with_recompute(run, saving.recomputed, saving.budget), saving.tile)
+
+
+def with_tile(run: RunConfig, tokens: int) -> RunConfig:
+    """Return the run with another number of tokens per tile of the MLPs."""
+    return replace(run, training=replace(run.training, tile=tokens))
+
+
+def has_auto_tile(training: TrainingConfig) -> bool:
+    """Return whether the memory planner chooses tiles: only where it may recompute all layers."""
+    return training.tile == AUTO and (training.recompute == AUTO or training.recompute is True)
 
 
 def has_auto_budget(config: CompileConfig) -> bool:

@@ -62,6 +62,7 @@ ROLES = {
     "training.recompute": FREE,
     "training.rehearse": FREE,
     "training.offload": FREE,
+    "training.tile": FREE,
     "training.max_bad_steps": FREE,
     "training.profile_step": FREE,
     "eval": FREE,

@@ -32,6 +32,7 @@ from app.training.auto_settings import (
     BUDGET_CHOICE,
     LAYERS_CHOICE,
     PARALLEL_CHOICE,
+    TILE_CHOICE,
     AutoSettings,
     Choices,
     CompileChoice,
@@ -162,6 +163,7 @@ class Plan:
             PARALLEL_CHOICE: run.parallel.kind,
             LAYERS_CHOICE: str(run.training.recompute),
             BUDGET_CHOICE: str(run.compile.memory_budget),
+            TILE_CHOICE: str(run.training.tile),
         }
         return {**asdict(self.choices), **bins, **planned}
 

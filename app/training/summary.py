@@ -28,7 +28,7 @@ from app.tasks.preference import LABEL_PREFERENCES
 from app.tracking.formatting import data_wait, format_bytes, format_count, format_others
 from app.tracking.output_dir import RunFolder
 from app.training import gpu_usage
-from app.training.auto_settings import BUDGET_CHOICE, offload_notes, size_notes
+from app.training.auto_settings import BUDGET_CHOICE, TILE_CHOICE, offload_notes, size_notes
 from app.training.checkpoint import Progress
 from app.training.plan import Plan
 from app.training.rows import Rows, read_rows
@@ -121,6 +121,7 @@ def manifest_facts(plan: Plan) -> dict[str, Any]:
             "recompute": run.training.recompute,
             "tokens": batching.tokens if batching.packing else None,
             **({BUDGET_CHOICE: run.compile.memory_budget} if plan.choices.compile == BLOCKS else {}),
+            **({TILE_CHOICE: run.training.tile} if run.training.tile else {}),
             **({"uncompiled_because": list(why_uncompiled)} if why_uncompiled else {}),
             **({} if batching.packing or not why_padded else {"padded_because": why_padded}),
             "format": formats_of(run.dataset),

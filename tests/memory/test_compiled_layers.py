@@ -96,6 +96,10 @@ def test_saved_bytes_of_compiled_layers_equal_plan() -> None:
     check_saved_bytes("recipe=lora")
 
 
+def test_saved_bytes_of_compiled_layers_with_tiles_equal_plan() -> None:
+    check_saved_bytes("recipe=lora", "training.tile=64")
+
+
 def test_part_of_split_micro_batch_needs_less_than_compiled_whole() -> None:
     """A part misses the compiled shape, so its layers are recomputed instead."""
     half = replace(PACKED, width=96, documents=(60, 36), label_rows=65)

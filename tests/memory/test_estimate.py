@@ -39,6 +39,10 @@ def test_extrapolated_plan_equals_trace_of_all_layers() -> None:
     check_extrapolated("recipe=full", "training.recompute=5", "training.offload=true", "precision=bf16")
 
 
+def test_extrapolated_plan_with_tiles_equals_trace_of_all_layers() -> None:
+    check_extrapolated("recipe=lora", "training.recompute=5", "training.tile=64")
+
+
 def check_extrapolated(*words: str) -> None:
     guess, whole = extrapolated_and_exact(*words)
     assert (whole.exact, guess.exact) == (True, False)

@@ -34,13 +34,13 @@ from app.memory.planner import (
 from app.memory.trace import Shape, worst_case
 from app.model.build import build_training_model, choose_loss_head
 from app.tasks.table import loss_of
-from app.training.auto_settings import Choices, bin_sizes, sections_of, step_tokens
+from app.training.auto_settings import Choices, bin_sizes, sections_of, step_tokens, with_tile
 from app.training.memory import Forecast, Measured, Predicted
 from app.training.setup import stepper_of
 from app.training.train_step import Stepper
 from tests.harness.composed import composed
 from tests.memory.facts import GPU, MIB, plan
-from tests.memory.truth import ONE_LAYER, PACKED, batch_of, small_run
+from tests.memory.truth import EXPERTS, ONE_LAYER, PACKED, batch_of, small_run
 
 LAYERS = 3
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
@@ -73,6 +73,27 @@ def test_planner_finds_fewest_recomputed_layers() -> None:
     found = Planner(replace(GPU, memory_bytes=memory)).of_batch(run, LARGE)
     first = next(n for n, size in enumerate(needed) if size + round(0.03 * memory) <= memory)
     assert (found.recomputed, found.verdict.fits, found.chosen) == (first, True, True)
+
+
+def test_planner_tiles_mlps_only_if_recomputing_all_layers_does_not_fit() -> None:
+    run = small_run("recipe=lora", "model.architecture.intermediate_size=2048", "precision=bf16", "compile=none")
+    run = replace(run, training=replace(run.training, recompute="auto", tile="auto"))
+    no_margin = replace(GPU, memory_bytes=0)
+    least = [
+        check_fit(Estimate(with_tile(run, tile), LARGE, "gpu", CHOICES).planned(True), no_margin).needed_bytes
+        for tile in (2048, 0)
+    ]
+    assert least[0] < 0.8 * least[1]
+    for needed, expected in zip(least, (2048, 0), strict=True):
+        memory = round(needed / 0.97) + 1
+        found = Planner(replace(GPU, memory_bytes=memory)).of_batch(run, LARGE)
+        assert (found.verdict.fits, found.run.training.tile, found.chosen_tile) == (True, expected, True)
+
+
+def test_planner_leaves_mlps_of_experts_whole() -> None:
+    run = small_run("recipe=lora", *EXPERTS, ONE_LAYER, "training.recompute=true")
+    found = Planner(replace(GPU, memory_bytes=700 * MIB)).of_batch(run, LARGE)
+    assert (found.verdict.fits, found.run.training.tile) == (False, 0)
 
 
 @pytest.mark.parametrize("enough", range(0, 34, 3))
@@ -394,17 +415,18 @@ def test_compatible_picks_first_of_same_key(monkeypatch: pytest.MonkeyPatch) -> 
     assert words(("recipe=lora", 8), with_adapters) == ["recipe=lora"], "they conflict"
 
 
-def test_candidates_are_planned_with_resolved_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_are_planned_with_resolved_bins_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RunConfig] = []
     monkeypatch.setattr(Planner, "at", lambda _self, run: seen.append(run))
-    words = ("batching.tokens=auto", "batching.accumulation=8")
-    found = composed("batching.tokens=2048", "batching.accumulation=1")
-    now: Any = SimpleNamespace(chosen_bins=True, parallel_reason="", run=found)
+    words = ("batching.tokens=auto", "batching.accumulation=8", "training.recompute=true")
+    found = composed("batching.tokens=2048", "batching.accumulation=1", "training.tile=64")
+    now: Any = SimpleNamespace(chosen_bins=True, chosen_tile=True, parallel_reason="", run=found)
     smaller = Candidate(("batching.tokens=1024", "batching.accumulation=2"), SPEED, "")
     for candidate in (smaller, Candidate(("adapter.r=4",), LEARNING, "")):
         Suggestions(Planner(GPU), words).plan(now, [candidate])
     batching = [(run.batching.tokens, run.batching.accumulation) for run in seen]
     assert batching == [(1024, 2), (2048, 1)]
+    assert [run.training.tile for run in seen] == [64, 64]
     assert seen[1].adapter.r == 4
 
 
@@ -476,7 +498,7 @@ def test_prediction_of_sharded_run_has_share_of_one_process(monkeypatch: pytest.
     shared = PLANNER.predict(run, PREDICTED_CHOICES, batch, 1, "cpu")
     assert shared.anatomy["trained_weights"] == pytest.approx(alone.anatomy["trained_weights"] / 4, rel=0.02)
     auto = small_run(*words, "training.recompute=auto")
-    (layers, _), remark = PLANNER.recompute(auto, PREDICTED_CHOICES, batch, 1, 1)
+    (layers, *_), remark = PLANNER.recompute(auto, PREDICTED_CHOICES, batch, 1, 1)
     assert layers == 0
     assert remark.startswith("training.recompute=auto: 0 of 1 layers, which needs")
 

@@ -161,6 +161,8 @@ def difference(*overrides: str, micro_batches: int = 1) -> int:
         ("recipe=full", "optimizer=adafactor", "training.recompute=1", *BF16, *IN_BACKWARD),
         ("recipe=lora", "adapter.lr_ratio=16", "precision=fp16", "training.recompute=true", "training.offload=true"),
         ("recipe=qlora", "training.recompute=1"),
+        ("recipe=lora", "training.recompute=1", "training.tile=80"),
+        ("recipe=full", "training.recompute=true", "training.tile=80", "precision=bf16"),
     ],
     ids=" ".join,
 )
@@ -184,8 +186,20 @@ def test_plan_of_encoder_equals_counted_step() -> None:
     assert abs(plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)) <= NEAR
 
 
-def test_plan_of_several_micro_batches_and_of_evaluation_equals_counted() -> None:
-    run, shape = small_run("recipe=lora"), replace(PACKED, micro_batches=3)
+def test_flops_of_tiles_add_one_forward_pass_of_the_mlp() -> None:
+    """With gradient checkpointing too: a recomputed layer stops before its MLP."""
+    mlp = FORWARD * LAYERS * 3 * HIDDEN * INNER * PACKED.tokens
+    plain, tiled = planned("recipe=full"), planned("recipe=full", "training.tile=64")
+    assert tiled.flops - plain.flops == mlp == tiled.recomputed_flops * PACKED.tokens
+    words = ("recipe=full", "training.recompute=true")
+    plain, tiled = (plan_memory(small_run(*words, *more), PACKED) for more in ((), ("training.tile=64",)))
+    of_down = FORWARD * LAYERS * HIDDEN * INNER * PACKED.tokens  # recomputed by tiles alone
+    assert (tiled.recomputed_flops - plain.recomputed_flops) * PACKED.tokens == of_down
+
+
+@pytest.mark.parametrize("words", [(), ("training.tile=80", "training.recompute=true")], ids=" ".join)
+def test_plan_of_several_micro_batches_and_of_evaluation_equals_counted(words: tuple[str, ...]) -> None:
+    run, shape = small_run("recipe=lora", *words), replace(PACKED, micro_batches=3)
     plan = plan_memory(run, shape, "cpu", exact=True)
     in_step, in_evaluation = counted_peaks(run, shape)
     assert abs(plan.peak_bytes - in_step) <= NEAR

@@ -306,6 +306,7 @@ def sections(model: ModelConfig, adapter: AdapterConfig, precision: str = "fp32"
         attention=given.get("attention", "sdpa"),
         precision=precision,
         recompute=given.get("recompute", False),
+        tile=given.get("tile", 0),
         freeze=given.get("freeze", ()),
         neftune=given.get("neftune", 0.0),
         compile=given.get("compile") or CompileConfig(kind="none"),

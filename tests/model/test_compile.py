@@ -137,6 +137,24 @@ def test_compiled_run_equals_uncompiled_and_is_used_for_one_shape() -> None:
         training_model(fewer)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_tiles_equal_uncompiled_layers(recompute: bool) -> None:
+    """Graphs: a layer up to its MLP, of the first and of other layers, the sum after it, a tile with and without a
+    gradient.
+    """
+    expected = by_its_own(range(1, 4), adapter=small.lora())
+    training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS, recompute=recompute, tile=40)
+    layers = blocks_of(training_model)
+    passed = small.verified(training_model, packed(0))
+    assert passed is not None, layers.fault
+    assert layers.graphs == 6
+    for seed, wanted in enumerate(expected, 1):
+        assert max_difference(outcome(training_model, packed(seed)), wanted) <= 1e-5
+    assert layers.graphs == 6
+    training_model.scores(packed(1))
+    assert layers.graphs == 6
+
+
 def test_parts_of_micro_batch_recompute_uncompiled_layers() -> None:
     (whole,) = by_its_own(range(1, 2), adapter=small.lora())
     training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS, recompute=1)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from app.training.auto_settings import Savings
 from app.training.memory import Predicted
 
 
@@ -11,7 +12,7 @@ from app.training.memory import Predicted
 class FixedPlanner:
     """A `RunPlanner` of functions of any arguments."""
 
-    recompute: Callable[..., tuple[tuple[int, float], str]] = lambda *_: ((0, 0.6), "")
+    recompute: Callable[..., tuple[Savings, str]] = lambda *_: (Savings(0, 0.6, 0), "")
     bin_tokens: Callable[..., tuple[int, str]] = lambda *_: (512, "so")
     parallel: Callable[..., tuple[str, str]] = lambda *_: ("fsdp", "because")
     predict: Callable[..., Predicted] = lambda *_: Predicted(0, "backward", {})

@@ -18,6 +18,7 @@ from app.layers.attention import BACKENDS
 from app.training.auto_settings import (
     AutoSettings,
     Choices,
+    Savings,
     bin_sizes,
     choose,
     choose_precision,
@@ -82,7 +83,7 @@ def test_auto_bins_planned_stored_or_typed() -> None:
 @pytest.mark.parametrize(("stored", "layers"), [({}, 3), ({"recompute": "2"}, 2), ({"recompute": "True"}, True)])
 def test_auto_recompute_planned_or_stored(stored: dict[str, Any], layers: int) -> None:
     run = composed("model.weights=random", "training.recompute=auto")
-    settled = auto_settings(planner(recompute=((3, 0.4), "so")), **stored)
+    settled = auto_settings(planner(recompute=(Savings(3, 0.4, 2048), "so")), **stored)
     assert settled.with_recompute(run, largest=lambda: None, layers=4).training.recompute == layers  # type: ignore[arg-type,return-value]
 
 
@@ -100,9 +101,26 @@ def test_auto_memory_budget_planned_stored_or_typed(
     words: tuple[str, ...], stored: dict[str, Any], expected: float
 ) -> None:
     run = composed("model.weights=random", "training.recompute=0", *words)
-    settled = auto_settings(planner(recompute=((3, 0.4), "so")), **stored)
+    settled = auto_settings(planner(recompute=(Savings(3, 0.4, 2048), "so")), **stored)
     planned = settled.with_recompute(run, largest=lambda: None, layers=4)  # type: ignore[arg-type,return-value]
     assert (planned.compile.memory_budget, planned.training.recompute) == (expected, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "stored", "expected"),
+    [
+        (("training.recompute=true",), {}, 2048),
+        (("training.recompute=true",), {"recompute": "True"}, 0),
+        (("training.recompute=auto",), {"recompute": "2", "tile": "64"}, 64),
+        (("training.recompute=auto", "training.tile=32"), {}, 32),
+        (("training.recompute=1",), {}, 0),
+    ],
+)
+def test_auto_tile_planned_stored_or_typed(words: tuple[str, ...], stored: dict[str, Any], expected: int) -> None:
+    run = composed("model.weights=random", *words)
+    settled = auto_settings(planner(recompute=(Savings(3, 0.4, 2048), "so")), **stored)
+    planned = settled.with_recompute(run, largest=lambda: None, layers=4)  # type: ignore[arg-type,return-value]
+    assert planned.training.tile == expected
 
 
 def test_auto_settings_of_a_model_that_cannot_be_planned_fall_back() -> None:

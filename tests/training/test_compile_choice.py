@@ -25,6 +25,7 @@ from app.training.auto_settings import (
     Choices,
     CompileChoice,
     CompileFacts,
+    Savings,
     choose_compile,
     compile_facts,
     sections_of,
@@ -198,7 +199,7 @@ def test_auto_on_cpu_compiles_nothing_and_says_nothing(finished: FinishedRuns) -
     assert json.loads((run / "manifest.json").read_text())["choices"]["compile"] == "none"
 
 
-PLANNER = planner(recompute=((1, 0.6), "1 layer"))
+PLANNER = planner(recompute=(Savings(1, 0.6, 0), "1 layer"))
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ ROWS = [
     ),
     # optimizers
     Row("recipe=full optimizer=adamw_8bit optimizer.embedding_states=32bit batching.packing=false", KILLS),
-    Row("recipe=qlora optimizer=paged_adamw_8bit training.recompute=true", KILLS),
+    Row("recipe=qlora optimizer=paged_adamw_8bit training.recompute=true training.tile=24", KILLS),
     Row("recipe=full optimizer=adamw optimizer.implementation=foreach"),
     Row("recipe=full optimizer=sgd optimizer.implementation=loop"),
     Row("recipe=full optimizer=adamw_bnb_32bit"),

@@ -42,17 +42,24 @@ def packed(step: int) -> Batch:
 
 
 def losses(
-    backend: str, compiled: CompileConfig, *, quietly: bool = False, base: QuantizationConfig | None = None
+    backend: str,
+    compiled: CompileConfig,
+    *,
+    quietly: bool = False,
+    base: QuantizationConfig | None = None,
+    tile: int = 0,
 ) -> list[float]:
     """Losses of a few steps; `quietly`: the last ones must not wait for the device."""
     runtime = start(LaunchConfig(num_processes=1, threads=1), "bf16", seed=0)
     model = small.model_config("llama", architecture=small.wide_numbers("llama"))
-    parts = small.sections(model, small.lora(), "bf16", compile=compiled, quantization=base)
+    saving = {"tile": tile, "recompute": tile > 0}
+    parts = small.sections(model, small.lora(), "bf16", compile=compiled, quantization=base, **saving)
     training_model = build_model(replace(parts, attention=backend), runtime.device, seed=0, base_path="base")
     if training_model.compiled_layers is not None:
         proof = small.verified(training_model, packed(0).to(runtime.device))
         assert proof is not None, training_model.compiled_layers.fault
-        assert training_model.compiled_layers.graphs == 2  # the first layer's input needs no gradient
+        # the first layer's input needs no gradient; with tiles: also the sum after the MLP and the tiles
+        assert training_model.compiled_layers.graphs == (6 if tile else 2)
     stepper = Stepper(training_model, build_optimizer(section("adamw"), training_model), runtime, 1.0, fp16=False)
     found = [stepper.run([packed(step)], 1e-3) for step in range(STEPS)]
     torch.cuda.synchronize(runtime.device)
@@ -76,6 +83,14 @@ def test_losses_of_compiled_quantized_layers_equal_uncompiled(kind: str) -> None
     base = QuantizationConfig(kind=kind, double_quant=kind == "nf4")
     plain = losses("varlen", CompileConfig(kind="none"), base=base)
     compiled = losses("varlen", CompileConfig(kind="blocks"), quietly=True, base=base)
+    assert compiled == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.parametrize("base", [None, QuantizationConfig(kind="nf4", double_quant=True)], ids=["bf16", "nf4"])
+def test_losses_of_compiled_tiles_equal_uncompiled_layers(base: QuantizationConfig | None) -> None:
+    """With gradient checkpointing: a layer is recomputed up to its MLP, in the thread of the backward pass."""
+    plain = losses("varlen", CompileConfig(kind="none"), base=base)
+    compiled = losses("varlen", CompileConfig(kind="blocks"), quietly=True, base=base, tile=128)
     assert compiled == pytest.approx(plain, rel=1e-2)
 
 

@@ -28,7 +28,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def model_of(
-    precision: str = "bf16", base: str = "none", adapter: AdapterConfig | None = None, **compiled: Any
+    precision: str = "bf16", base: str = "none", adapter: AdapterConfig | None = None, tile: int = 0, **compiled: Any
 ) -> TrainingModel:
     runtime = start(LaunchConfig(num_processes=1, threads=1), precision, seed=0)
     parts = small.sections(
@@ -37,6 +37,7 @@ def model_of(
         precision,
         compile=CompileConfig(kind="blocks", **compiled),
         quantization=QuantizationConfig(kind=base, double_quant=base == "nf4"),
+        tile=tile,
     )
     return build_model(replace(parts, attention="varlen"), runtime.device, seed=0, base_path="base")
 
@@ -50,6 +51,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "dropout": {"adapter": small.lora(dropout=0.1)},
     "full": {"adapter": small.full()},
     "graphs": {"graphs": True},
+    **{f"{base} in tiles": {"base": base, "tile": 128} for base in ("none", "nf4", "fp8")},
 }
 
 
