@@ -19,11 +19,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.config.adapters import ADAPTER
 from app.config.commands import GENERATE, STDIN, GenerateConfig, class_problems, run_command
 from app.config.dataset import has_chats, has_pairs
 from app.config.finished_run import finished_folder, require_intact_final
 from app.config.help import command_help
-from app.config.kinds import PROBLEMS, text_of
+from app.config.kinds import OWN, PROBLEMS, text_of
 from app.config.load import named_model, read_run
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS, task_of
@@ -176,12 +177,19 @@ def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig
         )
     import torch
 
+    from app.base.rope import in_config, rope_of
     from app.finished.inference import TextGenerator, load_any, load_tuned, load_tuned_tokenizer
 
     if folder is not None and run is not None:
         require_intact_final(folder)
         tokenizer = load_tuned_tokenizer(folder / "final", config.trust_remote_code)
         lm = load_tuned(folder, run.model, TASKS["causal"], adapter=config.adapter, quantization=run.quantization)
+        if run.model.rope != OWN and (folder / "final" / ADAPTER).is_file() and not (folder / "base").is_dir():
+            _note(
+                f"model.rope={run.model.rope} as in training. The adapter does not store it: other programs need "
+                f"{in_config(rope_of(lm.config))} in config.json of the base, or the export: finetune export "
+                f"run={config.run} kind=merged to=DIR"
+            )
         chat = has_chats(run.dataset)
     else:
         model = replace(named_model(str(config.model)), trust_remote_code=config.trust_remote_code)

@@ -101,7 +101,7 @@ def coming_from_page() -> str:
 
 def hardware_page() -> str:
     """Return the page with the GPUs of conf/hardware."""
-    rates = (f"{precision}, dense" for precision in ("bf16", "tf32", "fp32", "fp8"))
+    rates = (f"{precision}, dense" for precision in ("bf16, or fp16 without bf16", "tf32", "fp32", "fp8"))
     head = ("`hardware=`", "GPU", "memory", "bandwidth", *rates)
     rows = (
         [
@@ -111,7 +111,7 @@ def hardware_page() -> str:
             f"{gpu.bandwidth_gb:g} GB/s",
             *(
                 f"{rate:g} TFLOPS" if rate else ""
-                for rate in (gpu.bf16_tflops, gpu.tf32_tflops, gpu.fp32_tflops, gpu.fp8_tflops)
+                for rate in (gpu.bf16_tflops or gpu.fp16_tflops, gpu.tf32_tflops, gpu.fp32_tflops, gpu.fp8_tflops)
             ),
         ]
         for gpu in all_hardware()

@@ -25,6 +25,7 @@ from app.base.conversion import (
     stored_format,
     without_scale,
 )
+from app.base.rope import require_scaled, rope_of, scale_rope
 from app.base.source import (
     fetch_folder,
     folder_at_hand,
@@ -95,16 +96,26 @@ class BaseModel:
 
     def longest_row(self, length: int) -> int:
         """Return `length`, at most one attention chunk and the usable positions of the model."""
-        text = self.stored.get("text_config")
-        stored = text if isinstance(text, dict) and text else self.stored
-        length = min(length, self.attention_chunk or length)
-        positions = stored.get("max_position_embeddings") or stored.get("n_positions")
+        length, positions = min(length, self.attention_chunk or length), self._positions
         if not isinstance(positions, int):
             return length
         padding = getattr(self.numbers, "pad_token_id", None)  # a bound: no model is built if rows fit anyway
         if length <= positions - (0 if padding is None else int(padding) + 1):
             return length
         return min(length, positions - first_position(self.on_meta()))
+
+    @property
+    def _positions(self) -> Any:
+        """Positions in config.json, or those with `model.rope`."""
+        text = self.stored.get("text_config")
+        stored = text if isinstance(text, dict) and text else self.stored
+        stored = {**stored, **(self.rope or {})}
+        return stored.get("max_position_embeddings") or stored.get("n_positions")
+
+    @property
+    def rope(self) -> dict[str, Any] | None:
+        """Values of config.json that differ from the base with `model.rope`, which an adapter does not store."""
+        return None if self.config.rope == OWN else rope_of(self.numbers)
 
     def limit_text(self, longest: int) -> str:
         """Return the row length limit as a clause, with the model as typed."""
@@ -256,7 +267,7 @@ def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> 
 
 
 def _configured(config: ModelConfig, task: Task, numbers: Any) -> Any:
-    """Return `numbers` with the labels and the vocabulary size of the run."""
+    """Return `numbers` with the labels, the vocabulary size and the RoPE of the run."""
     rows = getattr(numbers, "vocab_size", None) or 0
     if config.vocab_size is not None and config.vocab_size < rows:
         raise ConfigError(
@@ -265,6 +276,7 @@ def _configured(config: ModelConfig, task: Task, numbers: Any) -> Any:
         )
     if config.vocab_size is not None:
         numbers.vocab_size = config.vocab_size
+    scale_rope(config, numbers)
     if task.labels:
         numbers.id2label = dict(enumerate(task.labels))
         numbers.label2id = {label: at for at, label in enumerate(task.labels)}
@@ -300,6 +312,7 @@ def build(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, att
     if lm.base_model is lm and hasattr(lm, "model"):  # the class may have the prefix of its composite
         lm.base_model_prefix = "model"
     require_structure(config, task, lm)
+    require_scaled(config, lm)
     in_fp32 = re.compile("|".join(lm._get_dtype_plan(dtype)) or "(?!)")  # with any `dtype`
     for name, tensor in lm.state_dict(keep_vars=True).items():
         if in_fp32.search(name):

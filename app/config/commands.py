@@ -20,7 +20,9 @@ from app.config.validate import did_you_mean, number, parse_section
 from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
 from app.safe_text import safe_text
 
+AMPERE = (8, 0)  # the first with bf16 and tf32, and required by FlashAttention and Triton kernels
 _MIN_FP8_CAPABILITY = (8, 9)  # Ada, Hopper or newer
+_OF_AMPERE = {"bf16", "tf32", "varlen", "flash"}  # kinds of precision and attention
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,7 +34,9 @@ class HardwareConfig:
     names: list[str] = field(default_factory=list)  # names reported by the driver
     memory_gib: float = number(above=0)  # memory of the GPU in GiB
     bandwidth_gb: float = number(above=0)  # memory bandwidth in GB/s
-    bf16_tflops: float = number(above=0)  # dense bf16 peak in TFLOP/s
+    shares_host: bool = False  # whether the GPU has no memory of its own, but shares that of the CPU
+    bf16_tflops: float | None = number(None, above=0)  # dense bf16 peak in TFLOP/s; null: not supported or unknown
+    fp16_tflops: float | None = number(None, above=0)  # dense fp16 peak in TFLOP/s; null: that of bf16
     tf32_tflops: float | None = number(None, above=0)  # dense tf32 peak in TFLOP/s; null: not supported or unknown
     fp32_tflops: float | None = number(None, above=0)  # fp32 peak without tensor cores in TFLOP/s; null: unknown
     fp8_tflops: float | None = number(None, above=0)  # dense fp8 peak in TFLOP/s; null: no fp8
@@ -42,10 +46,17 @@ class HardwareConfig:
     @property
     def has_fp8(self) -> bool:
         """Whether the tensor cores support fp8 in CUDA."""
-        if self.capability is None or self.fp8_tflops is None:
-            return False
-        major, _, minor = self.capability.partition(".")
-        return (int(major), int(minor or 0)) >= _MIN_FP8_CAPABILITY
+        return self.capability is not None and self._version >= _MIN_FP8_CAPABILITY
+
+    @property
+    def before_ampere(self) -> bool:
+        """Whether it is an NVIDIA GPU without bf16, tf32, FlashAttention and Triton kernels."""
+        return self.capability is not None and self._version < AMPERE
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        major, _, minor = str(self.capability).partition(".")
+        return int(major), int(minor or 0)
 
 
 def hardware_facts(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,14 +85,24 @@ def hardware_names() -> list[str]:
 
 def missing_hardware_support(run: RunConfig, hardware: HardwareConfig) -> list[str]:
     """Return problems of a run that needs features that this GPU lacks."""
+    problems = [
+        f"{section}={kind} needs an NVIDIA GPU of compute capability 8.0 or higher (Ampere or newer), and "
+        f"hardware={hardware.name} has {hardware.capability}. Set {section}={other}, or leave {section} out."
+        for section, kind, other in (
+            ("precision", run.precision.kind, "fp16"),
+            ("attention", run.attention.kind, "sdpa"),
+        )
+        if hardware.before_ampere and kind in _OF_AMPERE
+    ]
     if not QUANTIZATION_KINDS[run.quantization.kind].needs_fp8 or hardware.has_fp8:
-        return []
+        return problems
     fp8_names = ", ".join(gpu.name for gpu in all_hardware() if gpu.has_fp8)
     capability = "none" if hardware.capability is None else hardware.capability
     alternatives = " or ".join(name for name, kind in QUANTIZATION_KINDS.items() if not (kind.needs_fp8 or kind.trains))
     return [
+        *problems,
         f"quantization.kind={run.quantization.kind} needs an NVIDIA GPU of compute capability 8.9 or higher, and "
-        f"hardware={hardware.name} has {capability}. Set quantization={alternatives}, or choose one of {fp8_names}."
+        f"hardware={hardware.name} has {capability}. Set quantization={alternatives}, or choose one of {fp8_names}.",
     ]
 
 

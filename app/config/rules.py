@@ -114,6 +114,8 @@ def unread_problems(run: RunConfig, typed: Mapping[str, Any]) -> Iterator[str]:
                 f"{setting} has no effect with model.weights=pretrained, which reads the architecture from config.json."
                 " Add model.weights=random for a randomly initialized model."
             )
+        elif key in ("model.rope_factor", "model.rope_original") and value is not None and run.model.rope == OWN:
+            yield f"{setting} has no effect with model.rope=own. Leave it out, or set model.rope=yarn."
         elif key.startswith(RANDOM_ROWS) and is_unread(run, key):
             yield f"{setting} has no effect without dataset=random. Leave it out, or choose dataset=random."
         elif is_unread(run, key):
@@ -139,10 +141,20 @@ def problems_of(run: RunConfig) -> list[str]:
 
 def _position_problems(run: RunConfig) -> Iterator[str]:
     positions = run.model.architecture.get("max_position_embeddings")
+    if positions and run.model.rope != OWN:
+        positions = run.model.scaled_positions(positions)
     if run.model.weights == "random" and positions and run.dataset.max_length > positions:
         yield (
             f"dataset.max_length={run.dataset.max_length} exceeds the model's {positions} positions. "
             f"Set dataset.max_length={positions} or less."
+        )
+
+
+def _rope_problems(run: RunConfig) -> Iterator[str]:
+    if run.model.rope != OWN and run.model.rope_factor is None:
+        yield (
+            f"model.rope={run.model.rope} needs model.rope_factor. Set model.rope_factor=4 for four times the "
+            "positions of the base."
         )
 
 
@@ -455,6 +467,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     compile_problems,
     _position_problems,
+    _rope_problems,
     _bin_problems,
     _attention_problems,
     _preference_problems,

@@ -151,11 +151,19 @@ class ModelConfig:
     chat_template: str | None = None  # file, or name of a built-in template; null: the tokenizer's own
     template_options: dict[str, Any] = field(default_factory=dict)  # chat template variables, such as enable_thinking
     norm: str = choice("own", "low", "fp32", default="own")  # LayerNorm dtype under autocast; low: bf16 or fp16
+    rope: str = choice("own", "linear", "yarn", default="own")  # scaling of RoPE, for rows longer than the base allows
+    rope_factor: float | None = number(None, above=1)  # positions after scaling RoPE, divided by those before
+    # positions before scaling RoPE; null: as in config.json, unless the base is already scaled
+    rope_original: int | None = number(None, at_least=1)
     # run Python code from the model repository
     trust_remote_code: bool = field(default=False, metadata={TYPED_ONLY: RUNS_CODE})
     licence_page: str | None = None  # page with the license, for the model card
     architecture: dict[str, Any] = MISSING  # config.json values for weights=random, such as hidden_size
     suggest: Suggest = field(default_factory=Suggest)
+
+    def scaled_positions(self, original: int) -> int:
+        """Return the positions with a scaled RoPE; `original`: those before, as far as config.json shows."""
+        return int((self.rope_original or original) * (self.rope_factor or 1))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,6 +18,8 @@ from app.errors import CheckpointError, ConfigError
 
 OTHER_WAY = "Set llama_cpp=DIR, a llama.cpp folder: its converter supports more models."
 _LARGEST_F16 = 65504.0
+# others would change what llama.cpp computes by default
+_YARN = {"type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"}
 
 
 class Kind(NamedTuple):
@@ -146,9 +148,11 @@ class GgufModel:
         writer.add_head_count_kv(numbers.num_key_value_heads or numbers.num_attention_heads)
         writer.add_layer_norm_rms_eps(numbers.rms_norm_eps)
         writer.add_rope_freq_base(rope["rope_theta"])
-        if rope["rope_type"] == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        if rope["rope_type"] in ("linear", "yarn"):
+            writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
             writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_key_length(self.head_dim)
         writer.add_value_length(self.head_dim)
         writer.add_rope_dimension_count(self.head_dim)
@@ -169,11 +173,7 @@ def describe(numbers: Any, quant: str) -> GgufModel:
     windowed = [at for at, layer in enumerate(layers) if layer == "sliding_attention"]
     expected = [at for at in range(len(layers)) if (at + 1) % every] if every else []
     attends = getattr(numbers, "query_pre_attn_scalar", model.head_dim)
-    unknown = {
-        f"rope_type={rope['rope_type']}"
-        for rope in model.rope
-        if rope["rope_type"] not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1) != 1
-    }
+    unknown = {f"rope_type={rope['rope_type']}" for rope in model.rope if not _is_known_rope(model.kind, rope)}
     if windowed and windowed != expected and not (not every and len(windowed) == len(layers)):
         unknown.add("layer_types")
     if attends != model.head_dim:
@@ -184,6 +184,13 @@ def describe(numbers: Any, quant: str) -> GgufModel:
             f"kind=gguf: the model's config.json has {', '.join(sorted(unknown))}, which is not supported. {OTHER_WAY}"
         )
     return model
+
+
+def _is_known_rope(kind: Kind, rope: Mapping[str, Any]) -> bool:
+    """Return whether llama.cpp computes the same RoPE; it scales all layers by YaRN, also those with a window."""
+    if rope["rope_type"] == "yarn" and (kind.window_every or not rope.keys() <= _YARN):
+        return False
+    return rope["rope_type"] in ("default", "linear", "llama3", "yarn") and rope.get("partial_rotary_factor", 1) == 1
 
 
 # ---- gguf vocabulary

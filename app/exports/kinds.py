@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig
 
 from app.adapters.merged_weights import fully_trained_weights, read_updates
 from app.base.base_model import read_weights
+from app.base.rope import in_config
 from app.base.source import base_path
 from app.config.finished_run import ExportConfig
 from app.config.kinds import QUANTIZATION_KINDS
@@ -24,7 +25,15 @@ from app.exports import reload
 from app.exports.destination import REPORT, write_json_unflushed
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers
 from app.files import CHECKSUMS, read_json
-from app.finished.save import EXPORTED, Merge, add_transformers_4_keys, merged_config, plan_merge, write_config
+from app.finished.save import (
+    EXPORTED,
+    Merge,
+    add_transformers_4_keys,
+    merged_config,
+    plan_merge,
+    with_rope,
+    write_config,
+)
 from app.layers import nf4
 from app.layers.quantization import backbone_linear_layers, weight_of
 from app.model.build import DTYPES, ModelSections
@@ -136,6 +145,11 @@ class AdapterExport(Export):
         rounds_to = QUANTIZATION_KINDS[self.sections.quantization.kind].rounds_to
         if rounds_to:
             remark += f"\nanswers differ on a base that is not rounded to {rounds_to}: use kind=merged"
+        rope = self.evaluation.base.rope
+        if rope is not None and not (self.config.folder / "base").is_dir():
+            remark += (
+                f"\nthe adapter does not store its RoPE, {in_config(rope)}: set it in the base, or use kind=merged"
+            )
         return [("vllm", remark)]
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
@@ -152,6 +166,7 @@ class AdapterExport(Export):
             "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
             "bitsandbytes": bitsandbytes,
             "vocab_size": sections.model.vocab_size,
+            "rope": self.evaluation.base.rope,
         }
         return by_transformers(folder, loading, reference, self.evaluation)
 
@@ -191,7 +206,7 @@ class MergedExport(Export):
             resized = {} if rows is None else {"vocab_size": rows}
             # final/ has one if it is a full model, or a classifier's adapter, with its classes
             place = self.final if (self.final / "config.json").is_file() else Path(self.sections.model.path)
-            config = merged_config(place, self.config.dtype)
+            config = with_rope(merged_config(place, self.config.dtype), self.evaluation.base.rope)
             write_json_unflushed(folder / "config.json", config | resized)
         add_transformers_4_keys(folder, type(self.evaluation.base.on_meta().config))
         return self.merge.write(folder, self.config.shard_gb * 1e9)

@@ -25,10 +25,12 @@ def load(plan: dict[str, Any]) -> Any:
         "trust_remote_code": plan["trust_remote_code"],
         "local_files_only": True,
     }
-    if plan["config"] is not None:
+    if plan["config"] is not None or plan["rope"] is not None:
         options["config"] = transformers.AutoConfig.from_pretrained(
-            plan["config"], trust_remote_code=plan["trust_remote_code"], local_files_only=True
+            plan["config"] or plan["base"], trust_remote_code=plan["trust_remote_code"], local_files_only=True
         )
+    for name, value in (plan["rope"] or {}).items():  # an adapter does not store it
+        setattr(options["config"].get_text_config(decoder=True), name, value)
     if plan["bitsandbytes"] is not None:
         options["quantization_config"] = transformers.BitsAndBytesConfig(**plan["bitsandbytes"])
     if plan["unpacked"] is not None:

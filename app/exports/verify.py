@@ -257,6 +257,7 @@ def by_transformers(
             "dtype": "float32",
             "bitsandbytes": None,
             "vocab_size": None,
+            "rope": None,
             "stacks": [],
             "digest": False,
             "unpacked": None,

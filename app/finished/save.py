@@ -222,7 +222,7 @@ def transformers_4_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     keys = {"rope_theta": rope["rope_theta"], "rope_scaling": scaling if scaling != {"rope_type": "default"} else None}
     if "partial_rotary_factor" in rope:
         keys["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    kind = config["model_type"]  # these also have other names
+    kind = config.get("model_type")  # these also have other names
     if kind == "gpt_neox":
         keys |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": keys.pop("partial_rotary_factor")}
     elif kind == "qwen3_moe":
@@ -234,6 +234,7 @@ def needs_transformers_5(folder: Path) -> bool:
     """Return whether layers have different ropes, for which transformers 4 has other keys in each model type."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
+    config = config.get("text_config") or config
     return bool(config.get("rope_parameters")) and "rope_theta" not in config
 
 
@@ -489,6 +490,16 @@ def merged_config(folder: Path, dtype: str) -> dict[str, Any]:
             part["dtype"] = str(EXPORTED[dtype]).removeprefix("torch.")
     config.pop("_name_or_path", None)
     return config
+
+
+def with_rope(config: Mapping[str, Any], rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a config.json with the values of `BaseModel.rope`, also for transformers 4, in its text part if any."""
+    if rope is None:
+        return dict(config)
+    text = config.get("text_config") or config
+    scaled = {name: value for name, value in text.items() if name not in {"rope_scaling", "rope_theta"}} | dict(rope)
+    scaled |= transformers_4_keys(scaled)
+    return scaled if text is config else {**config, "text_config": scaled}
 
 
 def _require_stored(

@@ -112,15 +112,18 @@ def model_obstacles(lm: Any) -> Iterator[Obstacle]:
         )
 
 
+SDPA_OBSTACLE = Obstacle(
+    "attention=sdpa on a GPU makes one call per document if their lengths differ",
+    "Set attention=varlen (or flash), or compile=none.",
+)
+
+
 def attention_obstacles(attention: str, device: torch.device, some_batch: Callable[[], Batch]) -> Iterator[Obstacle]:
     """Yield an attention backend that one graph cannot compute for all batches of the run."""
     if attention == "sdpa" and device.type != "cpu":
         batch = some_batch()
         if batch.documents is not None and not batch.documents.are_longest(batch.ids.numel()):
-            yield Obstacle(
-                "attention=sdpa on a GPU makes one call per document if their lengths differ",
-                "Set attention=varlen (or flash), or compile=none.",
-            )
+            yield SDPA_OBSTACLE
 
 
 def product_flops(lm: Any, *, trains_all: bool) -> float:

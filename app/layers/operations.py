@@ -89,6 +89,7 @@ _PIECE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 _ROW_BYTES = 16  # of targets and factors
 
 _as_on_gpu = False
+_plans_kernels = True  # for the GPU of `as_on_gpu`
 
 
 def is_ampere(device: torch.device) -> bool:
@@ -111,7 +112,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def uses_kernels(device: torch.device) -> bool:
     """Return whether code for `device` uses kernels."""
-    return _as_on_gpu or can_run(device)
+    return _plans_kernels if _as_on_gpu else can_run(device)
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -120,14 +121,14 @@ def on_gpu(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def as_on_gpu() -> Iterator[None]:
+def as_on_gpu(*, kernels: bool = True) -> Iterator[None]:
     """Run GPU code on a CPU inside this context: for memory plans on CPU tensors, and for tests."""
-    global _as_on_gpu  # noqa: PLW0603  the compiler cannot trace a ContextVar
-    before, _as_on_gpu = _as_on_gpu, True
+    global _as_on_gpu, _plans_kernels  # the compiler cannot trace a ContextVar
+    before, (_as_on_gpu, _plans_kernels) = (_as_on_gpu, _plans_kernels), (True, kernels)
     try:
         yield
     finally:
-        _as_on_gpu = before
+        _as_on_gpu, _plans_kernels = before
 
 
 _OPS = torch.library.Library("app_kernels", "FRAGMENT")
@@ -176,10 +177,15 @@ def plain_loss_and_grad(
                 logits[part] = exact
 
 
-def _plain_bytes(logits: Tensor, *_others: Any) -> int:
-    """Return the bytes that the plain arithmetic allocates and frees; the kernel needs none."""
-    copied = 0 if logits.dtype == torch.float32 else min(_PIECE_BYTES[logits.device.type], 4 * logits.numel())
+def _plain_bytes(logits: Tensor, *_others: Any, kind: str = "cpu") -> int:
+    """Return the bytes that the plain arithmetic allocates and frees on a `kind` of device."""
+    copied = 0 if logits.dtype == torch.float32 else min(_PIECE_BYTES[kind], 4 * logits.numel())
     return copied + _ROW_BYTES * len(logits)
+
+
+def _bytes_on_gpu(logits: Tensor, *_others: Any) -> int:
+    """Return the same on a GPU; the kernel needs none."""
+    return 0 if _plans_kernels else _plain_bytes(logits, kind="cuda")
 
 
 def _loss_and_grad_on_gpu(
@@ -196,4 +202,4 @@ def _loss_and_grad_on_gpu(
 _OPS.impl("loss_and_grad", plain_loss_and_grad, "CPU")
 _OPS.impl("loss_and_grad", _loss_and_grad_on_gpu, "CUDA")
 torch.library.register_fake("app_kernels::loss_and_grad", lambda *_args: None, lib=_OPS)
-COSTS["app_kernels::loss_and_grad"] = OperationCost(cpu_bytes=_plain_bytes)
+COSTS["app_kernels::loss_and_grad"] = OperationCost(cpu_bytes=_plain_bytes, gpu_bytes=_bytes_on_gpu)

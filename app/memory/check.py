@@ -130,8 +130,7 @@ def _notes(planned: Planned, machine: Hardware, processes: int) -> Iterator[str]
         yield "context: Python, torch and other libraries; allocator overhead is unknown on a CPU"
         return
     yield from size_notes(planned.run, open_base(planned.run.model, planned.run.task))
-    if not machine.context_is_measured:
-        yield f"context of {machine.label}: {machine.context_bytes / 1e9:.1f} GB (assumed, not measured)"
+    yield from _machine_notes(machine)
     if not has_expandable_segments():
         yield "the environment disables expandable segments; torch needs more memory without them"
     if processes > 1 and planned.run.parallel.divides:
@@ -144,6 +143,21 @@ def _notes(planned: Planned, machine: Hardware, processes: int) -> Iterator[str]
         yield f"{planned.plan.host_bytes / 1e9:.1f} GB of {parts} to CPU RAM"
     if planned.plan.offloaded_bytes:
         yield f"{planned.plan.offloaded_bytes / 1e9:.1f} GB of layer inputs are offloaded to CPU RAM"
+
+
+def _machine_notes(machine: Hardware) -> Iterator[str]:
+    if machine.before_ampere:
+        yield (
+            f"{machine.label} has no bf16, FlashAttention or Triton kernels: precision=auto is fp16, attention=auto is "
+            "sdpa, and layers of packed rows are not compiled"
+        )
+    if machine.shares_host:
+        yield (
+            f"CPU and GPU of {machine.label} share this memory: the rows, the system and other programs need a part of "
+            "it, and offloading saves nothing"
+        )
+    if not machine.context_is_measured:
+        yield f"context of {machine.label}: {machine.context_bytes / 1e9:.1f} GB (assumed, not measured)"
 
 
 def _choice_notes(planned: Planned) -> Iterator[str]:
@@ -171,7 +185,7 @@ def plan_answers(planned: Planned, answers: AnswersConfig, machine: Hardware) ->
     """
     run = replace(planned.run, quantization=quantization_after_training(planned.run.quantization))
     length = open_base(run.model, run.task).longest_row(answers.length or run.dataset.max_length)
-    sections = sections_of(run, planned_choices(run, machine.device))
+    sections = sections_of(run, planned_choices(run, machine.device, before_ampere=machine.before_ampere))
     meta_model, counter = MetaModel(sections, "eager"), StorageCounter(as_on_gpu=machine.device == "gpu")
     network: Any = meta_model.network(meta_model.depth).eval()
     lm = getattr(network, "get_base_model", lambda: network)()

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from app.adapters.lora_inits import MAX_MOMENT_BYTES, OF_INPUTS
 from app.base.base_model import open_base
-from app.config.commands import HardwareConfig, all_hardware
+from app.config.commands import AMPERE, HardwareConfig, all_hardware
 from app.config.kinds import OWN, QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.distributed.fsdp import MeshSizes
@@ -83,6 +84,7 @@ class Estimate:
         *,
         steps_only: bool = False,
         mesh_sizes: MeshSizes | None = None,
+        before_ampere: bool = False,
     ) -> None:
         """`device`: gpu or cpu. `steps_only` plans no evaluation. `mesh_sizes` is None for an unsharded model."""
         evaluated = None if steps_only else shape.of_evaluation(run)
@@ -90,9 +92,11 @@ class Estimate:
         compiles = run.compile.partitions
         name = register(choices.attention, torch.device("cpu") if compiles else None)
         if on_gpu and choices.attention != OWN:
-            name = register_kernel(partial(fake_tensors.attention, choices.attention), fake_tensors.ATTENTION)
+            name = register_kernel(
+                partial(fake_tensors.attention, choices.attention, not before_ampere), fake_tensors.ATTENTION
+            )
         begins = run.adapter.init in OF_INPUTS and not steps_only and mesh_sizes is None
-        self._settings = TraceSettings(run, shape, evaluated, on_gpu, mesh_sizes, begins)
+        self._settings = TraceSettings(run, shape, evaluated, on_gpu, mesh_sizes, begins, before_ampere)
         self._meta_model = MetaModel(sections_of(run, choices), name)
         place = (name, on_gpu, mesh_sizes, shape.rows, shape.width, shape.documents, shape.places, shape.longest)
         self._graphs = graphs_of(repr((self._meta_model.sections, place))) if compiles else None
@@ -197,18 +201,21 @@ def plan_memory(
     Workspaces are those of the GPU of this process; without one, the plan has none.
     """
     choices = choices or planned_choices(run, device)
-    estimate = Estimate(run, shape, device, choices, steps_only=steps_only, mesh_sizes=mesh_sizes)
+    older = device == "gpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE
+    options: dict[str, Any] = {"steps_only": steps_only, "mesh_sizes": mesh_sizes, "before_ampere": older}
+    estimate = Estimate(run, shape, device, choices, **options)
     plan = estimate.planned(recomputed_layers(run.training), exact=exact)
     return plan.with_workspaces(local_workspace_bytes() if device == "gpu" else 0)
 
 
-def planned_choices(run: RunConfig, device: str) -> Choices:
-    """Return precision and attention backend of a planned run; a GPU is assumed to have bf16, but no flash-attn."""
+def planned_choices(run: RunConfig, device: str, *, before_ampere: bool = False) -> Choices:
+    """Return precision and attention backend of a planned run, on a GPU without flash-attn."""
+    half, backend = ("fp16", "sdpa") if before_ampere else ("bf16", "varlen")
     precision, attention = run.precision.kind, run.attention.kind
     if attention == OWN or open_base(run.model, run.task).tier.name == OWN:
-        return Choices("bf16" if (precision, device) == ("auto", "gpu") else choose_precision(run.precision), OWN)
+        return Choices(half if (precision, device) == ("auto", "gpu") else choose_precision(run.precision), OWN)
     if device == "gpu":
-        return Choices("bf16" if precision == "auto" else precision, "varlen" if attention == "auto" else attention)
+        return Choices(half if precision == "auto" else precision, backend if attention == "auto" else attention)
     return Choices(choose_precision(run.precision), "sdpa")
 
 
@@ -244,6 +251,8 @@ class Hardware:
     workspace_bytes: int = 0  # of cuBLAS, in torch's allocator
     tf32_flops_per_second: float | None = None
     fp32_flops_per_second: float | None = None
+    before_ampere: bool = False  # an NVIDIA GPU without bf16, FlashAttention and Triton kernels
+    shares_host: bool = False  # the memory is that of the CPU
 
     def rate(self, precision: str) -> float | None:
         """Return the peak FLOPs per second of a precision."""
@@ -266,7 +275,9 @@ def machine_of(hardware: HardwareConfig | None) -> Hardware:
     entry = hardware_named(name)
     machine = (
         Hardware(
-            name, name, "gpu", memory, ASSUMED_CONTEXT_BYTES, False, workspace_bytes=workspace_bytes(local_capability())
+            *(name, name, "gpu", memory, ASSUMED_CONTEXT_BYTES, False),
+            workspace_bytes=workspace_bytes(local_capability()),
+            before_ampere=torch.cuda.get_device_capability() < AMPERE,
         )
         if entry is None
         else _table_machine(entry, memory)
@@ -294,12 +305,14 @@ def _table_machine(hardware: HardwareConfig, memory: int) -> Hardware:
         memory_bytes=memory,
         context_bytes=ASSUMED_CONTEXT_BYTES if context is None else round(context * _GIB),
         context_is_measured=context is not None,
-        flops_per_second=hardware.bf16_tflops * 1e12,
+        flops_per_second=_per_second(hardware.bf16_tflops or hardware.fp16_tflops),
         bytes_per_second=hardware.bandwidth_gb * 1e9,
         fp8_flops_per_second=_per_second(hardware.fp8_tflops),
         workspace_bytes=workspace_bytes(hardware.capability),
         tf32_flops_per_second=_per_second(hardware.tf32_tflops),
         fp32_flops_per_second=_per_second(hardware.fp32_tflops),
+        before_ampere=hardware.before_ampere,
+        shares_host=hardware.shares_host,
     )
 
 
@@ -309,7 +322,7 @@ def _per_second(tflops: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Memory that one process needs and has. `needed_bytes` is the sum of the first four fields."""
+    """Memory that one process needs and has. `needed_bytes` is the sum of the first four fields and `shared_bytes`."""
 
     peak_bytes: int  # live tensors
     lost_bytes: int  # assumed fragmentation in the allocator
@@ -317,6 +330,7 @@ class Verdict:
     margin_bytes: int
     memory_bytes: int
     kept_bytes: int = 0  # weights, gradients and optimizer states
+    shared_bytes: int = 0  # offloaded and paged tensors, where the GPU shares the memory of the CPU
 
     @property
     def reserved_bytes(self) -> int:
@@ -325,7 +339,7 @@ class Verdict:
 
     @property
     def needed_bytes(self) -> int:
-        return self.reserved_bytes + self.context_bytes + self.margin_bytes
+        return self.reserved_bytes + self.context_bytes + self.margin_bytes + self.shared_bytes
 
     @property
     def fits(self) -> bool:
@@ -334,7 +348,7 @@ class Verdict:
     @property
     def is_hopeless(self) -> bool:
         """Whether weights, gradients and states alone do not fit, so that smaller micro-batches do not help."""
-        return self.kept_bytes + self.context_bytes + self.margin_bytes > self.memory_bytes
+        return self.kept_bytes + self.context_bytes + self.margin_bytes + self.shared_bytes > self.memory_bytes
 
 
 def check_fit(plan: MemoryPlan, machine: Hardware) -> Verdict:
@@ -346,6 +360,7 @@ def check_fit(plan: MemoryPlan, machine: Hardware) -> Verdict:
         margin_bytes=round(_MARGIN_SHARE * machine.memory_bytes),
         memory_bytes=machine.memory_bytes,
         kept_bytes=plan.kept_bytes,
+        shared_bytes=plan.host_bytes + plan.offloaded_bytes if machine.shares_host else 0,
     )
 
 

@@ -195,7 +195,9 @@ def _gradients(ctx: Any, grad: Tensor, _grad_of_sums: Tensor) -> tuple[Tensor, T
 _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
-def attention(backend: str, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
+def attention(
+    backend: str, ampere: bool, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None
+) -> Tensor:
     """Return the attention output of a traced model on a GPU with a backend, in the dtype of autocast."""
     if rules.sinks is not None or (rules.softcap is not None and backend != "flash"):
         return plain_packed(q, k, v, rules, documents)  # no fused kernel: scores of S x S, as in sdpa
@@ -203,7 +205,7 @@ def attention(backend: str, q: Tensor, k: Tensor, v: Tensor, rules: Rules, docum
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype
     lengths = (q.shape[2],) * q.shape[0] if documents is None else documents.lengths
     masked = rules.window is not None and max(lengths) > rules.window
-    if backend == "sdpa" and not shares_heads(q, v, masked=masked, ampere=True):
+    if backend == "sdpa" and not shares_heads(q, v, masked=masked, ampere=ampere):
         k, v = own_heads(q, k), own_heads(q, v)
     out: Tensor = _attention(q.to(dtype), k.to(dtype), v.to(dtype), sum(_pairs(n, rules) for n in lengths))[0]
     return out

@@ -19,7 +19,7 @@ from app.config.schema import RunConfig
 from app.distributed.fsdp import mesh_sizes_of
 from app.distributed.launch import world
 from app.errors import ConfigError
-from app.layers.compile import BUDGETS
+from app.layers.compile import BUDGETS, SDPA_OBSTACLE
 from app.memory.estimate import (
     Estimate,
     Hardware,
@@ -101,7 +101,9 @@ class Planner:
         """Plan the largest micro-batch that the settings allow and resolve `auto`; `exact` traces every layer."""
         base = open_base(run.model, run.task)
         run = with_packing(replace(run, dataset=within_positions(run.dataset, base, lambda _: None)), base)
-        run = with_planned_compile(with_planned_rows(run), base.on_meta(), self.machine.device)
+        run = with_planned_rows(run)
+        obstacles = [SDPA_OBSTACLE] if self.machine.before_ampere and run.batching.packing else []
+        run = with_planned_compile(run, base.on_meta(), self.machine.device, obstacles)
         return _with_tile(run, lambda run: self._at(run, exact=exact))
 
     def _at(self, run: RunConfig, *, exact: bool) -> Planned:
@@ -132,10 +134,11 @@ class Planner:
 
     def _of_batch(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
         shape = shape or worst_case(run)
-        choices = self._choices or planned_choices(run, self.machine.device)
+        older = self.machine.before_ampere
+        choices = self._choices or planned_choices(run, self.machine.device, before_ampere=older)
         sizes = mesh_sizes_of(run.parallel, self.processes, self._local_processes)
         shape = replace(shape, keeps_gradients=self.processes > 1 and sizes is None)
-        estimate = Estimate(run, shape, self.machine.device, choices, mesh_sizes=sizes)
+        estimate = Estimate(run, shape, self.machine.device, choices, mesh_sizes=sizes, before_ampere=older)
 
         def planned(budget: float, count: int | bool, *, exact: bool = False) -> Planned:
             with_count = with_recompute(run, count, budget)

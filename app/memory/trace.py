@@ -357,6 +357,7 @@ class TraceSettings:
     on_gpu: bool
     mesh_sizes: MeshSizes | None = None  # None: the model is not sharded
     begins: bool = False  # whether the adapter is initialized from the inputs of its layers
+    before_ampere: bool = False  # whether the GPU runs no Triton kernels
 
     @property
     def passes(self) -> int:
@@ -384,7 +385,7 @@ def trace(
         if settings.mesh_sizes is not None:
             sharding = Sharding(modes.enter_context(fake_device_mesh(settings.mesh_sizes)), run.parallel)
         if settings.on_gpu:
-            modes.enter_context(as_on_gpu())
+            modes.enter_context(as_on_gpu(kernels=not settings.before_ampere))
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
         materialize(network, sections)

@@ -11,7 +11,7 @@ from app.pages.run_page import PARTS, training_samples
 from app.safe_text import many
 from app.tracking.formatting import format_bytes, format_count, speedup_line
 
-_BEYOND_TENSORS = ("lost_bytes", "context_bytes", "margin_bytes")
+_BEYOND_TENSORS = ("lost_bytes", "context_bytes", "margin_bytes", "shared_bytes")
 _MAX_REASONS = 5
 _MAX_LAYERS = 5
 CheckFacts = Mapping[str, Any]  # result of a check in check.json
@@ -87,7 +87,7 @@ def _memory_bars(parts: Iterable[tuple[str, int]], facts: CheckFacts) -> Bars:
 
 def _parts(facts: CheckFacts) -> list[tuple[str, int]]:
     """Return the parts of the required memory by their names in PARTS, without those that round to 0."""
-    parts = [*facts["anatomy"].items(), *((name, facts[name]) for name in _BEYOND_TENSORS)]
+    parts = [*facts["anatomy"].items(), *((name, facts.get(name, 0)) for name in _BEYOND_TENSORS)]
     return [(name, size) for name, size in parts if format_bytes(size) != format_bytes(0)]
 
 

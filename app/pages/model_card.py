@@ -49,6 +49,7 @@ class Loading:
     own_classes: bool = False  # the adapter has a config.json with the class names
     needs_transformers_5: bool = False
     rows: int | None = None  # embedding rows, if the adapter needs more than its base has
+    rope: Mapping[str, Any] | None = None  # values of config.json of the scaled RoPE, which the adapter does not store
 
     @property
     def is_adapter(self) -> bool:
@@ -57,7 +58,7 @@ class Loading:
     def code(self, model: Mapping[str, Any]) -> str:
         """Return Python code that loads the model from the folder of the card."""
         auto = ["AutoTokenizer", self.auto_class, *(["BitsAndBytesConfig"] if self.bitsandbytes else [])]
-        auto += ["AutoConfig"] if self.own_classes else []
+        auto += ["AutoConfig"] if self.own_classes or self.rope is not None else []
         lines = [f"from transformers import {', '.join(sorted(auto))}", "", 'here = "."  # folder of this file']
         if self.is_adapter:
             lines = ["from peft import PeftModel", *lines, *self._base_lines(model)]
@@ -81,6 +82,11 @@ class Loading:
         if self.own_classes:
             yield "classes = AutoConfig.from_pretrained(here)"
             options += ", config=classes"
+        if self.rope is not None:
+            yield f"settings = AutoConfig.from_pretrained({place})"
+            yield "text = settings.get_text_config()  # with the RoPE of the training, which an adapter does not store"
+            yield from (f"text.{name} = {value!r}" for name, value in self.rope.items())
+            options += ", config=settings"
         yield f"base = {self.auto_class}.from_pretrained({place}, {options})"
         if self.rows is not None:
             yield f"base.resize_token_embeddings({self.rows})  # rows for new tokens"
@@ -157,6 +163,9 @@ def _serving(run: Mapping[str, Any], loading: Loading) -> Iterator[Block]:
     export = ("export the run with ", Span("kind=merged", "code"), ".")
     if loading.made_of:
         yield Paragraph(loading.made_of)
+    if loading.rope is not None:
+        scaled = "The adapter was trained with a scaled RoPE, which it does not store and the code above sets. "
+        yield Paragraph((scaled, "For programs that load the base as it is, ", *export))
     if loading.quantized:
         yield Paragraph(loading.quantized)
     elif loading.bitsandbytes is not None:
@@ -168,7 +177,7 @@ def _serving(run: Mapping[str, Any], loading: Loading) -> Iterator[Block]:
         yield Paragraph((warning, *export))
     elif loading.auto_class == "AutoModelForCausalLM" and loading.adapter is not None and refused:
         yield Paragraph((f"vLLM {' and '.join(refused)}. For such programs, ", *export))
-    elif loading.auto_class == "AutoModelForCausalLM":
+    elif loading.auto_class == "AutoModelForCausalLM" and loading.rope is None:
         base = loading.base_place or (_base_name(run["model"]) if _is_hub_id(run["model"]) else "BASE_FOLDER")
         command = "vllm serve ."
         if loading.adapter is not None:

@@ -57,6 +57,7 @@ PARTS = {
     "lost_bytes": "allocator",
     "context_bytes": "context",
     "margin_bytes": "margin",
+    "shared_bytes": "paged and offloaded",
     "all_else": "all else",
     "cache": "key-value cache",
 }

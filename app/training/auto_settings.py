@@ -223,11 +223,11 @@ def compile_facts(
     )
 
 
-def with_planned_compile(run: RunConfig, lm: Any, device: str) -> RunConfig:
-    """Decide compile=auto for a memory estimate on gpu or cpu."""
+def with_planned_compile(run: RunConfig, lm: Any, device: str, obstacles: Iterable[Obstacle] = ()) -> RunConfig:
+    """Decide compile=auto for a memory estimate on gpu or cpu, with the `obstacles` of the planned machine."""
     if run.compile.kind != AUTO:
         return run
-    choice = choose_compile(compile_facts(run, lm, "cuda" if device == "gpu" else device))
+    choice = choose_compile(compile_facts(run, lm, "cuda" if device == "gpu" else device, obstacles))
     return with_compile(run, choice.kind)
 
 

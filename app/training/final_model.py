@@ -101,6 +101,7 @@ def loading_of(sections: ModelSections, base: BaseModel, folder: Path, drawn: Pa
         bitsandbytes=None if adapter is None else sections.bitsandbytes_arguments(base),
         own_classes=adapter is not None and task_of(sections.task).has_classes,
         rows=sections.model.vocab_size,
+        rope=base.rope if adapter is not None and not base_inside and not task_of(sections.task).has_classes else None,
         needs_transformers_5=needs_transformers_5(drawn if base_inside else folder),
     )
 

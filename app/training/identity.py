@@ -33,6 +33,9 @@ ROLES = {
     "model.chat_template": SETTLED,
     "model.template_options": SETTLED,
     "model.norm": COMPARED,
+    "model.rope": COMPARED,
+    "model.rope_factor": COMPARED,
+    "model.rope_original": COMPARED,
     "model.trust_remote_code": FREE,
     "model.licence_page": FREE,
     "model.architecture": SETTLED,  # by a hash, if the weights are random

@@ -29,8 +29,10 @@ from app.base.source import weight_files, weights_fingerprint
 from app.base.weight_files import Names, adapter_weights, require_finite
 from app.config.adapters import ADAPTER_WEIGHTS, adapter_layers, changes_base, check_start, start_folder, with_names
 from app.config.finished_run import read_manifest
+from app.config.kinds import OWN
 from app.config.load import read_run
 from app.config.schema import RunConfig
+from app.config.validate import format_value
 from app.data.loader import eval_batches
 from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
@@ -87,9 +89,17 @@ def _require_same_base(run: RunConfig, folder: Path, fingerprint: str | None, na
             f"{setting} was trained on another base (different weight hash, or different seed or architecture of "
             "random weights). Set model.path to the base of that adapter."
         )
+    if first is not None and _rope_settings(first) != _rope_settings(run):
+        return [f"{setting} was trained with {_rope_settings(first)}, this run has {_rope_settings(run)}"]
     is_known = base_hash is not None or first is not None
     unknown = f"{setting}: the hash of its base is unknown, so only shapes were compared (its base: {named})"
     return [] if is_known else [unknown]
+
+
+def _rope_settings(run: RunConfig) -> str:
+    model = run.model
+    keys = ("rope",) if model.rope == OWN else ("rope", "rope_factor", "rope_original")
+    return " ".join(f"model.{key}={format_value(getattr(model, key))}" for key in keys)
 
 
 @torch.no_grad()
@@ -275,5 +285,6 @@ def _key(plan: Plan, fingerprint: str | None) -> str:
         "vocabulary": run.model.vocab_size,
         "computed": [choices.precision, choices.attention, run.model.norm, torch.__version__],
         "code": _CODE_VERSION,
+        **({} if run.model.rope == OWN else {"rope": _rope_settings(run)}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -41,6 +41,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {**LABELS, "task.labels": ["a", "b"], "task.class_weights": [1.0]},
         "task.class_weights=[1.0] has 1 numbers for 2 labels of task.labels",
     ),
+    ({"model.rope": "yarn"}, "model.rope=yarn needs model.rope_factor. Set model.rope_factor=4"),
     ({"model.add_tokens": ["<a>"]}, "model.add_tokens=[<a>]: adapters do not train the new embeddings. Set adapter.tr"),
     ({"model.add_tokens": ["<a>", "<a>"]}, "model.add_tokens=[<a>, <a>]: duplicate or empty token. Give"),
     ({"adapter.train_tokens": "new"}, "adapter.train_tokens=new without new tokens"),

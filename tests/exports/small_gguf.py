@@ -39,6 +39,7 @@ SHAPE = {
     "pad_token_id": None,
 }
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 BOTH_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -54,7 +55,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mistral": ({"sliding_window": None}, "pieces after a blank"),
     "qwen2": ({"head_dim": 16}, "qwen2"),
-    "qwen3": ({"tie_word_embeddings": False}, "qwen2"),
+    "qwen3": ({"tie_word_embeddings": False, "rope_parameters": YARN}, "qwen2"),
     "gemma3_text": (
         {"rope_parameters": BOTH_ROPES, "sliding_window": 8, "query_pre_attn_scalar": 32, **LAYERS},
         "pieces",

@@ -18,7 +18,7 @@ from app.evaluation.run import prepare_evaluation
 from app.exports import gguf, gguf_model
 from app.exports.export import make_export, prepare_export
 from app.exports.gguf_model import modelfile, vocabulary_of
-from tests.exports.small_gguf import KINDS, Small
+from tests.exports.small_gguf import KINDS, YARN, Small
 from tests.harness.runs import FinishedRuns
 
 pytest.importorskip("xllamacpp")
@@ -110,7 +110,7 @@ def test_tokenizers_and_models_that_are_not_proven_are_refused(small_tokenizer: 
     )
     with pytest.raises(AppError, match="no known equivalent of the tokenizer"):
         vocabulary_of(small_tokenizer, [1])
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    yarn = YARN | {"attention_factor": 2.0}
     for numbers, why in (
         (transformers.GPT2Config(), "model type gpt2 is not supported"),
         (transformers.LlamaConfig(rope_parameters=yarn), "has rope_type=yarn, which is not supported"),

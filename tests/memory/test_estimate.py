@@ -215,13 +215,15 @@ NAMES = {
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
     "NVIDIA L40S": "l40s",
-    "NVIDIA L40": None,
+    "NVIDIA L40": "l40",
     "NVIDIA A10": "a10",
     "NVIDIA A100-SXM4-40GB": "a100_40",
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA A100 80GB PCIe": "a100",
     "AMD Instinct MI300X": "mi300x",
-    "Tesla T4": None,
+    "Tesla T4": "t4",
+    "NVIDIA GB10": "dgx_spark",
+    "Tesla V100-SXM2-16GB": None,
 }
 
 
@@ -260,10 +262,10 @@ def test_machine_of_present_gpu_has_reported_memory(monkeypatch: pytest.MonkeyPa
     known = machine_of(None)
     assert (known.name, known.memory_bytes, known.flops_per_second) == ("h100", 80 << 30, 989e12)
     assert known.workspace_bytes == 64 * MIB
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100-SXM2-16GB")
     other = machine_of(None)
-    assert (other.name, other.device, other.memory_bytes) == ("Tesla T4", "gpu", 80 << 30)
-    assert (other.flops_per_second, other.context_is_measured) == (None, False)
+    assert (other.name, other.device, other.memory_bytes) == ("Tesla V100-SXM2-16GB", "gpu", 80 << 30)
+    assert (other.flops_per_second, other.context_is_measured, other.before_ampere) == (None, False, True)
     assert other.workspace_bytes == 2 * 8_519_680
 
 

@@ -96,6 +96,23 @@ def test_planner_leaves_mlps_of_experts_whole() -> None:
     assert (found.verdict.fits, found.run.training.tile) == (False, 0)
 
 
+def test_planner_before_ampere_plans_fp16_sdpa_and_uncompiled_layers() -> None:
+    run = small_run("model.architecture.num_hidden_layers=2", "recipe=lora", "compile=auto", "training.recompute=0")
+    run = replace(run, precision=replace(run.precision, kind="auto"), attention=replace(run.attention, kind="auto"))
+    assert planned_choices(run, "gpu", before_ampere=True) == Choices("fp16", "sdpa")
+    uncompiled = Planner(GPU).at(replace(run, compile=replace(run.compile, kind="none")))
+    older = Planner(replace(GPU, before_ampere=True)).at(run)
+    assert older.run.compile.kind == "none"
+    head = older.plan.largest["loss_head"] - uncompiled.plan.largest["loss_head"]
+    assert head > 0, "plain arithmetic in place of the kernel"
+
+
+def test_host_memory_counts_where_the_gpu_shares_it() -> None:
+    paged = replace(plan(), host_bytes=5 * MIB, offloaded_bytes=3 * MIB)
+    shared = check_fit(paged, replace(GPU, shares_host=True))
+    assert shared.needed_bytes == check_fit(paged, GPU).needed_bytes + 8 * MIB
+
+
 @pytest.mark.parametrize("enough", range(0, 34, 3))
 def test_fewest_recomputed_makes_few_plans(enough: int) -> None:
     asked: list[int] = []

@@ -41,6 +41,7 @@ for out, folder in zip(sys.argv[2::2], sys.argv[3::2]):
 assert not [name for name in sys.modules if name.split(".")[0] == "app"]
 print(json.dumps({"version": transformers.__version__, "tokens": tokens}))
 """
+YARN = {"rope_type": "yarn", "rope_theta": 5e2, "factor": 4.0, "original_max_position_embeddings": 16}
 PHI3_LONG = {"rope_type": "longrope", "rope_theta": 5e2, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("llama", lora(), {}),
@@ -50,6 +51,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("llama", full(), {"rope_parameters": FLAT}),
     ("llama", full(), {"rope_parameters": LLAMA3 | {"rope_theta": 5e2}}),
     ("qwen3", full(), {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e2, "factor": 4.0}}),
+    ("qwen3", full(), {"rope_parameters": YARN}),
     ("gemma2", full(), {}),
     ("mixtral", full(), {}),
     ("gpt_oss", full(), {"rope_parameters": FLAT}),
