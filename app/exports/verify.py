@@ -208,8 +208,8 @@ def _failure(verification: Verification) -> str | None:
         return f"it does not prefer a token that the run's model prefers by {margin:.2g} nats"
     if kl is not None and base_kl is not None and kl > MAX_KL_RATIO * base_kl:
         return (
-            f"training is lost: the KL divergence to the export is {kl:.2g} nats per position from the run's model, but "
-            f"{base_kl:.2g} from the base"
+            f"training is lost: the KL divergence to the export is {kl:.2g} nats per position from the run's model, "
+            f"but {base_kl:.2g} from the base"
         )
     difference, limit = verification.loss_difference, verification.loss_tolerance
     if difference is not None and limit is not None and difference > limit:
@@ -251,13 +251,15 @@ def _with_logits(verification: Verification, reference: Reference, logits: list[
 
 def _in_nats(verification: Verification, loss: float) -> float | None:
     """Return the difference of a loss in nats, relative to a loss above 1; None if it is not finite."""
-    return finite_or_none(abs(loss - verification.loss_before) / max(1.0, verification.loss_before))
+    nats: float | None = finite_or_none(abs(loss - verification.loss_before) / max(1.0, verification.loss_before))
+    return nats
 
 
 def _kl(ours: Tensor, theirs: Tensor) -> float | None:
     """Return KL(ours || theirs), the mean over all positions; None if it is not finite."""
     log_probs = ours.log_softmax(-1)
-    return finite_or_none(float((log_probs.exp() * (log_probs - theirs.log_softmax(-1))).sum(-1).mean()))
+    kl: float | None = finite_or_none(float((log_probs.exp() * (log_probs - theirs.log_softmax(-1))).sum(-1).mean()))
+    return kl
 
 
 def _relative(reference: list[Tensor], logits: list[Tensor]) -> float | None:

@@ -55,7 +55,7 @@ def main() -> None:
         case "saved":
             _spoil_files(_one_tensor, QuantizedExport)
         case "base":
-            kinds.read_updates = lambda *_: {}
+            kinds.read_updates = lambda *_: {}  # type: ignore[attr-defined]
         case "cut":
             _spoil_files(_cut_off)
     export.main()

@@ -31,8 +31,9 @@ def dequantized(quant: str, parts: dict[str, Tensor]) -> Tensor:
     if quant != "w4a16":
         return parts["weight"].double() * scale
     places = torch.arange(0, 32, 4, dtype=torch.int32)
-    numbers = ((parts["weight_packed"][..., None] >> places) & 15).flatten(1) - 8
-    return (numbers.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    numbers: Any = ((parts["weight_packed"][..., None] >> places) & 15).flatten(1) - 8
+    weight: Tensor = (numbers.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    return weight
 
 
 @pytest.mark.parametrize("quant", COMPRESSED)

@@ -135,8 +135,8 @@ def test_run_of_packed_experts_is_loaded_by_plain_peft(kind: str, quick_zygote: 
     assert distance(_logits_by_plain_peft(base, run / "final"), expected) < 1e-5
     export = (f"run={run}", "kind=merged", "dtype=fp32", "to=merged")
     quick_zygote.run(tmp_path, *export, module="app.export", code=0)
-    words = (f"run={run}", "kind=quantized", "quant=fp8", "to=fp8")
-    ended = quick_zygote.run(tmp_path, *words, module="app.export", code=0)
+    quantized = (f"run={run}", "kind=quantized", "quant=fp8", "to=fp8")
+    ended = quick_zygote.run(tmp_path, *quantized, module="app.export", code=0)
     assert "expert stacks stay in bf16" in ended.stdout
     ignored = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["ignore"]
     assert r"re:.*\.experts\..*" in ignored
