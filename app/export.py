@@ -4,6 +4,7 @@ finetune export run=runs/mine kind=adapter to=exports/mine      adapter, tokeniz
 finetune export run=runs/mine kind=merged to=exports/mine       adapter merged into the base, in bf16
 finetune export run=runs/a kind=merged to=exports/ab adapters="[runs/a:0.7,runs/b:0.3]"      several adapters
 finetune export run=runs/mine kind=quantized quant=nf4 to=exports/mine      merged, then 4-bit
+finetune export run=runs/mine kind=quantized quant=fp8 to=exports/mine      for vLLM: fp8, w8a8 or w4a16
 finetune export run=runs/mine kind=gguf quant=q8_0 to=exports/mine      for llama.cpp and Ollama
 finetune export run=runs/mine kind=gguf quant=q4_k_m llama_cpp=DIR to=exports/mine      by llama.cpp's programs
 finetune export run=runs/mine kind=adapter to=exports/mine push=me/mine      also upload it to the hub
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.commands import run_command
-from app.config.finished_run import EXPORT, EXPORT_KINDS, ExportConfig, as_run, export_config, read_manifest
+from app.config.finished_run import EXPORT, ExportConfig, as_run, export_config, read_manifest
 from app.config.help import command_help
 from app.errors import refuse
 from app.exports.destination import REPORT, repository, require_target
@@ -91,14 +92,13 @@ def _check_parts(config: ExportConfig) -> None:
     from app.data import sources
     from app.exports.gguf import converter_problems
 
-    packages = EXPORT_KINDS[config.kind].packages if config.llama_cpp is None else ()
     problems = [*sources.check(config.dataset, training=False), *tokenizer.check(config.model)]
     if config.llama_cpp is not None:
         problems += converter_problems(config.llama_cpp, config.quant)
-    if packages and find_spec(packages[0]) is None:
+    if config.packages and find_spec(config.packages[0]) is None:
         problems.append(
-            f"kind={config.kind} needs the package {packages[0]}, which is not installed: pip install "
-            f"{' '.join(packages)}"
+            f"kind={config.kind} quant={config.quant} needs the package {config.packages[0]}, which is not installed: "
+            f"pip install {' '.join(config.packages)}"
         )
     refuse(problems)
 

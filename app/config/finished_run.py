@@ -326,12 +326,17 @@ class ExportKind(NamedTuple):
     packages: tuple[str, ...] = ()  # extra packages: one to write the export, others to verify it
 
 
+COMPRESSED = ("fp8", "w8a8", "w4a16")  # quants in the format of compressed-tensors
 EXPORT_KINDS = {
     "adapter": ExportKind(
         True, dict.fromkeys(("dtype", "shard_gb", "quant", "names"), "an adapter is exported unchanged")
     ),
     "merged": ExportKind(needs_adapter=False, unused={"quant": "merged weights have 16 or 32 bits"}),
-    "quantized": ExportKind(False, {"names": "it keeps the names of the base"}, quants=("nf4", "fp4", "int8")),
+    "quantized": ExportKind(
+        needs_adapter=False,
+        unused={"names": "it keeps the names of the base"},
+        quants=("nf4", "fp4", "int8", *COMPRESSED),
+    ),
     "gguf": ExportKind(
         needs_adapter=False,
         unused={
@@ -381,6 +386,13 @@ class ExportConfig(FinishedRunConfig):
     @property
     def target(self) -> Path:
         return Path(self.to).expanduser().absolute()
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Extra packages: one that the export needs, others to verify it."""
+        if self.llama_cpp is not None:
+            return ()
+        return ("compressed_tensors",) if self.quant in COMPRESSED else EXPORT_KINDS[self.kind].packages
 
     def written(self, key: str) -> str | None:
         """Return the dtype or quant that weights are converted to; None if this kind ignores the key."""

@@ -6,14 +6,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from app.config.finished_run import ExportConfig, read_manifest
+from app.config.finished_run import COMPRESSED, ExportConfig, read_manifest
 from app.config.load import read_run
 from app.errors import EnvironmentProblem
 from app.evaluation.run import Evaluation
+from app.exports.compressed_tensors import CompressedExport
 from app.exports.destination import REPORT, atomic_export, existing_parent, write_json_unflushed
 from app.exports.gguf import ConvertedExport, GgufExport
 from app.exports.kinds import AdapterExport, Export, MergedExport, QuantizedExport
-from app.exports.verify import Verification, reference_of, verify
+from app.exports.verify import Limits, Verification, reference_of, verify
 from app.files import files_in, sha256
 from app.layers.quantization import missing_hardware, quantization_after_training
 from app.pages.model_card import CARD, model_card
@@ -36,10 +37,15 @@ def prepare_export(config: ExportConfig, evaluation: Evaluation) -> Export:
     """Return the export; raise for an unsupported one or too little disk space, before writing."""
     evaluation.require_same_base(tuned=True)
     evaluation, trained = _with_base_of_users(evaluation)
-    kind = EXPORTS[config.kind] if config.llama_cpp is None else ConvertedExport
-    export = kind(config, evaluation, trained)
+    export = _class_of(config)(config, evaluation, trained)
     _require_disk_space(export)
     return export
+
+
+def _class_of(config: ExportConfig) -> type[Export]:
+    if config.llama_cpp is not None:
+        return ConvertedExport
+    return CompressedExport if config.quant in COMPRESSED else EXPORTS[config.kind]
 
 
 def _with_base_of_users(evaluation: Evaluation) -> tuple[Evaluation, Evaluation | None]:
@@ -58,10 +64,11 @@ def make_export(export: Export, facts: dict[str, Any], say: Callable[[str], None
     with atomic_export(config.target) as folder:
         rounded = export.write(folder)
         say(f"written {format_bytes(export.bytes)}; loading it in a new process")
-        reference = reference_of(export.evaluation)
+        reference = reference_of(export.evaluation, with_base=export.measure == "kl")
         reloaded = export.reload(folder, reference)
         trained = None if export.trained is None else reference_of(export.trained)
-        verification = verify(reference, reloaded, export.tolerance(rounded), trained, export.measure)
+        limits = Limits(export.measure, *export.tolerance(rounded), export.max_loss_difference)
+        verification = verify(reference, reloaded, limits, trained)
         if verification.passed:
             (folder / CARD).write_text(_card(export, folder, verification), encoding="utf-8")
         else:

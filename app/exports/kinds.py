@@ -109,6 +109,11 @@ class Export(ABC):
         """Return remarks on other programs, by their names."""
         return []
 
+    @property
+    def max_loss_difference(self) -> float | None:
+        """A second limit, of `Verification.loss_difference`."""
+        return None
+
     def tolerance(self, rounded: int) -> tuple[float, str]:
         """Return the allowed relative difference and its reason.
 
@@ -209,6 +214,10 @@ class MergedExport(Export):
             config = with_rope(merged_config(place, self.config.dtype), self.evaluation.base.rope)
             write_json_unflushed(folder / "config.json", config | resized)
         add_transformers_4_keys(folder, type(self.evaluation.base.on_meta().config))
+        return self.write_weights(folder)
+
+    def write_weights(self, folder: Path) -> int:
+        """Write the weight files; return the number of rounded matrices."""
         return self.merge.write(folder, self.config.shard_gb * 1e9)
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,27 @@ def digest(lm: torch.nn.Module) -> str:
     return sha256.hexdigest()
 
 
+def round_rows(lm: torch.nn.Module, kind: str | None) -> None:
+    """Round the inputs of quantized layers for each token, to e4m3 (`float`) or int8 (`int`), as vLLM does.
+
+    This replaces the rounding of compressed-tensors, whose int8 has another scale.
+    """
+    for layer in lm.modules():
+        if hasattr(layer, "quantization_scheme"):
+            layer.quantization_enabled = False  # type: ignore[assignment]
+            if kind is not None:
+                layer.register_forward_pre_hook(partial(_with_rounded_rows, kind))
+
+
+def _with_rounded_rows(kind: str, _layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+    rows = inputs[0]
+    largest = torch.finfo(torch.float8_e4m3fn).max if kind == "float" else torch.iinfo(torch.int8).max
+    scale = (rows.abs().amax(-1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    numbers = rows / scale
+    rounded = numbers.to(torch.float8_e4m3fn).to(rows.dtype) if kind == "float" else numbers.round()
+    return (rounded * scale,)
+
+
 def in_fp32(network: torch.nn.Module) -> None:
     """Switch arithmetic to fp32 in place, to compare weights without its rounding; quantized weights stay packed."""
     torch.nn.Module.float(network)  # `float` of transformers raises for a quantized model
@@ -111,6 +133,7 @@ def main() -> None:
     lm = load(plan)
     tensors = {"digest": digest(lm)} if plan["digest"] else None
     in_fp32(lm)
+    round_rows(lm, plan["rounded_rows"])
     save_file(logits(lm, load_file(plan["rows"]), plan["device"]), plan["out"], tensors)
     ours = [name for name in sys.modules if name.split(".")[0] == "app"]
     assert not ours, f"not a fresh process: {ours}"

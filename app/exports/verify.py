@@ -30,6 +30,7 @@ MAX_ROWS = 8
 SHORT_ROW_TOKENS = 512  # such rows are taken first
 MAX_POSITIONS = 64  # of each row
 MAX_LOST_MARGIN = 25  # tolerances of the mean loss, at one position
+MAX_KL_RATIO = 2  # KL from the run's model over that from its base; above it, training is lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +41,11 @@ class Verification:
     tolerance: float
     tolerance_is: str
     tolerance_of: str = "difference"  # or kl, or loss_difference
+    loss_tolerance: float | None = None  # a second limit, of loss_difference
     difference: float | None = None  # all logits together, relative
     kl: float | None = None  # from the run's model to a quantized one, nats per position
-    loss_difference: float | None = None  # of a program without logits: nats, relative to a loss above 1
+    base_kl: float | None = None  # from its base without the adapter
+    loss_difference: float | None = None  # quantized, or without logits: nats, relative to a loss above 1
     lost_margin: float | None = None  # largest margin, in nats, of a token that only the run's model prefers
     largest_difference: float | None = None  # of one logit, relative to the largest
     same_choice: float | None = None  # share of positions at which both prefer the same token
@@ -90,6 +93,7 @@ class Reference:
     logits: list[Tensor]
     rows_are: str
     problem: str = "single"  # of the task; otherwise a token or class is chosen
+    base: list[Tensor] | None = None  # logits without the adapter
 
     @property
     def ids(self) -> list[Tensor]:
@@ -112,6 +116,15 @@ class Reference:
         return float((chosen(theirs) == chosen(ours)).double().mean())
 
 
+class Limits(NamedTuple):
+    """Limits of an export: a field of `Verification`, its tolerance with the reason, and a limit of the loss."""
+
+    measure: str
+    tolerance: float
+    reason: str
+    loss_difference: float | None = None
+
+
 class Reloaded(NamedTuple):
     """Results of a program that loaded the export, on the rows of a reference."""
 
@@ -124,37 +137,44 @@ class Reloaded(NamedTuple):
     note: str | None = None  # on comparisons left out
 
 
-def reference_of(evaluation: Evaluation) -> Reference:
-    """Return the logits of the run's model in fp32 arithmetic; the model is freed afterwards."""
+def reference_of(evaluation: Evaluation, *, with_base: bool = False) -> Reference:
+    """Return the logits of the run's model in fp32 arithmetic; the model is freed afterwards.
+
+    `with_base`: also those without its adapter.
+    """
     model = evaluation.model(tuned=True).eval()
     reload.in_fp32(model)
     torch.set_float32_matmul_precision("highest")
     rows, targets = _labeled(evaluation, model)
-    logits = reload.logits(model.language_model, rows, str(evaluation.runtime.device))
-    del model
+    device, base = str(evaluation.runtime.device), None
+    network: Any = model.network
+    logits = _in_order(reload.logits(model.language_model, rows, device))
+    if with_base and network is not model.language_model:
+        with network.disable_adapter():
+            base = _in_order(reload.logits(model.language_model, rows, device))
+    del model, network
     gc.collect()
     torch.cuda.empty_cache()
-    return Reference(
-        rows, targets, [logits[str(i)] for i in range(len(targets))], evaluation.rows_are, evaluation.run.task.problem
-    )
+    return Reference(rows, targets, logits, evaluation.rows_are, evaluation.run.task.problem, base)
+
+
+def _in_order(logits: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return logits by row number as a list."""
+    return [logits[str(number)] for number in range(len(logits))]
 
 
 def verify(
-    reference: Reference,
-    reloaded: Reloaded | str,
-    allowed: tuple[float, str],
-    trained: Reference | None = None,
-    measure: str = "difference",
+    reference: Reference, reloaded: Reloaded | str, limits: Limits, trained: Reference | None = None
 ) -> Verification:
     """Compare a reloaded export with the run's model. `reloaded`: the results, or an error as text.
 
-    `trained`: the logits on the training base, if another base was exported. `measure`: the field to compare with the
-    tolerance `allowed`.
+    `trained`: the logits on the training base, if another base was exported.
     """
     verification = Verification(
-        tolerance=allowed[0],
-        tolerance_is=allowed[1],
-        tolerance_of=measure,
+        tolerance=limits.tolerance,
+        tolerance_is=limits.reason,
+        tolerance_of=limits.measure,
+        loss_tolerance=limits.loss_difference,
         loss_before=reference.loss(reference.logits),
         rows=len(reference.targets),
         positions=sum(len(targets) for targets in reference.targets),
@@ -175,21 +195,35 @@ def verify(
         verification = _with_loss(verification, reference, reloaded.loss, reloaded.choices)
     else:
         verification = _with_logits(verification, reference, reloaded.logits)
-    measured: float | None = getattr(verification, measure)
-    margin = verification.lost_margin
+    measured: float | None = getattr(verification, limits.measure)
+    failure = _failure(verification)
+    passed = failure is None and measured is not None and measured <= limits.tolerance
+    return replace(verification, passed=passed, failure=failure)
+
+
+def _failure(verification: Verification) -> str | None:
+    """Return why an export fails for another reason than its tolerance."""
+    margin, kl, base_kl = verification.lost_margin, verification.kl, verification.base_kl
     if margin is not None and margin > MAX_LOST_MARGIN * verification.tolerance:
-        failure = f"it does not prefer a token that the run's model prefers by {margin:.2g} nats"
-        return replace(verification, failure=failure)
-    return replace(verification, passed=measured is not None and measured <= verification.tolerance)
+        return f"it does not prefer a token that the run's model prefers by {margin:.2g} nats"
+    if kl is not None and base_kl is not None and kl > MAX_KL_RATIO * base_kl:
+        return (
+            f"training is lost: the KL divergence to the export is {kl:.2g} nats per position from the run's model, "
+            f"but {base_kl:.2g} from the base"
+        )
+    difference, limit = verification.loss_difference, verification.loss_tolerance
+    if difference is not None and limit is not None and difference > limit:
+        after = verification.loss_after
+        return f"its loss is {after:.4f}, that of the run's model {verification.loss_before:.4f} (tolerance {limit:g})"
+    return None
 
 
 def _with_loss(
     verification: Verification, reference: Reference, loss: float, choices: list[Tensor] | None
 ) -> Verification:
     """Add the differences of a program that returns its loss and preferred tokens, but no logits."""
-    nats = abs(loss - verification.loss_before) / max(1.0, verification.loss_before)
     difference = finite_or_none(abs(loss / verification.loss_before - 1))
-    verification = replace(verification, loss_difference=finite_or_none(nats), difference=difference)
+    verification = replace(verification, loss_difference=_in_nats(verification, loss), difference=difference)
     if choices is None:
         return verification
     log_probs, chosen = torch.cat(reference.logits).double().log_softmax(-1), torch.cat(choices)
@@ -200,17 +234,32 @@ def _with_loss(
 
 def _with_logits(verification: Verification, reference: Reference, logits: list[Tensor]) -> Verification:
     ours, theirs = torch.cat(reference.logits), torch.cat(logits)
-    kl = None
-    if verification.tolerance_of == "kl":  # KL(ours || theirs), the mean of all positions
-        log_probs, other = ours.log_softmax(-1), theirs.log_softmax(-1)
-        kl = finite_or_none(float((log_probs.exp() * (log_probs - other)).sum(-1).mean()))
+    if verification.tolerance_of == "kl":
+        verification = replace(
+            verification,
+            kl=_kl(ours, theirs),
+            base_kl=None if reference.base is None else _kl(torch.cat(reference.base), theirs),
+            loss_difference=_in_nats(verification, reference.loss(logits)),
+        )
     return replace(
         verification,
         difference=_relative(reference.logits, logits),
-        kl=kl,
         largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
         same_choice=reference.same_choice(ours, theirs),
     )
+
+
+def _in_nats(verification: Verification, loss: float) -> float | None:
+    """Return the difference of a loss in nats, relative to a loss above 1; None if it is not finite."""
+    nats: float | None = finite_or_none(abs(loss - verification.loss_before) / max(1.0, verification.loss_before))
+    return nats
+
+
+def _kl(ours: Tensor, theirs: Tensor) -> float | None:
+    """Return KL(ours || theirs), the mean over all positions; None if it is not finite."""
+    log_probs = ours.log_softmax(-1)
+    kl: float | None = finite_or_none(float((log_probs.exp() * (log_probs - theirs.log_softmax(-1))).sum(-1).mean()))
+    return kl
 
 
 def _relative(reference: list[Tensor], logits: list[Tensor]) -> float | None:
@@ -261,6 +310,7 @@ def by_transformers(
             "stacks": [],
             "digest": False,
             "unpacked": None,
+            "rounded_rows": None,
             "auto_class": evaluation.base.auto_class,
             **loading,
             "folder": str(folder),

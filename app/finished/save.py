@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -264,11 +265,11 @@ class Merge:
     @property
     def bytes(self) -> int:
         """Size of all written weights."""
-        return sum(map(size_of, self._written().values()))
+        return sum(map(size_of, self.written.values()))
 
     def write(self, folder: Path, shard_bytes: float) -> int:
         """Write safetensors files of at most `shard_bytes`, or one weight; return the number of rounded matrices."""
-        written, rounded = self._written(), 0
+        written, rounded = self.written, 0
 
         def merged() -> Iterator[tuple[str, Tensor]]:
             nonlocal rounded
@@ -343,8 +344,9 @@ class Merge:
         is_listed = self.as_stored is not None and self.as_stored.search(name) is not None
         return is_listed or not dtype.is_floating_point or dtype.itemsize == 1
 
-    def _written(self) -> dict[str, StoredTensor]:
-        """Return the written tensors, with order and dtypes."""
+    @cached_property
+    def written(self) -> dict[str, StoredTensor]:
+        """The written tensors, with order and dtypes."""
         return widest_first(
             {
                 name: place if self._stays(name) else replace(place, dtype=self.out)

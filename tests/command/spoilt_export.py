@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app import export
+from app.exports import kinds
 from app.exports.kinds import MergedExport, QuantizedExport
 from app.layers.quantization import Bits4
 
@@ -53,6 +54,8 @@ def main() -> None:
             _spoil_files(_one_tensor)
         case "saved":
             _spoil_files(_one_tensor, QuantizedExport)
+        case "base":
+            kinds.read_updates = lambda *_: {}  # type: ignore[attr-defined]
         case "cut":
             _spoil_files(_cut_off)
     export.main()

@@ -187,7 +187,7 @@ def test_harness_with_dataset_keys_refused(run: Path, given: tuple[str, ...], me
         ("none", "kind=adapter", "fine-tuned the whole model and has no adapter. Set kind=merged to export"),
         ("lora", "dtype=fp16", "dtype=fp16 would have no effect: an adapter is exported unchanged."),
         ("lora", "quant=int8", "quant=int8 would have no effect: an adapter is exported unchanged."),
-        ("lora", "quant=gptq", "q5_k_m, q6_k. GPTQ and AWQ exports are not supported. They need"),
+        ("lora", "quant=gptq", "q5_k_m, q6_k. GPTQ exports are not supported; quant=w4a16 needs no"),
         ("lora", "model.path=/models", "model.path=/models has no effect: the base of this run was randomly"),
     ],
 )  # fmt: skip

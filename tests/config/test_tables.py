@@ -8,7 +8,7 @@ import pytest
 from app.adapters.adapters import ADAPTERS
 from app.config.adapters import ADAPTER_KINDS
 from app.config.conf_files import choices_by_group
-from app.config.finished_run import EXPORT_KINDS
+from app.config.finished_run import COMPRESSED, EXPORT_KINDS
 from app.config.kinds import OWN, PREFERENCE_KINDS, QUANTIZATION_KINDS, ROW_FORMATS
 from app.config.schema import BatchingConfig, DatasetConfig
 from app.config.tasks import TASKS
@@ -16,6 +16,7 @@ from app.config.validate import CHOICES
 from app.data.formats import READERS
 from app.data.loader import ORDERS
 from app.data.row_pipeline import POLICIES
+from app.exports.compressed_tensors import FORMATS
 from app.exports.export import EXPORTS
 from app.layers.attention import BACKENDS
 from app.layers.quantization import QUANTIZATIONS
@@ -68,3 +69,4 @@ def test_table_matches_orders_of_rows() -> None:
 
 def test_table_matches_kinds_of_export() -> None:
     assert EXPORT_KINDS.keys() == EXPORTS.keys()
+    assert FORMATS.keys() == set(COMPRESSED)

@@ -16,7 +16,7 @@ from app.assets import ROOT
 from app.exports import reload
 from app.exports.gguf import QUANTS, by_llama_cpp, read_back, write_gguf
 from app.exports.gguf_model import HARD_TEXTS, PRE_TOKENIZERS, Place, Vocabulary, describe, vocabulary_of
-from app.exports.verify import Reference, Verification, verify
+from app.exports.verify import Limits, Reference, Verification, verify
 
 BOS, END = "<s>", "<|end|>"
 TEMPLATE = (
@@ -167,4 +167,4 @@ class Small:
         digests = write_gguf(file, model, self.vocabulary, places, lambda name: weights[name].detach())
         assert read_back(file, digests) is None
         found = by_llama_cpp(file, self.vocabulary, self.reference, 1)
-        return verify(self.reference, found, (QUANTS[self.quant], "of a test"), measure="loss_difference")
+        return verify(self.reference, found, Limits("loss_difference", QUANTS[self.quant], "of a test"))

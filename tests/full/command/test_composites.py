@@ -61,8 +61,12 @@ def test_run_is_scored_asked_and_exported_as_its_whole(kind: str, quick_zygote: 
     assert (tmp_path / "merged" / copied).read_bytes() == (base / copied).read_bytes()
     configs = [json.loads((place / "config.json").read_text()) for place in (base, tmp_path / "merged")]
     assert configs[0]["architectures"] == configs[1]["architectures"] == [configs[0]["architectures"][0]]
-    words = (f"run={run}", "kind=quantized", "quant=int8", "to=quantized")
-    quick_zygote.run(tmp_path, *words, module="app.export", code=0)
+    for quant in ("int8", "fp8"):
+        words = (f"run={run}", "kind=quantized", f"quant={quant}", f"to={quant}")
+        quick_zygote.run(tmp_path, *words, module="app.export", code=0)
+    ignored = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert any("vision" in name or "visual" in name for name in ignored)
+    assert not any("language_model" in name and "_proj" in name for name in ignored)
     if kind == "gemma3":
         start = ("adapter.start=run", "eval.at_start=true", "training.max_steps=1", "output_dir=further")
         further = [word for word in command if not word.startswith("adapter.rank_pattern")]
@@ -131,3 +135,8 @@ def test_run_of_packed_experts_is_loaded_by_plain_peft(kind: str, quick_zygote: 
     assert distance(_logits_by_plain_peft(base, run / "final"), expected) < 1e-5
     export = (f"run={run}", "kind=merged", "dtype=fp32", "to=merged")
     quick_zygote.run(tmp_path, *export, module="app.export", code=0)
+    quantized = (f"run={run}", "kind=quantized", "quant=fp8", "to=fp8")
+    ended = quick_zygote.run(tmp_path, *quantized, module="app.export", code=0)
+    assert "expert stacks stay in bf16" in ended.stdout
+    ignored = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert r"re:.*\.experts\..*" in ignored
