@@ -126,6 +126,7 @@ def test_run_yaml_malformed_refused(text: str | None, tmp_path: Path) -> None:
 TYPED_ONLY = {
     "model.trust_remote_code": True,
     "cache_dir": "/tmp/kernels",
+    "dataset.transform": "mine:clean",
     "launch.num_processes": 3,
     "launch.threads": 3,
 }
@@ -211,7 +212,8 @@ def test_settings_file_random_spelling_decides_nothing(tmp_path_factory: pytest.
     except AppError:
         return
     usual = compose_run([])
-    assert (run.launch, run.cache_dir, run.model) == (usual.launch, usual.cache_dir, usual.model)
+    facts = [(each.launch, each.cache_dir, each.model, each.dataset.transform) for each in (run, usual)]
+    assert facts[0] == facts[1]
 
 
 @pytest.mark.parametrize("key", TYPED_ONLY)
