@@ -131,7 +131,7 @@ def update(run: Path, alpha: int, name: str) -> Tensor:
         (("adapters=[a:1]", "combine=svd"), "svd needs a rank, and only svd supports one"),
         (("adapters=[a:1]", "combine=linear", "rank=4"), "svd needs a rank, and only svd supports one"),
         (("rank=4",), "combine, rank and density need adapters to sum"),
-        (("adapters=[a:1]", "combine=ties"), "need a density, Set density=0.5, or leave it out"),
+        (("adapters=[a:1]", "combine=ties"), "need a density, and only they support one"),
         (("adapters=[a:1]", "density=0.5"), "combine=auto density=0.5: ties, dare_ties,"),
         (("adapters=[a:1]", "combine=ties", "density=0.5"), "it needs at least two. Set combine=auto"),
         (("adapters=[a:1]", "checkpoint=3"), "cannot be combined with adapters"),

@@ -42,7 +42,7 @@ def test_transform_is_typed_again_and_compared(zygote: Zygote, tmp_path: Path) -
     write(tmp_path / "rows.jsonl", [{"q": q, "a": a} for q, a in [*LINES * 8, ("Why?", "")]])
     (tmp_path / "mine.py").write_text(FUNCTION)
     train = (*FEW, "dataset=messages", "dataset.path=rows.jsonl", "dataset.transform=mine:clean", "output_dir=run")
-    stopped = zygote.run(tmp_path, *train, "training.stop_after=1", code=0)
+    stopped = zygote.run(tmp_path, *train, "training.stop_after=1", code=75)
     assert "1 row dropped by dataset.transform" in stopped.stdout
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (manifest["transform"]["name"], len(manifest["hashes"]["transform"])) == ("mine:clean", 64)
