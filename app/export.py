@@ -46,11 +46,13 @@ def export(config: ExportConfig, console: Console) -> int:
 
 def _export(config: ExportConfig, console: Console) -> int:
     """Export the run, one of its checkpoints, or a sum of adapters."""
+    from app.adapters.merged_weights import Combination
     from app.training.final_model import at_checkpoint, combined
 
     run = as_run(config)
     if config.adapters:
-        place = combined(config.folder, config.factors, config.combination, config.rank, run)
+        combination = Combination(config.combination, config.rank, config.density, run.seed)
+        place = combined(config.folder, config.factors, combination, run)
     else:
         place = at_checkpoint(config.folder, config.kept_checkpoint, run)
     with place as folder:

@@ -249,7 +249,8 @@ def quiet_peft() -> Iterator[None]:
         for text in (
             "Unsupported layer type",
             "Detected that the base layer has no bias",
-        ):  # norms; BEFT, which adds one
+            "The density ",
+        ):  # norms; BEFT, which adds one; nothing pruned at density 1
             warnings.filterwarnings("ignore", message=text)
         warnings.filterwarnings("ignore", message="Using Rank-Stabilized LoRA with rank_pattern")
         yield

@@ -1,6 +1,7 @@
 """Merged adapters: one adapter into the weights of its base, or several LoRA adapters into one.
 
-Several adapters are combined by concatenation, by singular value decomposition to a lower rank, or by PEFT's `linear`.
+Several adapters are combined by concatenation, by singular value decomposition to a lower rank, by PEFT's `linear`, or
+by PEFT itself if the method prunes them first (TIES, DARE).
 """
 
 import json
@@ -108,8 +109,17 @@ def _merged_stack(stack: Tensor, layer: str, config: Mapping[str, Any], parts: M
 
 def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Any:
     """Return a PEFT model with these layers alone and their adapter."""
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model, set_peft_model_state_dict
+    from peft import get_peft_model, set_peft_model_state_dict
 
+    with quiet_peft():
+        network = get_peft_model(_model_of(weights), _settings(config))
+        result = set_peft_model_state_dict(network, dict(parts))
+    assert not result.unexpected_keys, result.unexpected_keys
+    return network
+
+
+def _model_of(weights: Mapping[str, Tensor]) -> Any:
+    """Return a model with these layers alone."""
     lm = nn.Module()
     for layer, weight in weights.items():
         with torch.device("meta"):
@@ -124,6 +134,13 @@ def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: M
                 inside.add_module(part, nn.Module())
             inside = inside.get_submodule(part)
         inside.add_module(last, module)
+    return lm
+
+
+def _settings(config: Mapping[str, Any]) -> Any:
+    """Return the PEFT configuration of an adapter, for a model with its layers alone."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
     overrides: dict[str, Any] = {
         "task_type": None,
         "modules_to_save": None,
@@ -132,14 +149,9 @@ def _attached(weights: Mapping[str, Tensor], config: Mapping[str, Any], parts: M
         "ensure_weight_tying": False,
     }
     overrides |= {"fan_in_fan_out": False, "inference_mode": False, "base_model_name_or_path": None}
-    settings = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]].from_peft_type(
+    return PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]].from_peft_type(
         **{key: overrides.get(key, value) for key, value in config.items()}
     )
-    with quiet_peft():
-        network = get_peft_model(lm, settings)
-        result = set_peft_model_state_dict(network, dict(parts))
-    assert not result.unexpected_keys, result.unexpected_keys
-    return network
 
 
 def _with_rows(weight: Tensor, rows: Tensor, ids: list[int]) -> Tensor:
@@ -221,14 +233,18 @@ def _svd(pairs: Pairs, rank: int | None) -> tuple[Tensor, Tensor]:
 
 def _linear(pairs: Pairs, _rank: int | None) -> tuple[Tensor, Tensor]:
     """Return A and B as PEFT's `linear`: separate sums, each with the root of the factor, so that updates mix."""
-    if len({a.shape for _, a, _ in pairs}) > 1:
-        raise ConfigError("combine=linear: the adapters have different ranks. Set combine=cat, which takes any rank.")
+    _require_equal_ranks(pairs, "linear")
     roots = [math.sqrt(abs(factor)) for factor, _, _ in pairs]
     a = sum(math.copysign(root, pair[0]) * pair[1] for root, pair in zip(roots, pairs, strict=True))
     b = sum(root * pair[2] for root, pair in zip(roots, pairs, strict=True))
     assert isinstance(a, Tensor)
     assert isinstance(b, Tensor)
     return a, b
+
+
+def _require_equal_ranks(pairs: Pairs, how: str) -> None:
+    if len({a.shape for _, a, _ in pairs}) > 1:
+        raise ConfigError(f"combine={how}: the adapters have different ranks. Set combine=cat, which takes any rank.")
 
 
 COMBINATIONS: dict[str, Callable[[Pairs, int | None], tuple[Tensor, Tensor]]] = {
@@ -238,25 +254,88 @@ COMBINATIONS: dict[str, Callable[[Pairs, int | None], tuple[Tensor, Tensor]]] = 
 }
 
 
-def combine(members: Sequence[Member], how: str, rank: int | None, target: Path) -> tuple[int, float]:
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """How adapters are summed; a pruning method keeps the share `density` of values, some of them drawn by `seed`."""
+
+    how: str
+    rank: int | None = None
+    density: float | None = None
+    seed: int = 0
+
+
+def _pruned_sum(
+    members: Sequence[Member], combination: Combination, shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of each layer as PEFT sums the adapters; `shapes` are [out, in]."""
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    lm: Any = _model_of({without_peft(layer): torch.zeros(1).expand(shape) for layer, shape in shapes.items()})
+    network: Any = None
+    names = [str(number) for number in range(len(members))]
+    with quiet_peft(), torch.random.fork_rng(devices=[]):
+        for name, member in zip(names, members, strict=True):
+            tensors = adapter_weights(member.folder)
+            layers = {without_peft(full).partition(".lora_")[0] for full in tensors}
+            exact = {"target_modules": sorted(layers), "init_lora_weights": True}
+            settings = _settings({**read_adapter_config(member.folder), **exact})
+            if network is None:
+                network = get_peft_model(lm, settings, adapter_name=name)
+            else:
+                network.add_adapter(name, settings)
+            set_peft_model_state_dict(network, tensors, adapter_name=name)
+        torch.manual_seed(combination.seed)
+        network.base_model.add_weighted_adapter(
+            names,
+            [member.factor for member in members],
+            "sum",
+            combination_type=combination.how,
+            svd_rank=combination.rank,
+            svd_full_matrices=False,
+            density=combination.density,
+        )
+    modules = {layer: network.get_submodule(in_peft(without_peft(layer))) for layer in shapes}
+    return {
+        layer: (module.lora_A["sum"].weight.detach().double(), module.lora_B["sum"].weight.detach().double())
+        for layer, module in modules.items()
+    }
+
+
+def _combined(
+    members: Sequence[Member], pairs: Mapping[str, Pairs], combination: Combination
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of the sum, by layer."""
+    how = combination.how
+    if how in COMBINATIONS:
+        return {layer: COMBINATIONS[how](of_layer, combination.rank) for layer, of_layer in pairs.items()}
+    if not how.endswith("svd"):
+        for of_layer in pairs.values():
+            _require_equal_ranks(of_layer, how)
+    shapes = {layer: (len(b), a.shape[1]) for layer, ((_, a, b), *_) in pairs.items()}
+    return _pruned_sum(members, combination, shapes)
+
+
+def combine(members: Sequence[Member], combination: Combination, target: Path) -> tuple[int, float]:
     """Write an adapter that sums `members`, with other settings from the file in `target`; return its rank and the
     relative difference of all updates from the weighted sum.
     """
     of_members = [member.halves() for member in members]
-    combined: dict[str, tuple[Tensor, Tensor]] = {}
-    apart = whole = 0.0
-    for layer in sorted(set().union(*of_members)):
-        pairs = [halves[layer] for halves in of_members if layer in halves]
-        if len({(a.shape[1], b.shape[0]) for _, a, b in pairs}) > 1:
+    pairs = {
+        layer: [halves[layer] for halves in of_members if layer in halves] for layer in sorted(set().union(*of_members))
+    }
+    for layer, of_layer in pairs.items():
+        if len({(a.shape[1], b.shape[0]) for _, a, b in of_layer}) > 1:
             raise ConfigError(
                 f"adapters: the shapes of {layer} differ, so the adapters have different bases. Leave one out."
             )
-        a, b = _cat(pairs, None)
-        combined[layer] = COMBINATIONS[how](pairs, rank)
+    combined = _combined(members, pairs, combination)
+    apart = whole = 0.0
+    for layer, of_layer in pairs.items():
+        a, b = _cat(of_layer, None)
         apart += _norm(torch.cat([combined[layer][0], a]), torch.cat([combined[layer][1], -b], dim=1)) ** 2
         whole += _norm(a, b) ** 2
-    highest = max(len(a) for a, _ in combined.values())
-    if rank is not None and rank > highest:
+    highest, rank = max(len(a) for a, _ in combined.values()), combination.rank
+    if combination.how == "svd" and rank is not None and rank > highest:
         raise ConfigError(
             f"rank={rank}: the adapters have a total rank of {highest}, exact without rank=. Leave it out."
         )

@@ -93,6 +93,7 @@ def has_held_out_rows(dataset: DatasetConfig) -> bool:
 
 
 _LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def _train_on_problems(run: RunConfig) -> Iterator[str]:
@@ -269,6 +270,15 @@ def _eval_set_problems(run: RunConfig) -> Iterator[str]:
         yield f"{' and '.join(settings)} both set the eval set. Keep one; set the other to null or 0."
 
 
+def _transform_problems(run: RunConfig) -> Iterator[str]:
+    transform = run.dataset.transform
+    if transform is not None and not _FUNCTION.fullmatch(transform):
+        yield (
+            f"dataset.transform={transform}: expected MODULE:FUNCTION, e.g. dataset.transform=mine:clean for "
+            "clean(row) in mine.py."
+        )
+
+
 def _worker_problems(run: RunConfig) -> Iterator[str]:
     if run.dataset.workers is not None:
         yield (
@@ -290,5 +300,6 @@ DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _sample_problems,
     _random_row_problems,
     _eval_set_problems,
+    _transform_problems,
     _worker_problems,
 )

@@ -14,7 +14,7 @@ from app.config.dataset import WITHOUT_HELD_OUT_ROWS, has_held_out_rows
 from app.config.load import apply_changes, read_run
 from app.config.schema import AttentionConfig, DatasetConfig, RunConfig
 from app.config.tasks import TASKS, task_of
-from app.config.validate import choice, number
+from app.config.validate import choice, format_value, number
 from app.errors import AppError, CheckpointError, ConfigError, refuse
 from app.files import read_json, require_intact
 from app.program import resume_command
@@ -178,6 +178,8 @@ def evaluate_config(arguments: Sequence[str]) -> EvaluateConfig:
     folder = finished_folder(typed.options.get("run"), typed.options.get("kept_checkpoint"))
     run = with_recorded_precision(folder)
     over = {**final_settings(folder), "output_dir": str(folder)}
+    if typed.options.get("harness"):  # reads no rows
+        over["dataset.transform"] = None
     data = apply_changes(run, typed.settings, over) | typed.data
     if typed.options.get("harness"):
         refuse(_harness_problems(typed.settings))
@@ -272,7 +274,7 @@ def _rows_to_score(run_dataset: DatasetConfig, dataset: dict[str, Any], changes:
 
 _REPRODUCE_ALLOWED = (
     *("output_dir", "attention", "precision", "launch.threads", "launch.num_processes"),
-    *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path", "dataset.leave_out"),
+    *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path", "dataset.leave_out", "dataset.transform"),
     *("model.path", "model.tokenizer", "model.chat_template", "model.trust_remote_code"),
 )
 _REPRODUCE_WHY_NOT = {"": "because a run is reproduced with its own settings; only paths may differ"}
@@ -309,7 +311,7 @@ def reproduce_config(arguments: Sequence[str]) -> ReproduceConfig:
 
 _EXPORT_ALLOWED = (
     *("cache_dir", "launch.threads", "model.path", "model.trust_remote_code"),
-    *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
+    *("dataset.path", "dataset.eval_path", "dataset.eval_fraction", "dataset.transform"),
 )
 _EXPORT_WHY_NOT = {"": "because an export uses the settings of the run; only paths may differ"}
 # the export is verified on single held-out rows, with SDPA attention
@@ -349,6 +351,9 @@ EXPORT_KINDS = {
         packages=("gguf", "xllamacpp"),
     ),
 }
+# of PEFT: what is pruned by density, with the methods that do so on A and B, and on whole updates (svd)
+_PRUNED = ("ties", "dare_ties", "dare_linear", "magnitude_prune")
+PRUNING_SUMS = (*_PRUNED, *(f"{name}_svd" for name in _PRUNED))
 _QUANTS = [quant for kind in EXPORT_KINDS.values() for quant in (*kind.quants, *kind.by_llama_cpp)]
 
 
@@ -368,8 +373,10 @@ class ExportConfig(FinishedRunConfig):
     push: str | None = None  # USER/NAME: hub repository to upload the verified export to
     private: bool = True  # make a new `push` repository private
     adapters: list[str] = field(default_factory=list)  # adapters to sum, as RUN:FACTOR or FOLDER:FACTOR
-    combine: str = choice("auto", "cat", "svd", "linear", default="auto")  # auto: svd if rank is set, else cat
-    rank: int | None = number(None, at_least=1)  # rank of the sum, for combine=svd
+    # sum of the updates; auto: svd if rank is set, else cat; others prune the adapters first, as in PEFT
+    combine: str = choice("auto", "cat", "svd", "linear", *PRUNING_SUMS, default="auto")
+    rank: int | None = number(None, at_least=1)  # rank of the sum, for svd and the methods that end in svd
+    density: float | None = number(None, above=0, at_most=1)  # share of values that a pruning method keeps
 
     @property
     def factors(self) -> dict[str, float]:
@@ -442,10 +449,10 @@ EXPORT = Command(
 
 
 def _combination_problems(config: ExportConfig) -> Iterator[str]:
-    """Yield problems with `adapters`, `combine` and `rank`."""
+    """Yield problems with `adapters`, `combine`, `rank` and `density`."""
     if not config.adapters:
-        if config.combine != "auto" or config.rank is not None:
-            yield 'combine and rank need adapters to sum. Set adapters="[A:0.7,B:0.3]", or leave both out.'
+        if config.combine != "auto" or config.rank is not None or config.density is not None:
+            yield 'combine, rank and density need adapters to sum. Set adapters="[A:0.7,B:0.3]", or leave them out.'
         return
     setting = f"adapters=[{','.join(config.adapters)}]"
     if config.adapter.kind == "none":
@@ -453,11 +460,23 @@ def _combination_problems(config: ExportConfig) -> Iterator[str]:
     yield from _factor_problems(config, setting)
     if config.kept_checkpoint is not None:
         yield f"{setting}: checkpoint={config.kept_checkpoint} cannot be combined with adapters. Leave one out."
-    if (config.combination == "svd") != (config.rank is not None):
+    if config.combination.endswith("svd") != (config.rank is not None):
         yield (
             f"combine={config.combine} rank={config.rank}: svd needs a rank, and only svd supports one. Set rank=32, "
             "or leave both out: cat sums exactly."
         )
+    yield from _pruning_problems(config, setting)
+
+
+def _pruning_problems(config: ExportConfig, setting: str) -> Iterator[str]:
+    prunes, density = config.combination in PRUNING_SUMS, format_value(config.density)
+    if prunes != (config.density is not None):
+        yield (
+            f"combine={config.combine} density={density}: {', '.join(PRUNING_SUMS)} need a density, and only they "
+            "support one. Set density=0.5, or leave it out."
+        )
+    if prunes and len(config.factors) == 1:
+        yield f"{setting}: combine={config.combine} compares adapters, so it needs at least two. Set combine=auto."
 
 
 def _factor_problems(config: ExportConfig, setting: str) -> Iterator[str]:

@@ -62,7 +62,7 @@ class RowFormat:
 
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
-    content: Literal["chat", "answer", "text", "labels", "tags"] = "chat"  # chats are rendered by a chat template
+    content: Literal["chat", "answer", "text", "labels", "tags", "ids"] = "chat"  # a chat template renders chats
     train_on: tuple[str, ...] = ("auto", "assistant", "last", "all")  # accepted values of `dataset.train_on`
     overflow: Literal["drop", "split", "truncate"] = "drop"  # dataset.on_overflow=auto for longer samples
     message: tuple[str, ...] = ()  # keys of its messages: the role, then possible contents
@@ -75,7 +75,12 @@ class RowFormat:
         """Content of its columns as text."""
         if self.message:
             return f"lists of objects with {self.message[0]} and {self.message[1]}"
-        return {"labels": "text and its label", "tags": "lists of words and of their tags"}.get(self.content, "text")
+        holds = {
+            "labels": "text and its label",
+            "tags": "lists of words and of their tags",
+            "ids": "lists of token ids",
+        }
+        return holds.get(self.content, "text")
 
 
 _OF_ANSWERS = ("tools", "system", "chat_template_kwargs")
@@ -98,6 +103,7 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
         ("sentence1", "sentence2", "label"), content="labels", train_on=("auto",), overflow="truncate"
     ),
     "tagged_words": RowFormat(("tokens", "tags"), content="tags", train_on=("auto",), overflow="truncate"),
+    "token_ids": RowFormat(("input_ids",), ("labels", "attention_mask"), content="ids", train_on=("auto",)),
     "preference": RowFormat(
         ("chosen", "rejected"),
         ("prompt", *_OF_ANSWERS),
@@ -122,8 +128,9 @@ PREFERENCE_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if r
 CHAT_OF = {"preference_text": "preference", "preference_label_text": "preference_label"}
 LABELED_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.content == "labels")
 TAGGED_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.content == "tags")
+TOKEN_FORMATS = tuple(name for name, row_format in ROW_FORMATS.items() if row_format.content == "ids")
 WITHOUT_ANSWERS = tuple(
-    name for name, row_format in ROW_FORMATS.items() if row_format.content in ("text", "labels", "tags")
+    name for name, row_format in ROW_FORMATS.items() if row_format.content in ("text", "labels", "tags", "ids")
 )
 
 

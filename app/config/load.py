@@ -34,7 +34,9 @@ from app.errors import CheckpointError, ConfigError, refuse
 _VERSION_BASE = "1.3"
 _SAMPLE = "asset:sample/"
 _PROCESSES = "launch.num_processes"
-_OFF = {"model.trust_remote_code": False}  # as in conf/model/_hub.yaml
+_MAX_SHOWN_CHARACTERS = 200
+_TRANSFORM = "dataset.transform"
+_OFF = {"model.trust_remote_code": False, _TRANSFORM: None}  # as in conf/model/_hub.yaml and conf/dataset/_policy.yaml
 
 
 def _validated(data: Mapping[str, Any], typed: Mapping[str, Any]) -> RunConfig:
@@ -187,6 +189,12 @@ def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str,
         raise ConfigError(
             f"{_PROCESSES}={processes} in run.yaml is not accepted from a file. "
             f"Type {_PROCESSES}={processes}, or another number."
+        )
+    if run.dataset.transform is not None and not {_TRANSFORM, "dataset"} & {**over, **changes}.keys():
+        typed_again = f"{_TRANSFORM}={run.dataset.transform[:_MAX_SHOWN_CHARACTERS]}"
+        raise ConfigError(
+            f"{typed_again} in run.yaml is not accepted from a file, because it decides which code runs. Type "
+            f"{typed_again} if you trust it, or {_TRANSFORM}=null for the rows without it."
         )
     for key, value in {**trusted_values, **over, **changes}.items():
         if key not in choices:

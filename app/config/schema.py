@@ -52,6 +52,10 @@ class Columns:
     tags: str = "tags"  # list with one tag per word: names like B-PER, or integers
     chosen: str = "chosen"  # chosen answer, as text or messages
     rejected: str = "rejected"  # rejected answer, as text or messages
+    input_ids: str = "input_ids"  # list of token IDs
+    # list with each token ID again, or -100 for tokens that are not trained; null: all tokens are trained
+    labels: str | None = "labels"
+    attention_mask: str | None = "attention_mask"  # list of 1, and of 0 for padding, which is removed; null: ignored
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +98,8 @@ class DatasetConfig:
     mix: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: MixSource})
     random: RandomRowsConfig = field(default_factory=RandomRowsConfig)
     format: str = choice("auto", *ROW_FORMATS)  # row format; auto: detected
+    # Python function that returns each row changed, or None to drop it, as MODULE:FUNCTION; null: none
+    transform: str | None = field(default=None, metadata={TYPED_ONLY: RUNS_CODE})
     split: str = MISSING  # split of a hub dataset, or of a folder with the same layout
     hub_config: str | None = None  # configuration of a hub dataset, or of a folder with the same layout
     revision: str | None = None  # branch, tag or commit of a hub dataset

@@ -54,7 +54,12 @@ _ALL = (
         sees="before",
         unit="token",
         writes_text=True,
-        formats=(*(name for name in CHAT_FORMATS if name not in PREFERENCE_FORMATS), "prompt_completion", "text"),
+        formats=(
+            *(name for name in CHAT_FORMATS if name not in PREFERENCE_FORMATS),
+            "prompt_completion",
+            "text",
+            "token_ids",
+        ),
         other_rows="task=causal cannot train on labels. "
         "Set task=classification, or dataset=text to train on the text without labels.",
     ),

@@ -4,11 +4,13 @@ The path of a row, mostly through `app/data/prepare.py`; `app/data/data_report.p
 stops a run at rows that must not be trained on.
 
 1. File or hub dataset to rows with their locations: `app/data/sources.py`, read by `app/data/readers.py` and
-   `app/data/rows.py`.
+   `app/data/rows.py`, at an address by `app/data/remote_files.py`. `app/data/transform.py` applies the function of the
+   user.
 2. Row to conversation, document or example: `app/data/formats.py`, `app/data/conversations.py`. `app/data/roles.py`
    maps column names to roles, `app/data/columns.py` reads their values. Both determine the format
    (`app/data/detect_format.py`), suggestions if no format fits (`app/data/column_sets.py`), and the columns at which
    a run stops (`app/data/refused_columns.py`); `app/data/advised_commands.py` writes the commands in their messages.
+   Rows of token IDs (`app/data/token_ids.py`) skip steps 3 and 4.
 3. Conversation to text and loss mask: `app/data/loss_mask.py` gets prefixes of the conversation from
    `app/data/chat_template.py`. `app/chat_rendering.py` limits time and size of each rendering. Turns that the template
    rewrites are joined to one text.

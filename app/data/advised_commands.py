@@ -7,11 +7,12 @@ from pathlib import Path
 
 from app.config.kinds import LABELED_FORMATS, ROW_FORMATS, TAGGED_FORMATS
 from app.config.schema import DatasetConfig
+from app.data.remote_files import without_folders
 from app.data.roles import ROLES, named_like
 from app.data.rows import DataFile
 
 _PLAIN_VALUE = re.compile(r"[\w.*+/: -]+")
-_SOURCE = ("path", "split", "hub_config", "revision")
+_SOURCE = ("path", "transform", "split", "hub_config", "revision")
 
 
 def typed(key: str, fmt: str, columns: Mapping[str, str]) -> str:
@@ -64,7 +65,7 @@ def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, di
 
 def json_file(config: DatasetConfig | None) -> DataFile:
     """Return the JSON file that a section reads, or OLD.jsonl if it reads other files."""
-    configured = (config.path if config else None) or ""
+    configured = without_folders((config.path if config else None) or "")
     path = Path(configured if configured.endswith((".jsonl", ".ndjson", ".json")) else "OLD.jsonl")
     return DataFile(path, path.name)
 

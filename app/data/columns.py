@@ -12,6 +12,7 @@ from app.config.schema import Columns, DatasetConfig
 from app.data.advised_commands import command
 from app.data.roles import CHOICE, NUMERIC_ANSWERS, ROLES, has_role, is_number, is_prose, is_talk
 from app.data.rows import Broken, Located, Row, RowProblem, kind_of
+from app.data.transform import transform_of
 
 ABSENT = object()
 EVERY_ELEMENT = ".*"
@@ -153,11 +154,18 @@ def optional_text(row: Row, path: str | None) -> str:
     return text(row, path) if joined is None else joined
 
 
-def reshape_rows(rows: Iterator[Located], config: DatasetConfig, names: Collection[str]) -> Iterator[Located]:
-    """Yield rows without the columns of `dataset.leave_out`.
+def reshape_rows(
+    rows: Iterator[Located],
+    config: DatasetConfig,
+    names: Collection[str],
+    count_dropped: Callable[[], None] = lambda: None,
+) -> Iterator[Located]:
+    """Yield rows as `dataset.transform` returns them, without the columns of `dataset.leave_out`.
 
     If a field in `names` of `dataset.columns` has a path with `*`, yield the row once per element of that list.
     """
+    if transform := transform_of(config):
+        rows = transform.rows(rows, count_dropped)
     if config.leave_out:
         left_out = config.leave_out
         rows = (

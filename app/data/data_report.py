@@ -33,6 +33,7 @@ class RowCounts:
     files_left_out: list[str] = field(default_factory=list)
     reading_notes: list[str] = field(default_factory=list)  # on files that were read in an unusual way
     not_sampled: int = 0  # rows that dataset.sample does not select; they are not in rows_read
+    filtered: int = 0  # rows for which dataset.transform returned None; they are not in rows_read
     rows_read: int = 0
     rows_kept: int = 0  # with at least one sample
     rows_lost: int = 0  # good rows without a sample: overlong, or a pair of identical answers
@@ -203,8 +204,8 @@ def _lost_lines(c: RowCounts) -> Iterator[str]:
     if c.files_left_out:
         yield f"{many(len(c.files_left_out), 'file')} in the folder not read: {_first(c.files_left_out)}"
     yield from c.reading_notes
-    if c.not_sampled:
-        yield f"{many(c.not_sampled, 'row')} not in the sample"
+    left_out = {"not in the sample": c.not_sampled, "dropped by dataset.transform": c.filtered}
+    yield from (f"{many(number, 'row')} {fate}" for fate, number in left_out.items() if number)
     if c.bad_rows:
         yield f"{many(c.bad_rows, 'bad row')} skipped: {_first(c.bad_places)} ({c.first_problem})"
     if c.over_long:
@@ -302,11 +303,16 @@ def stop_reasons(
     if _is_too_long(config, counts):
         yield _too_long(config, source, counts, longest_row(counts.longest))
     elif not counts.rows_read:
-        yield f"{named}: has no rows"
+        yield f"{named}: has no rows{after_transform(config)}"
     elif not counts.rows_kept and not (counts.bad_rows and config.on_bad_row == "error"):
         bad = f"; {counts.bad_rows:,} bad, first: {counts.first_problem}" if counts.bad_rows else ""
         long = f"; {counts.dropped:,} longer than dataset.max_length={config.max_length}" if counts.dropped else ""
         yield f"{named}: none of {counts.rows_read:,} rows can be used for training{bad}{long}"
+
+
+def after_transform(config: DatasetConfig) -> str:
+    """Return the end of a message about missing rows: the transform that may have dropped them."""
+    return "" if config.transform is None else f" after dataset.transform={config.transform}"
 
 
 def without_stops(config: DatasetConfig) -> DatasetConfig:

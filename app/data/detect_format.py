@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
-from app.config.kinds import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS, fields_of
+from app.config.kinds import CHAT_OF, ROW_FORMATS, TAGGED_FORMATS, TOKEN_FORMATS, fields_of
 from app.config.schema import Columns, DatasetConfig
 from app.data.advised_commands import typed
 from app.data.column_sets import (
@@ -21,6 +21,7 @@ from app.data.column_sets import (
 )
 from app.data.columns import ABSENT, JOIN, FirstRows, has, is_text, is_there, reshape_rows, thought_column, value
 from app.data.conversations import parsed_list, speaker_of
+from app.data.data_report import after_transform
 from app.data.formats import ANSWERS, ASSISTANT, WRITTEN_CHAT
 from app.data.refused_columns import refused_column
 from app.data.roles import is_number, is_talk
@@ -126,7 +127,7 @@ def first_rows(source: Source, config: DatasetConfig, key: str, formats: Sequenc
     first = [*islice(reshape_rows(source.rows(), config, [f.name for f in fields(Columns)]), INSPECTED_ROWS)]
     rows = [row for _, row in first if not isinstance(row, Broken)]
     if not first:
-        raise DataError(f"{setting}: has no rows")
+        raise DataError(f"{setting}: has no rows{after_transform(config)}")
     location, row = first[0]
     if not rows and isinstance(row, Broken):
         raise DataError(f"{setting}: none of the first rows can be read; {location}: {row.reason}")
@@ -206,6 +207,8 @@ def _fits(fmt: str, field: str, cell: Any, *, reads_numbers: bool = False) -> bo
         return is_there(cell)
     if fmt in TAGGED_FORMATS:
         return isinstance(cell, list)
+    if fmt in TOKEN_FORMATS:
+        return isinstance(cell, list) and bool(cell) and type(cell[0]) is int
     if not shape.message:
         return is_text(cell) or (reads_numbers and field in ANSWERS and is_number(cell))
     conventions = [shape.message]
@@ -262,8 +265,8 @@ def _unknown(first: FirstRows, advice: str) -> list[str]:
     columns = listed([f"{name} ({kind_of(cell)})" for name, cell in cells.items()]) or "none"
     begin = f"{key}.format=auto: no format fits these rows; columns found: {columns}"
     requirements = [_missing(fmt, first) for fmt in first.formats]
-    if any("input_ids" in row for row in rows):
-        return [begin, *filter(None, requirements), "Tokenized rows (input_ids) are not supported: use rows of text"]
+    if any("input_ids" in row for row in rows) and not set(TOKEN_FORMATS) & {*first.formats}:
+        return [begin, *filter(None, requirements), "Rows of token ids (input_ids) need task=causal"]
     chosen = "dataset=FORMAT" if key == "dataset" and not first.section.mix else f"{key}.format=FORMAT"
     asks = without_answers(first)
     no_answer = f"No column is named like an answer to {asks}. " if asks else ""

@@ -29,6 +29,7 @@ from app.data.rows import (
     kind_of,
     sides_of,
 )
+from app.data.token_ids import token_ids
 from app.safe_text import many
 
 ANSWERS = ("output", "answer", "completion")  # fields that may be a number
@@ -158,6 +159,7 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
         _nonempty(row, names.sentence1), _label(row, names.label), _nonempty(row, names.sentence2)
     ),
     "tagged_words": _tagged_words,
+    "token_ids": token_ids,
     "preference": conversations.preference,
     "preference_text": _preference_text,
     "preference_label": conversations.preference_label,

@@ -35,6 +35,7 @@ from app.data.rows import (
     RenderedText,
     RowProblem,
     Span,
+    TokenIds,
 )
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
@@ -110,6 +111,9 @@ class Renderer:
         if isinstance(content, Example):
             text = RenderedText(content.text, (), raw=True, label=content.label, second=content.second)
             return RenderedRow([replace(text, words=content.words)])
+        if isinstance(content, TokenIds):
+            self._require_known_ids(content)
+            return RenderedRow([RenderedText("", (), raw=True, ready=content)])
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
         allowed = ("auto", "assistant", "last", "all", *(["completion"] if content.completion_start else []))
         assert self._train_on in allowed, self._train_on
@@ -126,6 +130,16 @@ class Renderer:
             if row is None:
                 raise
         return replace(row, marked=marked)
+
+    def _require_known_ids(self, content: TokenIds) -> None:
+        """Raise RowProblem for an ID that the tokenizer lacks."""
+        count = len(self._tokenizer)
+        unknown = content.ids[(content.ids < 0) | (content.ids >= count)]
+        if len(unknown):
+            raise RowProblem(
+                f"token ID {unknown[0]} is not in the tokenizer (0 to {count - 1}); use the model whose tokenizer made"
+                " the rows"
+            )
 
     def _conversation(self, content: Conversation) -> RenderedRow:
         rendered = render_conversation(content, self._tokenizer, self.names)

@@ -35,6 +35,7 @@ from app.data.rows import escaped
 from app.data.sources import RandomRows, Source, eval_source, open_source, train_source, unread_splits
 from app.data.token_dataset import TokenRows, cache_key, cached_rows
 from app.data.tokenizer import Tokenizer, check_tokenizer, separates_pairs
+from app.data.transform import origin_of
 from app.errors import DataError
 from app.safe_text import listed, many
 
@@ -252,6 +253,7 @@ def extra_eval_rows(
 
     The format is detected among `formats`; other settings are those of the run if the format allows them.
     """
+    config = replace(config, transform=None)  # these rows have columns of their own
     source = open_source(path, "eval.also", config, None)
     section, _ = detect_format(config, source, "dataset", formats, lambda: bool(tokenizer.chat_template))
     shape = ROW_FORMATS[section.format]
@@ -367,7 +369,8 @@ def _settings(config: DatasetConfig, max_rows: int | None, sample: RowSample | N
     columns = {name: getattr(config.columns, name) for name in fields_of(config.format)}
     thinking = {} if config.thinking == "train" else {"thinking": config.thinking}
     sampling = {} if sample is None else {"sample": asdict(sample)}
-    return {**fields, **thinking, **sampling, "columns": columns, "max_rows": max_rows}
+    transform = {} if config.transform is None else {"transform": origin_of(config)}
+    return {**fields, **thinking, **sampling, **transform, "columns": columns, "max_rows": max_rows}
 
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:

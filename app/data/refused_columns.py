@@ -27,7 +27,7 @@ from app.data.roles import (
     named_like,
     names_of,
 )
-from app.data.rows import Content, Conversation, Document, Example, RenderedText, Row, RowProblem, sides_of
+from app.data.rows import Content, Conversation, Document, Example, RenderedText, Row, RowProblem, TokenIds, sides_of
 
 if TYPE_CHECKING:
     from app.data.chat_template import TemplateNames
@@ -53,7 +53,7 @@ def refused_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig |
     if media := [str(name) for name, cell in row.items() if _is_media(str(name), cell)]:
         return _of_media_columns(row, media, config)
     shape = ROW_FORMATS[fmt]
-    if shape.content in ("labels", "tags") or shape.pairs:
+    if shape.content in ("labels", "tags", "ids") or shape.pairs:
         return ""
     if name := _preference_column(row, columns):
         words = _chosen_answers(row, config)
@@ -90,10 +90,10 @@ def _is_media(name: str, cell: Any) -> bool:
     return bool(has_role(name, "media") and cell) and not isinstance(cell, bool | int | float)
 
 
-def _texts(content: Conversation | Document | Example) -> Iterator[tuple[str, str]]:
+def _texts(content: Conversation | Document | Example | TokenIds) -> Iterator[tuple[str, str]]:
     if isinstance(content, Conversation):
         yield from ((f"message {at}: ", message["content"]) for at, message in enumerate(content.messages))
-    else:
+    elif not isinstance(content, TokenIds):
         yield "", content.text
         yield "", "" if isinstance(content, Document) else content.second or ""
 

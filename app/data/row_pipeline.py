@@ -137,6 +137,7 @@ POLICIES: dict[str, Callable[[Tokens, int], list[Tokens]]] = {
 
 BATCH_ROWS = 512
 BATCH_CHARS = 1 << 21  # fewer rows if they are long
+_CHARS_OF_NUMBER = 4  # for each number in a list, such as a token ID
 _PROGRESS_SECONDS = 15.0
 
 _MAX_MARKER_CHARS = 10_000
@@ -156,11 +157,15 @@ def write_rows(
     counts = RowCounts(source=source.name, files_left_out=list(source.left_out))
     pipeline = _Pipeline(config, tokenizer, writer, counts)
     logged = time.monotonic()
-    rows = reshape_rows(source.rows(), config, fields_of(config.format))
+
+    def count_dropped() -> None:
+        counts.filtered += 1
+
+    rows = reshape_rows(source.rows(), config, fields_of(config.format), count_dropped)
     if sample is not None:
-        selected = sample.selected(rows)
+        selected = sample.selected(reshape_rows(source.rows(), config, fields_of(config.format)))
         counts.not_sampled = int((~selected).sum())
-        rows = compress(reshape_rows(source.rows(), config, fields_of(config.format)), selected)
+        rows = compress(rows, selected)
     for batch in _batches(islice(rows, max_rows)):
         pipeline.write(batch)
         if time.monotonic() - logged > _PROGRESS_SECONDS:
@@ -191,12 +196,14 @@ def _batches(rows: Iterator[Located]) -> Iterator[list[Located]]:
 
 
 def _num_chars(row: Row | Broken) -> int:
-    """Return the number of characters in all texts of a row."""
+    """Return the number of characters in all texts of a row; lists of numbers count too."""
     chars, parts = 0, list[Any]([row])
     while parts:
         part = parts.pop()
         if isinstance(part, str):
             chars += len(part)
+        elif isinstance(part, list) and part and isinstance(part[0], int):
+            chars += _CHARS_OF_NUMBER * len(part)
         elif isinstance(part, dict | list):
             parts += part.values() if isinstance(part, dict) else part
     return chars

@@ -7,9 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from app.data.remote_files import RemoteFile
 from app.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    import numpy as np  # slow to import, and the check of a command line reads no row
+    from numpy.typing import NDArray
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -103,10 +108,19 @@ class LabeledAnswer:
     is_good: bool
 
 
-Content = Conversation | Document | Example | AnswerPair | LabeledAnswer
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenIds:
+    """Token IDs that another program made, and the tokens in the loss. Neither template nor tokenizer changes them."""
+
+    ids: "NDArray[np.integer[Any]]"
+    loss_mask: "NDArray[np.bool_]"
+    has_labels: bool  # otherwise all tokens are trained
 
 
-def sides_of(content: Content) -> tuple[Conversation | Document | Example, ...]:
+Content = Conversation | Document | Example | AnswerPair | LabeledAnswer | TokenIds
+
+
+def sides_of(content: Content) -> tuple[Conversation | Document | Example | TokenIds, ...]:
     """Return both answers of a pair, chosen first; otherwise the single content or answer."""
     if isinstance(content, AnswerPair):
         return content.chosen, content.rejected
@@ -124,6 +138,7 @@ class RenderedText:
     label: str | None = None  # of an example, which has no loss mask, or true/false of an answer
     second: str | None = None
     words: tuple[Span, ...] = ()  # of an example with word tags, at the first token of each word
+    ready: TokenIds | None = None  # of a row of token IDs, which has no text
 
     @property
     def is_example(self) -> bool:
@@ -164,6 +179,7 @@ class DataFile:
     path: Path
     name: str  # in locations
     notes: list[str] = field(default_factory=list, compare=False)  # on how the file was read
+    remote: RemoteFile | None = None  # at an address, where `path` is only the name that commands show
 
     @property
     def packing(self) -> str:
@@ -174,7 +190,7 @@ class DataFile:
     @contextmanager
     def opened(self) -> Iterator[io.BufferedReader]:
         """Open the decompressed bytes for reading."""
-        with open_file(self.path) as packed:
+        with open_file(self.path) if self.remote is None else self.remote.opened() as packed:
             if self.packing == ".gz":
                 yield io.BufferedReader(gzip.GzipFile(fileobj=packed))
             elif self.packing == ".zst":

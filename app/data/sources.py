@@ -17,8 +17,10 @@ from app.config.dataset import RANDOM, key_of, sources_of
 from app.config.kinds import LABELED_FORMATS
 from app.config.schema import DatasetConfig, RandomRowsConfig
 from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, named_tags, read_file, require_prose
+from app.data.remote_files import RemoteFile, is_remote, remote_files
 from app.data.rows import PACKED_FILES, TAGGED_FILES, DataFile, Located, escaped, extension, open_file
-from app.errors import DataError, EnvironmentProblem, first_line
+from app.data.transform import transform_of
+from app.errors import ConfigError, DataError, EnvironmentProblem, first_line
 
 _WORDS = 1000  # in the vocabulary, without labels
 _LETTERS = 5  # per word, at least one token in any tokenizer
@@ -140,9 +142,12 @@ class FileRows:
     other_splits: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list, compare=False)  # on files read so far
 
+    def data_files(self) -> Iterator[DataFile]:
+        return (DataFile(path, name, self.notes) for path, name in self.files)
+
     def rows(self) -> Iterator[Located]:
-        for path, name in self.files:
-            file, is_text = DataFile(path, name, self.notes), extension(path) in TEXT_FILES
+        for file in self.data_files():
+            is_text = extension(file.path) in TEXT_FILES
             for location, row in self._rows(file):
                 if is_text and isinstance(row, dict):
                     require_prose(file, row[TEXT_COLUMN])
@@ -158,6 +163,19 @@ class FileRows:
 
     def fingerprint(self) -> str:
         return files_hash(self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRows(FileRows):
+    """Rows of files at an address, read in place. `files` has their names."""
+
+    remote: tuple[RemoteFile, ...] = ()
+
+    def data_files(self) -> Iterator[DataFile]:
+        return (DataFile(Path(file.name), escaped(file.name), self.notes, file) for file in self.remote)
+
+    def fingerprint(self) -> str:
+        return _sha256([(file.name, file.version) for file in self.remote])
 
 
 @dataclass(frozen=True)
@@ -273,17 +291,21 @@ Source = FileRows | HubRows | SavedRows | RandomRows
 
 
 def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
-    """Return the problems of the dataset paths, without reading rows; for an evaluation, only of the paths it reads."""
+    """Return the problems of `dataset.transform` and of the paths, without reading rows.
+
+    For an evaluation, only the paths that it reads are checked.
+    """
     sections = sources_of(config) if training or config.eval_path is None else {}
     training_sources = [
         partial(train_source, section, name) for name, section in sections.items() if section.path is not None
     ]
-    openings: list[Callable[[], Source | None]] = [*training_sources, partial(eval_source, config)]
+    transform = partial(transform_of, config)
+    openings: list[Callable[[], Any]] = [transform, *training_sources, partial(eval_source, config)]
     problems: list[str] = []
     for opening in openings:
         try:
             opening()
-        except DataError as error:
+        except (ConfigError, DataError, EnvironmentProblem) as error:
             problems += error.problems
     return list(dict.fromkeys(problems))
 
@@ -337,12 +359,18 @@ def open_source(path: str, key: str, config: DatasetConfig, split: str | None) -
     """Open one split; for a folder of files, all files if `split` is None."""
     if path == RANDOM:
         return RandomRows(path, key, config.random, labeled=config.format in ("auto", *LABELED_FORMATS))
+    if is_remote(path):
+        return _at_address(path, key)
     place = Path(locate(path)).expanduser()
     if _is_hub_id(path):
         is_other = key == "dataset.eval_path" and path != config.path  # the revision is only for dataset.path
         return HubRows(path, key, split or config.split, config.hub_config, None if is_other else config.revision)
     if (place / "dataset_dict.json").is_file() or all((place / name).is_file() for name in _SAVED_FILES):
         return SavedRows(path, key, place, split or config.split)
+    return _local_files(path, place, key, config, split)
+
+
+def _local_files(path: str, place: Path, key: str, config: DatasetConfig, split: str | None) -> FileRows:
     if place.is_dir():
         return _folder(path, place, key, config, split)
     if place.is_file():
@@ -355,6 +383,12 @@ def open_source(path: str, key: str, config: DatasetConfig, split: str | None) -
     if glob.has_magic(path):
         return _matches(path, place, key)
     raise DataError(_missing(path, place, key))
+
+
+def _at_address(path: str, key: str) -> RemoteRows:
+    remote = remote_files(path, key)
+    files = tuple((_readable(Path(file.name), key), escaped(file.name)) for file in remote)
+    return RemoteRows(path, key, files, remote=remote)
 
 
 def _is_hub_id(path: str) -> bool:

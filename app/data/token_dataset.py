@@ -344,7 +344,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 # ---- token cache
 
 
-CODE_VERSION = 13  # increase it with every change of the stored rows; a test with rows of all formats detects changes
+CODE_VERSION = 14  # increase it with every change of the stored rows; a test with rows of all formats detects changes
 BATCH_ROWS = 4096  # of one record batch
 _BATCH_TOKENS = 1 << 22  # fewer rows if they are long
 _ABANDONED_SECONDS = 24 * 3600  # age at which an incomplete file is removed without a lock

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
-from app.config.kinds import CHAT_FORMATS, LABELED_FORMATS, TAGGED_FORMATS
-from app.data.rows import RenderedText, Span
+from app.config.kinds import CHAT_FORMATS, LABELED_FORMATS, TAGGED_FORMATS, TOKEN_FORMATS
+from app.data.rows import RenderedText, Span, TokenIds
 from app.errors import ConfigError
 
 Ids = NDArray[np.int32]
@@ -35,7 +35,7 @@ def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
             " set model.chat_template=FILE or the name of a built-in template"
         )
     has_end = tokenizer.eos_token_id is not None or tokenizer.sep_token_id is not None
-    if fmt not in (*CHAT_FORMATS, *LABELED_FORMATS, *TAGGED_FORMATS) and not has_end:
+    if fmt not in (*CHAT_FORMATS, *LABELED_FORMATS, *TAGGED_FORMATS, *TOKEN_FORMATS) and not has_end:
         raise ConfigError(f"model.tokenizer: no end-of-text token, which dataset.format={fmt} needs")
 
 
@@ -85,6 +85,8 @@ class Encoder:
         """Tokenize in one batch, to use all tokenizer threads. The first token is never trained."""
         if texts and texts[0].is_example:  # then all are, because they have one format
             return list(self._encode_examples(texts))
+        if texts and texts[0].ready is not None:
+            return [self._as_tokens(text.ready) for text in texts if text.ready is not None]
         max_chars = max(PIECE_CHARS, MAX_TOKEN_CHARS * self._max_length)
         heads = [text if _is_long(text) else _head(text, max_chars) for text in texts]
         encodings = iter(self._encodings([head.text for head in heads if not _is_long(head)]))
@@ -119,6 +121,14 @@ class Encoder:
             ids, mask = _as_ids(encoding.ids), np.zeros(len(text_ids), np.bool_)
             mask[[*_first_tokens(encoding, text.words)]] = True
             yield Tokens(ids, mask, label=text.label, text_ids=text_ids, second_start=second_start)
+
+    def _as_tokens(self, ready: TokenIds) -> Tokens:
+        """Return the IDs of a row unchanged. With labels, an answer without an end token is counted."""
+        mask = ready.loss_mask.copy()
+        mask[0] = False
+        last = ready.ids[mask][-1:]
+        endless = ready.has_labels and any(int(token) not in self._special for token in last)
+        return Tokens(_as_ids(ready.ids), mask, endless=endless)
 
     def _encodings(self, texts: list[str]) -> list[Encoding]:
         """Return the encodings of the backend: the wrapper would double the time."""
@@ -176,7 +186,7 @@ def _second_start(types: Sequence[int]) -> int:
     return at
 
 
-def _as_ids(values: Sequence[int]) -> Ids:
+def _as_ids(values: Sequence[int] | NDArray[np.integer[Any]]) -> Ids:
     return np.asarray(values, np.int32)
 
 

@@ -82,11 +82,12 @@ _COUNTS = {
     "unstable": "conversations rewritten by the template",
     "left_over": "beyond the row limit",
     "not_sampled": "rows not in the sample",
+    "filtered": "rows dropped by dataset.transform",
     "held_out": "of these held out for eval",
 }
 _SHORT = "{:.3g}".format
 _TILES = ("exact_match", "accuracy", "mae", "pearson", "eval_loss")
-_HASHES = {"train": "training data", "eval": "eval data", "base": "base model"}
+_HASHES = {"train": "training data", "eval": "eval data", "base": "base model", "transform": "dataset.transform"}
 _CHOICES = {
     "recompute": "gradient checkpointing",
     "tile": "tokens per MLP tile",

@@ -37,7 +37,13 @@ def compare_programs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Di
 
 def compare_content(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return different hashes of rows, tokenizer and base; hashes missing in the older manifest are omitted."""
-    names = {"train": "training data", "eval": "eval data", "tokenizer": "tokenizer", "base": "weights of the base"}
+    names = {
+        "train": "training data",
+        "eval": "eval data",
+        "tokenizer": "tokenizer",
+        "base": "weights of the base",
+        "transform": "dataset.transform",
+    }
     hashes = {key: value for key, value in then.get("hashes", {}).items() if key in names}
     short = [{names[key]: _short(side.get(key)) for key in hashes} for side in (hashes, now.get("hashes", {}))]
     return _different(*short)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.base.base_model import BaseModel, open_base
-from app.config.dataset import formats_of, sources_of, trains_answers
+from app.config.dataset import formats_of, has_chats, sources_of, trains_answers
 from app.config.schema import RunConfig
 from app.data import length_statistics
 from app.data.chat_template import other_template
@@ -328,7 +328,7 @@ def _template(check: DataCheck) -> Iterator[Advice]:
             yield f"dataset.on_unstable_template=join{cut}", f"{rewritten}; {joined}"
         else:
             yield "dataset.on_unstable_template=last", f"{rewritten}; `last` trains only the last turn of each"
-    if counts.endless:
+    if counts.endless and has_chats(check.run.dataset):  # no template writes rows of token IDs
         ends = f"no special token ends the answer in {many(counts.endless, 'sample')}"
         yield f"model.chat_template={check.other_template}", f"{ends}: the model will not learn to stop"
     if counts.unseen:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from app.adapters.merged_weights import Member, combine
+from app.adapters.merged_weights import Combination, Member, combine
 from app.base.base_model import BaseModel, open_base
 from app.base.source import base_path, require_intact_base
 from app.base.tokenizer import load_tokenizer
@@ -192,7 +192,7 @@ def at_checkpoint(folder: Path, checkpoint: str | None, run: RunConfig) -> Itera
 
 
 @contextmanager
-def combined(folder: Path, parts: Mapping[str, float], how: str, rank: int | None, run: RunConfig) -> Iterator[Path]:
+def combined(folder: Path, parts: Mapping[str, float], combination: Combination, run: RunConfig) -> Iterator[Path]:
     """Yield a stand-in for the run in `folder` whose adapter is the weighted sum of the adapters in `parts`."""
     members = [Member(place, adapter_folder(place), factor) for place, factor in parts.items()]
     require_intact_final(folder)
@@ -210,9 +210,12 @@ def combined(folder: Path, parts: Mapping[str, float], how: str, rank: int | Non
             for file in (folder / "final").iterdir():
                 if file.name not in (ADAPTER_WEIGHTS, CHECKSUMS, CARD):
                     copyfile(file, final / file.name)
-            new_rank, difference = combine(members, how, rank, final)
+            new_rank, difference = combine(members, combination, final)
         run = replace(run, adapter=replace(run.adapter, r=new_rank, alpha=float(new_rank)))
-        facts = {"adapters": dict(parts), "combine": how, "rank": new_rank, "difference_of_updates": difference}
+        facts = {"adapters": dict(parts), "combine": combination.how, "rank": new_rank}
+        if combination.density is not None:
+            facts |= {"density": combination.density, "seed": combination.seed}
+        facts["difference_of_updates"] = difference
         unknown = dict.fromkeys(("final_metrics", "train_loss_first", "train_loss_last"))
         yield _linked(folder, Path(place), run, {**unknown, "combined": facts})
 

@@ -17,6 +17,7 @@ from app.data.collate import Layout
 from app.data.loader import Loader, eval_batches
 from app.data.objectives import Objective
 from app.data.token_dataset import TokenRows
+from app.data.transform import transform_hash
 from app.distributed.launch import world
 from app.distributed.process_group import Runtime
 from app.distributed.process_group import start as start_processes
@@ -176,6 +177,7 @@ class Plan:
         return {
             **compared_settings(run, self.choices.precision),
             "dataset (its tokens)": self.rows.data.train.fingerprint,
+            "dataset.transform (as a hash)": transform_hash(run.dataset)[:12],
             "batching": f"{loader.units_per_step} {loader.unit_name} a step, {loader.num_units} an epoch",
             "model.path": run.model.path,
             **base_hash(run.model, fingerprint),

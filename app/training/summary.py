@@ -18,6 +18,7 @@ from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.data.length_statistics import padded_fill
 from app.data.packing import min_bins
+from app.data.transform import origin_of, transform_hash
 from app.distributed.process_group import default_device, machine_notes
 from app.layers.experts import stacks_of
 from app.layers.recurrent import layers_read_past
@@ -116,6 +117,7 @@ def manifest_facts(plan: Plan) -> dict[str, Any]:
     return {
         "seed": run.seed,
         **({"varied_from": run.varied_from} if run.varied_from else {}),
+        **({} if run.dataset.transform is None else {"transform": origin_of(run.dataset)}),
         "choices": {
             **asdict(plan.choices),
             "recompute": run.training.recompute,
@@ -179,11 +181,12 @@ def _hardware() -> dict[str, str | None]:
 
 
 def _content_hashes(prepared: Rows) -> dict[str, str | None]:
-    data = prepared.data
+    data, dataset = prepared.data, prepared.run.dataset
     return {
         "train": data.train.fingerprint,
         "eval": None if data.eval is None else data.eval.fingerprint,
         "tokenizer": tokenizer_hash(prepared.tokenizer),
+        **({} if dataset.transform is None else {"transform": transform_hash(dataset)}),
     }
 
 

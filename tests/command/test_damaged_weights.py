@@ -106,6 +106,11 @@ def test_sum_of_adapters_is_exported(finished: FinishedRuns, quick_zygote: Zygot
     assert (report["passed"], report["combined"]["combine"], report["combined"]["rank"]) == (True, "svd", 8)
     assert 0 < report["combined"]["difference_of_updates"] < 1
 
+    pruned = ("combine=dare_ties_svd", "density=0.5", "rank=8", "kind=adapter", "to=pruned")
+    quick_zygote.run(tmp_path, *parts, *pruned, module="app.export", code=0)
+    report = json.loads((tmp_path / "pruned" / "export.json").read_text())
+    assert (report["passed"], report["combined"]["density"], report["combined"]["seed"]) == (True, 0.5, 0)
+
 
 def update(run: Path, alpha: int, name: str) -> Tensor:
     """B A of the adapter of a run, scaled; zero for a weight that it does not adapt."""
@@ -125,7 +130,10 @@ def update(run: Path, alpha: int, name: str) -> Tensor:
         (("adapters=[nowhere:1]",), "nowhere has no adapter_config.json"),
         (("adapters=[a:1]", "combine=svd"), "svd needs a rank, and only svd supports one"),
         (("adapters=[a:1]", "combine=linear", "rank=4"), "svd needs a rank, and only svd supports one"),
-        (("rank=4",), "combine and rank need adapters to sum"),
+        (("rank=4",), "combine, rank and density need adapters to sum"),
+        (("adapters=[a:1]", "combine=ties"), "need a density, and only they support one"),
+        (("adapters=[a:1]", "density=0.5"), "combine=auto density=0.5: ties, dare_ties,"),
+        (("adapters=[a:1]", "combine=ties", "density=0.5"), "it needs at least two. Set combine=auto"),
         (("adapters=[a:1]", "checkpoint=3"), "cannot be combined with adapters"),
     ],
 )

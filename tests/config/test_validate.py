@@ -127,6 +127,7 @@ TYPED_ONLY = {
     "checkpoint.mirror": "s3://bucket/runs",
     "model.trust_remote_code": True,
     "cache_dir": "/tmp/kernels",
+    "dataset.transform": "mine:clean",
     "launch.num_processes": 3,
     "launch.threads": 3,
 }
@@ -212,7 +213,8 @@ def test_settings_file_random_spelling_decides_nothing(tmp_path_factory: pytest.
     except AppError:
         return
     usual = compose_run([])
-    assert (run.launch, run.cache_dir, run.model) == (usual.launch, usual.cache_dir, usual.model)
+    facts = [(each.launch, each.cache_dir, each.model, each.dataset.transform) for each in (run, usual)]
+    assert facts[0] == facts[1]
     assert run.checkpoint.mirror is None
 
 

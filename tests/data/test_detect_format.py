@@ -150,10 +150,6 @@ def test_auto_texts_to_compare_are_chats_where_the_model_has_a_template(tmp_path
             assert detect_formats(settings, formats_for(task), partial(bool, has_template))[0].format == fmt
 
 
-def test_auto_tokens_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, [{"input_ids": [1], "labels": [1]}])[-1].startswith("Tokenized rows (input_ids)")
-
-
 def mixed(path: Path, rows: dict[str, list[Any]], fmt: str = "auto", **changes: Any) -> DatasetConfig:
     mix: dict[str, dict[str, Any]] = {
         name: {"path": str(write_jsonl(path / f"{name}.jsonl", found))} for name, found in rows.items()

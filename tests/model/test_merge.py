@@ -1,6 +1,7 @@
 """Merged weights against the trained model, and combined adapters against the sum of their updates."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from app.adapters.merged_weights import Member, combine, read_updates
+from app.adapters.merged_weights import Combination, Member, combine, read_updates
 from app.base.base_model import model_class
 from app.base.source import base_path
 from app.base.tokenizer import load_tokenizer
@@ -371,10 +372,10 @@ def weighted_sum(members: list[Member]) -> dict[str, Tensor]:
     return found
 
 
-def combined_in(place: Path, members: list[Member], how: str, rank: int | None = None) -> tuple[int, float]:
+def combined_in(place: Path, members: list[Member], how: str, *numbers: Any) -> tuple[int, float]:
     place.mkdir()
     (place / "adapter_config.json").write_bytes((members[0].folder / "adapter_config.json").read_bytes())
-    return combine(members, how, rank, place)
+    return combine(members, Combination(how, *numbers), place)
 
 
 def test_cat_is_the_weighted_sum_of_updates(tmp_path: Path) -> None:
@@ -403,15 +404,29 @@ def test_svd_is_the_nearest_sum_of_a_rank(tmp_path: Path) -> None:
         combined_in(tmp_path / "more", members, "svd", 9)
 
 
-@pytest.mark.parametrize(("how", "rank"), [("cat", None), ("svd", 2), ("linear", None)])
-def test_combinations_are_those_of_peft(how: str, rank: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "rank", "density"),
+    [
+        ("cat", None, None),
+        ("svd", 2, None),
+        ("linear", None, None),
+        *((how, None, 0.5) for how in ("ties", "dare_ties", "dare_linear", "magnitude_prune")),
+        *((f"{how}_svd", 2, 0.5) for how in ("ties", "dare_ties", "dare_linear", "magnitude_prune")),
+        ("ties", None, 1.0),
+    ],
+)
+def test_combinations_are_those_of_peft(how: str, rank: int | None, density: float | None, tmp_path: Path) -> None:
+    """Also the values that DARE draws, from the same seed."""
     members = [each for each in adapters_in(tmp_path) if each.path != "1"]
-    _, apart = combined_in(tmp_path / "sum", members, how, rank)
+    _, apart = combined_in(tmp_path / "sum", members, how, rank, density, 5)
     small: Any = Small()
     theirs: Any = PeftModel.from_pretrained(small, str(members[0].folder), adapter_name="0")
     theirs.load_adapter(str(members[1].folder), adapter_name="2")
     named = {"adapters": ["0", "2"], "weights": [each.factor for each in members], "adapter_name": "sum"}
-    theirs.add_weighted_adapter(**named, combination_type=how, **({} if rank is None else {"svd_rank": rank}))
+    torch.manual_seed(5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The density")
+        theirs.add_weighted_adapter(**named, combination_type=how, svd_rank=rank, density=density)
     for name, update in updates_of(tmp_path / "sum").items():
         expected = getattr(theirs.base_model.model, name).get_delta_weight("sum").double()
         torch.testing.assert_close(update, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
@@ -427,6 +442,7 @@ def test_adapter_of_more_than_two_halves_is_refused(tmp_path: Path) -> None:
         combined_in(tmp_path / "sum", members, "cat")
 
 
-def test_linear_of_other_ranks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="combine=linear: the adapters have different ranks"):
-        combined_in(tmp_path / "sum", adapters_in(tmp_path), "linear")
+@pytest.mark.parametrize("how", ["linear", "ties"])
+def test_sum_of_other_ranks_is_refused(how: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"combine={how}: the adapters have different ranks"):
+        combined_in(tmp_path / "sum", adapters_in(tmp_path), how, None, 0.5)

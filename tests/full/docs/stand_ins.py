@@ -69,6 +69,15 @@ def _names(path: Path) -> None:
     _write_rows(path, [{"tokens": words[n % 3 :], "tags": tags[n % 3 :]} for n in range(ROWS)])
 
 
+def _tokens(path: Path) -> None:
+    rows = [[3, *range(20 + n, 30 + n)] for n in range(ROWS)]
+    _write_rows(path, [{"input_ids": ids, "labels": [-100] * 4 + ids[4:]} for ids in rows])
+
+
+def _function(path: Path) -> None:
+    path.write_text("def clean(row):\n    return row if row['answer'] else None\n")
+
+
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -98,6 +107,8 @@ STAND_INS: dict[str, Callable[[Path], None]] = {
     "topics.jsonl": _topics,
     "stars.jsonl": _stars,
     "names.jsonl": _names,
+    "tokens.jsonl": _tokens,
+    "mine.py": _function,
     "data": _tables,
 }
 
