@@ -26,6 +26,8 @@ _CONVERSATIONS = (_QUESTION, [{"role": "system", "content": "d"}, *_QUESTION], [
 def why_own_template(model: str, name: str, builtin: str) -> str:
     """Return how a template, which equals a built-in one, is known to be the model's own; empty if it is not."""
     text = _own_template(model)
+    if text is None and _file(model, _TOKENIZER) is not None:
+        return ""  # the tokenizer has no template
     if text is not None and builtin in template_names():
         return f"equal to the chat template of {model} on this machine" if _are_equal(model, text, builtin) else ""
     return f"the chat template of {model}, by its name" if name in _facts(model).get("templates", ()) else ""

@@ -69,6 +69,14 @@ def _names(path: Path) -> None:
     _write_rows(path, [{"tokens": words[n % 3 :], "tags": tags[n % 3 :]} for n in range(ROWS)])
 
 
+def _axolotl(path: Path) -> None:
+    path.write_text(
+        "base_model: asset:tiny\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nsequence_len: 128\nmicro_batch_size: 2\n"
+        "datasets: [{path: chat.jsonl, type: chat_template}]\nval_set_size: 0.1\nlearning_rate: 1e-3\nnum_epochs: 1\n"
+        "sample_packing: true\ntrust_remote_code: false\nspecial_tokens:\n"
+    )
+
+
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -99,6 +107,7 @@ STAND_INS: dict[str, Callable[[Path], None]] = {
     "stars.jsonl": _stars,
     "names.jsonl": _names,
     "data": _tables,
+    "axolotl.yaml": _axolotl,
 }
 
 
