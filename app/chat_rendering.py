@@ -207,6 +207,10 @@ MAX_SECONDS = 10.0  # per rendering, which usually takes about 0.0001 s
 _REMEDY = "Fix it, or set another: model.chat_template=FILE or the name of a built-in template"
 
 
+# errors that a template can cause, besides those of jinja
+_OF_PROGRAMS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+
+
 class ConversationRefused(Exception):  # noqa: N818  (raised by the template itself)
     """Conversation rejected by the template; the message has the reason."""
 
@@ -246,6 +250,25 @@ def render_chat(
         what = f"{type(error).__name__} ({error})" if str(error) else type(error).__name__
         raise ConfigError(f"model.chat_template: fails with {what}{_line_of(error)}. {_REMEDY}.") from error
     return text
+
+
+def render_text(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str | None:
+    """Render messages by the text of a template, without a tokenizer; None if it rejects them or is broken.
+
+    None also outside the main thread, where the time is not limited.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+    def reject(reason: str) -> None:
+        raise TemplateError(reason)
+
+    try:
+        with _time_limit():
+            return str(environment.from_string(template).render(messages=messages, raise_exception=reject, **names))
+    except (*_OF_PROGRAMS, TemplateError, _TooSlow):
+        return None
 
 
 @contextmanager

@@ -17,7 +17,7 @@ COMMANDS = {
     "generate": "generate text with a fine-tuned model",
     "evaluate": "evaluate a run, optionally compared with its base model",
     "export": "export an adapter, a merged or quantized model, or GGUF",
-    "convert": "convert an Axolotl, LLaMA-Factory, TRL or Unsloth config",
+    "convert": "convert an Axolotl, LLaMA-Factory, ms-swift or TRL config",
     "schema": "print the JSON Schema of settings files, for editors",
     "report": "create an HTML report of a run, a sweep or a comparison",
     "board": "start, stop, watch and compare runs in a browser, chat",

@@ -16,11 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+from app.config.arguments import is_sweep, split_arguments
 from app.config.commands import print_settings_notes, require_platform
 from app.config.conf_files import to_yaml
 from app.config.help import print_help_or_version, train_help
 from app.config.load import compose_run, read_run
-from app.config.overrides import is_sweep, key_of, split_arguments
+from app.config.overrides import key_of
 from app.config.schema import RunConfig
 from app.config.validate import format_value
 from app.distributed.launch import (

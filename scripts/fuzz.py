@@ -26,11 +26,11 @@ from random import Random
 from types import FrameType
 from typing import Any
 
+from app.config.arguments import split_arguments
 from app.config.conf_files import choices_by_group
 from app.config.dataset import formats_for
 from app.config.kinds import ROW_FORMATS, fields_of
 from app.config.load import compose_run
-from app.config.overrides import split_arguments
 from app.config.schema import Columns, DatasetConfig
 from app.errors import AppError
 from scripts.received_folders import fuzz_received

@@ -12,10 +12,10 @@ from typing import Any
 from omegaconf import MISSING
 
 from app.config.commands import all_hardware
+from app.config.converted_settings import PROGRAMS
 from app.config.help import meanings, values_of
 from app.config.json_schema import description
 from app.config.load import default_values
-from app.config.other_programs import PROGRAMS
 from app.config.schema import RunConfig
 from app.config.validate import SECTIONS, format_value, other_programs
 
@@ -93,10 +93,18 @@ def coming_from_page() -> str:
         ]
         for row in other_programs()
     )
-    not_needed = [PROGRAMS[program]["not_needed"].split() if program in PROGRAMS else [] for program in _PROGRAMS]
-    names = (", ".join(f"`{name}`" for name in group) for group in not_needed)
-    last = ["not needed", *names, "No equivalent needed."]
-    return with_table("coming-from.md", "make_keys", ("setting", *_PROGRAMS.values(), "remark"), [*rows, last])
+    return with_table(
+        "coming-from.md", "make_keys", ("setting", *_PROGRAMS.values(), "remark"), [*rows, *_not_needed()]
+    )
+
+
+def _not_needed() -> Iterator[list[str]]:
+    """Yield a row for each reason why settings have no effect on training."""
+    reasons = {program: PROGRAMS[program]["not_needed"] if program in PROGRAMS else {} for program in _PROGRAMS}
+    for reason in dict.fromkeys(reason for table in reasons.values() for reason in table):
+        groups = [table.get(reason, "").split() for table in reasons.values()]
+        names = (", ".join(f"`{name.replace('=', ': ')}`" for name in group) for group in groups)
+        yield ["not needed", *names, f"{reason[:1].upper()}{reason[1:]}."]
 
 
 def hardware_page() -> str:

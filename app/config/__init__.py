@@ -3,8 +3,9 @@
 The path of a key such as `optimizer.lr`:
 
 1. Its default is in `conf/`: a choice of a group, a recipe, or `conf/config.yaml`.
-2. `app/config/overrides.py` checks the command-line arguments before Hydra parses them; a hub ID or file typed as
-   `model=` or `dataset=` becomes its path. Settings of `from=FILE.yaml` count as typed.
+2. `app/config/arguments.py` splits the command line. Settings of `from=FILE.yaml` count as typed; a config of another
+   program is converted first (`app/config/settings_conversion.py`). `app/config/overrides.py` checks them before Hydra
+   parses them; a hub ID or file typed as `model=` or `dataset=` becomes its path.
    Options of commands other than finetune train are parsed by a `Command` (`app/config/command_line.py`), which passes
    run settings to the same checks.
 3. Hydra's Compose API composes once (`app/config/load.py`), without a schema, because it would stop at the first

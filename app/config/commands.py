@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from app.config import conf_files
+from app.config.arguments import settings_notes, split_arguments
 from app.config.command_line import Changes, Command
 from app.config.finished_run import checkpoint_problems
 from app.config.help import print_help_or_version
 from app.config.kinds import QUANTIZATION_KINDS
 from app.config.load import compose_run
-from app.config.overrides import key_of, settings_notes, split_arguments
+from app.config.overrides import key_of
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.config.validate import did_you_mean, number, parse_section

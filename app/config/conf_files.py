@@ -14,14 +14,14 @@ from yaml import AliasEvent, YAMLError, load
 import app
 from app.errors import ConfigError
 
-_MAX_BYTES, _MAX_DEPTH = 1 << 20, 32
+MAX_BYTES, _MAX_DEPTH = 1 << 20, 32
 _REFERENCE = re.compile(r"(\\*)\$\{")
 
 
 def read_yaml(file: Path) -> Any:
     """Return the plain data of a YAML file; raise ValueError if it is too large, and YAMLError for aliases."""
-    if file.stat().st_size > _MAX_BYTES:
-        raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MB")
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MB")
     return load(file.read_text(encoding="utf-8"), _FlatLoader)
 
 

@@ -1,246 +1,45 @@
-"""Conversion of settings of other programs, by tables of their names or by code."""
+"""Conversion of settings of other programs whose meaning depends on their value or on other settings of the file."""
 
 import math
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from app.config.adapters import LAYER_NAME
 from app.config.conf_files import as_number, choices_by_group
-from app.config.kinds import ROW_FORMATS
-from app.config.schema import RunConfig
-from app.config.validate import field_types, format_value, is_key, setting_of, typed_only
-
-PROGRAMS: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("converted_files.yaml").read_text("utf-8")
+from app.config.converted_settings import UNSET, Conversion, by_table, record_advice
+from app.config.other_datasets import (
+    dataset_file,
+    datasets,
+    has_alpaca_prompts,
+    held_out,
+    named_datasets,
+    paths,
+    swift_datasets,
 )
-UNSET: tuple[Any, ...] = (None, "", [], {}, False, "none", "None")
-ADAPTER_RECIPES = ("lora", "qlora", "full")  # recipes selected by the adapter and quantization of a file
-
-
-def program_of(settings: Collection[str]) -> str | None:
-    """Return the program whose config has these settings, dotted or nested."""
-    return next((name for name, facts in PROGRAMS.items() if {*facts["identified_by"]} & {*settings}), None)
-
-
-@dataclass(kw_only=True, slots=True)
-class Conversion:
-    """Converted settings (`words`) of a file, and the result for each setting."""
-
-    program: str
-    settings: Mapping[str, Any]
-    words: dict[str, Any] = field(default_factory=dict)
-    converted: dict[str, str] = field(default_factory=dict)
-    not_needed: dict[str, str] = field(default_factory=dict)
-    not_converted: dict[str, str] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Table entries for the program."""
-        return PROGRAMS[self.program]
-
-    def has(self, *names: str) -> str:
-        """Return the first of some settings that is set; empty if none is."""
-        return next((name for name in names if self.settings.get(name) not in UNSET), "")
-
-    def convert(self, name: str, **words: Any) -> None:
-        """Record the keys and values of a converted setting. Write `__` for a dot in a keyword."""
-        overrides = {key.replace("__", "."): value for key, value in words.items()}
-        self.words |= overrides
-        self.converted[name] = " ".join(f"{key}={format_value(value)}" for key, value in overrides.items())
-
-
-def record_advice(conversion: Conversion, name: str, value: Any) -> None:
-    """Record a setting that is not converted, with the advice in its table row."""
-    row = setting_of(conversion.facts["columns"], name, value)
-    if value in UNSET or (as_number(value) == 1 and name.endswith(("size", "degree", "dim"))):
-        conversion.not_needed[name] = "not set"
-    else:
-        conversion.not_converted[name] = f"{row['here']}: {row['remark']}"
-
-
-def by_table(conversion: Conversion, name: str, value: Any) -> None:
-    """Convert a setting by the table row of its name or of name=value, else by a key of the same name."""
-    facts = conversion.facts
-    lookup_name = facts.get("alias", {}).get(name, name)
-    not_needed = facts["not_needed"].split()
-    row = {} if name in not_needed else setting_of(facts["columns"], lookup_name, value)
-    here, remark = row.get("here", ""), row.get("remark", "")
-    section = _mapping_of(conversion, lookup_name)
-    if not row and any(fnmatch(name, pattern) for pattern in not_needed):
-        conversion.not_needed[name] = "no equivalent"
-    elif here == "cache_dir":
-        conversion.not_needed[name] = f"set {here} on the command line"
-    elif typed := [key for key in (lookup_name, f"model.{lookup_name}", here) if typed_only(RunConfig, key)]:
-        conversion.not_converted[name] = (
-            f"set on the command line only: {typed[0]}={format_value(value)}" if value else "off"
-        )
-    elif section and not row and lookup_name.partition(".")[2].isidentifier():
-        conversion.convert(name, **{f"{section}.{lookup_name.partition('.')[2]}": value})
-    elif not row and (value is None or (value is False and lookup_name in choices_by_group())):
-        conversion.not_needed[name] = "not set"
-    elif is_key(RunConfig, lookup_name) and not row:
-        conversion.convert(name, **{lookup_name: value})
-    elif not here and (value in UNSET or remark.endswith("Leave it out.")):
-        conversion.not_needed[name] = remark or ("off" if value is False else "not set")
-    elif not here:
-        conversion.not_converted[name] = remark or "no equivalent setting; see docs/keys.md"
-    else:
-        is_exact = bool(setting_of(facts["columns"], f"{lookup_name}={value}", ""))
-        _convert_by_row(conversion, name, value, here, is_exact=is_exact)
-
-
-def _mapping_of(conversion: Conversion, name: str) -> str:
-    """Return the key of the mapping that contains a setting; empty if there is none."""
-    key = setting_of(conversion.facts["columns"], name.partition(".")[0], "").get("here", "") if "." in name else ""
-    return str(key) if field_types(RunConfig).get(key) == dict[str, Any] else ""
-
-
-def _convert_by_row(conversion: Conversion, name: str, value: Any, here: str, *, is_exact: bool) -> None:
-    """Convert a setting by its table row."""
-    words = dict(word.partition("=")[::2] for word in here.split())
-    is_switch = any(words.values())
-    count = as_number(value) if here.startswith("training.max_") else None
-    if words.get("recipe") in ADAPTER_RECIPES:
-        del words["recipe"]
-    if value is None or (value in UNSET and is_switch and not is_exact) or (count is not None and count < 1):
-        conversion.not_needed[name] = "not set"
-    elif not words:
-        conversion.not_needed[name] = "set by the recipe"
-    elif is_switch:
-        conversion.convert(
-            name, **{key: value if text == "NAME" else yaml.safe_load(text) for key, text in words.items()}
-        )
-    elif here in choices_by_group() and value not in choices_by_group()[here]:
-        conversion.not_converted[name] = (
-            f"{here}={format_value(value)} is not supported. Choose one of {', '.join(choices_by_group()[here])}"
-        )
-    elif isinstance(value, str) and field_types(RunConfig).get(here) == list[str]:
-        conversion.convert(name, **{here: [part.strip() for part in value.split(",")]})
-    else:
-        conversion.convert(name, **{here: value})
-    if count is not None and count >= 1:
-        conversion.changed.append(
-            f"{name}: {format_value(value)}: a run ends after this or training.epochs, whichever comes first"
-        )
-
-
-# ---- special settings
-
+from app.config.published_models import why_no_code, why_own_template, why_own_token
+from app.config.validate import format_value, setting_of
 
 _LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # torchtune names
 _MLP = ["gate_proj", "up_proj", "down_proj"]
-_NAMES_OF_ROWS = {"completion": "text", "pretrain": "text"}  # Axolotl row types that are not chats
-_COLUMNS = (
-    *("messages", "instruction", "input", "output", "system"),
-    *("prompt", "chosen", "rejected", "completion", "label"),
+_STAGE = re.compile(r"z(?:ero)?_?(?:stage)?_?([0123])")  # in the name of a DeepSpeed config file
+_MAX_PATTERN_CHARACTERS = 300
+# a regular expression of layer names that ends with alternatives, such as (q|k|v)_proj
+_LAYER_PATTERN = re.compile(
+    r"\^?[\w.\\]*layers\\?\.(?:\[\\d\]|\\d)\+\\?\.(?:\(_checkpoint_wrapped_module\\?\.\)\?)?(?:\(?[\w|]+\)?\\?\.)*"
+    r"\((?P<names>[\w|]+)\)(?P<end>\w*)\$?"
 )
-_FILE_TYPES = ("json", "csv", "parquet", "text")  # as `path`: the rows are in data_files
-_MESSAGE_KEYS = [
-    dict(zip(("role", "content"), row_format.message, strict=False))
-    for row_format in ROW_FORMATS.values()
-    if row_format.message
-]
-_STAGE = re.compile(r"z(?:ero)?_?(?:stage)?_?([123])")  # in the name of a DeepSpeed config file
 
 
 def translate(conversion: Conversion, name: str, value: Any) -> None:
     """Convert a setting or record why not; adapter, quantization and rows are derived from the whole file."""
-    if name in (conversion.facts["rows"], conversion.facts["adapter"][0], *conversion.facts["four_bits"]):
+    facts = conversion.facts
+    if name in (facts["rows"], *facts["adapter"][0].split("|"), *facts["four_bits"]):
         return
     special = _SPECIAL.get((conversion.program, name)) or _SPECIAL.get(("", name.rpartition(".")[2]))
-    has_advice = name in conversion.facts.get("not_converted", "").split()
+    if name.startswith("fsdp_config."):
+        special = _fsdp
+    has_advice = name in facts.get("not_converted", "").split()
     (special or (record_advice if has_advice else by_table))(conversion, name, value)
-
-
-def _datasets(conversion: Conversion, name: str, value: Any) -> None:
-    """Convert a list of datasets of Axolotl or TRL; `type` may be a mapping of columns."""
-    sources = value if isinstance(value, list) else []
-    if not all(isinstance(entry, Mapping) and "path" in entry for entry in sources) or not sources:
-        conversion.not_converted[name] = "entries without path"
-        return
-    read = [
-        _source(conversion, f"{name}[{number}]", source)
-        for number, entry in enumerate(sources)
-        for source in _split_by_file(entry)
-    ]
-    if len(read) == 1:
-        words = {f"dataset.{key}": text for key, text in read[0].items() if key != "format"}
-        conversion.convert(name, dataset=read[0].get("format", "auto"), **words)
-    else:
-        mix = {f"dataset.mix.source{n}.{key}": text for n, source in enumerate(read, 1) for key, text in source.items()}
-        conversion.convert(name, dataset="mix", dataset__format="auto", **mix)
-
-
-def _split_by_file(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one dataset per file if `path` is a file type."""
-    files = entry.get("data_files")
-    names = files if isinstance(files, list) else [files]
-    if entry["path"] not in _FILE_TYPES or not all(isinstance(file, str) for file in names):
-        return [{**entry}]
-    return [{**{key: text for key, text in entry.items() if key != "data_files"}, "path": file} for file in names]
-
-
-def _source(conversion: Conversion, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of one dataset; its other settings are not converted."""
-    columns = {"field": "text", **{f"field_{column}": column for column in _COLUMNS}}
-    kind = entry.get("type")
-    source = {**entry, **(kind if isinstance(kind, Mapping) else {})}
-    if conversion.has("rl"):  # the messages are the prompt of both answers
-        columns["field_messages"] = "prompt"
-        if kind == "chat_template.default":
-            source.setdefault("field_messages", "messages")
-    keys = {"path": "path", "split": "split", "name": "hub_config", "revision": "revision"}
-    keys |= {theirs: f"columns.{ours}" for theirs, ours in columns.items()}
-    for key, value in source.items():
-        if key not in (*keys, "type", "ds_type") and not _is_default(key, value):
-            conversion.not_converted[f"{name}.{key}"] = f"{format_value(value)}: dataset.columns and dataset.format"
-    rows = _NAMES_OF_ROWS.get(str(kind))
-    read = {keys[key]: value for key, value in source.items() if key in keys and keys[key] != f"columns.{value}"}
-    return read | ({"format": rows} if rows else {})
-
-
-def _is_default(key: str, value: Any) -> bool:
-    """Return whether a dataset setting names message keys or roles that are supported by default."""
-    if key == "message_property_mappings":
-        return value in _MESSAGE_KEYS
-    return key == "roles" and isinstance(value, Mapping) and all(names == [role] for role, names in value.items())
-
-
-def _held_out(conversion: Conversion, name: str, value: Any) -> None:
-    """Convert Axolotl's list of eval datasets."""
-    if value in UNSET:
-        conversion.not_needed[name] = "not set"
-        return
-    if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], Mapping) or "path" not in value[0]:
-        conversion.not_converted[name] = "dataset.eval_path accepts one file"
-        return
-    source = _source(conversion, f"{name}[0]", value[0])
-    conversion.convert(name, dataset__eval_path=source.pop("path"))
-    conversion.not_converted |= {
-        f"{name}[0].{key}": "eval rows use the format of the training rows"
-        for key, text in source.items()
-        if key != "format" and conversion.words.get(f"dataset.{key}") != text
-    }
-
-
-def _dataset(conversion: Conversion, name: str, value: Any) -> None:
-    """Convert a dataset path; names in LLaMA-Factory's dataset_info.json are not paths."""
-    if value in UNSET:
-        conversion.not_needed[name] = "not set"
-    elif conversion.program == "llama_factory":
-        key = "dataset.eval_path" if name.startswith("eval") else "dataset"
-        conversion.not_converted[name] = (
-            f"{format_value(value)}: a name in dataset_info.json. Set {key}=FILE, or a hub ID ORG/NAME"
-        )
-    else:
-        conversion.convert(name, dataset="auto", dataset__path=value)
 
 
 def _targets(conversion: Conversion, name: str, value: Any) -> None:
@@ -252,6 +51,11 @@ def _targets(conversion: Conversion, name: str, value: Any) -> None:
         conversion.not_converted[name] = f"{format_value(value)}: not a list of names"
     elif {"all", "all-linear"} & {*names} or conversion.has("lora_target_linear"):
         conversion.convert(name, adapter__targets=["all-linear"])
+    elif isinstance(value, str) and (suffixes := _suffixes_of(value)):
+        conversion.convert(name, adapter__targets=suffixes)
+        conversion.changed.append(
+            f"{name}: the pattern becomes the suffixes it ends with, in all layers of the text part"
+        )
     elif not all(LAYER_NAME.fullmatch(str(layer).strip()) for layer in names):
         conversion.not_converted[name] = (
             f"{format_value(value)}: regular expressions are not supported, and all linear layers are the default. "
@@ -262,6 +66,12 @@ def _targets(conversion: Conversion, name: str, value: Any) -> None:
         conversion.convert(
             name, adapter__targets=[_LAYERS.get(str(layer).strip(), str(layer).strip()) for layer in names] + mlp
         )
+
+
+def _suffixes_of(pattern: str) -> list[str]:
+    """Return the layer name suffixes of a regular expression that ends with alternatives; empty for others."""
+    match = _LAYER_PATTERN.fullmatch(pattern) if len(pattern) <= _MAX_PATTERN_CHARACTERS else None
+    return [f"{name}{match['end']}" for name in match["names"].split("|")] if match else []
 
 
 def _per_epoch(conversion: Conversion, name: str, value: Any) -> None:
@@ -366,7 +176,7 @@ def _deepspeed(conversion: Conversion, name: str, value: Any) -> None:
         )
     else:
         offload = {"parallel__offload": True} if "offload" in text else {}
-        conversion.convert(name, parallel="zero3" if stage[1] == "3" else "zero2", **offload)
+        conversion.convert(name, parallel={"0": "ddp", "3": "zero3"}.get(stage[1], "zero2"), **offload)
 
 
 def _attention(conversion: Conversion, name: str, _value: Any) -> None:
@@ -374,11 +184,22 @@ def _attention(conversion: Conversion, name: str, _value: Any) -> None:
 
 
 def _template(conversion: Conversion, name: str, value: Any) -> None:
-    """Convert a chat template name."""
+    """Convert a chat template name: the model's own one, a built-in one, or not."""
+    builtin = conversion.facts["templates"].get(value, "") if isinstance(value, str) else ""
     if value in (*UNSET, "tokenizer_default", "default"):
         conversion.not_needed[name] = "the tokenizer's own template is used"
+    elif has_alpaca_prompts(conversion):
+        conversion.not_needed[name] = "type: alpaca writes prompts without a chat template"
+    elif reason := why_own_template(conversion.model, str(value), builtin):
+        conversion.not_needed[name] = reason
+    elif builtin:
+        conversion.convert(name, model__chat_template=builtin)
     else:
         conversion.not_converted[name] = f"{value}: the tokenizer's own template is used, or model.chat_template=FILE"
+    if conversion.program == "llama_factory" and builtin == "qwen3":
+        conversion.changed.append(
+            f"{name}: {value}: answers before the last one have no empty <think> block, as when the model generates"
+        )
 
 
 def _stage(conversion: Conversion, name: str, value: Any) -> None:
@@ -424,6 +245,74 @@ def _length(conversion: Conversion, name: str, value: Any) -> None:
         by_table(conversion, name, value)
 
 
+def _remote_code(conversion: Conversion, name: str, value: Any) -> None:
+    """Record that code of the model repository is not run, with the reason if the model needs none."""
+    reason = why_no_code(conversion.model) if value else ""
+    if reason:
+        conversion.not_needed[name] = reason
+    else:
+        by_table(conversion, name, value)
+
+
+def _special_token(conversion: Conversion, name: str, value: Any) -> None:
+    """Record a special token that the tokenizer has already."""
+    reason = why_own_token(conversion.model, name.rpartition(".")[2], value)
+    if reason:
+        conversion.not_needed[name] = reason
+    else:
+        by_table(conversion, name, value)
+
+
+_FSDP_STRATEGIES = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "zero2", "HYBRID_SHARD": "hsdp", "NO_SHARD": "ddp"}
+
+
+def _fsdp(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert a setting of FSDP 1 or 2; those of its wrapping and files are not needed."""
+    setting = name.rpartition(".")[2].removeprefix("fsdp_")
+    key = {"offload_params": "parallel.offload", "reshard_after_forward": "parallel.reshard"}.get(setting)
+    if setting == "sharding_strategy" and value in _FSDP_STRATEGIES:
+        conversion.convert(name, parallel=_FSDP_STRATEGIES[value])
+    elif key and isinstance(value, bool):
+        conversion.words.setdefault("parallel", "fsdp")
+        conversion.convert(name, **{key: value})
+    elif setting == "activation_checkpointing" and value is True:
+        conversion.convert(name, training__recompute=True)
+    else:
+        by_table(conversion, name, value)
+
+
+def _plugins(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert Axolotl's plugins, of which those with kernels compute the same functions."""
+    plugins = [str(plugin) for plugin in (value if isinstance(value, list) else [value])]
+    others = [
+        plugin for plugin in plugins if not any(kind in plugin for kind in ("cut_cross_entropy", "liger", "kernels"))
+    ]
+    if value in UNSET or not others:
+        conversion.not_needed[name] = "not set" if value in UNSET else "other kernels of the same functions"
+    else:
+        conversion.not_converted[name] = f"{', '.join(others)}: no equivalent"
+
+
+def _trained_parts(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert patterns of the weights to train; the text part is trained as a whole, and no other part is loaded."""
+    patterns = [str(pattern).lstrip("^").replace("\\", "") for pattern in value] if isinstance(value, list) else []
+    is_text_part = all(pattern.startswith(("model.language_model.", "lm_head")) for pattern in patterns)
+    parts = {pattern.partition(".")[0] for pattern in patterns}
+    if parts == {"model", "lm_head"} and is_text_part and not conversion.has(conversion.facts["adapter"][0]):
+        conversion.not_needed[name] = "the text part is trained as a whole, and no other part is loaded"
+    else:
+        record_advice(conversion, name, value)
+
+
+def _pissa(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert LLaMA-Factory's PiSSA with its number of iterations, -1 for an exact decomposition."""
+    steps = as_number(conversion.settings.get("pissa_iter", 16))
+    if value in UNSET:
+        conversion.not_needed[name] = "not set"
+    else:
+        conversion.convert(name, adapter__init=f"pissa_niter_{steps:.0f}" if steps and steps > 0 else "pissa")
+
+
 def _data_of_code(conversion: Conversion, name: str, value: Any) -> None:
     if "dataset.source" in conversion.settings:
         conversion.not_needed[name] = "dataset=auto detects the format"
@@ -448,37 +337,168 @@ def _component(conversion: Conversion, name: str, value: Any) -> None:
         conversion.not_converted[name] = f"{value}: not supported"
 
 
+# ---- AutoModel
+
+
+def _batch_of_a_step(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert rows per optimizer step to micro-batches of one process."""
+    rows, micro = as_number(value), as_number(conversion.settings.get(conversion.facts["rows"]))
+    if not rows or not micro or rows % micro:
+        conversion.not_converted[name] = f"{format_value(value)}: not a multiple of {conversion.facts['rows']}"
+        return
+    conversion.convert(name, batching__accumulation=int(rows / micro))
+    conversion.changed.append(
+        f"{name}: {format_value(value)}: batching.accumulation counts per process; divide it by the number of GPUs"
+    )
+
+
+def _betas(conversion: Conversion, name: str, value: Any) -> None:
+    if isinstance(value, list) and len(value) == 2:
+        conversion.convert(name, optimizer__beta1=value[0], optimizer__beta2=value[1])
+    else:
+        conversion.not_converted[name] = f"{format_value(value)}: not two numbers"
+
+
+def _final_rate(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert the final learning rate to a fraction of the peak."""
+    rate, peak = as_number(value), as_number(conversion.settings.get("optimizer.lr"))
+    if rate is not None and peak:
+        conversion.convert(name, schedule__final_fraction=float(f"{rate / peak:.6g}"))
+    else:
+        conversion.not_converted[name] = (
+            f"{format_value(value)}: a fraction of optimizer.lr, which the file does not set"
+        )
+
+
+def _pack_size(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert the tokens of a pack; 0 pads rows."""
+    if value in UNSET or not as_number(value):
+        conversion.convert(name, batching__packing=False)
+    else:
+        conversion.convert(name, batching__packing=True, dataset__max_length=value)
+
+
+_READ_ROWS = ("ChatDataset", "ColumnMappedTextInstructionDataset")  # classes whose rows are columns of files
+
+
+def _row_class(conversion: Conversion, name: str) -> str:
+    target = conversion.settings.get(f"{name.partition('.')[0]}._target_")
+    return str(target).rpartition(".")[2]
+
+
+def _automodel_class(conversion: Conversion, name: str, value: Any) -> None:
+    """Record a dataset class: columns are read, and rows made by code are not."""
+    if _row_class(conversion, name) in _READ_ROWS:
+        conversion.not_needed[name] = "the format is detected from the columns of the rows"
+    else:
+        conversion.not_converted[name] = f"{value}: rows made by code. Set dataset=FILE, or a hub ID ORG/NAME"
+
+
+def _automodel_optimizer(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert the optimizer class; Adam without weight decay equals AdamW."""
+    kind = str(value).rpartition(".")[2]
+    if kind == "AdamW" or (kind == "Adam" and not as_number(conversion.settings.get("optimizer.weight_decay"))):
+        conversion.convert(name, optimizer="adamw")
+    else:
+        conversion.not_converted[name] = f"{value}: set optimizer=adamw, or another one of conf/optimizer"
+
+
+def _automodel_rows(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert the path of a dataset whose class reads columns."""
+    section = name.partition(".")[0]
+    if _row_class(conversion, name) not in _READ_ROWS:
+        conversion.not_needed[name] = f"see {section}._target_"
+    elif section == "dataset":
+        conversion.convert(name, dataset="auto", dataset__path=value)
+    else:
+        conversion.convert(name, dataset__eval_path=value)
+
+
+def _automodel_schedule(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert the schedule, whose warmup is a tenth of the steps by default."""
+    by_table(conversion, name, value)
+    if "lr_scheduler.lr_warmup_steps" not in conversion.settings:
+        conversion.words["schedule.warmup_fraction"] = 0.1
+
+
+def _shuffle(conversion: Conversion, name: str, value: Any) -> None:
+    if value is False:
+        conversion.convert(name, batching__order="sequential")
+    else:
+        conversion.not_needed[name] = "default"
+
+
+def _column_mapping(conversion: Conversion, name: str, value: Any) -> None:
+    """Convert a column of the training rows; the eval rows have the same."""
+    column = name.rpartition(".")[2]
+    if column in ("question", "answer"):
+        conversion.convert(name, dataset="question_answer", **{f"dataset.columns.{column}": value})
+    else:
+        conversion.not_converted[name] = f"{format_value(value)}: dataset.columns"
+
+
+_AUTOMODEL = {
+    **{f"{section}._target_": _automodel_class for section in ("dataset", "validation_dataset")},
+    **{f"{section}.path_or_dataset_id": _automodel_rows for section in ("dataset", "validation_dataset")},
+    **{f"{section}.dataset_name": _automodel_rows for section in ("dataset", "validation_dataset")},
+    "optimizer._target_": _automodel_optimizer,
+    "lr_scheduler.lr_decay_style": _automodel_schedule,
+    **{f"dataset.column_mapping.{column}": _column_mapping for column in ("context", "question", "answer")},
+    "step_scheduler.global_batch_size": _batch_of_a_step,
+    "optimizer.betas": _betas,
+    "lr_scheduler.min_lr": _final_rate,
+    "packed_sequence.packed_sequence_size": _pack_size,
+    "dataloader.shuffle": _shuffle,
+}
+_TOKENS = tuple(f"special_tokens.{kind}_token" for kind in ("bos", "eos", "unk"))
+_V1_DATASETS = ("train_dataset", "eval_dataset")
+
+_ATTENTION = ("flash_attention", "flash_attn", "attn_implementation", "attn_impl", "sdp_attention")
+
 _SPECIAL = {
-    ("axolotl", "datasets"): _datasets,
-    ("trl", "datasets"): _datasets,
-    ("axolotl", "test_datasets"): _held_out,
-    ("llama_factory", "dataset"): _dataset,
-    ("llama_factory", "eval_dataset"): _dataset,
-    ("trl", "dataset_name"): _dataset,
-    ("unsloth", "data.dataset"): _dataset,
+    ("axolotl", "datasets"): datasets,
+    ("trl", "datasets"): datasets,
+    ("axolotl", "test_datasets"): held_out,
+    ("llama_factory", "dataset"): named_datasets,
+    ("llama_factory", "eval_dataset"): named_datasets,
+    **{("llama_factory_v1", name): dataset_file for name in _V1_DATASETS},
+    ("llama_factory_v1", "global_batch_size"): _batch_of_a_step,
+    ("llama_factory_v1", "dist_config.config_file"): _deepspeed,
+    ("swift", "dataset"): swift_datasets,
+    ("swift", "val_dataset"): swift_datasets,
+    ("trl", "dataset_name"): paths,
+    ("unsloth", "data.dataset"): paths,
     ("axolotl", "chat_template"): _template,
-    ("llama_factory", "template"): _template,
+    **{(program, "template"): _template for program in ("llama_factory", "llama_factory_v1", "swift")},
+    **{("axolotl", name): _special_token for name in _TOKENS},
+    ("axolotl", "plugins"): _plugins,
+    ("axolotl", "unfrozen_parameters"): _trained_parts,
     ("llama_factory", "stage"): _stage,
     ("llama_factory", "pref_loss"): _loss_of_pairs,
+    ("llama_factory", "pissa_init"): _pissa,
     ("torchtune", "dataset._component_"): _data_of_code,
-    ("torchtune", "dataset.source"): _dataset,
+    ("torchtune", "dataset.source"): paths,
     **{("torchtune", f"{name}._component_"): _component for name in ("optimizer", "lr_scheduler", "metric_logger")},
     ("torchtune", "model.lora_attn_modules"): _targets,
     ("torchtune", "max_steps_per_epoch"): _steps_per_epoch,
-    **{("", name): _targets for name in ("lora_target", "lora_target_modules", "target_modules")},
+    **{("automodel", name): convert for name, convert in _AUTOMODEL.items()},
+    **{("", name): _targets for name in ("lora_target", "lora_target_modules", "target_modules", "oft_target")},
     **{("", name): _per_epoch for name in ("evals_per_epoch", "saves_per_epoch")},
     **{("", name): _strategy for name in ("eval_strategy", "evaluation_strategy", "save_strategy")},
     **{("", name): _steps for name in ("eval_steps", "save_steps")},
     **{("", name): _warm_up for name in ("warmup_steps", "warmup_ratio")},
     **{("", name): _precision for name in ("bf16", "fp16")},
-    **{("", name): _other_precision for name in ("tf32", "torch_dtype", "bnb_4bit_compute_dtype")},
+    **{("", name): _other_precision for name in ("tf32", "torch_dtype", "bfloat16", "bnb_4bit_compute_dtype")},
     ("trl", "dtype"): _other_precision,
     ("trl", "max_length"): _length,
     ("axolotl", "wandb_project"): _wandb,
     ("unsloth", "logging.wandb_project"): _wandb,
     ("unsloth", "logging.enable_wandb"): _wandb,
     **{("", name): _bits for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "double_quantization")},
+    ("", "bnb_4bit_use_double_quant"): _bits,
     ("", "deepspeed"): _deepspeed,
+    ("", "trust_remote_code"): _remote_code,
     **{("", name): _one_of_a_list for name in ("report_to", "loss_type", "dpo_loss_type")},
-    **{("", name): _attention for name in ("flash_attention", "flash_attn", "attn_implementation", "sdp_attention")},
+    **{("", name): _attention for name in _ATTENTION},
+    ("axolotl", "attention"): _attention,
 }

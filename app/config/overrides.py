@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -15,9 +14,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
-from yaml import YAMLError
 
-from app.config.conf_files import choices_by_group, literal, read_yaml
+from app.config.conf_files import choices_by_group
 from app.config.dataset import WITHOUT_HELD_OUT_ROWS
 from app.config.schema import RunConfig
 from app.config.validate import (
@@ -31,8 +29,7 @@ from app.config.validate import (
     takes_text,
     typed_only,
 )
-from app.errors import ConfigError, gist, refuse
-from app.program import command_text, with_target
+from app.errors import ConfigError, refuse
 
 WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
 _ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run uses one key of each; the others have this value
@@ -40,51 +37,10 @@ _ALTERNATIVES: tuple[Mapping[str, Any], ...] = (  # a run uses one key of each; 
     {f"dataset.{name}": none for name, none in WITHOUT_HELD_OUT_ROWS.items()},
 )
 RATE = "optimizer.lr"  # set by recipes, so another optimizer keeps it
-_FROM = "varied_from="  # schema key of `from=`
 _KEY = re.compile(r"[a-z_]\w*(\.[\w-]+)*", re.ASCII | re.IGNORECASE)  # canonical spelling of a key
 _FILE_NAME = re.compile(r"[^/]+\.[a-z]\w*", re.ASCII | re.IGNORECASE)  # with an extension
 _SWEPT = "sweep.space."  # prefix of the keys that a sweep varies
 _MAX_SHOWN_CHARACTERS = 200
-
-
-def names_file(word: str) -> bool:
-    """Return whether an argument is `from=FILE`, not `from=RUN`."""
-    place = _place(word.removeprefix(_FROM).strip("'\""))
-    return word.startswith(_FROM) and (place.suffix in (".yaml", ".yml") or os.path.isfile(place))  # noqa: PTH113
-
-
-def _place(path: str) -> Path:
-    return Path(os.path.expanduser(path))  # noqa: PTH111 (Path's raises for an unknown user)
-
-
-def with_settings(words: Sequence[str], typed: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the arguments with each `from=FILE` replaced by the file's settings, and notes on unused settings.
-
-    `typed` values take precedence: a key over the same key and its alternatives, a group over its whole section.
-    """
-    settings: dict[str, Any] = {}
-    notes: list[str] = []
-    problems: list[str] = []
-    replaced = {*typed, *replaced_alternatives(typed)}
-    for path in (word.removeprefix(_FROM).strip("'\"") for word in words if names_file(word)):
-        content = _settings(path)
-        unused = {key: group for key in content if (group := _typed_group(key, typed)) and key not in typed}
-        used = {key: value for key, value in content.items() if key not in {*replaced, *unused}}
-        problems += untrusted_problems(used, path)
-        settings |= used
-        for group in dict.fromkeys(unused.values()):
-            keys = [key for key in unused if unused[key] == group]
-            word = next(word for word in reversed(words) if word.lstrip("+").startswith(f"{group}="))
-            notes.append(f"from={path}: {word} replaces {', '.join(keys)}")
-    refuse(problems)
-    of_files = [f"{key}={as_override(value)}" for key, value in settings.items()]
-    return [*of_files, *(word for word in words if not names_file(word))], notes
-
-
-def _typed_group(key: str, typed: Collection[str]) -> str:
-    """Return the typed group that replaces the section of a key; empty if there is none."""
-    section = key.partition(".")[0]
-    return section if section in typed and section in choices_by_group() and key != RATE else ""
 
 
 def replaced_alternatives(typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,34 +69,6 @@ def untrusted_problems(settings: Mapping[str, Any], place: str, allowed: Collect
             )
 
 
-def _settings(path: str) -> dict[str, Any]:
-    file = _place(path)
-    if file.name == "run.yaml" and (file.parent / "manifest.json").is_file():
-        raise ConfigError(f"from={path}: this is the run.yaml of a run. Use its folder: from={file.parent}")
-    try:
-        data = read_yaml(file)
-    except FileNotFoundError:
-        raise ConfigError(f"from={path}: no such file. Give a YAML settings file or the output_dir of a run.") from None
-    except (OSError, ValueError, YAMLError) as fault:
-        raise ConfigError(f"from={path}: settings cannot be read: {gist(fault)}. Fix the file.") from fault
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"from={path}: the file has no settings. Write them as key: value, e.g. recipe: lora.")
-    _refuse_other_program(path, data)
-    return dict(flat("", literal(data)))
-
-
-def _refuse_other_program(path: str, data: Mapping[str, Any]) -> None:
-    """Raise an error for a config of another program, with the command that converts it."""
-    if 2 * sum(is_key(RunConfig, str(key)) for key in data) > len(data):
-        return
-    from app.config.other_programs import PROGRAMS, program_of
-
-    program = program_of({*data, *dict(flat("", data))})
-    if program:
-        convert = command_text("convert", path, "to=mine.yaml")
-        raise ConfigError(f"from={path} is a config of {PROGRAMS[program]['label']}. Convert it: {convert}")
-
-
 def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Flatten nested data to dotted keys: `optimizer.lr`, x for `optimizer: {lr: x}`."""
     if isinstance(value, Mapping) and value:
@@ -166,52 +94,12 @@ def as_override(value: Any) -> str:
 # ---- overrides
 
 
-_SWITCHES = ("-m", "--multirun", "-h", "--help", "--version")
-_PRINTS_SETTINGS = ("-c", "--cfg")  # with `job`
-_OF_HYDRA = ("--config-path", "--config-name", "--config-dir")  # not supported: configs live in conf/
 _MAX_KEY_CHARACTERS = 200  # Hydra looks for a file of that name
 _MAX_DEPTH = 20  # of brackets; hundreds exceed the recursion limit
 OPTIONAL_GROUPS = ("experiment", "debug")
 _KEYS = field_types(RunConfig)
 # groups that accept a path or hub ID instead of a name, with the choice that reads it
 PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a file, a folder or a hub id")}
-
-
-def is_sweep(arguments: Sequence[str]) -> bool:
-    """Return whether the arguments contain `-m`; invalid ones are reported as those of a single run."""
-    try:
-        return _starts_sweep(_read(arguments)[1])
-    except ConfigError:
-        return False
-
-
-def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
-    """Return the overrides, including those of `from=FILE`, and the switches; raise ConfigError for unknown switches
-    and for those that a sweep does not support.
-    """
-    overrides, switches, problems = _read(arguments)
-    others = [word for word in switches if word not in ("-m", "--multirun")]
-    if sweep and others and not problems:
-        problems.append(
-            f"{' '.join(others)} applies to one run and cannot be combined with -m. Leave out one of them; "
-            "dry_run=true prints the plan of every trial."
-        )
-    if _starts_sweep(switches) and not sweep:
-        problems.append("-m starts a sweep, but this command takes one run. Leave it out.")
-    refuse(problems)
-    return _with_settings(overrides)[0], switches
-
-
-def settings_notes(arguments: Sequence[str]) -> list[str]:
-    """Return a note for each `from=FILE` on its settings that typed groups replace."""
-    return [f"{'note':8}{note}" for note in _with_settings(_read(arguments)[0])[1]]
-
-
-def _with_settings(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    if not any(map(names_file, overrides)):
-        return list(overrides), []
-    typed = values_in([word for word in overrides if not names_file(word)])
-    return with_settings(overrides, {key.lstrip("+"): value for key, value in typed.items()})
 
 
 def values_in(overrides: Sequence[str]) -> dict[str, Any]:
@@ -224,45 +112,6 @@ def values_in(overrides: Sequence[str]) -> dict[str, Any]:
             value = parse_override(text).value()
         values |= flat(key, value)
     return values
-
-
-def _starts_sweep(switches: Sequence[str]) -> bool:
-    return "-m" in switches or "--multirun" in switches
-
-
-def _read(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the overrides, the switches, and problems with the switches."""
-    overrides, switches, problems = list[str](), list[str](), list[str]()
-    words = deque(with_target("output_dir", arguments))
-    while words:
-        word = words.popleft()
-        name, _, value = word.partition("=")
-        if not word.startswith("-"):
-            overrides.append(_as_key(word))
-        elif word in _SWITCHES:
-            switches.append(word)
-        else:
-            if not value and words and not words[0].startswith("-") and "=" not in words[0]:
-                value = words.popleft()
-            if name in _PRINTS_SETTINGS and value == "job":
-                switches.append(f"{name} {value}")
-            else:
-                problems.append(_switch_problem(word, name, value))
-    return overrides, switches, problems
-
-
-def _switch_problem(word: str, name: str, value: str) -> str:
-    if name in _PRINTS_SETTINGS:
-        return f"{name} {value}".rstrip() + ": only --cfg job is supported. It prints every key and its value."
-    if name in _OF_HYDRA:
-        return f"{name} is not supported: configs live in conf/. Choose them with group=choice; --help lists them."
-    setting = f" Settings are written without dashes: {name.lstrip('-').replace('-', '_')}={value or '...'}"
-    return f"Unknown option {word}.{of_other_program(name, value) or setting}"
-
-
-def _as_key(word: str) -> str:
-    """Rename `from=RUN` to `varied_from=RUN`: a Python keyword cannot be a schema field."""
-    return f"varied_{word}" if word.startswith("from=") else word
 
 
 def parse_override(text: str) -> Override:

@@ -1,15 +1,17 @@
 """Conversion of a config of another program, with the result for each setting."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from app.config.adapters import METHODS
 from app.config.conf_files import as_number, choices_by_group, literal
+from app.config.converted_settings import ADAPTER_RECIPES, PROGRAMS, UNSET, Conversion, program_of
 from app.config.kinds import PREFERENCE_KINDS, recipes_of
 from app.config.load import compose_run
-from app.config.other_programs import ADAPTER_RECIPES, PROGRAMS, UNSET, Conversion, program_of, translate
-from app.config.overrides import WARMUPS, as_override, flat, split_arguments
+from app.config.other_programs import translate
+from app.config.overrides import WARMUPS, as_override, flat
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.config.validate import format_value, setting_of
@@ -18,16 +20,17 @@ from app.errors import ConfigError, refuse
 _ROWS = "dataset.path=rows.jsonl"  # placeholder for a path missing in the file
 
 
-def converted(data: Mapping[str, Any]) -> Conversion:
-    """Convert the settings of a file; settings that a run rejects are left out."""
+def converted(data: Mapping[str, Any], folder: Path | None = None) -> Conversion:
+    """Convert the settings of a file in a folder; settings that a run rejects are left out."""
     settings = dict(flat("", data))
     program = program_of({*settings, *data})
     if program is None:
         labels = ", ".join(facts["label"] for facts in PROGRAMS.values())
         raise ConfigError(f"The file is not a config of {labels}: it has none of their settings.")
-    conversion = Conversion(program=program, settings=settings)
+    conversion = Conversion(program=program, settings=settings, folder=folder or Path())
     for name, value in settings.items():
         translate(conversion, name, value)
+    _repeat_rows(conversion)
     refuse(_unsupported_objectives(conversion))
     _infer_preference(conversion)
     _choose_recipe(conversion)
@@ -39,6 +42,8 @@ def converted(data: Mapping[str, Any]) -> Conversion:
     left = " ".join(f"{key}={format_value(value)}" for key, value in defaults.items() if key in conversion.words)
     if left:
         conversion.changed.append(f"{conversion.facts['label']} defaults made explicit: {left}")
+    missing = conversion.facts.get("missing", {})
+    conversion.changed += [note for name, note in missing.items() if name not in settings]
     if (
         "remark" in conversion.facts
         and "dataset.train_on" not in conversion.words
@@ -46,6 +51,26 @@ def converted(data: Mapping[str, Any]) -> Conversion:
     ):
         conversion.changed.append(conversion.facts["remark"])
     return conversion
+
+
+def report_lines(conversion: Conversion) -> Iterator[str]:
+    """Yield the result for each setting, and their numbers."""
+    groups = {
+        "converted": conversion.converted,
+        "not needed": conversion.not_needed,
+        "not converted": conversion.not_converted,
+    }
+    settings = conversion.settings
+    for label, group in groups.items():
+        for name, text in group.items():
+            value = f": {format_value(settings[name])}" if name in settings and label == "converted" else ""
+            yield f"{label:<13} {name}{value}{' -> ' if label == 'converted' else '  '}{text}"
+    for text in conversion.changed:
+        yield f"{'changed':<13} {text}"
+    yield (
+        f"{conversion.facts['label']}: {len(conversion.converted)} settings converted, "
+        f"{len(conversion.not_needed)} not needed, {len(conversion.not_converted)} not converted"
+    )
 
 
 def _unsupported_objectives(conversion: Conversion) -> Iterator[str]:
@@ -61,6 +86,20 @@ def _unsupported_objectives(conversion: Conversion) -> Iterator[str]:
                 f"{name}: {format_value(value)}: this training objective is not supported. Supported: supervised "
                 f"fine-tuning and the preference losses {losses}. Change or remove {name} to convert the rest."
             )
+
+
+def _repeat_rows(conversion: Conversion) -> None:
+    """Let `max_steps` set the length of the run: transformers repeats the rows until then and ignores the epochs."""
+    steps = as_number(conversion.words.get("training.max_steps"))
+    if steps is None or conversion.facts.get("epochs_count"):
+        return
+    for name in [name for name in conversion.converted if "training.epochs" in _keys_of(conversion, name)]:
+        del conversion.converted[name]
+        conversion.not_needed[name] = "set by max_steps"
+    conversion.words["training.epochs"] = steps
+    conversion.changed.append(
+        f"max_steps: {steps:g}: rows are repeated until this step, so training.epochs={steps:g} ends no run earlier"
+    )
 
 
 def _infer_preference(conversion: Conversion) -> None:
@@ -79,7 +118,8 @@ def _infer_preference(conversion: Conversion) -> None:
 def _choose_recipe(conversion: Conversion) -> None:
     """Set recipe=full, lora or qlora; a preference recipe keeps its name, with the adapter and quantization."""
     facts, settings = conversion.facts, conversion.settings
-    name, *without = facts["adapter"]
+    names, *without = facts["adapter"]
+    name = conversion.has(*names.split("|")) or names.partition("|")[0]
     adapter = settings.get(name)
     bits = {key: settings[key] for key in facts["four_bits"] if key in settings and key != name}
     if conversion.program == "torchtune":
@@ -142,10 +182,14 @@ def _defaults(conversion: Conversion) -> dict[str, Any]:
         "preference.": words["recipe"] == "simpo",
         "schedule.warmup": not {*WARMUPS} & {*words},
         "dataset.max_length": "max_length" not in conversion.not_converted,
+        "dataset.eval_fraction": not {"dataset.eval_path", "dataset.eval_split"} & {*words},
     }
+    facts, rows = conversion.facts, as_number(conversion.settings.get(conversion.facts["rows"])) or 1
+    computed = {"2r": 2 * (as_number(words.get("adapter.r")) or 8), "16/rows": max(1, round(16 / rows))}
+    values = facts.get("defaults", {}) | (facts.get("defaults_full", {}) if words["recipe"] == "full" else {})
     defaults = {
-        key: 2 * (as_number(words.get("adapter.r")) or 8) if value == "2r" else value
-        for key, value in conversion.facts.get("defaults", {}).items()
+        key: computed.get(value, value)
+        for key, value in values.items()
         if key not in words and all(is_read for prefix, is_read in has.items() if key.startswith(prefix))
     }
     if {**defaults, **words}.get("schedule", "cosine") == "cosine" and "schedule.final_fraction" not in words:
@@ -195,14 +239,11 @@ def _leave_out_refused(conversion: Conversion) -> RunConfig:
         rows = rows if "dataset" in conversion.words else [f"dataset=auto {word}" for word in rows]
         try:
             words = [f"{key}={as_override(literal(value))}" for key, value in conversion.words.items()]
-            run = compose_run(split_arguments([*" ".join(rows).split(), *words])[0])
+            run = compose_run([*" ".join(rows).split(), *words])
         except ConfigError as refusal:
-            rejected = {
-                key: problem
-                for problem in refusal.problems
-                for key in conversion.words
-                if problem.startswith((f"{key}=", f"{key}.kind="))
-            }
+            # a problem starts with the key to change, which may be a default: then with a key of the file in it
+            rejected = _named_in(refusal.problems, conversion.words, str.startswith)
+            rejected = rejected or _named_in(refusal.problems, conversion.words, str.__contains__)
             if not rejected:
                 raise
             for key, problem in rejected.items():
@@ -214,6 +255,12 @@ def _leave_out_refused(conversion: Conversion) -> RunConfig:
             if has_no_rows:
                 conversion.changed.append("no supported dataset in the file: add dataset=FILE next to from=")
             return run
+
+
+def _named_in(problems: Sequence[str], keys: Iterable[str], has: Callable[[str, str], bool]) -> dict[str, str]:
+    """Return the keys that problems name, with the problem."""
+    names = [(name, key) for key in keys for name in (f"{key}=", f"{key}.kind=")]
+    return {key: problem for problem in problems for name, key in names if has(problem, name)}
 
 
 def _add_replacements(conversion: Conversion, run: RunConfig) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from app.config.arguments import settings_notes, split_arguments
 from app.config.finished_run import read_manifest
-from app.config.overrides import settings_notes, split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError, refuse
 from app.files import write_text

@@ -7,18 +7,11 @@ from threading import Lock
 
 from hydra.errors import HydraException
 
+from app.config.arguments import split_arguments
 from app.config.commands import CHECKS, check_config
 from app.config.conf_files import choices_by_group, purpose_of, read_choice
 from app.config.load import compose_run, default_choices, values_with
-from app.config.overrides import (
-    as_override,
-    flat,
-    key_of,
-    parse_override,
-    split_arguments,
-    untrusted_problems,
-    values_in,
-)
+from app.config.overrides import as_override, flat, key_of, parse_override, untrusted_problems, values_in
 from app.config.validate import STARTS_PROCESSES, format_value
 from app.errors import AppError, ConfigError, refuse
 from app.program import TARGETS

@@ -1,5 +1,6 @@
 """Files of settings of other programs: what becomes of each setting, and that a run accepts the rest."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
+from app.assets import template_text
+from app.config.arguments import split_arguments
 from app.config.conf_files import literal
+from app.config.converted_settings import Conversion
 from app.config.dataset import formats_for
 from app.config.load import compose_run
-from app.config.other_programs import Conversion
-from app.config.overrides import as_override, split_arguments
+from app.config.other_files import read_config
+from app.config.overrides import as_override
 from app.config.settings_conversion import converted
 from app.convert import as_file, convert
 from app.data.detect_format import detect_formats
@@ -125,14 +129,15 @@ warmup_ratio: 0.1
 bf16: true
 resume_from_checkpoint: null
 """,
-        {"recipe": "lora", "precision": "bf16", "checkpoint.every": 500, "batching.tokens": 2048},
-        {"trust_remote_code", "dataset", "template"},
+        {"recipe": "lora", "checkpoint.every": 500, "batching.tokens": 2048, "model.chat_template": "llama3"},
+        {"trust_remote_code", "dataset"},
     ),
     "llama_factory_full": (
         """
 model_name_or_path: org/base-8b
 stage: pt
 finetuning_type: full
+fp8: true
 dataset: c4_demo
 cutoff_len: 4096
 packing: true
@@ -143,7 +148,7 @@ eval_strategy: steps
 eval_steps: 200
 """,
         {"recipe": "full", "batching.packing": True, "optimizer": "adamw", "eval.every": 200},
-        {"dataset", "lr_scheduler_type"},
+        {"dataset", "lr_scheduler_type", "fp8"},
     ),
     "llama_factory_4_bits": (
         """
@@ -480,8 +485,12 @@ lora_target_modules: 'model.language_model.layers.[\d]+.(mlp|cross_attn|self_att
 optimizer: adamw_torch_4bit
 lr_scheduler: polynomial
 """,
-        {"recipe": "qlora", "adapter.targets": None, "optimizer": None},
-        {"lora_target_modules", "optimizer", "lr_scheduler"},
+        {
+            "recipe": "qlora",
+            "adapter.targets": ["up_proj", "down_proj", "gate_proj", "q_proj", "k_proj", "v_proj", "o_proj"],
+            "optimizer": None,
+        },
+        {"optimizer", "lr_scheduler"},
     ),
     "trl_4_bits_off": (
         """
@@ -537,6 +546,210 @@ tensor_parallel_dim: 2
             "dataset.max_length": 512,
         },
         set(),
+    ),
+    "axolotl_words_of_today": (
+        r"""
+base_model: Qwen/Qwen3-8B
+plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin, axolotl.integrations.liger.LigerPlugin]
+liger_rms_norm: true
+trust_remote_code: true
+chat_template: qwen3
+eot_tokens: ["<|im_end|>"]
+datasets:
+  - path: org/turns
+    type: chat_template
+    split: train[:20%]
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+sample_packing: true
+sequence_len: 1024
+lora_mlp_kernel: true
+lora_qkv_kernel: false
+optimizer: adamw_torch_8bit
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: true}
+loss_watchdog_threshold: 5.0
+loss_watchdog_patience: 3
+max_steps: 500
+num_epochs: 2
+special_tokens: {eos_token: "<|im_end|>", pad_token: "<|endoftext|>"}
+tokens: ["<tool>"]
+fsdp: [full_shard, auto_wrap]
+fsdp_config:
+  fsdp_version: 2
+  offload_params: true
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: Qwen3DecoderLayer
+  state_dict_type: FULL_STATE_DICT
+  sharding_strategy: FULL_SHARD
+  reshard_after_forward: true
+  activation_checkpointing: true
+""",
+        {
+            "model.chat_template": None,
+            "dataset.columns.messages": "conversations",
+            "dataset.eval_fraction": 0.0,
+            "optimizer": "adamw_8bit",
+            "model.add_tokens": ["<tool>"],
+            "training.max_steps": 500,
+            "training.epochs": 500,
+            "training.recompute": True,
+            "parallel": "fsdp",
+            "parallel.offload": True,
+            "parallel.reshard": True,
+        },
+        set(),
+    ),
+    "axolotl_unlike_the_model": (
+        """
+base_model: NousResearch/Llama-2-7b-hf
+chat_template: chatml
+datasets: [{path: a.jsonl, type: chat_template}, {path: b.jsonl, type: pygmalion}]
+special_tokens: {bos_token: "<s>", eos_token: "<|im_end|>"}
+trust_remote_code: true
+plugins: [axolotl.integrations.spectrum.SpectrumPlugin]
+fsdp_config: {sharding_strategy: SHARD_GRAD_OP}
+qat: {weight_dtype: int4, activation_dtype: int8, group_size: 32}
+""",
+        {
+            "model.chat_template": "chatml",
+            "parallel": "zero2",
+            "quantization": "qat",
+            "quantization.scheme": "int8da_int4",
+        },
+        {"datasets[1].type", "special_tokens.eos_token", "plugins"},
+    ),
+    "llama_factory_templates": (
+        """
+model_name_or_path: Qwen/Qwen3-8B
+trust_remote_code: true
+stage: sft
+finetuning_type: oft
+oft_target: q_proj,v_proj
+template: qwen3_nothink
+quantization_method: bnb
+use_v1_kernels: true
+""",
+        {"model.chat_template": "chatml", "adapter.targets": ["q_proj", "v_proj"], "adapter.method": "OFT"},
+        set(),
+    ),
+    "llama_factory_v1": (
+        """
+model: Qwen/Qwen3-4B
+model_class: llm
+template: qwen3_nothink
+peft_config: {name: lora, r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all}
+kernel_config: {name: auto, include_kernels: auto}
+quant_config: {name: bnb, quantization_bit: 4}
+dist_config: {name: fsdp2, dcp_path: null}
+train_dataset: rows.jsonl
+micro_batch_size: 1
+global_batch_size: 4
+cutoff_len: 1024
+max_steps: 10
+""",
+        {
+            "recipe": "qlora",
+            "model.path": "Qwen/Qwen3-4B",
+            "model.chat_template": "chatml",
+            "adapter.r": 16,
+            "parallel": "fsdp",
+            "dataset.path": "rows.jsonl",
+            "batching.accumulation": 4,
+            "training.epochs": 10,
+            "schedule": "constant",
+        },
+        set(),
+    ),
+    "llama_factory_v1_full": (
+        """
+model: org/base
+train_dataset: missing.yaml
+dist_config: {name: deepspeed, config_file: configs/ds_z3_config.json}
+""",
+        {"recipe": "full", "parallel": "zero3"},
+        {"train_dataset"},
+    ),
+    "swift_yaml": (
+        """
+model: Qwen/Qwen2.5-7B-Instruct
+tuner_type: full
+dataset: [swift/self-cognition#1000, "org/rows:en#200"]
+val_dataset: held.jsonl
+torch_dtype: bfloat16
+attn_impl: flash_attn
+per_device_train_batch_size: 2
+max_length: 1024
+truncation_strategy: delete
+packing: true
+system: Be short.
+model_author: me
+deepspeed: zero2
+""",
+        {
+            "recipe": "full",
+            "dataset.path": "org/rows",
+            "dataset.hub_config": "en",
+            "dataset.sample": 200,
+            "dataset.eval_path": "held.jsonl",
+            "optimizer.lr": 1e-5,
+            "batching.accumulation": 8,
+            "batching.tokens": 2048,
+            "parallel": "zero2",
+        },
+        {"dataset[swift/self-cognition#1000]", "system"},
+    ),
+    "automodel": (
+        """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 32, local_batch_size: 4, ckpt_every_steps: 50, max_steps: 100, num_epochs: 2}
+rng: {_target_: nemo_automodel.components.training.rng.StatefulRNG, seed: 11, ranked: true}
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: org/base
+  torch_dtype: bf16
+peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig, match_all_linear: true, dim: 16, use_triton: true}
+distributed: {strategy: fsdp2, tp_size: 1}
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset
+  path_or_dataset_id: train.jsonl
+  seq_length: 1024
+validation_dataset:
+  _target_: nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset
+  path_or_dataset_id: held.jsonl
+packed_sequence: {packed_sequence_size: 0}
+dataloader: {_target_: torchdata.stateful_dataloader.StatefulDataLoader, shuffle: false}
+optimizer: {_target_: torch.optim.AdamW, betas: [0.9, 0.95], eps: 1.0e-8, lr: 2.0e-4, weight_decay: 0.0}
+lr_scheduler: {lr_decay_style: cosine, min_lr: 1.0e-6}
+clip_grad_norm: {max_norm: 0.5}
+""",
+        {
+            "recipe": "lora",
+            "adapter.r": 16,
+            "adapter.alpha": 32,
+            "batching.accumulation": 8,
+            "batching.rows": 4,
+            "batching.order": "sequential",
+            "training.epochs": 2,
+            "training.clip": 0.5,
+            "dataset.eval_path": "held.jsonl",
+            "optimizer.beta2": 0.95,
+            "schedule": "cosine",
+            "schedule.warmup_fraction": 0.1,
+            "schedule.final_fraction": 0.005,
+        },
+        set(),
+    ),
+    "automodel_rows_by_code": (
+        """
+step_scheduler: {global_batch_size: 10, local_batch_size: 4}
+model: {pretrained_model_name_or_path: org/base}
+dataset: {_target_: nemo_automodel.components.datasets.llm.squad.make_squad_dataset, dataset_name: org/squad}
+optimizer: {_target_: torch.optim.Adam, weight_decay: 0.1}
+packed_sequence: {packed_sequence_size: 512}
+""",
+        {"recipe": "full", "dataset.path": None, "dataset.max_length": 512, "schedule": "constant"},
+        {"step_scheduler.global_batch_size", "dataset._target_", "optimizer._target_"},
     ),
     "odd_values": (
         """
@@ -614,6 +827,31 @@ logging: {enable_wandb: true, wandb_project: tries}
 }
 
 
+DATASET_INFO = {
+    "plain": {"file_name": "plain.json", "columns": {"prompt": "question", "response": "output"}},
+    "chat": {
+        "hf_hub_url": "org/chats",
+        "ms_hub_url": "other/chats",
+        "subset": "en",
+        "num_samples": 100,
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "body"}},
+    "pairs": {
+        "file_name": "pairs.json",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "images": {
+        "file_name": "images.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "images": "images"},
+        "tags": {"role_tag": "who", "content_tag": "what"},
+    },
+}
 OTHER_OBJECTIVES = {
     "{base_model: a, reward_model: true, num_labels: 1}": ["reward_model: true"],
     "{base_model: a, process_reward_model: true}": ["process_reward_model: true"],
@@ -659,12 +897,13 @@ def test_every_setting_is_converted_not_needed_or_not_converted(name: str, tmp_p
 
 
 def test_meaning_that_changes_is_told() -> None:
-    told, default = conversion("axolotl_qlora").changed
+    prompts, told, default = conversion("axolotl_qlora").changed
+    assert prompts.startswith("datasets: type: alpaca: model.chat_template=alpaca writes the same prompts")
     assert [each[:23] for each in conversion("torchtune_qlora").changed] == ["torchtune defaults made"]
     assert told.startswith("micro_batch_size: 2: rows are packed, so a micro-batch is a bin of 2 x 4096 = 8192 tokens")
     assert default.endswith("defaults made explicit: schedule.final_fraction=0.0")
     assert [each[:23] for each in conversion("trl_4_bits_off").changed] == [
-        "max_steps: 100: a run e",
+        "max_steps: 100: rows ar",
         "TRL defaults made expli",
     ]
     assert conversion("trl_full").changed[-1].endswith("dataset.train_on=all does the same")
@@ -675,7 +914,96 @@ def test_conversion_lost_choice_names_the_one_used() -> None:
     assert lost["optimizer"].startswith("4-bit optimizer states are not supported.")
     assert lost["optimizer"].endswith(" optimizer=paged_adamw_8bit is used")
     assert lost["lr_scheduler"].endswith(" schedule=cosine is used")
-    assert "regular expressions are not supported" in lost["lora_target_modules"]
+    pattern = {"base_model": "org/base", "adapter": "lora", "lora_target_modules": "(a|b)+_proj"}
+    assert "regular expressions are not supported" in converted(pattern).not_converted["lora_target_modules"]
+
+
+def test_own_template_token_and_code_are_read_from_the_model_folder(tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<s>"}, "chat_template": template_text("llama3")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text("{}")
+    file = {
+        "base_model": str(tmp_path),
+        "trust_remote_code": True,
+        "chat_template": "llama3",
+        "special_tokens": {"bos_token": "<s>"},
+    }
+    assert not converted(file).not_converted
+    assert "model.chat_template" not in converted(file).words
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "config.json").write_text('{"auto_map": {}}')
+    other = converted({**file, "special_tokens": {"bos_token": "<b>"}})
+    assert {*other.not_converted} == {"trust_remote_code", "special_tokens.bos_token"}
+    assert other.words["model.chat_template"] == "llama3"
+
+
+def test_names_of_dataset_info_are_converted(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
+    (tmp_path / "configs").mkdir()
+
+    def of(names: str, **settings: str) -> Conversion:
+        return converted({"stage": "sft", "dataset": names, **settings}, tmp_path / "configs")
+
+    both = of("plain,chat")
+    mixed = both.words
+    assert not both.not_converted
+    assert mixed["dataset.mix.source1.path"] == str(tmp_path / "data" / "plain.json")
+    assert mixed["dataset.mix.source1.columns.instruction"] == "question"
+    assert mixed["dataset.mix.source1.columns.input"] is None
+    assert mixed["dataset.mix.source2.path"] == "org/chats"
+    assert mixed["dataset.mix.source2.hub_config"] == "en"
+    assert mixed["dataset.mix.source2.sample"] == 100
+    texts = of("texts", stage="pt").words
+    assert (texts["dataset"], texts["dataset.columns.text"]) == ("text", "body")
+    assert of("pairs", stage="dpo", pref_loss="sigmoid").words["dataset.columns.prompt"] == "conversations"
+    assert {*of("images").not_converted} == {"dataset[images].columns.images", "dataset[images].tags"}
+    assert "other not in" in of("other").not_converted["dataset"]
+
+
+SWIFT = """
+nproc_per_node=2  # it's the number of GPUs
+CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=$nproc_per_node \\
+swift sft \\
+    --model Qwen/Qwen2.5-7B-Instruct \\
+    --dataset 'org/zh#500' \\
+              org/en#500 \\
+    --num_train_epochs=2 \\
+    --use_rslora \\
+    --learning_rate 1e-4 \\
+    --gradient_accumulation_steps $(expr 16 / $nproc_per_node) \\
+    --max_length 1024  # tokens
+"""
+
+
+def test_swift_command_in_script_is_converted(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(SWIFT)
+    result = converted(read_config(tmp_path / "train.sh"), tmp_path)
+    wanted = {
+        "recipe": "lora",
+        "dataset.mix.source2.path": "org/en",
+        "dataset.mix.source2.sample": 500,
+        "training.epochs": 2,
+        "adapter.rslora": True,
+        "adapter.r": 8,
+        "dataset.max_length": 1024,
+    }
+    assert {key: result.words.get(key) for key in wanted} == wanted
+    assert {*result.not_converted} == {"gradient_accumulation_steps"}
+    (tmp_path / "train.sh").write_text("# swift sft --model a\nswift infer --model a\n")
+    with pytest.raises(ConfigError, match="it has no command swift sft"):
+        convert(tmp_path / "train.sh", None, Console(enabled=False))
+
+
+def test_sources_of_v1_are_read_from_their_file(tmp_path: Path) -> None:
+    (tmp_path / "sources.yaml").write_text(
+        "one: {file_name: one.json, dataset_dir: data, num_samples: 9}\n"
+        "two: {hf_hub_url: org/two, converter: sharegpt}\n"
+    )
+    words = converted({"model": "a/b", "model_class": "llm", "train_dataset": "sources.yaml"}, tmp_path).words
+    assert words["dataset.mix.source1.path"] == str(tmp_path / "data" / "one.json")
+    assert words["dataset.mix.source1.sample"] == 9
+    assert words["dataset.mix.source2.path"] == "org/two"
 
 
 def test_conversion_inferred_preference_is_told() -> None:

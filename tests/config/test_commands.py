@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.board import BOARD
+from app.config.arguments import split_arguments
 from app.config.commands import (
     GENERATE,
     REPORT,
@@ -19,7 +20,6 @@ from app.config.commands import (
 )
 from app.config.finished_run import EVALUATE, EXPORT, REPRODUCE
 from app.config.load import compose_run, named_model
-from app.config.overrides import split_arguments
 from app.convert import CONVERT
 from app.errors import ConfigError, EnvironmentProblem
 

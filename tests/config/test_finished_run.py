@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from app.config.arguments import split_arguments
 from app.config.commands import GENERATE, check_config
 from app.config.conf_files import to_yaml
 from app.config.dataset import has_held_out_rows
@@ -22,7 +23,6 @@ from app.config.finished_run import (
     with_recorded_choices,
 )
 from app.config.load import compose_run, read_run
-from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
 from app.config.validate import field_types
 from app.errors import AppError, CheckpointError, ConfigError

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from app.config.arguments import split_arguments
 from app.config.conf_files import read_yaml, to_yaml
 from app.config.json_schema import settings_schema
 from app.config.load import compose_run
-from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
 from app.config.validate import field_types, leaf_keys, parse_section
 from app.convert import as_file

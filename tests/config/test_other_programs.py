@@ -4,9 +4,10 @@ from collections import Counter
 
 import pytest
 
+from app.config.arguments import split_arguments
 from app.config.conf_files import choices_by_group
 from app.config.load import compose_run
-from app.config.overrides import partition_overrides, split_arguments
+from app.config.overrides import partition_overrides
 from app.config.schema import RunConfig
 from app.config.validate import PROGRAMS, is_key, of_other_program, other_programs
 from app.errors import ConfigError

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import conf_files
+from app.config.arguments import is_sweep, settings_notes, split_arguments
 from app.config.commands import check_config
 from app.config.conf_files import choices_by_group
 from app.config.load import compose_run
-from app.config.overrides import RATE, check_overrides, is_sweep, settings_notes, split_arguments
+from app.config.overrides import RATE, check_overrides
 from app.config.schema import RunConfig
 from app.config.validate import field_types, leaf_keys, typed_only
 from app.errors import AppError, ConfigError
@@ -455,13 +456,37 @@ def test_settings_file_that_is_none_is_refused(tmp_path: Path) -> None:
     assert f"Use its folder: from={tmp_path}" in refusal(f"from={tmp_path / 'run.yaml'}")
 
 
-def test_settings_file_of_another_program_names_the_command_that_converts_it(tmp_path: Path) -> None:
-    file = tmp_path / "axolotl.yaml"
-    file.write_text("base_model: org/name\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\n")
+def test_settings_file_of_another_program_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("axolotl.yaml").write_text(
+        "base_model: org/name\nadapter: lora\nlora_r: 8\nlora_dropout: 0.1\ndatasets: [{path: a.jsonl}]\n"
+        "trust_remote_code: true\nmodel: {trust_remote_code: true}\ndataset_prepared_path: /tmp/x\nhydra: {x: 1}\n"
+    )
+    run = run_of("from=axolotl.yaml", "adapter.r=4")
+    assert (run.model.path, run.adapter.r, run.adapter.dropout) == ("org/name", 4, 0.1)
+    assert not run.model.trust_remote_code
+    assert run.cache_dir == run_of().cache_dir
+    lines = settings_notes(["from=axolotl.yaml", "dataset=b.jsonl"])
+    assert "converted     lora_r: 8 -> adapter.r=8" in lines
+    assert "not converted hydra.x  no equivalent setting; see docs/keys.md" in lines
+    assert lines[-2] == "Axolotl: 5 settings converted, 1 not needed, 3 not converted"
+    assert lines[-1].startswith("note    from=axolotl.yaml: dataset=b.jsonl replaces dataset.path")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("base_model: a\nrl: grpo\n", "rl: grpo: this training objective is not supported."),
+        ("a: 1\nb: 2\nc: 3\n", "none of its 3 settings is one of this program, and it is not a config of Axolotl,"),
+    ],
+)
+def test_settings_file_that_cannot_be_converted_has_one_error(text: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
     with pytest.raises(ConfigError) as refusal:
         split_arguments([f"from={file}"])
-    assert [*refusal.value.problems] == [
-        f"from={file} is a config of Axolotl. Convert it: finetune convert {file} to=mine.yaml"
+    assert [message[: len(f"from={file}: {problem}")] for message in refusal.value.problems] == [
+        f"from={file}: {problem}"
     ]
 
 

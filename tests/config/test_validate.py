@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from app.config.arguments import split_arguments
 from app.config.commands import check_config
 from app.config.help import meanings
 from app.config.load import compose_run, read_run
-from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
 from app.config.validate import SECTIONS, STARTS_PROCESSES, leaf_keys, parse_section, typed_only
 from app.errors import AppError, CheckpointError, ConfigError

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from app.assets import PREFIX
+from app.config.arguments import is_sweep, split_arguments
 from app.config.commands import GENERATE, REPORT, check_config
 from app.config.finished_run import evaluate_config, export_config, reproduce_config
 from app.config.load import compose_run
-from app.config.overrides import is_sweep, split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError
 from app.sweeps.sweep import plan_sweep

@@ -78,6 +78,14 @@ def _function(path: Path) -> None:
     path.write_text("def clean(row):\n    return row if row['answer'] else None\n")
 
 
+def _axolotl(path: Path) -> None:
+    path.write_text(
+        "base_model: asset:tiny\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nsequence_len: 128\nmicro_batch_size: 2\n"
+        "datasets: [{path: chat.jsonl, type: chat_template}]\nval_set_size: 0.1\nlearning_rate: 1e-3\nnum_epochs: 1\n"
+        "sample_packing: true\ntrust_remote_code: false\nspecial_tokens:\n"
+    )
+
+
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -110,6 +118,7 @@ STAND_INS: dict[str, Callable[[Path], None]] = {
     "tokens.jsonl": _tokens,
     "mine.py": _function,
     "data": _tables,
+    "axolotl.yaml": _axolotl,
 }
 
 
