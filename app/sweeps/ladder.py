@@ -189,7 +189,7 @@ def _measured(run: RunConfig, outcome: Outcome) -> dict[str, Any]:
     result = read_result(place.path)
     manifest = read_json(place.manifest) if place.manifest.is_file() else {}
     counts, clocks = manifest.get("counts", {}), manifest.get("clocks") or {}
-    processes = run.launch.num_processes
+    processes = manifest.get("choices", {}).get("processes", 1)
     cores = manifest.get("cpus") if manifest.get("hardware", {}).get("device") == "cpu" else None
     states = sorted(place.path.glob("checkpoints/step-*/state.json"))
     progress = read_json(states[-1])["progress"] if states else {}

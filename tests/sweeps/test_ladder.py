@@ -41,7 +41,7 @@ def check_small_ladder(name: str) -> None:
     for run in check_ladder(name, "small"):
         # those of `packing` have many lengths
         if run.dataset.random.rows and run.dataset.path == "random:" and name != "packing":
-            rows = int(batch_text(run).split(" x ")[0]) * run.batching.accumulation * run.launch.num_processes
+            rows = int(batch_text(run).split(" x ")[0]) * run.batching.accumulation * int(run.launch.num_processes)
             assert run.dataset.random.rows * (1 - run.dataset.eval_fraction) / rows > 11
 
 
@@ -151,9 +151,9 @@ COMPARED = [
     (SAME, {"others": {"count": 3, "bytes": 2e9}}, ("equal", None)),
     (SAME, {"step_tokens": 150}, ("equal", None)),
     (SAME, {"watts": 300.0}, ("equal", 2.0)),
-    (TWO_PROCESSES, {}, ("equal", 2.0)),
-    (TWO_PROCESSES, {"cpus": 2}, ("equal", 2.0)),
-    (TWO_PROCESSES, {"cpus": 1}, ("equal", None)),
+    (TWO_PROCESSES, {"processes": 2}, ("equal", 2.0)),
+    (TWO_PROCESSES, {"processes": 2, "cpus": 2}, ("equal", 2.0)),
+    (TWO_PROCESSES, {"processes": 2, "cpus": 1}, ("equal", None)),
 ]
 
 
@@ -169,6 +169,7 @@ def finished(folder: Path, number: int, rate: float, **facts: Any) -> Outcome:
     clocks = {"max_sm_mhz": 1665, "sm_mhz": 200 + number, "power_limit_watts": facts.get("watts", 350.0)}
     counts = {"fill": None, "data": {"eval": {"classes": {"good": 6, "bad": 4}}}}
     machine = {"cpus": facts.get("cpus"), "hardware": {"device": "cpu" if "cpus" in facts else "cuda"}}
+    machine |= {"choices": {"processes": facts.get("processes", 1)}}
     (own / "manifest.json").write_text(json.dumps({"counts": counts, "clocks": clocks, **machine}))
     size = facts.get("step_tokens", 1000)
     speeds = enumerate((1.0, 1.0, rate, rate), 1)
