@@ -29,6 +29,8 @@ _FULL_DISKS = {
 }
 # disk errors; other errors in code that does more than write may be bugs
 DISK_ERRORS = frozenset({*_FULL_DISKS, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EBUSY})
+# file systems whose files have one mode, as mounts of object stores
+_NO_MODE_SUPPORT = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP})
 _TEMP_DIR_PREFIX = ".writing-"
 STATE, SAVE_NUMBER = "state.json", "save"  # file in a checkpoint, and its key with the save number in the run
 RESUMED = "resumed.json"  # next to checkpoints: the checkpoint last resumed with `resume=PATH`, and its save number
@@ -201,7 +203,7 @@ def atomic_folder(target: Path, seal: Callable[[Path], None]) -> Iterator[Path]:
         temp_dir.mkdir(parents=True)
         yield temp_dir
         for file in files_in(temp_dir):
-            file.chmod(temp_dir.stat().st_mode & 0o666)
+            _set_mode(file, temp_dir.stat().st_mode & 0o666)
         seal(temp_dir)
         if target.exists():
             shutil.rmtree(target)
@@ -210,6 +212,14 @@ def atomic_folder(target: Path, seal: Callable[[Path], None]) -> Iterator[Path]:
     except BaseException:  # Ctrl-C too
         shutil.rmtree(temp_dir, ignore_errors=True)
         raise
+
+
+def _set_mode(file: Path, mode: int) -> None:
+    try:
+        file.chmod(mode)
+    except OSError as fault:
+        if fault.errno not in _NO_MODE_SUPPORT:
+            raise
 
 
 @contextmanager
@@ -309,3 +319,53 @@ def sha256(file: Path) -> str:
     """Return the SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# ---- what a file system must do
+
+
+def require_file_operations(folder: Path) -> None:
+    """Raise if the file system of a folder lacks an operation that saving needs, as mounts of object stores do."""
+    probe = folder / ".probe.partial"  # ignored by the next start, like a partial file
+    shutil.rmtree(probe, ignore_errors=True)
+    operation = ""
+    try:
+        for operation, try_in in _SAVING.items():  # noqa: B007 (read after an error)
+            try_in(probe)
+    except OSError as fault:
+        if fault.errno in _FULL_DISKS:
+            raise
+        raise EnvironmentProblem(
+            f"output_dir={folder}: its file system cannot {operation} ({fault.strerror or fault}), which saving needs. "
+            "Set output_dir to a folder on a local disk or a network file system; checkpoint.mirror=s3://... copies "
+            "checkpoints to a bucket."
+        ) from fault
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+
+
+def _append_twice(probe: Path) -> None:
+    for text in ("a", "b"):
+        with (probe / "file").open("a") as file:
+            file.write(text)
+
+
+def _replace_file(probe: Path) -> None:
+    (probe / "new").write_text("c")
+    (probe / "new").replace(probe / "file")
+
+
+def _rename_folder(probe: Path) -> None:
+    (probe / "old").mkdir()
+    (probe / "old/file").write_text("d")
+    (probe / "old").rename(probe / "renamed")
+
+
+_SAVING: dict[str, Callable[[Path], object]] = {
+    "create folders": Path.mkdir,
+    "append to files": _append_twice,
+    "replace files": _replace_file,
+    "rename folders": _rename_folder,
+    "sync files and folders": fsync_all,
+    "delete folders": shutil.rmtree,
+}

@@ -17,6 +17,7 @@ from app.files import (
     write_json,
     write_text,
 )
+from app.tracking.output_dir import RunFolder
 from tests.harness.child import run
 
 
@@ -182,3 +183,50 @@ def test_verify_checksums_edited_card_is_accepted(tmp_path: Path) -> None:
     assert verify_checksums(tmp_path / "final") is None
     write_text(tmp_path / "final" / "config.json", "new")
     assert verify_checksums(tmp_path / "final") == "config.json has changed since it was written"
+
+
+# a mount of an object store: a hook raises its error where Python calls the system
+MOUNT = """
+import errno, os, sys; from pathlib import Path
+def refuse(event, arguments):
+    if {refuses}: raise OSError(errno.{error}, os.strerror(errno.{error}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("operation", "refuses"),
+    [
+        ("create folders", "event == 'os.mkdir' and '.probe' in str(arguments[0])"),
+        ("append to files", "event == 'open' and arguments[1] == 'a'"),
+        ("replace files", "event == 'os.rename' and os.path.isfile(arguments[0])"),
+        ("rename folders", "event == 'os.rename' and os.path.isdir(arguments[0])"),
+        ("delete folders", "event == 'os.rmdir'"),
+    ],
+)
+def test_output_dir_on_mount_without_an_operation_is_refused(tmp_path: Path, operation: str, refuses: str) -> None:
+    code = (
+        MOUNT.format(refuses=refuses, error="ENOSYS") + "from app.tracking.output_dir import RunFolder\n"
+        "sys.addaudithook(refuse)\nRunFolder.claim(sys.argv[1], None)\n"
+    )
+    folder = tmp_path / "run"
+    returncode, _, err = run(code, str(folder))
+    assert returncode == 1
+    assert f"output_dir={folder}: its file system cannot {operation} (Function not implemented), which saving" in err
+    assert operation == "delete folders" or not folder.exists()
+
+
+def test_claimed_folder_shows_no_trace_of_the_tried_operations(tmp_path: Path) -> None:
+    (tmp_path / ".probe.partial/old").mkdir(parents=True)  # of a killed start
+    with RunFolder.claim(str(tmp_path), None):
+        assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
+
+
+def test_checksummed_folder_on_mount_without_modes_is_written(tmp_path: Path) -> None:
+    code = (
+        MOUNT.format(refuses="event == 'os.chmod'", error="EPERM") + "from app.files import checksummed_folder\n"
+        "sys.addaudithook(refuse)\n"
+        "with checksummed_folder(Path(sys.argv[1])) as folder: (folder / 'weights').write_text('1')\n"
+    )
+    returncode, _, err = run(code, str(tmp_path / "final"))
+    assert returncode == 0, err
+    assert verify_checksums(tmp_path / "final") is None

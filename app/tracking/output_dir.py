@@ -16,7 +16,15 @@ from statistics import fmean
 from typing import Any, Self
 
 from app.errors import ConfigError, EnvironmentProblem
-from app.files import append_text, fsync, is_partial, read_object, report_write_errors, write_text
+from app.files import (
+    append_text,
+    fsync,
+    is_partial,
+    read_object,
+    report_write_errors,
+    require_file_operations,
+    write_text,
+)
 from app.safe_text import listed
 from app.tracking.formatting import finite_number
 
@@ -67,6 +75,8 @@ class ClaimedFolder:
             names = sorted(entry.name for entry in path.iterdir())
             # without locks, files of finetune check and leftovers of a kill
             refuse([name for name in names if name not in {_LOCK, *_CHECK_FILES} and not is_partial(name)])
+            with report_write_errors(path):
+                require_file_operations(path)
         except _LockedError as locked:
             raise EnvironmentProblem(
                 f"output_dir={output_dir}: in use by {locked}; wait for it to end, or choose another output_dir"
