@@ -79,6 +79,7 @@ def _check_parts(run: RunConfig) -> None:
     from app.distributed import launch
     from app.optim import requirements
     from app.tracking import trackers
+    from app.training import mirror
 
     refuse(
         [
@@ -89,6 +90,7 @@ def _check_parts(run: RunConfig) -> None:
             *requirements.check(run.optimizer),
             *launch.check(run),
             *trackers.check(run.tracker),
+            *mirror.check(run.checkpoint),
         ]
     )
 

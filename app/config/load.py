@@ -28,7 +28,7 @@ from app.config.overrides import (
 from app.config.rules import problems_of, unread_problems
 from app.config.schema import ModelConfig, RunConfig
 from app.config.tasks import TASKS
-from app.config.validate import RUNS_CODE, format_value, leaf_keys, parse_section, typed_only
+from app.config.validate import RUNS_CODE, SENDS_FILES, format_value, leaf_keys, parse_section, typed_only
 from app.errors import CheckpointError, ConfigError, refuse
 
 _VERSION_BASE = "1.3"
@@ -173,14 +173,15 @@ def _resumes(source: str, changes: Mapping[str, Any]) -> bool:
 def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain data of a run with `over` and then `changes` applied; a selected group replaces its section.
 
-    The run is untrusted: its settings that select code or start processes are reset. Its thread count may change the
-    last bits of results and is kept.
+    The run is untrusted: its settings that select code, start processes or send files are reset. Its thread count may
+    change the last bits of results and is kept.
     """
     choices = {key: value for key, value in changes.items() if key in conf_files.choices_by_group()}
     sections = {group: load_choice(group, choice) for group, choice in choices.items()}
     config = OmegaConf.create({**literal(asdict(run)), **sections})
     defaults = {**_OFF, **dict(flat("", read_yaml(conf_files.CONF / "config.yaml")))}
-    trusted_values = {key: defaults[key] for key in leaf_keys(RunConfig) if typed_only(RunConfig, key) == RUNS_CODE}
+    reset = (RUNS_CODE, SENDS_FILES)
+    trusted_values = {key: defaults[key] for key in leaf_keys(RunConfig) if typed_only(RunConfig, key) in reset}
     processes = run.launch.num_processes
     if processes != defaults[_PROCESSES] and _PROCESSES not in {**over, **changes}:
         raise ConfigError(

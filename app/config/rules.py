@@ -1,5 +1,6 @@
 """Rules on combinations of keys, as pure functions from a run to its problems, and detection of unused keys."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -434,6 +435,32 @@ def _resume_problems(run: RunConfig) -> Iterator[str]:
         yield (f"resume={run.resume}: no such folder. Set resume=auto or a folder like RUN/checkpoints/step-000100.")
 
 
+_MIRROR = re.compile(r"(s3|gs|hf|file|memory)://([^?#@\s]+)")
+
+
+def _mirror_problems(run: RunConfig) -> Iterator[str]:
+    """Yield the problem of a mirror; a URL that may have a password or signature is not shown."""
+    url = run.checkpoint.mirror
+    if url is None:
+        return
+    match = _MIRROR.fullmatch(url)
+    if set(url) & set("?#@"):
+        yield (
+            "checkpoint.mirror: the URL must have no user, password, query or fragment. Give credentials in the "
+            "environment, e.g. AWS_ACCESS_KEY_ID."
+        )
+    elif match is None:
+        yield (
+            f"checkpoint.mirror={url}: expected a URL like s3://bucket/runs, gs://bucket/runs, "
+            "hf://buckets/ORG/NAME/runs or file:///backup/runs."
+        )
+    elif match[1] == "file":
+        folder = Path(run.output_dir).expanduser().resolve()
+        mirror = Path(match[2]).resolve() / folder.name
+        if mirror.is_relative_to(folder) or folder.is_relative_to(mirror):
+            yield f"checkpoint.mirror={url}: {mirror} is in output_dir={run.output_dir}. Choose another folder."
+
+
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     compile_problems,
@@ -458,4 +485,5 @@ RULES: tuple[Rule, ...] = (
     _random_weight_problems,
     _warmup_problems,
     _resume_problems,
+    _mirror_problems,
 )

@@ -13,6 +13,7 @@ from app.config.kinds import METRICS, PREFERENCE_KINDS, PROBLEMS, ROW_FORMATS
 from app.config.validate import (
     RUNS_CODE,
     SECTIONS,
+    SENDS_FILES,
     STARTS_PROCESSES,
     TYPE,
     TYPED_ONLY,
@@ -382,6 +383,8 @@ class CheckpointConfig:
     keep: int = number(at_least=1)  # newest checkpoints to keep, in addition to the best one
     final: str = choice("last", "best")  # weights saved in final/
     save_random_base: bool = MISSING  # also save a randomly initialized base, which an adapter needs
+    # also copy the run to a folder of its name in this URL of an object store or disk: s3, gs, hf or file
+    mirror: str | None = field(default=None, metadata={TYPED_ONLY: SENDS_FILES})
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from app.errors import refuse
 CHOICES, LIMITS, SECTIONS, TYPE, TYPED_ONLY = "choices", "limits", "sections", "type", "typed_only"  # in metadata
 # Values of TYPED_ONLY: why a key or section is accepted only on the command line, not from a file or run folder
 RUNS_CODE, STARTS_PROCESSES = "decides which code runs", "starts processes or threads"
+SENDS_FILES = "decides where files are sent"
 
 
 class Epochs(str):
@@ -208,7 +209,9 @@ def _section(schema: Any, data: Any, prefix: str, valid_keys: Collection[str], p
     valid_keys = {*valid_keys, *(f"{prefix}{name}" for name in schema_fields)}
     if not isinstance(data, Mapping):
         path, example = prefix.rstrip("."), f"{prefix}{next(iter(schema_fields))}"
-        problems.append(f"{path}={format_value(data)}: {path} is a section. Set its keys, e.g. {example}=...")
+        value = format_value(data)
+        advice = of_other_program(f"{path}={value}") or f" Set its keys, e.g. {example}=..."
+        problems.append(f"{path}={value}: {path} is a section.{advice}")
         return None
     unknown = [f"{prefix}{key}" for key in data if key not in schema_fields]
     problems += [f"Unknown setting {path}.{did_you_mean_key(path, valid_keys)}" for path in unknown]

@@ -17,7 +17,8 @@ and recomputed layers: `app/training/auto_settings.py`). `app/training/setup.py`
    first two steps.
 
 Before step 1 and at intervals the loop evaluates (`app/training/scores.py`), answers eval prompts
-(`app/training/samples.py`) and saves (`app/training/checkpoint.py`). `app/training/final_model.py` writes `final/`,
-through `app/finished/save.py`. `app/training/summary.py` formats the printed lines, and
+(`app/training/samples.py`), saves (`app/training/checkpoint.py`) and copies what was saved (`app/training/mirror.py`).
+`app/training/final_model.py` writes `final/`, through `app/finished/save.py`. `app/training/summary.py` formats the
+printed lines, and
 `app/training/phase_times.py` times forward, backward, optimizer and waiting for data.
 """

@@ -25,6 +25,7 @@ from app.training.auto_settings import RunPlanner
 from app.training.final_model import record_stop, write_final
 from app.training.initial_model import keep_reference, keep_start
 from app.training.memory import Forecast, free_host_bytes
+from app.training.mirror import Mirror
 from app.training.plan import Plan, find_start, join, make_plan, shared_facts
 from app.training.rows import read_rows
 from app.training.samples import preview
@@ -54,11 +55,14 @@ def train_in(
     if run.dry_run:
         return _report_dry_run(folder, planned, run.model, console, forecast)
     _require_host_memory(forecast, machine.runtime)
+    mirror = _opened_mirror(planned, folder)  # of checkpoints, outside of this machine
     setup = set_up(planned, forecast, folder, planner, console)  # weights, adapter, checks, optimizer, checkpoint
     with listening(answers_signal=world().is_first) as request, _recording(setup, folder, console) as recorder:
-        trainer = _rehearsed(setup, recorder)
+        trainer = _rehearsed(setup, recorder, mirror)
         is_complete = trainer.fit(request)
         code = _record_end(setup, trainer, is_complete=is_complete)
+        for remark in mirror.finish() if mirror else ():  # while the others wait: launchers end the last process
+            recorder.message(remark)
         machine.runtime.leave()
     if resume_hint and not is_complete:
         recorder.message(resume_hint)  # last, ready to be copied
@@ -98,6 +102,15 @@ def _record_end(setup: RunSetup, trainer: Trainer, *, is_complete: bool) -> int:
     return write_final(setup.plan, trainer, predicted) if is_complete else record_stop(trainer, predicted)
 
 
+def _opened_mirror(plan: Plan, folder: RunFolder) -> Mirror | None:
+    url = plan.run.checkpoint.mirror
+    if url is None or not world().is_first:
+        return None
+    mirror = Mirror(folder.path, url)
+    mirror.require_own(plan.start.checkpoint)
+    return mirror
+
+
 def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
     """Raise if the estimated peak exceeds free CPU memory: the kernel would kill the run without a message."""
     predicted = forecast.predicted
@@ -112,10 +125,10 @@ def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
         )
 
 
-def _rehearsed(setup: RunSetup, recorder: Recorder) -> Trainer:
+def _rehearsed(setup: RunSetup, recorder: Recorder, mirror: Mirror | None) -> Trainer:
     """Return the trainer, after a rehearsal if due, which may add gradient checkpointing with `auto`."""
     plan, progress, stepper = setup.plan, setup.progress, setup.stepper
-    parts = trainer_parts(plan, stepper, setup.checkpoints, recorder)
+    parts = trainer_parts(plan, stepper, setup.checkpoints, recorder, mirror)
     if is_due(plan.run.training, plan.runtime.device) and progress.step < plan.steps.steps:
         count = plan.run.training.recompute
         if plan.layers_are_auto and count is not True:

@@ -37,6 +37,7 @@ from app.training.auto_settings import RunPlanner
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.initial_model import drawn_start, load_start, with_reference
 from app.training.memory import Forecast
+from app.training.mirror import Mirror
 from app.training.plan import Plan, without_compiled_layers
 from app.training.samples import sampler
 from app.training.storage_counter import kept_bytes
@@ -293,7 +294,9 @@ def record_base(plan: Plan, model: TrainingModel, recorder: Recorder, fingerprin
             save_base(model, plan.rows.tokenizer, folder, drawn)
 
 
-def trainer_parts(plan: Plan, stepper: Stepper, checkpoints: Checkpoints, recorder: Recorder) -> Parts:
+def trainer_parts(
+    plan: Plan, stepper: Stepper, checkpoints: Checkpoints, recorder: Recorder, mirror: Mirror | None
+) -> Parts:
     """Return the components of the trainer."""
     return Parts(
         config=plan.run,
@@ -308,4 +311,5 @@ def trainer_parts(plan: Plan, stepper: Stepper, checkpoints: Checkpoints, record
         checkpoints=checkpoints,
         recorder=recorder,
         show_samples=sampler(plan, stepper.model, recorder),
+        mirror=mirror,
     )

@@ -29,6 +29,7 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
 from app.training.gpu_usage import GpuMonitor
 from app.training.memory import Measured
+from app.training.mirror import Mirror
 from app.training.phase_times import DATA, FORWARD, PhaseTimes
 from app.training.rows import StepPlan
 from app.training.scores import ALSO, finite, logged, score
@@ -133,6 +134,7 @@ class Parts:
     recorder: Recorder
     show_samples: Callable[[int], None]
     also_batches: Callable[[], Iterable[Batch]] | None = None  # of `eval.also`
+    mirror: Mirror | None = None  # of rank 0
 
     def score(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Score eval batches on all processes together."""
@@ -377,6 +379,8 @@ class Trainer:
         host_group = self.parts.runtime.host_group
         self._note_split(int(host_group.max(self.parts.stepper.split_depth)))  # for the next step
         for remark in self.parts.checkpoints.save(self.progress, self.parts.stepper, host_group):
+            self.parts.recorder.message(remark)
+        for remark in self.parts.mirror.update() if self.parts.mirror else ():
             self.parts.recorder.message(remark)
         seconds = time.perf_counter() - started
         self._eta.add_pause("save", seconds)

@@ -302,13 +302,17 @@ def received(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+MIRROR = {"checkpoint__mirror": "s3://bucket/runs"}
+
+
 @pytest.mark.parametrize("command", READERS)
 def test_received_run_trusts_code_only_where_typed(tmp_path: Path, command: str) -> None:
-    run = received(tmp_path / "run", model__trust_remote_code=True, cache_dir=str(tmp_path / "kernels"))
+    run = received(tmp_path / "run", model__trust_remote_code=True, cache_dir=str(tmp_path / "kernels"), **MIRROR)
     assert read_run(run / "run.yaml").model.trust_remote_code  # for the processes of a launch
     config = READERS[command](str(run))
     assert not config.model.trust_remote_code
     assert config.cache_dir == compose_run([]).cache_dir
+    assert config.checkpoint.mirror is None
     typed = READERS[command](str(run), TYPED, "cache_dir=mine")
     assert (typed.model.trust_remote_code, typed.cache_dir) == (True, "mine")
 

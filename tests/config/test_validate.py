@@ -124,6 +124,7 @@ def test_run_yaml_malformed_refused(text: str | None, tmp_path: Path) -> None:
 
 
 TYPED_ONLY = {
+    "checkpoint.mirror": "s3://bucket/runs",
     "model.trust_remote_code": True,
     "cache_dir": "/tmp/kernels",
     "launch.num_processes": 3,
@@ -212,6 +213,7 @@ def test_settings_file_random_spelling_decides_nothing(tmp_path_factory: pytest.
         return
     usual = compose_run([])
     assert (run.launch, run.cache_dir, run.model) == (usual.launch, usual.cache_dir, usual.model)
+    assert run.checkpoint.mirror is None
 
 
 @pytest.mark.parametrize("key", TYPED_ONLY)
@@ -245,6 +247,7 @@ IN_FORMS = [
     ("model.trust_remote_code=true", "model.trust_remote_code in the form is not accepted because it decides"),
     ("model={trust_remote_code: true}", "model.trust_remote_code in the form is not accepted because it decides"),
     ("cache_dir=/tmp/x", "cache_dir in the form is not accepted because it decides"),
+    ("checkpoint.mirror=s3://bucket/runs", "checkpoint.mirror in the form is not accepted because it decides where"),
     ("--cfg=job", "--cfg job"),
     ("--info", "--info"),
 ]
