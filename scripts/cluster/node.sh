@@ -3,11 +3,11 @@
 #
 #   NODES=2 NODE=0 RENDEZVOUS=gpu1:29400 RUN_ID=first scripts/cluster/node.sh output_dir=/shared/runs/mine recipe=lora
 #
-# NODES, NODE      number of machines, and index of this one, from 0; srun sets both
+# NODES, NODE      number of machines, and index of this one, from 0, where rank 0 runs and prints; srun sets both
 # RENDEZVOUS       host:port on machine 0
-# RUN_ID           the same on all machines, different for each start of the run
+# RUN_ID           the same on all machines; another one if an earlier start may still be ending
 # ADDRESS          host name of this machine for the others, if it is not that of Slurm or hostname
-# PROCESSES        number of processes on this machine, or gpu for one per GPU (the default)
+# PROCESSES        number of processes per machine, or gpu for one per GPU (the default)
 # RESTARTS         number of restarts after failures (default: 3)
 # MORE_RENDEZVOUS  for torchrun's --rdzv-conf, e.g. join_timeout=600, the seconds that machines wait for each other
 #
@@ -31,7 +31,7 @@ export APP_PYTHON=${APP_PYTHON:-$root/.venv/bin/python}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it with a warning; the program counts the cores itself
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # with a shared store, a returning machine waits forever (torch 2.13)
-export APP_NODE_PID=$$ APP_NODE_FOLDER
+export NODES NODE APP_NODE_PID=$$ APP_NODE_FOLDER
 APP_NODE_FOLDER=$(mktemp -d)
 trap 'rm -rf "$APP_NODE_FOLDER"' EXIT
 
