@@ -35,6 +35,8 @@ RUN useradd --uid "${UID}" --non-unique --home-dir /cache --no-create-home --she
     && chown trainer /cache /workspace/app/runs \
     && chmod 1777 /cache /workspace/app/runs
 WORKDIR /workspace/app
+# For several machines: docs/clusters.md.
+COPY scripts/cluster scripts/cluster
 USER ${UID}
 
 # Five steps on the CPU, with everything that a run does. Here, so that its caches do not stay.
@@ -43,6 +45,7 @@ RUN HOME=/tmp/tried HF_HUB_OFFLINE=1 python -m app.train debug=fast output_dir=/
 
 # USER and LOGNAME: parts of torch ask for the user's name, which a number given by --user does not have.
 ENV HOME=/cache \
+    APP_PYTHON=python \
     USER=trainer \
     LOGNAME=trainer \
     XDG_CACHE_HOME=/cache \

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -82,11 +82,18 @@ def children_of(pid: int) -> list[int]:
 class Started:
     """A script at work, with what it prints in a file."""
 
-    def __init__(self, script: Path, arguments: tuple[str, ...], folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        script: Path | str,
+        arguments: Sequence[str],
+        folder: Path,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+    ) -> None:
         self._printed = folder / f"printed-{time.monotonic_ns()}.txt"
         with self._printed.open("w") as file:
             self.process = subprocess.Popen(
-                [script, *arguments], env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                [script, *arguments], env=env, cwd=cwd or folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file
             )
 
     @property
