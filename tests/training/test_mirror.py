@@ -19,7 +19,7 @@ from scripts.cluster.restore import restore
 SIGNED = "https://host/key?X-Amz-Signature=0123456789"
 
 
-class Refusing(MemoryFileSystem):
+class Refusing(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     """A store that accepts the first `left` files."""
 
     protocol = "refusing"
