@@ -143,6 +143,12 @@ class CompressedExport(MergedExport):
             raise ConfigError(
                 f"quant={self.config.quant}: no layer of this model can be quantized ({reason}). Set kind=merged."
             )
+        experts = [name for name in self.merge.written if _EXPERTS in name and name.endswith(".weight")]
+        if experts and self.format.weights["type"] == "int":
+            raise ConfigError(
+                f"quant={self.config.quant}: with integers, transformers does not read unquantized experts "
+                f"({experts[0]}). Set quant=fp8, or kind=merged."
+            )
         return quantized
 
     @cached_property

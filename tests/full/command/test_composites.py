@@ -135,8 +135,17 @@ def test_run_of_packed_experts_is_loaded_by_plain_peft(kind: str, quick_zygote: 
     assert distance(_logits_by_plain_peft(base, run / "final"), expected) < 1e-5
     export = (f"run={run}", "kind=merged", "dtype=fp32", "to=merged")
     quick_zygote.run(tmp_path, *export, module="app.export", code=0)
-    quantized = (f"run={run}", "kind=quantized", "quant=fp8", "to=fp8")
-    ended = quick_zygote.run(tmp_path, *quantized, module="app.export", code=0)
-    assert "expert stacks stay in bf16" in ended.stdout
-    ignored = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert r"re:.*\.experts\..*" in ignored
+    if kind == "qwen3_5_moe":
+        _check_compressed(quick_zygote, tmp_path, run)
+
+
+def _check_compressed(zygote: Zygote, folder: Path, run: Path) -> None:
+    """Transformers reads experts next to fp8, but any rounding changes the choice of these random routers."""
+    zygote.run(folder, f"run={run}", "kind=quantized", "quant=fp8", "to=fp8", module="app.export")
+    found = json.loads((folder / "fp8" / "export.json").read_text())
+    assert found["failure"] is None
+    assert found["kl"] < 0.3
+    message = "transformers does not read unquantized experts (model.language_model.layers.0.mlp.experts.0."
+    zygote.refused(
+        folder, f"run={run}", "kind=quantized", "quant=w8a8", "to=w8a8", module="app.export", message=message
+    )
