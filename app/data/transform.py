@@ -51,8 +51,8 @@ class Transform:
             return Broken(escaped(f"{named} raised {type(error).__name__}: {gist(error)}"))
         if result is None or (isinstance(result, dict) and all(isinstance(name, str) for name in result)):
             return result
-        found = "an object with keys that are no text" if isinstance(result, dict) else kind_of(result)
-        return Broken(f"{named} returned {found}; return a dict with column names as keys, or None to drop the row")
+        kind = "an object with keys that are no text" if isinstance(result, dict) else kind_of(result)
+        return Broken(f"{named} returned {kind}; return a dict with column names as keys, or None to drop the row")
 
 
 def transform_of(config: DatasetConfig) -> Transform | None:

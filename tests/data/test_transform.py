@@ -105,7 +105,7 @@ def test_transform_of_a_package_has_its_version() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mine:claen", "mine.py has no function claen. Did you mean clean?"),
+        ("mine:cleanup", "mine.py has no function cleanup. Did you mean clean?"),
         ("nowhere:clean", "no module nowhere in {folder} or among the installed packages. Create nowhere.py there"),
         ("needy:clean", "needy needs the module nowhere, which is not installed"),
         ("broken:clean", "importing broken raised SyntaxError: "),
