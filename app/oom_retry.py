@@ -53,8 +53,8 @@ def out_of_memory_error(what: str, sizes: Mapping[str, int]) -> EnvironmentProbl
     return EnvironmentProblem(
         f"out of memory: {what} does not fit{addition}. Cheapest options first: "
         "training.recompute=true, training.tile=2048, training.offload=true, a smaller dataset.max_length (with "
-        "batching.tokens), optimizer=paged_adamw_8bit, recipe=qlora. Earlier checkpoints are kept: resume=auto resumes them with the "
-        "settings listed in docs/problems.md."
+        "batching.tokens), optimizer=paged_adamw_8bit, recipe=qlora. Earlier checkpoints are kept: resume=auto resumes "
+        "them with the settings listed in docs/problems.md."
     )
 
 
