@@ -64,7 +64,7 @@ def own_forward(mlp: Any, x: Tensor) -> Tensor:
 
 def tiling_of(network: nn.Module) -> Tiling | None:
     """Return how the MLPs of a model or layer are computed; None if they are not tiled."""
-    return next((module.tiling for module in network.modules() if "tiling" in vars(module)), None)  # type: ignore[misc]
+    return next((vars(module)["tiling"] for module in network.modules() if "tiling" in vars(module)), None)
 
 
 def outside_graphs(network: nn.Module) -> None:
@@ -140,7 +140,7 @@ def in_tiles(forward: Compute, tokens: int, mlp: Any, x: Tensor, *, pads: bool =
         out: Tensor = _Tiled.apply(saved, saved.grad_fn, tiles, *trained)  # type: ignore[no-untyped-call]
     else:
         out = tiles.output(rows)
-    return out.unflatten(0, x.shape[:-1])
+    return out.view(*x.shape[:-1], -1)
 
 
 class _Tiles:

@@ -434,7 +434,7 @@ class Suggestions:
             if now.parallel_reason and run.parallel.kind == AUTO:
                 run = with_parallel(run, now.run.parallel.kind)
             if now.chosen_tile and has_auto_tile(run.training):
-                run = with_tile(run, now.run.training.tile)
+                run = with_tile(run, tile_tokens(now.run.training))
             if now.chosen_bins:  # except sizes that candidates set
                 keys, batching = {key for candidate in chosen for key in candidate.keys}, now.run.batching
                 sizes = {"tokens": batching.tokens, "accumulation": batching.accumulation}

@@ -431,8 +431,8 @@ def _planned_loss(run: RunConfig) -> Loss:
 def _wrap_layers(network: Any, step_flops: StepFlops, compiled: Compiled | None, *, tiled: bool, on_gpu: bool) -> None:
     """Set the compiled forward of layers that have one, and count the recomputation of layers and tiles."""
     layers = repeated_layers(network)
-    for layer in layers if compiled is not None else ():
-        if not recurrent_mixers(layer):
+    for layer in layers:
+        if compiled is not None and not recurrent_mixers(layer):
             layer.forward = compiled(layer, step_flops.count_recomputation)
     for module in [*layers, *(gated_mlps(network) if tiled else ())]:
         module.forward = step_flops.count_recomputation(module.forward)

@@ -76,7 +76,8 @@ def test_planner_finds_fewest_recomputed_layers() -> None:
 
 
 def test_planner_tiles_mlps_only_if_recomputing_all_layers_does_not_fit() -> None:
-    run = small_run("recipe=lora", "model.architecture.intermediate_size=2048", "precision=bf16", "compile=none")
+    words = ("batching.tokens=4096", "precision=bf16", "compile=none")
+    run = small_run("recipe=lora", "model.architecture.intermediate_size=2048", *words)
     run = replace(run, training=replace(run.training, recompute="auto", tile="auto"))
     no_margin = replace(GPU, memory_bytes=0)
     least = [
@@ -91,9 +92,9 @@ def test_planner_tiles_mlps_only_if_recomputing_all_layers_does_not_fit() -> Non
 
 
 def test_planner_leaves_mlps_of_experts_whole() -> None:
-    run = small_run("recipe=lora", *EXPERTS, ONE_LAYER, "training.recompute=true")
-    found = Planner(replace(GPU, memory_bytes=700 * MIB)).of_batch(run, LARGE)
-    assert (found.verdict.fits, found.run.training.tile) == (False, 0)
+    run = small_run("recipe=lora", *EXPERTS, ONE_LAYER, "training.recompute=true", "batching.tokens=4096")
+    found = Planner(replace(GPU, memory_bytes=80 * MIB)).of_batch(run, LARGE)
+    assert (found.verdict.fits, found.verdict.is_hopeless, found.run.training.tile) == (False, False, 0)
 
 
 def test_planner_before_ampere_plans_fp16_sdpa_and_uncompiled_layers() -> None:
