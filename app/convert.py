@@ -4,8 +4,8 @@ finetune convert config.yml                  print what happens to each setting,
 finetune convert config.yml to=mine.yaml     write the file; finetune train from=mine.yaml runs it
 finetune convert train.sh                    the same for an ms-swift command in a shell script
 
-finetune train from=config.yml converts and trains without a file. A config with an unsupported objective, such as a
-reward model, is an error.
+finetune train from=config.yml converts and trains without a file. A config with an unsupported
+objective, such as a reward model, is an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from app.tracking.console import Console, open_console
 class ConvertConfig:
     """Options of finetune convert."""
 
-    file: str  # config of another program, YAML or a shell script; may be typed without file=
+    file: str  # config of another program, YAML or shell; may be typed without file=
     to: str | None = None  # new YAML file for finetune train from=; by default it is printed
 
 

@@ -69,6 +69,7 @@ def has_alpaca_prompts(conversion: Conversion) -> bool:
         conversion.program == "axolotl"
         and not conversion.has("rl")
         and isinstance(entries, list)
+        and bool(entries)
         and all(isinstance(entry, Mapping) and entry.get("type") == "alpaca" for entry in entries)
     )
 
