@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -29,6 +30,11 @@ Result = TypeVar("Result")
 def is_remote(path: str) -> bool:
     """Return whether a path is an address such as s3://bucket/rows.jsonl."""
     return _MARK in path
+
+
+def install_command(package: str) -> str:
+    """Return the command that installs a package of fsspec, whose version is that of fsspec, which datasets limits."""
+    return f"pip install {package}=={version('fsspec')}"
 
 
 def without_folders(path: str) -> str:
@@ -94,7 +100,8 @@ class _FileSystem:
             return action(fsspec.filesystem(self.protocol))
         except ImportError as error:
             raise EnvironmentProblem(
-                f"{self.setting}: {self.protocol}:// needs the package {package}. Install it: pip install {package}"
+                f"{self.setting}: {self.protocol}:// needs the package {package}. Install it:"
+                f" {install_command(package)}"
             ) from error
         except FileNotFoundError as error:
             raise DataError(

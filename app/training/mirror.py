@@ -5,13 +5,13 @@ A checkpoint is copied with its checksums last, so that `resume=auto` passes ove
 
 import re
 from collections.abc import Iterator
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from app.config.schema import CheckpointConfig
+from app.data.remote_files import install_command
 from app.errors import ConfigError, gist
 from app.files import CHECKPOINT_NAME, CHECKSUMS, files_in
 from app.safe_text import redact_text
@@ -27,10 +27,9 @@ def check(config: CheckpointConfig) -> Iterator[str]:
     scheme = (config.mirror or "").partition("://")[0]
     package = _PACKAGES.get(scheme)
     if package is not None and find_spec(package) is None:
-        # it requires exactly its own version of fsspec, which datasets limits
         yield (
             f"checkpoint.mirror={scheme}://... needs the package {package}, which is not installed: "
-            f"pip install {package}=={version('fsspec')}, or remove checkpoint.mirror"
+            f"{install_command(package)}, or remove checkpoint.mirror"
         )
 
 

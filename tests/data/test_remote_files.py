@@ -2,6 +2,7 @@
 
 import gzip
 from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,9 @@ def test_remote_missing_package_is_one_error_with_the_command(protocol: str, pac
     if find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
     [problem] = check(config(f"{protocol}://bucket/a.jsonl"))
-    assert problem.endswith(f"{protocol}:// needs the package {package}. Install it: pip install {package}")
+    assert problem.endswith(
+        f"{protocol}:// needs the package {package}. Install it: pip install {package}=={version('fsspec')}"
+    )
 
 
 def test_remote_file_removed_before_it_is_read_is_an_error(store: Any) -> None:
