@@ -1,8 +1,8 @@
 """Files at an address, in the in-memory file system of fsspec: the rows and places of local ones."""
 
 import gzip
-from importlib.util import find_spec
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
