@@ -25,6 +25,7 @@ def test_commands_of_the_skill_compose(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(folder)
     for name in ("pairs.jsonl", "questions.jsonl"):
         (folder / name).touch()
+    (folder / "axolotl.yaml").write_text("base_model: asset:tiny\nadapter: lora\ndatasets: [{path: chat.jsonl}]\n")
     typed = [each.text for each in commands_in(SKILL, "SKILL.md")]
     typed += re.findall(r"`(finetune \w+ [^`]*)`", SKILL.partition("## In this order")[2])
     assert {word for text in typed for word in re.findall(r"finetune (\w+)", text)} >= COMMANDS.keys() - {
