@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from app.layers.compile import marking_pass
-from app.layers.operations import autocast_dtype
+from app.layers.operations import COSTS, OperationCost, autocast_dtype
 from app.layers.tiled_mlp import gated_mlps, tiling_of
 from app.memory.fake_tensors import FakeTensorFallbacks, cost_key
 
@@ -374,6 +374,8 @@ def _mlp(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _mlp_backward(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     raise NotImplementedError("a plan never computes")
 
+
+COSTS["app_plan::mlp"] = COSTS["app_plan::mlp_backward"] = OperationCost()  # a plan never computes them
 
 _mlp.register_fake(lambda x, dtype: torch.empty_like(x, dtype=dtype))
 _mlp_backward.register_fake(lambda gradient, dtype: torch.empty_like(gradient, dtype=dtype))

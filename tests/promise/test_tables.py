@@ -17,7 +17,7 @@ EXAMPLES = {
     "metric": "perplexity",
     "preference loss": "ipo",
     "problem": "multi",
-    "quantization": "fp8",
+    "quantization": "llm_int8",
     "row format": "sharegpt",
     "task": "classification",
 }
