@@ -59,6 +59,7 @@ def test_sweep_with_a_failing_trial_finishes_the_others(zygote: Zygote, tmp_path
 
     pasted, trained = compose_run(shlex.split(best["line"])), read_run(best_trial / "run.yaml")
     settled = {name: getattr(trained, name) for name in ("output_dir", "resume", "batching", "compile")}
+    settled["training"] = replace(pasted.training, tile=trained.training.tile)
     assert replace(pasted, **settled) == trained
 
     before = [(trial / "result.json").read_bytes() for trial in trials if trial != trials[1]]
