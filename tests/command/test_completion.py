@@ -30,7 +30,7 @@ TYPED = {
     "train dataset=alp": {"dataset=alpaca"},
     "train from=mi": {"from=mine.yaml"},
     "check mem": {"memory"},
-    "check hardware=rtx5": {"hardware=rtx5090"},
+    "check hardware=rtx509": {"hardware=rtx5090"},
     "evaluate weights=b": {"weights=base", "weights=both"},
     "export kind=gg": {"kind=gguf"},
     "export run=da": {"run=data/"},
@@ -137,7 +137,7 @@ def test_completion_tab_in_an_interactive_shell_completes_the_words(
 ) -> None:
     typed = [
         ("finetune tra\trecipe=ql\tdry_r\tt\t", "train recipe=qlora dry_run=true"),
-        ("finetune check mem\thardware=rtx5\t", "check memory hardware=rtx5090"),
+        ("finetune check mem\thardware=rtx509\t", "check memory hardware=rtx5090"),
         ("finetune train dataset.path=da\tch\t", "train dataset.path=data/chat.jsonl"),
         ("finetune train optimizer.l\t1e-4 from=mi\t", "train optimizer.lr=1e-4 from=mine.yaml"),
     ]
