@@ -26,7 +26,7 @@ def models() -> list[str]:
 
 
 def row_of(name: str) -> str:
-    """Return a table row: ID, parameters, and for each recipe the peak memory and the smallest GPU that fits."""
+    """Return a table row: ID, parameters, and for each recipe the peak memory and the smallest GPU with bf16 for it."""
     words = [f"model={name}", *(_MASKED if name in _ENCODERS else ())]
     model = compose_run(words).model
     if not model.architecture:
@@ -40,12 +40,12 @@ def row_of(name: str) -> str:
 
 
 def _plan(words: list[str]) -> str:
-    cards = sorted(all_hardware(), key=lambda card: card.memory_gib)
+    cards = sorted(map(machine_of, all_hardware()), key=lambda card: card.memory_bytes)
     try:
-        plan = Planner(machine_of(cards[-1]), 1).at(compose_run([*words, "precision=bf16"])).plan
+        plan = Planner(cards[-1], 1).at(compose_run([*words, "precision=bf16"])).plan
     except ConfigError:
         return "not supported"
-    fits = (card.label for card in cards if check_fit(plan, machine_of(card)).fits)
+    fits = (card.label for card in cards if not card.before_ampere and check_fit(plan, card).fits)
     return f"{plan.peak_bytes / 1e9:.1f} GB, {next(fits, 'no single GPU')}"
 
 
