@@ -279,7 +279,7 @@ def _command(arguments: Sequence[str]) -> int:
         return _in_processes(config, arguments)
     if not world().is_first:
         return 0
-    print_settings_notes(arguments)
+    print_settings_notes(config.notes)
     return check(config, open_console())
 
 

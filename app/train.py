@@ -175,9 +175,9 @@ def _dispatch(arguments: list[str]) -> None:
 
         sys.exit(sweep(arguments, _check_parts))
     remember_settings(arguments)
-    overrides, switches = split_arguments(arguments)
+    overrides, switches, notes = split_arguments(arguments)
     if world().is_first:
-        print_settings_notes(arguments)
+        print_settings_notes(notes)
     run = compose_run(overrides)
     if switches:  # --cfg job
         sys.stdout.write(to_yaml(asdict(run)))

@@ -4,7 +4,7 @@ import os
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from yaml import YAMLError
 
@@ -28,10 +28,19 @@ def is_sweep(arguments: Sequence[str]) -> bool:
         return False
 
 
-def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
-    """Return the overrides, including those of `from=FILE`, and the switches; raise ConfigError for unknown switches
-    and for those that a sweep does not support.
+class Arguments(NamedTuple):
+    """A command line: overrides, including those of `from=FILE`, switches, and lines on the settings of each file.
+
+    The lines report the conversion of another program's settings, and what typed groups replace.
     """
+
+    overrides: list[str]
+    switches: list[str]
+    notes: list[str]
+
+
+def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> Arguments:
+    """Split a command line; raise ConfigError for unknown switches and for those that a sweep does not support."""
     overrides, switches, problems = _read(arguments)
     others = [word for word in switches if word not in ("-m", "--multirun")]
     if sweep and others and not problems:
@@ -42,19 +51,11 @@ def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[l
     if _starts_sweep(switches) and not sweep:
         problems.append("-m starts a sweep, but this command takes one run. Leave it out.")
     refuse(problems)
-    return _with_settings(overrides)[0], switches
-
-
-def settings_notes(arguments: Sequence[str]) -> list[str]:
-    """Return lines on each `from=FILE`: the conversion of another program's settings, and what typed groups replace."""
-    return _with_settings(_read(arguments)[0])[1]
-
-
-def _with_settings(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     if not any(map(names_file, overrides)):
-        return list(overrides), []
+        return Arguments(overrides, switches, [])
     typed = values_in([word for word in overrides if not names_file(word)])
-    return with_settings(overrides, {key.lstrip("+"): value for key, value in typed.items()})
+    words, notes = with_settings(overrides, {key.lstrip("+"): value for key, value in typed.items()})
+    return Arguments(words, switches, notes)
 
 
 # ---- from=FILE

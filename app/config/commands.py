@@ -2,13 +2,13 @@
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from app.config import conf_files
-from app.config.arguments import settings_notes, split_arguments
+from app.config.arguments import split_arguments
 from app.config.command_line import Changes, Command
 from app.config.finished_run import checkpoint_problems
 from app.config.help import print_help_or_version
@@ -146,9 +146,9 @@ def run_command(
         sys.exit(130)
 
 
-def print_settings_notes(arguments: Sequence[str]) -> None:
-    """Print the replaced settings of `from=FILE` to standard error, because `--cfg job` prints YAML."""
-    sys.stderr.writelines(f"{safe_text(note)}\n" for note in settings_notes(arguments))
+def print_settings_notes(notes: Iterable[str]) -> None:
+    """Print lines on the settings of `from=FILE` to standard error, because `--cfg job` prints YAML."""
+    sys.stderr.writelines(f"{safe_text(note)}\n" for note in notes)
 
 
 # ---- finetune generate
@@ -336,6 +336,7 @@ class CheckConfig:
     folder: Path | None
     overrides: tuple[str, ...]
     options: CheckOptions
+    notes: tuple[str, ...]  # on the settings of `from=FILE`
 
 
 CHECK = Command(schema=CheckOptions, allowed=("",))
@@ -344,7 +345,7 @@ CHECK = Command(schema=CheckOptions, allowed=("",))
 def check_config(arguments: Sequence[str]) -> CheckConfig:
     """Read the command line of finetune check; raise one ConfigError with all problems."""
     checks, rest = _split_check_names(arguments)
-    overrides, switches = split_arguments(rest)
+    overrides, switches, notes = split_arguments(rest)
     if switches:
         raise ConfigError(f"{' '.join(switches)} is an option of finetune train. Leave it out.")
     typed = CHECK.read(overrides)
@@ -359,7 +360,7 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     if options.answers is not None and not task_of(run.task).writes_text:
         problems.append(f"answers: task={run.task.kind} does not generate text. Leave it out, or set task=causal.")
     refuse(problems)
-    return CheckConfig(checks, run, folder, tuple(typed.words), options)
+    return CheckConfig(checks, run, folder, tuple(typed.words), options, tuple(notes))
 
 
 def _misplaced_options(options: Sequence[str], checks: Sequence[str]) -> Iterator[str]:

@@ -351,7 +351,7 @@ EXPORT_KINDS = {
         packages=("gguf", "xllamacpp"),
     ),
 }
-# of PEFT: what is pruned by density, with the methods that do so on A and B, and on whole updates (svd)
+# sums of PEFT that prune to a density: A and B separately, or whole updates (svd)
 _PRUNED = ("ties", "dare_ties", "dare_linear", "magnitude_prune")
 PRUNING_SUMS = (*_PRUNED, *(f"{name}_svd" for name in _PRUNED))
 _QUANTS = [quant for kind in EXPORT_KINDS.values() for quant in (*kind.quants, *kind.by_llama_cpp)]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from app.config.arguments import settings_notes, split_arguments
+from app.config.arguments import split_arguments
 from app.config.finished_run import read_manifest
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError, refuse
@@ -328,7 +328,8 @@ def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) ->
 
 def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> SweepPlan:
     """Plan the sweep of a command line."""
-    preset, space, settings = _read(split_arguments(arguments, sweep=True)[0])
+    overrides, _, of_files = split_arguments(arguments, sweep=True)
+    preset, space, settings = _read(overrides)
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     folders = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
     if preset.config.planned:
@@ -344,7 +345,7 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
         runs = _checked_runs(proposer.points, folders, check_parts)
         notes += _left_out(dimensions, proposer)
     place = _one_folder(runs, folders[-1]) if folders else default_path(settings, preset)
-    return SweepPlan(proposer, runs, place, identity_of(of_trials, preset), [*settings_notes(arguments), *notes])
+    return SweepPlan(proposer, runs, place, identity_of(of_trials, preset), [*of_files, *notes])
 
 
 def read_ladder(overrides: Sequence[str]) -> Ladder:

@@ -109,7 +109,7 @@ def _count(settings: Sequence[str], what: str) -> int:
     if what in CHECKS:
         check_config([what, *settings])
         return 1
-    overrides, switches = split_arguments(settings, sweep=bool(swept))
+    overrides, switches, _ = split_arguments(settings, sweep=bool(swept))
     refuse(f"{word}: the form accepts only settings. Leave it out." for word in switches)
     if swept:
         return plan_sweep(settings, lambda _: None).proposer.count

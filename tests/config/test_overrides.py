@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import conf_files
-from app.config.arguments import is_sweep, settings_notes, split_arguments
+from app.config.arguments import is_sweep, split_arguments
 from app.config.commands import check_config
 from app.config.conf_files import choices_by_group
 from app.config.load import compose_run
@@ -267,7 +267,7 @@ def test_model_path_alone_chooses_folder_model(given: list[str], weights: str, l
 
 def test_split_arguments_mixed_switches_and_overrides() -> None:
     words = ["seed=1", "--cfg", "job", "adapter.r=3"]
-    assert split_arguments(words) == (["seed=1", "adapter.r=3"], ["--cfg job"])
+    assert split_arguments(words) == (["seed=1", "adapter.r=3"], ["--cfg job"], [])
 
 
 WRONG_SWITCHES = [
@@ -378,8 +378,10 @@ def test_settings_file_typed_group_replaces_its_section(file: Path) -> None:
         file.write_text(json.dumps(section))
         settings |= section
         word = words[group] = OTHERS.get(group) or f"{group}={getattr(usual, group).kind}"
-        assert settings_notes([f"from={file}", word]) == [f"note    from={file}: {word} replaces {', '.join(keys)}"]
-        assert not settings_notes([f"from={file}", "seed=1"])
+        assert split_arguments([f"from={file}", word]).notes == [
+            f"note    from={file}: {word} replaces {', '.join(keys)}"
+        ]
+        assert not split_arguments([f"from={file}", "seed=1"]).notes
     file.write_text(json.dumps(settings))
     found, expected = run_of(f"from={file}", *words.values()), run_of(*words.values())
     assert [getattr(found, group) for group in words] == [getattr(expected, group) for group in words]
@@ -394,7 +396,7 @@ def test_settings_file_typed_place_replaces_the_file_model(file: Path) -> None:
     config = run_of(*given)
     assert (config.model.path, config.model.revision) == ("Qwen/Qwen3-1.7B", None)
     assert config.optimizer.lr == 3e-4, "the rate is not the optimizer's"
-    (note,) = settings_notes(given)
+    (note,) = split_arguments(given).notes
     assert note.endswith(": model=Qwen/Qwen3-1.7B replaces model.revision, model.suggest.length")
     assert plan_sweep(["-m", *given, "seed=1,2"], lambda _run: None).notes[0] == note
 
@@ -466,7 +468,7 @@ def test_settings_file_of_another_program_is_converted(tmp_path: Path, monkeypat
     assert (run.model.path, run.adapter.r, run.adapter.dropout) == ("org/name", 4, 0.1)
     assert not run.model.trust_remote_code
     assert run.cache_dir == run_of().cache_dir
-    lines = settings_notes(["from=axolotl.yaml", "dataset=b.jsonl"])
+    lines = split_arguments(["from=axolotl.yaml", "dataset=b.jsonl"]).notes
     assert "converted     lora_r: 8 -> adapter.r=8" in lines
     assert "not converted hydra.x  no equivalent setting; see docs/keys.md" in lines
     assert lines[-2] == "Axolotl: 5 settings converted, 1 not needed, 3 not converted"

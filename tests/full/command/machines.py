@@ -55,6 +55,18 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def of_two_machines(folder: Path, python: Path) -> dict[str, str]:
+    """The variables of node.sh on both of two machines."""
+    return {
+        "TMPDIR": str(folder),
+        "APP_PYTHON": str(python),
+        "NODES": "2",
+        "RENDEZVOUS": f"127.0.0.1:{free_port()}",
+        "RUN_ID": "test",
+        "ADDRESS": "127.0.0.1",
+    }
+
+
 def free_job() -> str:
     """The number of a job whose port, which follows from it, nobody uses."""
     for number in range(os.getpid() % 10_000, 20_000):

@@ -15,7 +15,7 @@ import yaml
 from app.files import verify_checksums
 from scripts.cluster.ray_job import run_code
 from tests.conftest import REPO
-from tests.full.command.machines import SCRIPTS, Machine, children_of, free_port
+from tests.full.command.machines import SCRIPTS, Machine, children_of, free_port, of_two_machines
 from tests.harness.runs import SMALL, numbers, wait_until
 
 RUN = "output_dir=/shared/runs/mine recipe=qlora model=llama"  # of all manifests
@@ -145,15 +145,7 @@ def test_manifest_command_on_two_machines_joins_and_prints_on_the_first(
 def test_machines_with_different_numbers_of_processes_are_refused(
     machines: list[Machine], app_env: Mapping[str, str], quick_python: Path, tmp_path: Path
 ) -> None:
-    env = {
-        **app_env,
-        "TMPDIR": str(tmp_path),
-        "APP_PYTHON": str(quick_python),
-        "NODES": "2",
-        "RENDEZVOUS": f"127.0.0.1:{free_port()}",
-        "RUN_ID": "test",
-        "ADDRESS": "127.0.0.1",
-    }
+    env = {**app_env, **of_two_machines(tmp_path, quick_python)}
     for node in (0, 1):
         here = {"NODE": str(node), "PROCESSES": str(1 + node)}
         machines.append(Machine(SCRIPTS / "node.sh", ["output_dir=run"], tmp_path, env | here))

@@ -15,7 +15,7 @@ import pytest
 
 from app.signals import NOTHING_TO_SAVE
 from tests.command.test_processes import GONE, PLAIN, Launched, check_two_against_one, with_rate
-from tests.full.command.machines import SCRIPTS, Job, Machine, free_job, free_port, processes_of
+from tests.full.command.machines import SCRIPTS, Job, Machine, free_job, of_two_machines, processes_of
 from tests.harness.python import printed_by
 from tests.harness.runs import SMALL, Zygote, has_reached, metrics, numbers, result, same_ending, tensors, wait_until
 from tests.model.small import distance
@@ -176,13 +176,8 @@ TRAINING = (*SMALL, "batching.accumulation=1", "training.epochs=2")
 @pytest.fixture
 def environment(app_env: dict[str, str], tmp_path: Path, quick_python: Path) -> dict[str, str]:
     return app_env | {
+        **of_two_machines(tmp_path, quick_python),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "TMPDIR": str(tmp_path),
-        "APP_PYTHON": str(quick_python),
-        "NODES": "2",
-        "RENDEZVOUS": f"127.0.0.1:{free_port()}",
-        "RUN_ID": "test",
-        "ADDRESS": "127.0.0.1",
         "PROCESSES": "1",
         "MORE_RENDEZVOUS": "keep_alive_interval=1,join_timeout=60",
     }
