@@ -98,9 +98,10 @@ def _check_parts(config: ExportConfig) -> None:
     if config.llama_cpp is not None:
         problems += converter_problems(config.llama_cpp, config.quant)
     if config.packages and find_spec(config.packages[0]) is None:
+        packages = [name.replace("_", "-") for name in config.packages]
         problems.append(
-            f"kind={config.kind} quant={config.quant} needs the package {config.packages[0]}, which is not installed: "
-            f"pip install {' '.join(config.packages)}"
+            f"kind={config.kind} quant={config.quant} needs the package {packages[0]}, which is not installed: "
+            f"pip install {' '.join(packages)}"
         )
     refuse(problems)
 

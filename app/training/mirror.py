@@ -3,8 +3,10 @@
 A checkpoint is copied with its checksums last, so that `resume=auto` passes over one that was interrupted.
 """
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -122,10 +124,13 @@ class Mirror:
 
     def _local_files(self) -> list[Path]:
         """Return the files of the run without those that are being written, checksums of folders last."""
-        files = [path for path in self._folder.iterdir() if path.is_file()]
-        files += [file for name in _FOLDERS for file in files_in(self._folder / name)]
-        complete = (file for file in files if not _is_hidden(file.relative_to(self._folder)))
-        return sorted(complete, key=lambda file: (self._is_seal(file), file))
+        files = []
+        # os.walk passes over a folder that the run renames or deletes meanwhile
+        for place, folders, names in os.walk(self._folder):
+            is_top = Path(place) == self._folder
+            folders[:] = [name for name in folders if (name in _FOLDERS if is_top else not _is_hidden(name))]
+            files += [Path(place, name) for name in names if not _is_hidden(name)]
+        return sorted(files, key=lambda file: (self._is_seal(file), file))
 
     def _is_seal(self, file: Path) -> bool:
         return file.name == CHECKSUMS and file.parent != self._folder
@@ -134,8 +139,9 @@ class Mirror:
         """Do not copy folders again that an earlier start has copied."""
         for checksums in filter(self._is_seal, self._local_files()):
             remote = f"{root}/{checksums.relative_to(self._folder).as_posix()}"
-            if files.exists(remote) and files.cat_file(remote) == checksums.read_bytes():
-                self._copied |= {file: _status(file) for file in files_in(checksums.parent)}
+            with suppress(FileNotFoundError):  # a checkpoint that the run has just deleted
+                if files.exists(remote) and files.cat_file(remote) == checksums.read_bytes():
+                    self._copied |= {file: _status(file) for file in files_in(checksums.parent)}
 
 
 def _checkpoints(files: Any, root: str) -> list[str]:
@@ -145,8 +151,9 @@ def _checkpoints(files: Any, root: str) -> list[str]:
     return [name for name in names if CHECKPOINT_NAME.match(name)]
 
 
-def _is_hidden(file: Path) -> bool:
-    return any(part.startswith(".") for part in file.parts)
+def _is_hidden(name: str) -> bool:
+    """Return whether a file or folder is temporary, or a lock."""
+    return name.startswith(".")
 
 
 def _status(file: Path) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import fsspec
@@ -85,6 +86,26 @@ def test_mirror_of_a_run_has_its_files_and_loses_its_old_checkpoints(scheme: str
     assert mirror.finish() == [f"copied to {url}/mine"]
     shutil.rmtree(run / ".writing-final")
     assert content(f"{url}/mine") == local(run)
+
+
+def test_mirror_of_a_run_that_saves_meanwhile_has_no_remark(run: Path) -> None:
+    mirror, has_ended = Mirror(run, "memory://bucket"), Event()
+
+    def write() -> None:
+        place = run / "checkpoints/.writing-step-000002"
+        while not has_ended.is_set():
+            place.mkdir()
+            (place / "weights.safetensors").touch()
+            shutil.rmtree(place)
+
+    writer = Thread(target=write)
+    writer.start()
+    try:
+        remarks = {remark for _ in range(300) for remark in mirror.finish()}
+    finally:
+        has_ended.set()
+        writer.join()
+    assert remarks == {"copied to memory://bucket/mine"}
 
 
 def test_mirror_of_a_resumed_run_does_not_copy_complete_folders_again(run: Path) -> None:
