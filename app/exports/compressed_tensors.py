@@ -21,20 +21,20 @@ from app.exports.destination import write_json_unflushed
 from app.exports.kinds import MergedExport
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers
 from app.finished.save import EXPORTED
+from app.layers.packed_linear import round_to_int4
 from app.layers.quantization import backbone_linear_layers, is_linear
 from app.pages.model_card import Loading
 
 GROUP = 128  # inputs that share a scale in int4
 _TILE = 16  # products of 8-bit numbers on a GPU need sizes that are multiples of it
-_PER_INT32 = 8  # int4 numbers
 _EXPERTS, _EXPERTS_PATTERN = ".experts.", r"re:.*\.experts\..*"
 
 Parts = dict[str, Tensor]  # tensors of a quantized weight, by the last part of their names
 
 
-def _scaled(groups: Tensor, low: float, high: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return groups [..., size] divided by their scales, from `low` to `high`, and the scales [..., 1] in `dtype`."""
-    wide = groups.float()
+def _scaled(rows: Tensor, low: float, high: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return rows [..., size] divided by their scales, from `low` to `high`, and the scales [..., 1] in `dtype`."""
+    wide = rows.float()
     scale = (wide.abs().amax(-1, keepdim=True) / ((high - low) / 2)).to(dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (wide / scale.float()).clamp_(low, high), scale
@@ -55,12 +55,9 @@ def pack_int8(weight: Tensor, dtype: torch.dtype) -> Parts:
 
 def pack_int4(weight: Tensor, dtype: torch.dtype) -> Parts:
     """Return a weight [out, in] in int4: eight consecutive inputs in an int32, the first in its lowest bits."""
-    numbers, scale = _scaled(weight.unflatten(1, (-1, GROUP)), -8, 7, dtype)
-    unsigned = numbers.round_().add_(8).to(torch.int32).view(len(weight), -1, _PER_INT32)
-    packed = torch.zeros_like(unsigned[..., 0])
-    for place in range(_PER_INT32):
-        packed |= unsigned[..., place] << (4 * place)
-    return {"weight_packed": packed, "weight_scale": scale[..., 0], "weight_shape": torch.tensor(weight.shape)}
+    packed = round_to_int4(weight, GROUP, dtype)
+    words = packed.codes.view(torch.int32)
+    return {"weight_packed": words, "weight_scale": packed.scale, "weight_shape": torch.tensor(weight.shape)}
 
 
 class Format(NamedTuple):

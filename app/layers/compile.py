@@ -43,7 +43,7 @@ _EXPENSIVE = {  # except these
 # Shares of a layer's activations that compile.memory_budget=auto tries. Larger ones have not been measured; 0.5 saves
 # more bytes than 0.4 and recomputes more products.
 BUDGETS = (0.6, 0.4, 0.3)
-DEQUANTIZE = "app_kernels::dequantize_int8"  # dequantized weights are not activations: never saved
+DEQUANTIZE = ("app_kernels::dequantize_int8", "app_kernels::dequantize_packed")  # weights, not activations: never saved
 
 
 def mark_expensive(graph: Graph) -> None:
@@ -55,7 +55,7 @@ def mark_expensive(graph: Graph) -> None:
         if not isinstance(operation, torch._ops.OpOverload):
             continue
         name = operation._schema.name
-        if name == DEQUANTIZE:
+        if name in DEQUANTIZE:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         elif name in _EXPENSIVE or (operation.namespace not in _KNOWN_COSTS and "dequantize" not in name):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.layers.comparison import Comparison, Fault, attempt, max_difference
-from app.layers.compile import DEQUANTIZE
 from app.layers.operations import COSTS, OperationCost, Size, autocast_dtype, can_run
 
 _INT8_MAX = 127
@@ -65,7 +64,18 @@ class _Linear(torch.autograd.Function):
             return ctx.layer.back(gradient).to(ctx.dtype).view(ctx.shape), None
 
 
-class Int8Linear(FrozenLinear):
+class DequantizedLinear(FrozenLinear):
+    """A layer that multiplies rows by its dequantized weight."""
+
+    def product(self, rows: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(rows.dtype)
+        return F.linear(rows, self.unpacked(rows.dtype), bias)
+
+    def back(self, gradient: Tensor) -> Tensor:
+        return gradient @ self.unpacked(gradient.dtype)
+
+
+class Int8Linear(DequantizedLinear):
     """A weight as bitsandbytes stores it for LLM.int8: integers, and a scale per output. Rows are not rounded."""
 
     scale: Tensor
@@ -78,13 +88,6 @@ class Int8Linear(FrozenLinear):
         self.weight = nn.Parameter(integers, requires_grad=False)
         # a GPU would divide by multiplying with the reciprocal, a CPU not: this gives the same number on both
         self.register_buffer("scale", largest[:, None] * (1 / _INT8_MAX))
-
-    def product(self, rows: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(rows.dtype)
-        return F.linear(rows, self.unpacked(rows.dtype), bias)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return gradient @ self.unpacked(gradient.dtype)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         weight: Tensor = torch.ops.app_kernels.dequantize_int8(self.weight, self.scale, dtype)
@@ -103,7 +106,7 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake(
     "app_kernels::dequantize_int8", lambda weight, _scale, dtype: torch.empty_like(weight, dtype=dtype), lib=_INT8_OPS
 )
-COSTS[DEQUANTIZE] = OperationCost()
+COSTS["app_kernels::dequantize_int8"] = OperationCost()
 
 
 # ---- LLM.int8

@@ -1,13 +1,13 @@
 """Quantization of the frozen base: layers that replace the backbone's linear ones, and the error of number formats.
 
 Head and embeddings are not quantized. NF4 and FP4 are in `layers.nf4` (by bitsandbytes), int8 and fp8 in
-`layers.frozen_linear`. For the error, a group of weights is divided by its scale, rounded to the numbers of the format,
-and multiplied by the scale.
+`layers.frozen_linear`, the 4-bit formats of published models in `layers.packed_linear`. For the error, a group of
+weights is divided by its scale, rounded to the numbers of the format, and multiplied by the scale.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +20,7 @@ from app.errors import ConfigError
 from app.layers import experts, nf4
 from app.layers.frozen_linear import OUTLIER_THRESHOLD, Fp8Linear, Int8Linear, LlmInt8Linear
 from app.layers.head import in_backbone
+from app.layers.packed_linear import INT4, PackedLinear, PackedWeight, round_to_int4
 from app.layers.recurrent import layers_read_past
 
 _QAT_GROUP = 32  # weights that share a scale
@@ -52,6 +53,10 @@ class Quantizer(ABC):
     @abstractmethod
     def quantized(self, layer: Any) -> nn.Module:
         """Return the frozen layer that replaces a plain linear one."""
+
+    def stored(self, packed: PackedWeight) -> nn.Module:
+        """Return the layer of a weight that the files store in the format of this kind."""
+        raise NotImplementedError(f"stored: {packed.numbers} weights as {self.kind}")
 
     def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight [out, in] of a quantized layer, for a kind that packs weights."""
@@ -233,6 +238,32 @@ class Fp8(Bits8):
         return [note] if device == "cpu" else []
 
 
+@dataclass(frozen=True, slots=True)
+class Int4(Quantizer):
+    """4-bit integers with a scale and a zero point for each group of inputs, as stored in GPTQ and AWQ folders."""
+
+    kind = INT4
+    needed_by_adapter = True
+    packs_experts = False
+    rounded = experts.packed_and_unpacked
+    group_size: int
+
+    def quantized(self, layer: Any) -> nn.Module:
+        packed = round_to_int4(weight_of(layer), self.group_size, torch.bfloat16)
+        zero = torch.zeros_like(packed.scale, dtype=torch.int8)
+        return PackedLinear(replace(packed, zero=zero), layer.bias)
+
+    def stored(self, packed: PackedWeight) -> nn.Module:
+        return PackedLinear(packed, None)
+
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        result: Tensor = layer.unpacked(dtype)
+        return result
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
+        return f"{name} has {inputs} inputs, not a multiple of {self.group_size}" if inputs % self.group_size else None
+
+
 class Qat(Quantizer):
     """Quantization-aware training by torchao: plain weights, rounded in each forward pass."""
 
@@ -300,6 +331,7 @@ QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer |
     "int8": lambda _config, _compute: Int8(),
     "llm_int8": lambda _config, _compute: LlmInt8(),
     "fp8": lambda _config, _compute: Fp8(),
+    "int4": lambda config, _compute: Int4(config.group_size),
     "qat": lambda config, _compute: Qat(config.scheme),
 }
 

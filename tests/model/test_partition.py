@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
 from app.config.schema import QuantizationConfig
-from app.layers.compile import DEQUANTIZE, mark_expensive
+from app.layers.compile import mark_expensive
 from tests.model import small
 from tests.model.test_compile import BLOCKS, TOKENS, graphs_of_one_test, packed
 
@@ -32,7 +32,8 @@ ATTENTION = "app::split_attention"
 NEEDED = {
     "none": {},
     "nf4": {"bitsandbytes::dequantize_4bit": 7, "bitsandbytes::dequantize_blockwise": 7},  # weights, and their scales
-    "int8": {DEQUANTIZE: 7},
+    "int8": {"app_kernels::dequantize_int8": 7},
+    "int4": {"app_kernels::dequantize_packed": 7},
     "fp8": {"app_fp8::product": 7, "app_fp8::quantize_rows": 7},
 }
 Graphs = tuple[Any, Any]  # forward and backward
