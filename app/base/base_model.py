@@ -21,10 +21,12 @@ from app.base.conversion import (
     BITSANDBYTES,
     FolderReader,
     quantization_in,
+    require_all_packed,
     require_packed_alike,
     stored_format,
     without_scale,
 )
+from app.base.packed_weights import PACKED_FORMATS, with_plain_weights
 from app.base.rope import require_scaled, rope_of, scale_rope
 from app.base.source import (
     fetch_folder,
@@ -231,7 +233,7 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
     quantized = stored_format(config, read_config(folder, config.path))
     numbers = text_numbers(whole_numbers(config, folder), task)
     _require_no_other_classes(config, task, numbers)
-    if quantized is not None and quantized["quant_method"] != BITSANDBYTES:
+    if quantized is not None and quantized["quant_method"] not in (BITSANDBYTES, *PACKED_FORMATS):
         vars(numbers).pop("quantization_config", None)  # the weights are dequantized while loading
     return _configured(config, task, numbers)
 
@@ -371,7 +373,8 @@ def open_folder(
             lm.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     with _readable(config, folder):
         part = text_part_in(config, task, folder, lm)
-        reader = FolderReader(lm if part is None else part.whole, stored_tensors(folder), stored_as)
+        stored = with_plain_weights(stored_tensors(folder), stored_as)
+        reader = FolderReader(lm if part is None else part.whole, stored, stored_as)
         _require_none_missing(config, task, folder, map("the scale of {}".format, reader.without_scale()))
         tensors = reader.tensors()
         if part is not None:
@@ -386,6 +389,8 @@ def open_folder(
         )
     base = Base(lm, options, matched, partial(_readable, config, folder), remarks)
     if quantizer is not None:
+        layers = {f"{name}.weight" for name in backbone_linear_layers(lm)}
+        require_all_packed(config, (tensor for tensor in matched if tensor.name in layers), quantizer)
         base.quantize(quantizer)
     return base
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from app.base.packed_weights import PackedTensor
 from app.base.weight_files import require_finite, require_float
 from app.layers.experts import PACKED, as_rows, stacks_of
 from app.layers.quantization import Quantizer, backbone_linear_layers, is_conv1d
@@ -38,6 +39,7 @@ class SourceTensor:
     whole: Callable[[], Tensor]
     rows: Callable[[int, int], Tensor]  # start (included) and end (excluded)
     file: str = ""  # name of its file
+    packed: PackedTensor | None = None  # its place in the files, if it is stored in 4 bits
 
 
 # Sets the values of a module's parameter; a process may keep only some rows
@@ -173,8 +175,14 @@ class Base:
         `plain`: the layer before quantization, None for an expert stack.
         """
         assert self._quantizer is not None
+        packed = tensor.packed
+        if packed is not None and packed.numbers == self._quantizer.kind:
+            stored = packed.packed()
+            require_finite(f"the scale of {tensor.name}", stored.scale)
+            self._put_layer(self._quantizer.stored(stored.to(self._options.device)), module, tensor, put)
+            return
         weight: Any = tensor.whole()
-        if hasattr(weight, "quant_state"):  # packed in the files
+        if hasattr(weight, "quant_state"):  # packed in the files by bitsandbytes
             weight = weight.to(self._options.device)
             weight.quant_state.dtype = self._options.dtype
         else:
@@ -186,6 +194,9 @@ class Base:
             layer._parameters = {"weight": weight, "bias": None}
         quantized = self._quantizer.quantized(layer)
         self._quantizer.share_state(quantized, module)
+        self._put_layer(quantized, module, tensor, put)
+
+    def _put_layer(self, quantized: nn.Module, module: nn.Module, tensor: SourceTensor, put: Put) -> None:
         for last, bytes_ in quantized.named_parameters():
             put(module, last, in_memory(tensor.name, bytes_))
         module._buffers.update(quantized._buffers)

@@ -4,10 +4,11 @@ transformers renames, stacks, splits and dequantizes the tensors of some kinds. 
 files; only these and their results are in memory at a time.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from app.base.base_weights import SourceTensor
+from app.base.packed_weights import PACKED_FORMATS, PackedTensor
 from app.base.weight_files import StoredTensor, size_of
 from app.config.schema import ModelConfig
 from app.errors import ConfigError
-from app.layers.quantization import Quantizer
+from app.layers.quantization import Int4, Quantizer
 
-UNPACKED = ("fp8", "mxfp4")  # quantized formats that are dequantized while loading
+_UNPACKED = ("fp8", "mxfp4")  # formats that transformers dequantizes
+READABLE = (*_UNPACKED, *PACKED_FORMATS)  # formats that are dequantized while loading, or used unchanged
 BITSANDBYTES = "bitsandbytes"  # its weights are used as stored
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale_inv", "_scales")  # suffixes of scale patterns in the rules of transformers
@@ -45,9 +48,12 @@ def stored_format(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, A
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if isinstance(quantization, dict) and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
         method = BITSANDBYTES  # its older folders name no method
-    if isinstance(quantization, dict) and method in (*UNPACKED, BITSANDBYTES):
-        return {**quantization, "quant_method": method}
     by = method if isinstance(method, str) else "a method that its config.json does not name"
+    if isinstance(quantization, dict) and method in (*READABLE, BITSANDBYTES):
+        reason = PACKED_FORMATS[method].unsupported(quantization) if method in PACKED_FORMATS else None
+        if reason is None:
+            return {**quantization, "quant_method": method}
+        by = f"{method} ({reason})"
     raise ConfigError(_refusal(config, by))
 
 
@@ -66,6 +72,9 @@ def require_packed_alike(config: ModelConfig, lm: Any, quantizer: Quantizer | No
     quantization = getattr(lm.config, "quantization_config", None)
     if quantization is None:
         return
+    if quantization["quant_method"] in PACKED_FORMATS:
+        _require_group_size(config, quantization, quantizer)
+        return
     if not quantization.get("load_in_4bit"):
         raise ConfigError(_refusal(config, f"{BITSANDBYTES} in 8 bits"))
     kind = quantization.get("bnb_4bit_quant_type", "fp4")
@@ -74,6 +83,27 @@ def require_packed_alike(config: ModelConfig, lm: Any, quantizer: Quantizer | No
             f"model.path={config.path}: its weights are quantized to {kind} by {BITSANDBYTES}. Set recipe=qlora "
             f"quantization={kind} to use them unchanged."
         )
+
+
+def _require_group_size(config: ModelConfig, section: Mapping[str, Any], quantizer: Quantizer | None) -> None:
+    size = PACKED_FORMATS[section["quant_method"]].group_size(section)
+    if isinstance(quantizer, Int4) and quantizer.group_size != size:
+        raise ConfigError(
+            f"quantization.group_size={quantizer.group_size}: the weights of model.path={config.path} have groups of "
+            f"{size}. Set quantization.group_size={size}."
+        )
+
+
+def require_all_packed(config: ModelConfig, weights: Iterable[SourceTensor], quantizer: Quantizer) -> None:
+    """Refuse files that store only some of the weights to quantize in the format of the run."""
+    packed = {tensor.name: tensor.packed is not None and tensor.packed.numbers == quantizer.kind for tensor in weights}
+    if not any(packed.values()) or all(packed.values()):
+        return
+    plain = [name for name, is_packed in packed.items() if not is_packed]
+    raise ConfigError(
+        f"quantization.kind={quantizer.kind}: model.path={config.path} stores {len(plain)} of {len(packed)} weights "
+        f"unquantized ({plain[0]}), and they would be rounded. Set quantization=nf4 or none."
+    )
 
 
 def _refusal(config: ModelConfig, by: str) -> str:
@@ -129,12 +159,15 @@ class FolderReader:
             return []
         method = self._format["quant_method"]
         pieces = (place for conversion in self._conversions for _, place in conversion.pieces)
-        packed = [place for place in pieces if place.dtype.itemsize == 1]
-        number = sum(map(size_of, packed))
+        packed = [place for place in pieces if isinstance(place, PackedTensor) or place.dtype.itemsize == 1]
+        kinds = {place.numbers for place in packed if isinstance(place, PackedTensor)}
+        parts = (place.parts.values() if isinstance(place, PackedTensor) else [place] for place in packed)
+        number = sum(map(size_of, chain.from_iterable(parts)))
         size = f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
-        if method == BITSANDBYTES:
-            return [f"model: {size} of weights quantized by {BITSANDBYTES}, used unchanged"]
+        if method == BITSANDBYTES or packed_as in kinds:
+            return [f"model: {size} of weights quantized by {method}, used unchanged"]
         again = "" if packed_as is None else f" and quantized again to {packed_as}"
+        again += "".join(f"; quantization={kind} uses them unchanged" for kind in kinds if again)
         return [f"model: {size} of {method} weights, dequantized while loading{again}"]
 
     def without_scale(self) -> list[str]:
@@ -159,7 +192,10 @@ class FolderReader:
             _, place = conversion.pieces[0]
             if conversion.rule is None:
                 whole, rows = partial(self._whole, place), partial(self._rows, place)
-                tensors[conversion.target] = SourceTensor(conversion.target, place.shape, whole, rows, place.file.name)
+                packed = place if isinstance(place, PackedTensor) else None
+                tensors[conversion.target] = SourceTensor(
+                    conversion.target, place.shape, whole, rows, place.file.name, packed
+                )
                 continue
             for name in conversion.targets(self._model):
                 whole, rows = partial(self._convert, conversion, name), partial(self._convert, conversion, name)
@@ -183,7 +219,7 @@ class FolderReader:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        model, unpacker = self._model, None if quantization_config is None else _unpacker(quantization_config)
+        model, unpacker = self._model, _unpacker(quantization_config)
         rules = get_model_conversion_mapping(model, None, unpacker)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -211,10 +247,14 @@ class FolderReader:
         return self._opened[1]
 
     def _whole(self, place: StoredTensor) -> Tensor:
+        if isinstance(place, PackedTensor):
+            return place.read()
         whole: Tensor = self._content(place.file).get_tensor(place.name)
         return whole
 
     def _rows(self, place: StoredTensor, low: int, high: int) -> Tensor:
+        if isinstance(place, PackedTensor):
+            return place.read()[low:high]
         rows: Tensor = self._content(place.file).get_slice(place.name)[low:high]
         return rows
 
@@ -232,8 +272,10 @@ class FolderReader:
         return tensor.detach() if low is None else tensor.detach()[low:high]
 
 
-def _unpacker(quantization_config: dict[str, Any]) -> Any:
-    """Return the transformers quantizer that adds the rules of a quantized format."""
+def _unpacker(quantization_config: dict[str, Any] | None) -> Any:
+    """Return the transformers quantizer that adds the rules of a quantized format; None for one of ours."""
+    if quantization_config is None or quantization_config["quant_method"] in PACKED_FORMATS:
+        return None
     from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
     unpacking = {} if quantization_config["quant_method"] == BITSANDBYTES else {"dequantize": True}

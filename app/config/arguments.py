@@ -68,7 +68,10 @@ def names_file(word: str) -> bool:
 
 
 def _place(path: str) -> Path:
-    return Path(os.path.expanduser(path))  # noqa: PTH111 (Path's raises for an unknown user)
+    try:
+        return Path(os.path.expanduser(path))  # noqa: PTH111 (Path's raises for an unknown user)
+    except ValueError:  # Python 3.13: a null byte in a user name
+        return Path(path)
 
 
 def with_settings(words: Sequence[str], typed: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -259,7 +259,7 @@ class QuantizationConfig:
 
     kind: str = MISSING  # storage of the frozen base, or rounding of trained weights
     double_quant: bool = False  # quantize the scales too, which saves half a bit per weight
-    group_size: int = number(128, at_least=8)  # weights that share a scale (int4)
+    group_size: int = number(128, at_least=-1)  # weights that share a scale (int4); -1: a row
     scheme: str = choice("int4", "int8da_int4", default="int4")  # number format of quantization-aware training
 
 

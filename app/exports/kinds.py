@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from transformers import BitsAndBytesConfig
 
 from app.adapters.merged_weights import fully_trained_weights, read_updates
 from app.base.base_model import read_weights
+from app.base.packed_weights import PACKED_FORMATS
 from app.base.rope import in_config
 from app.base.source import base_path
 from app.config.finished_run import ExportConfig
@@ -27,6 +29,7 @@ from app.exports.verify import Reference, Reloaded, Verification, by_transformer
 from app.files import CHECKSUMS, read_json
 from app.finished.save import (
     EXPORTED,
+    MAX_FILE_BYTES,
     Merge,
     add_transformers_4_keys,
     merged_config,
@@ -148,7 +151,7 @@ class AdapterExport(Export):
             return []
         remark = in_vllm(read_json(self.final / _ADAPTER), self.sections.model.vocab_size)
         rounds_to = QUANTIZATION_KINDS[self.sections.quantization.kind].rounds_to
-        if rounds_to:
+        if rounds_to and self.evaluation.base.unpacked_format is None:
             remark += f"\nanswers differ on a base that is not rounded to {rounds_to}: use kind=merged"
         rope = self.evaluation.base.rope
         if rope is not None and not (self.config.folder / "base").is_dir():
@@ -158,14 +161,29 @@ class AdapterExport(Export):
         return [("vllm", remark)]
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
+        unpacked, quantizer = self.evaluation.base.unpacked_format, self.sections.quantizer
+        method = None if unpacked is None else unpacked["quant_method"]
+        is_unchanged = method in PACKED_FORMATS and (
+            quantizer is None or PACKED_FORMATS[method].numbers == quantizer.kind
+        )
+        if unpacked is not None and quantizer is not None and not is_unchanged:
+            return f"no other program quantizes its {method} base to {quantizer.kind}"
+        loading = self._loading(folder)
+        if not is_unchanged:
+            return by_transformers(folder, loading, reference, self.evaluation)
+        with tempfile.TemporaryDirectory(dir=folder) as plain:  # transformers reads these formats with other packages
+            plan_merge(self.sections, {}, "fp32", self.evaluation.runtime.device).write(Path(plain), MAX_FILE_BYTES)
+            config = merged_config(Path(self.sections.model.path), "fp32")
+            write_json_unflushed(Path(plain) / "config.json", config)
+            loading |= {"base": plain, "unpacked": None, "dtype": "float32"}
+            return by_transformers(folder, loading, reference, self.evaluation)
+
+    def _loading(self, folder: Path) -> dict[str, Any]:
         inside, sections = folder / "base", self.sections
-        unpacked = self.evaluation.base.unpacked_format
-        if unpacked is not None and sections.quantizer is not None:
-            return f"no other program quantizes its {unpacked['quant_method']} base to {sections.quantizer.kind}"
         bitsandbytes = sections.bitsandbytes_arguments(self.evaluation.base)
-        loading = {
+        return {
             "stacks": [] if bitsandbytes is None else self.evaluation.base.stacks_of_experts,
-            "unpacked": unpacked,
+            "unpacked": self.evaluation.base.unpacked_format,
             "config": str(folder) if task_of(sections.task).has_classes else None,
             "base": str(inside if inside.is_dir() else sections.model.path),
             "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
@@ -173,7 +191,6 @@ class AdapterExport(Export):
             "vocab_size": sections.model.vocab_size,
             "rope": self.evaluation.base.rope,
         }
-        return by_transformers(folder, loading, reference, self.evaluation)
 
 
 class MergedExport(Export):

@@ -16,7 +16,8 @@ from torch import Tensor
 from app.adapters.adapter_methods import save_as_update
 from app.adapters.merged_weights import fully_trained_weights
 from app.base.base_model import BaseModel, open_base
-from app.base.conversion import UNPACKED, ConvertedWeights, FolderReader
+from app.base.conversion import READABLE, ConvertedWeights, FolderReader
+from app.base.packed_weights import PackedTensor, with_plain_weights
 from app.base.text_part import rename_adapter
 from app.base.tokenizer import NEW_TOKENS
 from app.base.weight_files import (
@@ -253,6 +254,7 @@ class Merge:
     names: Names
     updates: Mapping[str, Callable[[Tensor], Tensor]]  # from the adapter
     quantized: frozenset[str]  # during training
+    unchanged: frozenset[str]  # names in files of weights that were trained on as they are packed there
     transposed: frozenset[str]  # stored [in, out]
     quantizer: Quantizer | None
     base_dtype: torch.dtype  # in training, of unquantized weights
@@ -299,7 +301,8 @@ class Merge:
             stored = place.read()
             if self._stays(name):
                 return stored, False
-            dtype = self.base_dtype if place.name == name else torch.float32  # an adapter's head is in fp32
+            # an adapter's head is in fp32
+            dtype = torch.float32 if place.name != name or name in self.unchanged else self.base_dtype
             exact = self._trained(self.names.of_file(name), stored.to(self.device, dtype))
         result = exact.to(self.out)
         if not bool(result.isfinite().all()):
@@ -371,7 +374,7 @@ def plan_merge(
     """
     task, folder = task_of(sections.task), _mergeable(Path(sections.model.path))
     base = open_base(sections.model, sections.task)
-    lm, tensors = base.on_meta(), stored_tensors(folder)
+    lm, tensors = base.on_meta(), with_plain_weights(stored_tensors(folder), base.unpacked_format)
     if text_alone:
         _require_text_model(base)
     changes = {adapted_weight(lm, _trained_name(base.names, layer)): update for layer, update in updates.items()}
@@ -387,11 +390,14 @@ def plan_merge(
         tensors = _with_whole(lm, tensors, names, fully_trained_weights(final), pooled=task.has_classes)
     _require_stored(lm, changed, tensors, names, converted.parameters, sections.model.path)
     base_dtype = DTYPES[sections.precision].base if sections.adapter.kind != "none" else torch.float32
+    kind = None if sections.quantizer is None else sections.quantizer.kind
+    unchanged = {name for name, place in tensors.items() if isinstance(place, PackedTensor) and place.numbers == kind}
     return Merge(
         tensors=tensors,
         names=names,
         updates=changes,
-        quantized=quantized,
+        quantized=quantized.difference(map(names.of_file, unchanged)),
+        unchanged=frozenset(unchanged),
         transposed=frozenset(name for name in changed if _is_transposed(lm, name)),
         quantizer=sections.quantizer,
         base_dtype=base_dtype,
@@ -450,7 +456,7 @@ def _as_stored(lm: Any, base_dtype: torch.dtype, outside: Collection[str]) -> re
 def _mergeable(folder: Path) -> Path:
     """Refuse a folder with weights that remain quantized."""
     quantization = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    if quantization and quantization.get("quant_method") not in UNPACKED:
+    if quantization and quantization.get("quant_method") not in READABLE:
         raise ConfigError(
             f"kind=merged: the weights in {folder} are already quantized, and merging into them is not supported. "
             "Set kind=adapter."

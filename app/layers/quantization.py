@@ -249,7 +249,9 @@ class Int4(Quantizer):
     group_size: int
 
     def quantized(self, layer: Any) -> nn.Module:
-        packed = round_to_int4(weight_of(layer), self.group_size, torch.bfloat16)
+        weight = weight_of(layer)
+        group = self.group_size if self.group_size > 0 else weight.shape[1]
+        packed = round_to_int4(weight, group, torch.bfloat16)
         zero = torch.zeros_like(packed.scale, dtype=torch.int8)
         return PackedLinear(replace(packed, zero=zero), layer.bias)
 
@@ -261,7 +263,8 @@ class Int4(Quantizer):
         return result
 
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
-        return f"{name} has {inputs} inputs, not a multiple of {self.group_size}" if inputs % self.group_size else None
+        multiple = max(2, self.group_size)  # a byte has two weights
+        return f"{name} has {inputs} inputs, not a multiple of {multiple}" if inputs % multiple else None
 
 
 class Qat(Quantizer):

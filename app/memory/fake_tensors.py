@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.adapters.adapters import add_adapter
 from app.base.base_model import open_base
+from app.base.conversion import require_packed_alike
 from app.batch import PackedSequences
 from app.config.tasks import task_of
 from app.layers.activation_checkpointing import repeated_layers
@@ -51,6 +52,7 @@ class MetaModel:
         sections = self.sections
         with torch.device("meta"):
             lm = _truncated(self._lm, depth)
+            require_packed_alike(sections.model, lm, sections.quantizer)
             if sections.quantizer is not None:
                 sections.quantizer.require_quantizable(sections.model, lm)
                 sections.quantizer.quantize(lm)

@@ -134,7 +134,7 @@ def test_wheel_has_every_file_of_the_package_every_config_file_and_nothing_else(
 
 
 def test_metadata_states_what_is_supported(metadata: Message) -> None:
-    assert metadata["Requires-Python"] == "<3.13,>=3.11"
+    assert metadata["Requires-Python"] == "<3.14,>=3.11"
     assert metadata["License-Expression"] == "MIT"
 
 

@@ -172,7 +172,7 @@ def test_without_a_suitable_python_the_versions_are_named(clone: Clone) -> None:
     clone.program("python3.11", "#!/bin/sh\nexit 1\n")  # of another version
     code, _, err = clone.run("train")
     assert code == 1
-    assert "error: Python 3.11 or 3.12 is required" in err
+    assert "error: Python 3.11, 3.12 or 3.13 is required" in err
     assert not (clone.root / ".venv/bin").exists()
 
 
