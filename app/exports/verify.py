@@ -47,7 +47,7 @@ class Verification:
     kl: float | None = None  # from the run's model to a quantized one, nats per position
     base_kl: float | None = None  # from its base without the adapter
     base_loss: float | None = None  # of the base without the adapter
-    kept_share: float | None = None  # of the loss improvement by training
+    kept_share: float | None = None  # of the loss improvement from training
     kept_share_limit: float | None = None  # the lowest allowed
     loss_difference: float | None = None  # quantized, or without logits: nats, relative to a loss above 1
     lost_margin: float | None = None  # largest margin, in nats, of a token that only the run's model prefers
@@ -81,7 +81,7 @@ class Verification:
             f"({self.rows_are})" + ("" if self.same_choice is None else f", same choice at {self.same_choice:.1%}"),
         ]
         if self.kept_share is not None:
-            lines.append(f"{self.improvement} (loss of the base {self.base_loss:.4f})")
+            lines.append(f"{self.improvement} (base loss {self.base_loss:.4f})")
         if self.training_loss is not None:
             lines.append(
                 f"the base is loaded unquantized; on the training base the loss is {self.training_loss:.4f}, and "
@@ -92,7 +92,7 @@ class Verification:
     @property
     def improvement(self) -> str:
         """Statement of the share of the loss improvement, empty without one."""
-        return "" if self.kept_share is None else f"keeps {self.kept_share:.1%} of the loss improvement by training"
+        return "" if self.kept_share is None else f"keeps {self.kept_share:.1%} of the loss improvement from training"
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,14 +62,15 @@ def test_export_below_limit_of_kept_share_fails(moved: float, least: float | Non
     reloaded = Reloaded(reference.ids, reference.loss([logits(1 - moved)]), [logits(1 - moved)])
     verified = verify.verify(reference, reloaded, Limits("kl", 0.5, "", 0.25, least))
     assert verified.passed == passed
-    share = (verified.base_loss - verified.loss_after) / (verified.base_loss - verified.loss_before)  # type: ignore
-    assert verified.kept_share == pytest.approx(share)
-    assert (verified.kept_share < 0.9) == (moved == 0.16)
+    losses = [reference.loss([logits(weight)]) for weight in (0.0, 1.0, 1 - moved)]
+    assert [verified.base_loss, verified.loss_before, verified.loss_after] == losses
+    share = kept_share(*losses)
+    assert verified.kept_share == share
+    assert share is not None
+    assert (share < 0.9) == (moved == 0.16)
     if passed:
-        assert f"keeps {share:.1%} of the loss improvement by training (loss of the base 0.6931)" in verified.lines()
+        assert f"keeps {share:.1%} of the loss improvement from training (base loss 0.6931)" in verified.lines()
     else:
-        assert verified.lines().startswith(
-            "FAILED: the reloaded model differs: training is lost in rounding: the export"
-        )
-        assert "(at least 90%)" in verified.lines()
-        assert "Set quant=fp8, or kind=merged" in verified.lines()
+        reason = f"training is lost in rounding: the export keeps {share:.1%} of the loss improvement from training"
+        assert verified.lines().startswith(f"FAILED: the reloaded model differs: {reason} (at least 90%): loss 0.6931")
+        assert verified.lines().endswith("Set quant=fp8, or kind=merged")
