@@ -73,7 +73,7 @@ class Format(NamedTuple):
     multiple: int  # of the inputs of a layer
     max_kl: float  # nats per position
     max_loss_difference: float  # nats, relative to a loss above 1
-    min_kept_share: float | None = None  # of the loss improvement by training
+    min_kept_share: float | None = None  # of the loss improvement from training
 
     def unsupported(self, shape: torch.Size) -> str | None:
         """Return why a weight [out, in] stays unquantized."""
