@@ -279,6 +279,16 @@ def _transform_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _streaming_problems(run: RunConfig) -> Iterator[str]:
+    splits = {f"{key_of(name)}.split": section.split for name, section in sources_of(run.dataset).items()}
+    for key, split in {**splits, "dataset.eval_split": run.dataset.eval_split}.items():
+        if run.dataset.streaming and "[" in (split or ""):
+            yield (
+                f"{key}={split}: dataset.streaming=true reads whole splits. Set {key}={str(split).partition('[')[0]}"
+                " and dataset.max_rows=N, or dataset.streaming=false."
+            )
+
+
 def _worker_problems(run: RunConfig) -> Iterator[str]:
     if run.dataset.workers is not None:
         yield (
@@ -301,5 +311,6 @@ DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _random_row_problems,
     _eval_set_problems,
     _transform_problems,
+    _streaming_problems,
     _worker_problems,
 )

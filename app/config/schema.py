@@ -103,6 +103,7 @@ class DatasetConfig:
     split: str = MISSING  # split of a hub dataset, or of a folder with the same layout
     hub_config: str | None = None  # configuration of a hub dataset, or of a folder with the same layout
     revision: str | None = None  # branch, tag or commit of a hub dataset
+    streaming: bool = False  # read hub datasets over the network, without a local copy of their rows
     columns: Columns = field(default_factory=Columns)
     # columns to ignore on purpose, such as rejected answers or image paths
     leave_out: list[str] = field(default_factory=list)

@@ -6,9 +6,13 @@ import hashlib
 import json
 import os
 import re
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +131,9 @@ def _read_me_section(setting: str, place: Path, hub_config: str | None) -> Mappi
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SAVED_FILES = ("state.json", "dataset_info.json")  # of one split written by `save_to_disk`
 _HASHED_BYTES = 1 << 20  # at each end of a file
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# of damaged files, which `datasets` wraps only if it stores the rows
+_READER_ERRORS = (ValueError, TypeError, LookupError, NotImplementedError, EOFError, zlib.error, zipfile.BadZipFile)
 _HUB_TIMEOUT_SECONDS = 10.0  # of the request that tests the connection to the hub; `datasets` retries for minutes
 
 
@@ -202,32 +209,41 @@ class HubRows:
     @cached_property
     def _loaded(self) -> Any:
         import datasets
-        from huggingface_hub import errors as hub
 
-        reason = self._why_unreachable()
+        reason, _ = self._hub
         was_offline = datasets.config.HF_HUB_OFFLINE
         datasets.config.HF_HUB_OFFLINE = bool(reason) or was_offline
         try:
-            loaded = datasets.load_dataset(self.name, self.hub_config, split=self.split, revision=self.revision)
-        except (hub.HTTPError, OSError) as error:
-            cause = f"{reason}, and it is not in the local cache" if reason else first_line(error)
-            raise self._problem(cause) from error
-        except (ValueError, datasets.exceptions.DatasetsError) as error:  # the message lists splits or configurations
-            settings = f"{self.key}={self.name} dataset.split={self.split} dataset.hub_config={self.hub_config}"
-            raise DataError(f"{settings}: {first_line(error)}") from error
+            with self._explained(f"{reason}, and it is not in the local cache" if reason else ""):
+                loaded = datasets.load_dataset(self.name, self.hub_config, split=self.split, revision=self.revision)
         finally:
             datasets.config.HF_HUB_OFFLINE = was_offline
         if reason and self.revision and not any(self.revision in f["filename"] for f in loaded.cache_files):
             raise self._problem(f"{reason}, and the local cache does not have revision {self.revision}")
         return loaded
 
-    def _why_unreachable(self) -> str:
-        """Return the reason why the hub is unreachable, or an empty text; raise if the dataset is missing or gated."""
+    @contextmanager
+    def _explained(self, cause: str = "", faults: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+        """Convert errors of `datasets` to user errors; `cause` replaces the message of a failed connection."""
+        import datasets
+        from huggingface_hub import errors as hub
+
+        try:
+            yield
+        except (hub.HTTPError, OSError) as error:  # transport errors are not an OSError in every version
+            raise self._problem(cause or first_line(error)) from error
+        except (*faults, datasets.exceptions.DatasetsError) as error:  # the message lists splits or configurations
+            settings = f"{self.key}={self.name} dataset.split={self.split} dataset.hub_config={self.hub_config}"
+            raise DataError(f"{settings}: {first_line(error)}") from error
+
+    @cached_property
+    def _hub(self) -> tuple[str, str]:
+        """Reason why the hub is unreachable, and otherwise the commit; raise if the dataset is missing or gated."""
         from huggingface_hub import HfApi
         from huggingface_hub import errors as hub
 
         try:
-            HfApi().dataset_info(self.name, revision=self.revision, timeout=_HUB_TIMEOUT_SECONDS)
+            info = HfApi().dataset_info(self.name, revision=self.revision, timeout=_HUB_TIMEOUT_SECONDS)
         except hub.GatedRepoError as error:
             page = f"https://huggingface.co/datasets/{self.name}"
             raise self._problem(f"gated: accept its terms at {page}") from error
@@ -236,16 +252,56 @@ class HubRows:
         except hub.RepositoryNotFoundError as error:
             raise self._problem("not on the hub, or private") from error
         except hub.OfflineModeIsEnabled:
-            return "offline (HF_HUB_OFFLINE is set)"
-        except (hub.HTTPError, OSError) as error:  # transport errors are not an OSError in every version
-            return f"the hub cannot be reached ({first_line(error)})"
-        return ""
+            return "offline (HF_HUB_OFFLINE is set)", ""
+        except (hub.HTTPError, OSError) as error:  # see _explained
+            return f"the hub cannot be reached ({first_line(error)})", ""
+        return "", str(info.sha)
 
     def _problem(self, cause: str) -> EnvironmentProblem:
         return EnvironmentProblem(
             f"{self.key}={self.name}: {cause}. For a gated or private dataset, set HF_TOKEN to a token with"
             f" read access (https://huggingface.co/settings/tokens); or download it and set {self.key}=FILE"
         )
+
+
+@dataclass(frozen=True)
+class StreamedRows(HubRows):
+    """One split of a hub dataset at one commit, read over the network each time; no local copy of the rows."""
+
+    def rows(self) -> Iterator[Located]:
+        from huggingface_hub import errors as hub
+
+        with self._explained(faults=_READER_ERRORS):
+            try:
+                yield from super().rows()
+            except (hub.HTTPError, OSError) as error:
+                cause = f"could not be streamed ({first_line(error)}). To retry, run the same command again"
+                raise ConnectionError(cause) from error
+
+    def fingerprint(self) -> str:
+        is_commit = self.revision and _COMMIT.fullmatch(self.revision)
+        commit = self.revision if is_commit else self._commit  # cached tokens of a commit do not need the hub
+        return _sha256("streamed", self.name, self.split, self.hub_config, commit, version("datasets"))
+
+    @property
+    def _commit(self) -> str:
+        reason, commit = self._hub
+        if reason:
+            raise self._problem(f"{reason}, and dataset.streaming=true keeps no local copy of the rows")
+        return commit
+
+    @cached_property
+    def _loaded(self) -> Any:
+        import datasets
+
+        commit = self._commit
+        stream = datasets.load_dataset(self.name, self.hub_config, split=self.split, revision=commit, streaming=True)
+        if stream.features is None:  # inferred from each part of a file, so values would depend on their neighbors
+            raise DataError(
+                f"dataset.streaming=true: {self.key}={self.name} has files without column types, such as CSV or a JSON"
+                " array. Set dataset.streaming=false"
+            )
+        return stream
 
 
 @dataclass(frozen=True)
@@ -364,7 +420,8 @@ def open_source(path: str, key: str, config: DatasetConfig, split: str | None) -
     place = Path(locate(path)).expanduser()
     if _is_hub_id(path):
         is_other = key == "dataset.eval_path" and path != config.path  # the revision is only for dataset.path
-        return HubRows(path, key, split or config.split, config.hub_config, None if is_other else config.revision)
+        rows = StreamedRows if config.streaming else HubRows
+        return rows(path, key, split or config.split, config.hub_config, None if is_other else config.revision)
     if (place / "dataset_dict.json").is_file() or all((place / name).is_file() for name in _SAVED_FILES):
         return SavedRows(path, key, place, split or config.split)
     return _local_files(path, place, key, config, split)

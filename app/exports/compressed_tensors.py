@@ -18,7 +18,7 @@ from app.base.weight_files import StoredTensor, size_of, widest_first, write_wei
 from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.exports.destination import write_json_unflushed
-from app.exports.kinds import MergedExport
+from app.exports.kinds import MergedExport, on_improvement
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers
 from app.finished.save import EXPORTED
 from app.layers.packed_linear import round_to_int4
@@ -70,6 +70,7 @@ class Format(NamedTuple):
     multiple: int  # of the inputs of a layer
     max_kl: float  # nats per position
     max_loss_difference: float  # nats, relative to a loss above 1
+    min_kept_share: float | None = None  # of the loss improvement from training
 
     def unsupported(self, shape: torch.Size) -> str | None:
         """Return why a weight [out, in] stays unquantized."""
@@ -98,7 +99,9 @@ def _numbers(bits: int, kind: str, strategy: str, *, dynamic: bool = False, **mo
 FORMATS = {
     "fp8": Format("float-quantized", _numbers(8, "float", "channel"), "float", pack_fp8, _TILE, 0.05, 0.05),
     "w8a8": Format("int-quantized", _numbers(8, "int", "channel"), "int", pack_int8, _TILE, 0.05, 0.05),
-    "w4a16": Format("pack-quantized", _numbers(4, "int", "group", group_size=GROUP), None, pack_int4, GROUP, 0.5, 0.25),
+    "w4a16": Format(
+        "pack-quantized", _numbers(4, "int", "group", group_size=GROUP), None, pack_int4, GROUP, 0.5, 0.25, 0.9
+    ),
 }
 
 
@@ -213,7 +216,7 @@ class CompressedExport(MergedExport):
             f"Quantized to {self.config.quant} in the format of compressed-tensors: vLLM serves it (vllm serve .), "
             f"transformers needs the package compressed-tensors. KL from the model of the run: {verified.kl:.2g} nats, "
             f"the mean of {verified.positions} positions of {verified.rows} rows "
-            f"({verified.rows_are.replace('_', ' ')})."
+            f"({verified.rows_are.replace('_', ' ')}).{on_improvement(verified)}"
         )
         return replace(loading, quantized=" ".join([quantized, *(f"Note: {note}." for note in self.notes)]))
 
@@ -227,3 +230,7 @@ class CompressedExport(MergedExport):
     @property
     def max_loss_difference(self) -> float | None:
         return self.format.max_loss_difference
+
+    @property
+    def min_kept_share(self) -> float | None:
+        return self.format.min_kept_share

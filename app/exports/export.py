@@ -67,7 +67,7 @@ def make_export(export: Export, facts: dict[str, Any], say: Callable[[str], None
         reference = reference_of(export.evaluation, with_base=export.measure == "kl")
         reloaded = export.reload(folder, reference)
         trained = None if export.trained is None else reference_of(export.trained)
-        limits = Limits(export.measure, *export.tolerance(rounded), export.max_loss_difference)
+        limits = Limits(export.measure, *export.tolerance(rounded), export.max_loss_difference, export.min_kept_share)
         verification = verify(reference, reloaded, limits, trained)
         if verification.passed:
             (folder / CARD).write_text(_card(export, folder, verification), encoding="utf-8")

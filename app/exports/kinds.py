@@ -117,6 +117,11 @@ class Export(ABC):
         """A second limit, of `Verification.loss_difference`."""
         return None
 
+    @property
+    def min_kept_share(self) -> float | None:
+        """A limit of `Verification.kept_share`."""
+        return None
+
     def tolerance(self, rounded: int) -> tuple[float, str]:
         """Return the allowed relative difference and its reason.
 
@@ -264,6 +269,11 @@ _QUANTS = {
 }
 
 
+def on_improvement(verified: Verification) -> str:
+    """Return a sentence for the model card on the share of the loss improvement, empty if it is not stated."""
+    return f" On these rows, it {verified.improvement}." if verified.improvement else ""
+
+
 class QuantizedExport(MergedExport):
     """Merged model with the linear layers of its backbone quantized by bitsandbytes, for transformers."""
 
@@ -334,7 +344,7 @@ class QuantizedExport(MergedExport):
         quantized = (
             f"Quantized to {self.config.quant} with bitsandbytes, which is required to load it. KL from the model of "
             f"the run: {verified.kl:.2g} nats, the mean of {verified.positions} positions of {verified.rows} rows "
-            f"({verified.rows_are.replace('_', ' ')})."
+            f"({verified.rows_are.replace('_', ' ')}).{on_improvement(verified)}"
         )
         return replace(loading, quantized=quantized)
 

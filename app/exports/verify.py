@@ -31,6 +31,7 @@ SHORT_ROW_TOKENS = 512  # such rows are taken first
 MAX_POSITIONS = 64  # of each row
 MAX_LOST_MARGIN = 25  # tolerances of the mean loss, at one position
 MAX_KL_RATIO = 2  # KL from the run's model over that from its base; above it, training is lost
+MIN_IMPROVEMENT = 0.1  # nats; a share of less would be decided by the noise of few positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,9 @@ class Verification:
     difference: float | None = None  # all logits together, relative
     kl: float | None = None  # from the run's model to a quantized one, nats per position
     base_kl: float | None = None  # from its base without the adapter
+    base_loss: float | None = None  # of the base without the adapter
+    kept_share: float | None = None  # of the loss improvement from training
+    kept_share_limit: float | None = None  # the lowest allowed
     loss_difference: float | None = None  # quantized, or without logits: nats, relative to a loss above 1
     lost_margin: float | None = None  # largest margin, in nats, of a token that only the run's model prefers
     largest_difference: float | None = None  # of one logit, relative to the largest
@@ -76,12 +80,19 @@ class Verification:
             f"loss {self.loss_before:.4f} -> {loss:.4f} at {self.positions} positions of {self.rows} rows "
             f"({self.rows_are})" + ("" if self.same_choice is None else f", same choice at {self.same_choice:.1%}"),
         ]
+        if self.kept_share is not None:
+            lines.append(f"{self.improvement} (base loss {self.base_loss:.4f})")
         if self.training_loss is not None:
             lines.append(
                 f"the base is loaded unquantized; on the training base the loss is {self.training_loss:.4f}, and "
                 f"logits differ by {self.training_difference:.1e}"
             )
         return "\n".join(lines)
+
+    @property
+    def improvement(self) -> str:
+        """Statement of the share of the loss improvement, empty without one."""
+        return "" if self.kept_share is None else f"keeps {self.kept_share:.1%} of the loss improvement from training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +128,13 @@ class Reference:
 
 
 class Limits(NamedTuple):
-    """Limits of an export: a field of `Verification`, its tolerance with the reason, and a limit of the loss."""
+    """Limits of an export: a field of `Verification`, its tolerance with the reason, and limits of the loss."""
 
     measure: str
     tolerance: float
     reason: str
     loss_difference: float | None = None
+    kept_share: float | None = None
 
 
 class Reloaded(NamedTuple):
@@ -175,6 +187,7 @@ def verify(
         tolerance_is=limits.reason,
         tolerance_of=limits.measure,
         loss_tolerance=limits.loss_difference,
+        kept_share_limit=limits.kept_share,
         loss_before=reference.loss(reference.logits),
         rows=len(reference.targets),
         positions=sum(len(targets) for targets in reference.targets),
@@ -211,6 +224,13 @@ def _failure(verification: Verification) -> str | None:
             f"training is lost: the KL divergence to the export is {kl:.2g} nats per position from the run's model, "
             f"but {base_kl:.2g} from the base"
         )
+    share, least = verification.kept_share, verification.kept_share_limit
+    if share is not None and least is not None and share < least:
+        return (
+            f"training is lost in rounding: the export {verification.improvement} (at least {least:.0%}): loss "
+            f"{verification.base_loss:.4f} of the base, {verification.loss_before:.4f} of the run's model, "
+            f"{verification.loss_after:.4f} of the export. Set quant=fp8, or kind=merged"
+        )
     difference, limit = verification.loss_difference, verification.loss_tolerance
     if difference is not None and limit is not None and difference > limit:
         after = verification.loss_after
@@ -235,18 +255,31 @@ def _with_loss(
 def _with_logits(verification: Verification, reference: Reference, logits: list[Tensor]) -> Verification:
     ours, theirs = torch.cat(reference.logits), torch.cat(logits)
     if verification.tolerance_of == "kl":
-        verification = replace(
-            verification,
-            kl=_kl(ours, theirs),
-            base_kl=None if reference.base is None else _kl(torch.cat(reference.base), theirs),
-            loss_difference=_in_nats(verification, reference.loss(logits)),
-        )
+        loss = reference.loss(logits)
+        verification = replace(verification, kl=_kl(ours, theirs), loss_difference=_in_nats(verification, loss))
+        if reference.base is not None:
+            base_loss = reference.loss(reference.base)
+            verification = replace(
+                verification,
+                base_kl=_kl(torch.cat(reference.base), theirs),
+                base_loss=finite_or_none(base_loss),
+                kept_share=kept_share(base_loss, verification.loss_before, loss),
+            )
     return replace(
         verification,
         difference=_relative(reference.logits, logits),
         largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
         same_choice=reference.same_choice(ours, theirs),
     )
+
+
+def kept_share(base: float, trained: float, exported: float) -> float | None:
+    """Return the share of the loss improvement in an export; None if training improved the loss by too little."""
+    improvement = base - trained
+    if not improvement >= MIN_IMPROVEMENT:  # also if it is not finite
+        return None
+    share: float | None = finite_or_none((base - exported) / improvement)
+    return share
 
 
 def _in_nats(verification: Verification, loss: float) -> float | None:

@@ -61,6 +61,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"dataset.path": "random:", "dataset.random.lengths": "zipf"}, "zipf has no effect: all rows have"),
     ({"dataset.sample": 9, "dataset.max_rows": 8}, "dataset.sample=9 and dataset.max_rows=8 both limit the rows"),
     ({"dataset.transform": "mine.py"}, "dataset.transform=mine.py: expected MODULE:FUNCTION, e.g. dataset"),
+    (
+        {"dataset.streaming": True, "dataset.split": "train[:9]"},
+        "dataset.split=train[:9]: dataset.streaming=true reads whole splits. Set dataset.split=train and dataset.max",
+    ),
     ({"dataset.workers": 2}, "dataset.workers=2 has no effect anymore: one process prepares the rows"),
     ({"dataset.eval_fraction": 0.1}, "dataset.eval_fraction=0.1 both set the eval set"),
     ({"dataset.eval_split": "test"}, "dataset.eval_split=test both set the eval set"),

@@ -88,6 +88,13 @@ def test_export_loads_in_transformers_and_computes_dequantized_weights(
     assert 0 < verified["kl"] < verified["tolerance"] / 2
     assert verified["loss_difference"] < verified["loss_tolerance"] / 2
     assert verified["base_kl"] > 10 * verified["kl"]
+    share = (verified["base_loss"] - verified["loss_after"]) / (verified["base_loss"] - verified["loss_before"])
+    assert verified["kept_share"] == pytest.approx(share)
+    assert verified["kept_share"] > 0.9
+    assert verified["kept_share_limit"] == (0.9 if quant == "w4a16" else None)
+    line = f"keeps {share:.1%} of the loss improvement from training"
+    assert f"{line} (base loss {verified['base_loss']:.4f})" in ended.stdout
+    assert f"On these rows, it {line}." in (out / "README.md").read_text()
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert "lm_head" in config["ignore"]
     assert ("model.layers.0.self_attn.q_proj" in config["ignore"]) == (quant == "w4a16")  # of 64 inputs
