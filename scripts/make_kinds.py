@@ -33,7 +33,7 @@ from torch import Tensor
 
 from app.assets import ROOT
 from app.base.base_model import BaseModel
-from app.base.supported_models import tier_of
+from app.base.supported_models import OWN_ATTENTION, tier_of
 from app.batch import Batch
 from app.config.kinds import OWN, PACKED, PADDED, REFUSED, Tier, model_kinds, without_numbers
 from app.config.schema import AdapterConfig, ModelConfig, PreferenceConfig, QuantizationConfig, TaskConfig
@@ -98,8 +98,8 @@ def proven_tier(task: Task, kind: str) -> Tier:
         failure = result
         if not failure.of_numbers:
             return Tier(REFUSED, failure.reason, compared=False)
-        reasons.append(failure.reason)
-    return Tier(REFUSED, reasons[-1] if unknown.accepted else unknown.reason, compared=not failure.of_code)
+        reasons.append(OWN_ATTENTION if failure.of_code else failure.reason)
+    return Tier(REFUSED, failure.reason if unknown.accepted else unknown.reason, compared=not failure.of_code)
 
 
 @contextlib.contextmanager
@@ -144,12 +144,18 @@ def _try(config: ModelConfig, task: Task, tier: str) -> _Failure | tuple[str, ..
     except AppError as refusal:
         words = str(refusal)
         inside = words.partition("is not supported (")[2].partition("). Choose")[0]
+        if refusal.__cause__ is not None and not inside:  # raised by the code of the type
+            return _failed(refusal.__cause__)
         return _Failure(inside or _short(words), of_numbers=not inside)
     except Exception as fault:  # noqa: BLE001  from the code of any type
-        return _Failure(f"a tiny model fails: {_in_words(fault)}", of_numbers=True, of_code=True)
+        return _failed(fault)
     if difference <= _ALLOWED:
         return _uncalled(calls)
     return _Failure("weight gradients differ", of_numbers=True)
+
+
+def _failed(fault: BaseException) -> _Failure:
+    return _Failure(f"a tiny model fails: {_in_words(fault)}", of_numbers=True, of_code=True)
 
 
 @contextlib.contextmanager
@@ -182,7 +188,7 @@ def _uncalled(calls: Counter[str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _in_words(fault: Exception) -> str:
+def _in_words(fault: BaseException) -> str:
     return f"{type(fault).__name__}, {gist(fault)[:120]}"
 
 

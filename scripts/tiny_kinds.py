@@ -31,7 +31,8 @@ def architecture(kind: str) -> dict[str, Any]:
     part = next((name for name in default.sub_configs if getattr(default, name, None) is text), None)
     if part is not None and text is not default:
         sizes[part] = {"model_type": text.model_type, **_SPECIAL, **_small_numbers(text), **_rope_sections(text)}
-    return {"model_type": kind, **_SPECIAL, **sizes, **overrides}
+    parts = {name: {**sizes.get(name, {}), **keys} for name, keys in overrides.items() if name in default.sub_configs}
+    return {"model_type": kind, **_SPECIAL, **sizes, **overrides, **parts}
 
 
 def _rope_sections(text: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from app.layers.recurrent import recurrent_mixers
 # other types may differ only in long rows, which the check before the first step does not see
 _RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
 _LAYERS = _RECURRENT | {"full_attention", "sliding_attention", "mlp", "moe"}
-_OWN_ATTENTION = "only its own attention implementation works"
+OWN_ATTENTION = "only its own attention implementation works"
 _HEAD_FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -55,7 +55,7 @@ def tier_of(config: ModelConfig, task: Task, numbers: Any) -> Tier:
     classes = classes if isinstance(classes, tuple) else (classes,)
     if own_code or types & _RECURRENT or any(map(_calls_interface, classes)):
         return Tier(PACKED)
-    return Tier(OWN, _OWN_ATTENTION)
+    return Tier(OWN, OWN_ATTENTION)
 
 
 def _proven(task: Task, kind: str) -> Tier | None:
@@ -100,7 +100,7 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
     """Check the built model, on meta or with its weights."""
     refuse = partial(_refuse, config, task, lm.config)
     if tier_of(config, task, lm.config).name != OWN and not (_calls_interface(type(lm)) or recurrent_mixers(lm)):
-        refuse(_OWN_ATTENTION)
+        refuse(OWN_ATTENTION)
     if lm.base_model is lm:
         refuse("its backbone and head are not separate modules")
     ways = {not module.is_causal for module in lm.modules() if isinstance(getattr(module, "is_causal", None), bool)}

@@ -12,7 +12,8 @@ from app.layers.attention import NAME, own_attention
 
 def end_ids(lm: Any, tokenizer: Any) -> list[int]:
     """Return the token IDs that end an answer, from the model and the tokenizer."""
-    declared = [lm.generation_config.eos_token_id, lm.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
+    of_model = getattr(lm.config.get_text_config(), "eos_token_id", None)  # not an attribute of every model type
+    declared = [lm.generation_config.eos_token_id, of_model, tokenizer.eos_token_id]
     flat: list[Any] = [i for d in declared if d is not None for i in (d if isinstance(d, list) else [d])]
     refuse(
         f"generation_config.json: eos_token_id has {token!r}, which is not a token id. Fix or delete that file."

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3VLTextConfig
 
 from app.base.tokenizer import load_tokenizer
 from app.errors import ConfigError, PromptTooLong
@@ -172,6 +172,11 @@ def test_ends_are_those_of_model_and_tokenizer(
         generation_config=SimpleNamespace(eos_token_id=generation), config=LlamaConfig(eos_token_id=model)
     )
     assert end_ids(lm, SimpleNamespace(eos_token_id=tokenizer)) == expected
+
+
+def test_ends_of_model_type_without_end_id_are_those_of_tokenizer() -> None:
+    lm = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None), config=Qwen3VLTextConfig())
+    assert end_ids(lm, SimpleNamespace(eos_token_id=9)) == [9]
 
 
 def test_answers_end_at_the_last_position(tokenizer: Any) -> None:
