@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.command.test_processes import PLAIN, with_rate
-from tests.harness.runs import SMALL, Zygote, same_numbers, tensors
+from tests.harness.runs import SMALL, Zygote, result, same_numbers, tensors
 from tests.model.small import distance
 
 
@@ -18,5 +20,6 @@ def check_shared_rows(zygote: Zygote, tmp_path: Path, processes: int, context: i
     shared = (with_rate(processes // context), f"parallel.context={context}", f"output_dir={all_of}")
     zygote.finish_together(tmp_path, processes, *command, *shared)
     same_numbers(one, all_of)
+    assert result(all_of)["memory_predicted_bytes"] == pytest.approx(result(all_of)["memory_measured_bytes"], rel=0.02)
     left, right = tensors(one), tensors(all_of)
     assert distance([right[name] for name in left], list(left.values())) <= 1e-6
