@@ -35,16 +35,16 @@ def distance_to_plain_attention(runtime: Runtime, key_heads: int) -> float:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    inputs = drawn(1, heads, tokens, 8), drawn(1, key_heads, tokens, 8), drawn(1, key_heads, tokens, 4)
+    inputs = q, k, v = drawn(1, heads, tokens, 8), drawn(1, key_heads, tokens, 8), drawn(1, key_heads, tokens, 4)
     sinks, weights = drawn(heads), drawn(1, heads, tokens, 4).detach()
     rules = Rules(causal=True, scale=None, dropout=0.0, window=4, softcap=None, sinks=sinks)
     documents = PackedSequences.from_lengths((5, 9, 7))
-    expected = plain_packed(*inputs, rules, documents)
+    expected = plain_packed(q, k, v, rules, documents)
     gradients = torch.autograd.grad((expected * weights).sum(), (*inputs, sinks))
 
     part = slice(group.index * tokens // PROCESSES, (group.index + 1) * tokens // PROCESSES)
-    slices = [states[:, :, part].detach().requires_grad_() for states in inputs]
-    out = by_heads(plain_packed, *slices, rules, replace(documents, exchange=group))
+    slices = q, k, v = tuple(states[:, :, part].detach().requires_grad_() for states in inputs)
+    out = by_heads(plain_packed, q, k, v, rules, replace(documents, exchange=group))
     *of_slices, of_sinks = torch.autograd.grad((out * weights[:, :, part]).sum(), (*slices, sinks))
     group.sum_in_place(of_sinks)
     whole = [expected, *gradients[:3]]
