@@ -3,12 +3,30 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 IGNORE = -100  # target of a padding row
+
+
+class HeadExchange(Protocol):
+    """Exchange of tokens for heads between the ranks that each have a slice of a row."""
+
+    @property
+    def index(self) -> int:
+        """Index of this rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def to_heads(self, tokens: Tensor) -> Tensor:
+        """Return all tokens of the heads of this rank, [1, H / size, S, D], from its tokens, [1, H, S / size, D]."""
+
+    def to_tokens(self, heads: Tensor) -> Tensor:
+        """Return the tokens of this rank with all heads: the inverse of `to_heads`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +40,7 @@ class PackedSequences:
     lengths: tuple[int, ...]  # above 0; their sum is S
     cu_seqlens: Tensor  # int32: start of each document, then the end of the last; a repeated S: empty documents
     max_seqlen: int  # at least the longest document: kernels silently skip tokens beyond it
+    exchange: HeadExchange | None = None  # if the model gets one slice of the row
 
     @classmethod
     def from_lengths(

@@ -92,6 +92,7 @@ _NOT_FOR_A_FINISHED_RUN: Mapping[str, Any] = {
     "eval.objective": "eval_loss",
     "eval.also": None,
     "launch.num_processes": 1,
+    "parallel.context": 1,
     "model.add_tokens": [],
     "model.chat_template": None,
     "model.template_options": {},

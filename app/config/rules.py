@@ -44,6 +44,11 @@ def settings_obstacles(run: RunConfig) -> Iterator[Obstacle]:
             "padded rows have variable shapes (batching.packing=false), which compiled layers do not support",
             "Set batching.packing=true, or compile=none.",
         )
+    if run.parallel.context > 1:
+        yield Obstacle(
+            f"parallel.context={run.parallel.context} exchanges heads between processes inside layers",
+            "Set compile=none, or parallel.context=1.",
+        )
     if reason := QUANTIZATION_KINDS[run.quantization.kind].uncompilable:
         yield Obstacle(
             f"quantization.kind={run.quantization.kind}: {reason}", "Set compile=none, or quantization=int8."
@@ -415,11 +420,6 @@ def _parallel_problems(run: RunConfig) -> Iterator[str]:
             f"parallel.tensor={run.parallel.tensor}: tensor parallelism is not supported because PEFT shards lora_A "
             "of row-parallel layers twice. Set parallel.tensor=1, and parallel=fsdp if the model does not fit."
         )
-    if run.parallel.context > 1:
-        yield (
-            f"parallel.context={run.parallel.context}: context parallelism is not supported because packed documents "
-            "would attend to each other. Set parallel.context=1, and training.recompute=true for long rows."
-        )
     if run.parallel.kind == "ddp" and run.parallel.offload:
         yield (
             "parallel.offload=true keeps shards in CPU RAM, but parallel=ddp does not shard the model. "
@@ -434,6 +434,33 @@ def _parallel_problems(run: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer=adafactor needs whole tensors, but parallel={run.parallel.kind} shards them. "
             "Set optimizer=adamw_8bit, or parallel=ddp."
+        )
+
+
+def _context_problems(run: RunConfig) -> Iterator[str]:
+    context, processes = run.parallel.context, run.launch.num_processes
+    quantization, init = run.quantization.kind, run.adapter.init
+    faults = [
+        (run.task.kind != "causal", f"task={run.task.kind}", "task=causal"),
+        (run.batching.packing is False, "batching.packing=false", "batching.packing=true"),
+        (run.attention.kind == OWN, "attention=own", "attention=auto"),
+        (run.training.neftune > 0, f"training.neftune={run.training.neftune:g}", "training.neftune=0"),
+        (run.task.router_loss not in (AUTO, 0), f"task.router_loss={run.task.router_loss}", "task.router_loss=0"),
+        (run.parallel.overlap, "parallel.overlap=true", "parallel.overlap=false"),
+        (init in {"eva", "corda"}, f"adapter.init={init}", "adapter.init=default"),
+        (QUANTIZATION_KINDS[quantization].mixes_rows, f"quantization.kind={quantization}", "quantization=int8"),
+    ]
+    broken = [(setting, remedy) for is_broken, setting, remedy in faults if is_broken]
+    if context > 1 and broken:
+        yield (
+            f"parallel.context={context} slices packed rows and does not support "
+            f"{' and '.join(setting for setting, _ in broken)}. Set {' '.join(remedy for _, remedy in broken)}, or "
+            "parallel.context=1."
+        )
+    if isinstance(processes, int) and processes > 1 and processes % context:
+        yield (
+            f"launch.num_processes={processes} is not a multiple of parallel.context={context}. Set "
+            f"launch.num_processes={-(-processes // context) * context}, or parallel.context=1."
         )
 
 
@@ -512,6 +539,7 @@ RULES: tuple[Rule, ...] = (
     _optimizer_step_problems,
     _in_backward_problems,
     _parallel_problems,
+    _context_problems,
     _cuda_graph_problems,
     _random_weight_problems,
     _warmup_problems,

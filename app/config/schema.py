@@ -338,7 +338,8 @@ class ParallelConfig:
     overlap: bool = MISSING  # reduce ddp gradients during the last backward pass
     offload: bool = MISSING  # keep weights and optimizer states in CPU RAM
     tensor: int = number(at_least=1)  # tensor parallelism; not supported, must be 1
-    context: int = number(at_least=1)  # context parallelism; not supported, must be 1
+    # processes that share each row, with a slice of its tokens (Ulysses); the number of processes is a multiple of it
+    context: int = number(at_least=1)
 
     @property
     def divides(self) -> bool:

@@ -76,14 +76,22 @@ class AllReduce(GradientReduction):
     construction and are not sent.
 
     Gradients are views of the DDP buckets, so they need no extra memory; the buckets are the same in every start.
-    `overlap`: reduce during the last backward pass of a step, which then cannot be repeated.
+    `overlap`: reduce during the last backward pass of a step, which then cannot be repeated. `in_lockstep`: the passes
+    of several processes need each other, so none can be repeated.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, overlap: bool = False, bucket_mb: float | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        overlap: bool = False,
+        in_lockstep: bool = False,
+        bucket_mb: float | None = None,
     ) -> None:
         super().__init__(parameters)
         self._overlap = overlap
+        self._in_lockstep = in_lockstep
+        self._is_sent = False
         for parameter in parameters:
             torch.distributed.broadcast(parameter.data, 0)
         self._ddp = DistributedDataParallel(
@@ -98,17 +106,17 @@ class AllReduce(GradientReduction):
         for parameter, view in zip(self.stepped, self._views, strict=True):
             assert view is not None
             parameter.grad = view.zero_()
-        self.can_repeat = True
+        self.can_repeat, self._is_sent = not self._in_lockstep, False
 
     def last_loss(self, loss: Tensor) -> Tensor:
         if not self._overlap:
             return loss
-        self.can_repeat = False
+        self.can_repeat, self._is_sent = False, True
         prepared: Tensor = loss + self._ddp()  # created last, so its backward runs first and blocks no other
         return prepared
 
     def finish(self) -> None:
-        if self.can_repeat:
+        if not self._is_sent:
             self._ddp().backward()
 
     def _warm_up(self) -> None:

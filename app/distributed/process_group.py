@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore  # its import registers the backend
 
+from app.batch import Batch
 from app.config.schema import LaunchConfig, ParallelConfig
+from app.distributed.context import ContextGroup, context_group
 from app.distributed.fsdp import MeshSizes, Sharding, device_mesh, mesh_sizes_of
 from app.distributed.launch import FailureFlag, stop_watching, wait_until_connected, world
 from app.errors import EnvironmentProblem
@@ -93,12 +95,13 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The device, threads and process group of this process."""
+    """The device, threads and process groups of this process. `context`: the ranks that share its rows, if any."""
 
     accelerator: Any
     device: torch.device
     host_group: HostGroup
     threads: int
+    context: ContextGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -108,6 +111,20 @@ class Runtime:
     @property
     def processes(self) -> int:
         return self.host_group.count
+
+    @property
+    def readers(self) -> int:
+        """Number of processes, or groups of them, that read different rows."""
+        return self.processes if self.context is None else self.processes // self.context.size
+
+    @property
+    def reader(self) -> int:
+        """Index of this process, or of its group, among the readers."""
+        return self.rank if self.context is None else self.rank // self.context.size
+
+    def on_device(self, batch: Batch) -> Batch:
+        """Copy a batch, or the slice of it that this process computes, to the device."""
+        return batch.to(self.device) if self.context is None else self.context.part(batch, self.device)
 
     def sharding(self, parallel: ParallelConfig) -> Sharding | None:
         """Return the sharding of the model; None if every process has the full model."""
@@ -156,8 +173,8 @@ def machine_notes(parallel: ParallelConfig, processes: int) -> Iterator[str]:
         yield f"parallel={parallel.kind} has no effect with one process; launch.num_processes=auto uses all GPUs"
 
 
-def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
-    """Set threads and seed, connect all processes, and return the runtime."""
+def start(launch: LaunchConfig, precision: str, seed: int, context: int = 1) -> Runtime:
+    """Set threads and seed, connect all processes, and return the runtime; `context` processes share rows."""
     for name in _ACCELERATE_VARIABLES:
         os.environ.pop(name, None)
     here, cores = world(), len(os.sched_getaffinity(0))
@@ -173,7 +190,8 @@ def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
     host_group = HostGroup(accelerator.process_index, accelerator.num_processes, gloo)
     # cpu:0 is another device than cpu for torch, so tensors would be copied
     device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
-    runtime = Runtime(accelerator, device, host_group, torch.get_num_threads())
+    group = context_group(context, host_group.count, host_group.rank)
+    runtime = Runtime(accelerator, device, host_group, torch.get_num_threads(), group)
     runtime.seed(seed)
     return runtime
 

@@ -118,7 +118,8 @@ def _describe_run(run: RunConfig) -> str:
 def _describe_shape(shape: Shape) -> str:
     size = f"{shape.rows:,} x {shape.width:,} tokens"
     if shape.documents and shape.rows == 1:
-        size = f"{shape.width:,} tokens, rows of up to {shape.longest:,}"
+        part = f" (one of {shape.sharers} slices)" if shape.sharers > 1 else ""
+        size = f"{shape.width:,} tokens{part}, rows of up to {shape.longest:,}"
     batches = "1 micro-batch" if shape.micro_batches == 1 else f"{shape.micro_batches:,} micro-batches"
     return f"{size}, {shape.label_rows:,} tokens trained; {batches} per step"
 

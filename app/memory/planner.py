@@ -43,6 +43,7 @@ from app.training.auto_settings import (
     has_auto_tile,
     memory_budget,
     recomputed_layers,
+    require_sliceable,
     step_tokens,
     suggested_bin,
     tile_tokens,
@@ -101,6 +102,7 @@ class Planner:
         """Plan the largest micro-batch that the settings allow and resolve `auto`; `exact` traces every layer."""
         base = open_base(run.model, run.task)
         run = with_packing(replace(run, dataset=within_positions(run.dataset, base, lambda _: None)), base)
+        require_sliceable(run, base)
         run = with_planned_rows(run)
         obstacles = [SDPA_OBSTACLE] if self.machine.before_ampere and run.batching.packing else []
         run = with_planned_compile(run, base.on_meta(), self.machine.device, obstacles)
@@ -270,7 +272,8 @@ class LocalPlanner:
         """
         on_cpu = device == "cpu"
         sizes = mesh_sizes_of(run.parallel, world().size, world().local_size)
-        shape = replace(Shape.of(largest, micro_batches), keeps_gradients=world().size > 1 and sizes is None)
+        shape = Shape.of(largest, micro_batches).sliced(run.parallel.context)
+        shape = replace(shape, keeps_gradients=world().size > 1 and sizes is None)
         plan = plan_memory(run, shape, "cpu" if on_cpu else "gpu", choices=choices, steps_only=on_cpu, mesh_sizes=sizes)
         faster: list[Mapping[str, Any]] = []
         if not on_cpu:
@@ -284,7 +287,8 @@ class LocalPlanner:
     ) -> tuple[Savings, str]:
         """Resolve `training.recompute=auto`, `compile.memory_budget=auto` and `training.tile=auto`."""
         planner = _local_planner(choices)
-        planned = planner.of_batch(run, Shape.of(largest, micro_batches))
+        shape = Shape.of(largest, micro_batches).sliced(run.parallel.context)
+        planned = planner.of_batch(run, shape)
         needs = _needs(planned.verdict, planner.machine)
         fits = f"which needs {needs}" if planned.verdict.fits else f"and the run still does not fit ({needs})"
         saving = Savings(planned.recomputed, memory_budget(planned.run.compile), tile_tokens(planned.run.training))

@@ -21,6 +21,7 @@ from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.data.objectives import LabeledTokens, NextToken
+from app.distributed.context import ContextGroup
 from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
 from app.distributed.process_group import HostGroup, Runtime, fake_device_mesh
 from app.layers.activation_checkpointing import HostOffload, repeated_layers
@@ -271,6 +272,7 @@ class Shape:
     keeps_gradients: bool = False  # whether they stay allocated between steps, as in DDP's buckets
     weighted: bool = False  # whether labels have loss weights
     pairs: bool = False  # whether the model reads token_type_ids
+    sharers: int = 1  # processes that each compute a slice of the row; `documents` are those of the whole row
 
     @property
     def tokens(self) -> int:
@@ -291,6 +293,21 @@ class Shape:
             micro_batches=micro_batches,
             weighted=batch.weights is not None,
             pairs=batch.token_type_ids is not None,
+        )
+
+    def sliced(self, sharers: int) -> "Shape":
+        """Return the shape of the slice of one of `sharers` processes, all of whose tokens may be trained."""
+        if sharers == 1:
+            return self
+        width = -(-self.width // sharers)
+        padding = width * sharers - self.width
+        return replace(
+            self,
+            width=width,
+            documents=(*self.documents, padding) if padding else self.documents,
+            places=self.places + bool(padding),
+            label_rows=min(self.label_rows, width),
+            sharers=sharers,
         )
 
     def of_evaluation(self, run: RunConfig) -> "Shape":
@@ -321,7 +338,8 @@ def worst_case(run: RunConfig) -> Shape:
     rows: Any = lengths  # the objective reads nothing else
     batch = layout_of(run, count, objective).batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0)
     labels = IMPLEMENTATIONS[run.task.kind].most_labels(run.task, sum(lengths), len(lengths))
-    return replace(Shape.of(batch, run.batching.accumulation), label_rows=labels)
+    shape = replace(Shape.of(batch, run.batching.accumulation), label_rows=labels)
+    return shape.sliced(run.parallel.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,7 +532,8 @@ def _batch(shape: Shape, loss: Loss, outputs: int) -> Batch:
     documents = None
     if shape.documents:
         bounds = torch.zeros(shape.places + 1, dtype=torch.int32)
-        documents = PackedSequences(shape.documents, bounds, shape.longest)
+        exchange = ContextGroup(index=0, size=shape.sharers) if shape.sharers > 1 else None
+        documents = PackedSequences(shape.documents, bounds, shape.longest, exchange)
     return Batch(
         ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
         positions=torch.zeros(shape.rows, shape.width, dtype=torch.int64),

@@ -173,6 +173,39 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
     return list(compared.values())
 
 
+def check_slices(model: TrainingModel, batch: Batch, runtime: Any) -> list[Comparison]:
+    """Refuse a model whose states or gradients change if a row is sliced over the processes of `runtime.context`."""
+    context, documents, limits = runtime.context, _documents_of(batch), batch.documents
+    assert limits is not None
+    lengths, ids = [len(document) for document in documents], torch.cat(documents)[None]
+    packed = PackedSequences.from_lengths(lengths, limits.max_seqlen, len(limits.cu_seqlens) - 1).to(ids.device)
+    places = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
+    no_labels = torch.zeros(1, dtype=torch.long, device=ids.device)
+    size = ids.shape[1]
+    whole = Batch(ids, places, no_labels, no_labels + IGNORE, tuple(lengths), 0, size, packed)
+    part = context.part(whole, ids.device)
+    with evaluating(model), recomputing(model.network), model.autocast(ids.device):
+        first = context.index * part.ids.shape[1]
+        ours = slice(first, first + part.num_tokens)
+        tokens = torch.arange(part.num_tokens, device=ids.device)
+        *states, weights = _pass(model, part.ids, tokens=tokens, **model.places(part.positions, part.documents, None))
+        *expected, expected_weights = _pass(model, ids, **model.places(places, packed, None))
+        allowed = _allowed_rounding(model, documents, _separate(model, documents, "eager"))["gradients"]
+    for gradient in weights:
+        context.sum_in_place(gradient)
+    pairs = [([mine], [whole[ours]]) for mine, whole in zip(states, expected, strict=True)]
+    pairs += [(weights, expected_weights)] if weights else []
+    difference = runtime.host_group.max(max_or_nan(_by_norm(*pair) for pair in pairs))
+    comparison = Comparison("states and gradients of a sliced row against the whole row", difference, allowed)
+    return [
+        comparison.or_refuse(
+            f"parallel.context={context.size}: a model of kind {model.language_model.config.model_type} computes "
+            f"different states or gradients for a sliced row (relative difference {comparison.difference:.1e}, allowed "
+            f"{comparison.allowed:.1e}), so it would be trained wrongly. Set parallel.context=1."
+        )
+    ]
+
+
 def check_causal(model: TrainingModel, batch: Batch) -> list[Comparison]:
     """Refuse a model whose own attention sees later tokens; this program's attention never does."""
     if model.attention != OWN or model.pooled or batch.documents is not None:

@@ -24,6 +24,7 @@ from app.config.validate import convert
 from app.distributed.process_group import HostGroup, default_device
 from app.errors import ConfigError, refuse
 from app.layers.attention import select
+from app.layers.attention.exchange import exchange_problems
 from app.layers.attention.requirements import Needs, needs_of
 from app.layers.compile import BUDGETS, model_obstacles, product_flops
 from app.layers.experts import coefficient_of
@@ -395,6 +396,21 @@ def with_packing(run: RunConfig, base: BaseModel, say: Callable[[str], None] = l
     refuse(f"{problem} ({note})" for problem in problems_of(settled))
     say(f"note    batching: {note}")
     return settled
+
+
+def require_sliceable(run: RunConfig, base: BaseModel) -> None:
+    """Raise if `parallel.context` cannot slice the rows of a model."""
+    size = run.parallel.context
+    if size == 1:
+        return
+    lm = base.on_meta()
+    refuse(exchange_problems(lm, size, base.attention_chunk))
+    coefficient = coefficient_of(run.task, run.adapter, lm)
+    if coefficient:
+        raise ConfigError(
+            f"parallel.context={size}: the router loss (coefficient {coefficient:g}, from config.json) needs all "
+            "tokens of a document. Set task.router_loss=0, or parallel.context=1."
+        )
 
 
 def with_parallel(run: RunConfig, kind: str) -> RunConfig:

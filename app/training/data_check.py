@@ -18,6 +18,7 @@ from app.data.prepare import Data
 from app.data.roles import has_role
 from app.data.row_pipeline import policy_for
 from app.data.sources import train_source
+from app.distributed.context import readers_of
 from app.errors import AppError
 from app.safe_text import many
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
@@ -126,9 +127,10 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         stops.extend(refused.problems)
     auto = prepared.run
     config = with_bins(auto, suggested_bin(auto)) if has_auto_bins(auto) else auto
-    loader = loader_of(prepared, config, processes)
+    readers = readers_of(processes, config.parallel.context)
+    loader = loader_of(prepared, config, readers)
     batching, lengths = config.batching, prepared.data.train.lengths
-    rows_per_step = batching.rows * batching.accumulation * processes  # in padded micro-batches
+    rows_per_step = batching.rows * batching.accumulation * readers  # in padded micro-batches
     return DataCheck(
         run=config,
         data=prepared.data,

@@ -41,6 +41,7 @@ from app.training.auto_settings import (
     choose,
     compile_facts,
     memory_budget,
+    require_sliceable,
     sections_of,
     settle_compile,
     with_compile,
@@ -88,13 +89,14 @@ def join(rows: Rows, start: Start, say: Callable[[str], None]) -> Machine:
     """Choose precision and attention for this machine, and connect all processes."""
     run = rows.run
     rows.base.on_meta()  # raise for an unsupported model before examining the machine
+    require_sliceable(run, rows.base)
     # memory of the GPU is read before this process allocates anything on it
     for remark in (*(f"memory  {note}" for note in gpu_usage.notes()), *start.remarks):
         say(remark)
     gpu = GpuMonitor()
     choices = choose(run, rows.base, start.choices)
     require_gradients_one_by_one(run.optimizer, world().size, choices.precision)
-    runtime = start_processes(run.launch, choices.precision, run.seed)
+    runtime = start_processes(run.launch, choices.precision, run.seed, run.parallel.context)
     quantization.require_hardware(run.quantization, runtime.device)
     return Machine(runtime, choices, gpu)
 
@@ -140,12 +142,12 @@ class Plan:
         if rows is None:
             return None
         layout = self.layout(self.run.eval.rows)
-        return partial(eval_batches, rows, layout, self.runtime.processes, self.runtime.rank)
+        return partial(eval_batches, rows, layout, self.runtime.readers, self.runtime.reader)
 
     def with_objective(self, objective: Objective) -> "Plan":
         """Return the plan with another objective, also in its loader."""
         rows = replace(self.rows, objective=objective)
-        return replace(self, rows=rows, loader=loader_of(rows, self.run, self.runtime.processes, self.runtime.rank))
+        return replace(self, rows=rows, loader=loader_of(rows, self.run, self.runtime.readers, self.runtime.reader))
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -195,7 +197,7 @@ def make_plan(
     counts = count_weights(sections_of(run, machine.choices), base)
     auto = AutoSettings(planner, machine.choices, start.choices, runtime.host_group, say)
     binned = auto.with_bins(auto.with_parallel(run))
-    loader = loader_of(rows, binned, runtime.processes, runtime.rank)
+    loader = loader_of(rows, binned, runtime.readers, runtime.reader)
     compiled = _compile_choice(binned, base, machine, start, loader)
     settled = replace(auto, choices=replace(machine.choices, compile=compiled.kind))
     return Plan(

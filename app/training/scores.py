@@ -127,16 +127,23 @@ _Scored = Iterator[tuple[Batch, tuple[Tensor, Tensor]]]
 
 def _scored(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, depth: int) -> _Scored:
     """Yield each batch, or parts of it that fit, with losses and predictions."""
+    context = runtime.context
 
     def scores(batch: Batch) -> tuple[Tensor, Tensor]:
-        return model.scores(batch.to(runtime.device))
+        losses, chosen = model.scores(runtime.on_device(batch))
+        if context is None:
+            return losses, chosen
+        return context.gathered(losses, batch), context.gathered(chosen, batch)
 
-    if model.sharding is None:
+    if model.sharding is None and context is None:
         for batch in batches:
             yield from in_parts_that_fit(batch, scores)
         return
-    yield from _in_lockstep(scores, batches, runtime.host_group, depth)
-    model.sharding.at_rest()
+    for scored in _in_lockstep(scores, batches, runtime.host_group, depth):
+        if context is None or context.index == 0:  # counted once
+            yield scored
+    if model.sharding is not None:
+        model.sharding.at_rest()
 
 
 def _in_lockstep(

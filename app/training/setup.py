@@ -24,7 +24,7 @@ from app.layers import frozen_linear
 from app.layers.activation_checkpointing import recompute_rest, recomputing
 from app.layers.comparison import Comparison, max_difference
 from app.model.build import build_training_model, choose_loss_head, random_base
-from app.model.checks import check_adapter, check_causal, check_head, check_packing
+from app.model.checks import check_adapter, check_causal, check_head, check_packing, check_slices
 from app.model.training_model import TrainingModel, evaluating
 from app.model.verification import verify_compiled
 from app.oom_retry import RetryOnRestart, few_rows, out_of_memory_error, try_or_none
@@ -80,6 +80,7 @@ def set_up(
     with split_depth_noted(checkpoints):  # after OOM, the next start uses smaller parts
         depth = checkpoints.noted_depth()
         checks = check_on_loader(model, run.adapter, planned.loader, runtime.device, depth)
+        checks += check_on_slices(model, planned.loader, runtime)
     replanned = _without_failed_layers(planned, model, planner, console.say)
     plan = replanned or planned
     checkpoints.keep_choices(plan.stored_choices())
@@ -164,6 +165,17 @@ def check_on_loader(
     """
     check = partial(_compare_for_training, model, adapter)
     return _within_memory(model, check, loader.with_most_rows().to(device), depth)
+
+
+def check_on_slices(model: TrainingModel, loader: Loader, runtime: Runtime) -> list[Comparison]:
+    """Check that slices of a row give the results of the row, on short documents of a micro-batch."""
+    if runtime.context is None:
+        return []
+    check = partial(check_slices, model, loader.with_most_rows().to(runtime.device), runtime)
+    if model.sharding is None:
+        return check()
+    with model.sharding.checking():
+        return model.within(check)
 
 
 def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
@@ -254,7 +266,7 @@ def stepper_of(model: TrainingModel, run: RunConfig, runtime: Runtime, precision
         reduction = sharded = ShardedGradients(trained, model.sharding, whole_matrices=whole)
         shards = None if whole else {weight: (shard, first_number(weight)) for weight, shard in sharded.local.items()}
     elif runtime.processes > 1:
-        reduction = AllReduce(trained, overlap=run.parallel.overlap)
+        reduction = AllReduce(trained, overlap=run.parallel.overlap, in_lockstep=runtime.context is not None)
     optimizer = build_optimizer(run.optimizer, model, run.seed, shards, lr_factor(run.adapter))
     return Stepper(model, optimizer, runtime, run.training.clip, fp16=precision == "fp16", reduction=reduction)
 

@@ -50,6 +50,7 @@ def run_table(plan: Plan) -> list[tuple[str, str]]:
     share = loader.units_per_step / loader.num_units  # of an epoch
     samples, tokens = len(plan.rows.data.train) * share, plan.rows.data.report.train.tokens * share
     shared = f", shared by {processes} processes" if processes > 1 else ""
+    shared += f", {run.parallel.context} per row" if run.parallel.context > 1 else ""
     step_size = f"about {many(max(1, round(samples)), 'sample')} ({tokens:,.0f} tokens) per step{shared}"
     return [
         ("model", f"{run.model.path}, {counts}"),
@@ -131,6 +132,7 @@ def manifest_facts(plan: Plan) -> dict[str, Any]:
             "threads": runtime.threads,
             "processes": runtime.processes,
             **({"parallel": run.parallel.kind} if runtime.processes > 1 else {}),
+            **({"context": run.parallel.context} if run.parallel.context > 1 else {}),
         },
         "counts": {
             "steps": plan.steps.steps,

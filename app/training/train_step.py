@@ -184,6 +184,7 @@ class Stepper:
             group["lr"] = lr * group.get(LR_FACTOR, 1.0)
 
         # Counts over all processes: the loss is divided by the weight of all labels. All use the deepest split.
+        # Processes that share rows each count them.
         mine = (
             sum(b.num_labels for b in batches),
             sum(b.num_tokens for b in batches),
@@ -192,7 +193,8 @@ class Stepper:
             self.split_depth,
         )
         *counts, depths = zip(*self._runtime.host_group.gathered(mine), strict=True)
-        labels, tokens, samples, weight = map(sum, counts)
+        sharers = self._runtime.processes // self._runtime.readers
+        labels, tokens, samples, weight = (sum(count) / sharers for count in counts)
         self.split_depth = int(max(depths))
         batches = [*with_step_mean(self.model, batches, self._runtime, self.split_depth)]
 
@@ -256,7 +258,7 @@ class Stepper:
         for number in range(passes):
             part = parts[min(number, len(parts) - 1)]
             self._begin("forward")
-            loss, _ = self.model(part.to(self._runtime.device))
+            loss, _ = self.model(self._runtime.on_device(part))
             counts = number < len(parts)
             scaled = loss * (factor if counts else 0.0)
             self._begin("backward")

@@ -141,7 +141,17 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
        f"compile.mode={mode} records CUDA graphs and needs compile.graphs=true. Set compile.graphs=true")
       for mode in ("reduce-overhead", "max-autotune")),
     ({"parallel.tensor": 2}, "parallel.tensor=2: tensor parallelism is not supported"),
-    ({"parallel.context": 2}, "parallel.context=2: context parallelism is not supported"),
+    ({"parallel.context": 2, "batching.packing": False, "training.neftune": 5},
+     "parallel.context=2 slices packed rows and does not support batching.packing=false and training.neftune=5. Set "
+     "batching.packing=true training.neftune=0, or parallel.context=1."),
+    ({"parallel.context": 2, "quantization.kind": "llm_int8"}, "quantization.kind=llm_int8. Set quantization=int8, or"),
+    ({"parallel.context": 2, "adapter.init": "eva"}, "does not support adapter.init=eva. Set adapter.init=default, or"),
+    ({"parallel.context": 2, "parallel.overlap": True}, "does not support parallel.overlap=true"),
+    ({"parallel.context": 2, "task.router_loss": 0.1}, "does not support task.router_loss=0.1. Set task.router_loss=0"),
+    ({"parallel.context": 2, "launch.num_processes": 3},
+     "launch.num_processes=3 is not a multiple of parallel.context=2. Set launch.num_processes=4, or parallel.context"),
+    ({"parallel.context": 2, "compile.kind": "blocks"},
+     "compile=blocks: parallel.context=2 exchanges heads between processes inside layers. Set compile=none, or"),
     ({"parallel.kind": "ddp", "parallel.offload": True},
      "parallel.offload=true keeps shards in CPU RAM, but parallel=ddp does not shard"),
     ({"parallel.kind": "fsdp", "parallel.overlap": True},

@@ -16,6 +16,7 @@ from app.batch import PackedSequences
 from app.config.kinds import OWN
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
+from app.layers.attention.exchange import by_heads
 from app.layers.attention.requirements import Kernel, Needs, Rules, cannot, is_capped, refusals
 from app.layers.attention.sdpa import compiled_sdpa, sdpa
 from app.layers.attention.varlen import varlen_on, varlen_requires
@@ -61,7 +62,9 @@ def register_kernel(kernel: Kernel, name: str) -> str:
             softcap=layer.get("softcap"),
             sinks=layer.get("s_aux"),
         )
-        if documents is None or query.shape[0] == 1:
+        if documents is not None and documents.exchange is not None:
+            out = by_heads(kernel, query, key, value, rules, documents)
+        elif documents is None or query.shape[0] == 1:
             out = kernel(query, key, value, rules, documents)
         else:
             q, k, v = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))  # as one row
