@@ -79,7 +79,7 @@ class Base:
         """Replace plain layers by quantized ones: structure only, on meta."""
         self._quantizer = quantizer
         if quantizer.packs:
-            self._plain = {name: self.lm.get_submodule(name) for name in backbone_linear_layers(self.lm)}
+            self._plain = {name: self.lm.get_submodule(name) for name in quantizer.layers(self.lm)}
         if quantizer.packs_experts:
             self._stacks = stacks_of(self.lm)
         quantizer.quantize(self.lm)
@@ -189,7 +189,7 @@ class Base:
             dtype = self._options.dtype if weight.is_floating_point() else weight.dtype
             weight = nn.Parameter(weight.to(self._options.device, dtype), requires_grad=False)
             _require_weights(tensor, weight, self._options.dtype)
-        layer = as_rows(weight) if plain is None else copy.copy(plain)
+        layer = as_rows(weight, turned=bool(module.is_turned)) if plain is None else copy.copy(plain)
         if plain is not None:
             layer._parameters = {"weight": weight, "bias": None}
         quantized = self._quantizer.quantized(layer)

@@ -288,7 +288,10 @@ QUANTIZATION_KINDS = {
         ("quantization=nf4", "4 instead of 2 x 8 bits per weight, dequantized on use"),
         needs_fp8=True,
     ),
-    "int4": QuantizationKind("Q{}", ("quantization=nf4", "8-bit scales of the 4-bit weights"), rounds_to="four bits"),
+    **dict.fromkeys(
+        ("int4", "mxfp4", "nvfp4"),
+        QuantizationKind("Q{}", ("quantization=nf4", "8-bit scales of the 4-bit weights"), rounds_to="four bits"),
+    ),
     "qat": QuantizationKind(
         "{}, quantization-aware", ("quantization=none", "weights are not rounded in the forward pass"), trains=True
     ),

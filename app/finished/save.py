@@ -33,8 +33,8 @@ from app.base.weight_files import (
 from app.config.schema import ModelConfig
 from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
-from app.layers.experts import adapted_weight, stacks_of
-from app.layers.quantization import Quantizer, backbone_linear_layers, is_conv1d
+from app.layers.experts import adapted_weight, rounded_stack, stacks_of
+from app.layers.quantization import Quantizer, is_conv1d
 from app.model.build import DTYPES, ModelSections
 from app.model.training_model import TrainingModel
 
@@ -335,7 +335,7 @@ class Merge:
         """Return a stack of experts after training; it is quantized as stored."""
         if name in self.quantized:
             assert self.quantizer is not None
-            stack = self.quantizer.rounded(stack.float().flatten(0, 1)).view_as(stack)
+            stack = rounded_stack(self.quantizer, stack.float(), is_transposed=transposed)
         if name in self.updates:
             stack = self.updates[name](stack.mT if transposed else stack)
             stack = stack.mT if transposed else stack
@@ -432,7 +432,7 @@ def _packed_weights(lm: Any, quantizer: Quantizer | None) -> list[str]:
     if quantizer is None:
         return []
     stacks = stacks_of(lm) if quantizer.packs_experts else []
-    return [*(f"{layer}.weight" for layer in backbone_linear_layers(lm)), *stacks]
+    return [*(f"{layer}.weight" for layer in quantizer.layers(lm)), *stacks]
 
 
 def _require_text_model(base: BaseModel) -> None:

@@ -34,6 +34,8 @@ _RANKS = 8  # a grouped product needs rows of a multiple of 16 bytes
 class Packer(Protocol):
     """A quantizer that packs a stack as one linear layer, with the matrices of all experts stacked by rows."""
 
+    by_outputs: bool  # whether a row of a stack [experts, in, out] is an output, else an input
+
     def quantized(self, layer: Any) -> nn.Module:
         """Return the quantized layer."""
 
@@ -47,6 +49,13 @@ def packed_and_unpacked(packer: Packer, weight: Tensor) -> Tensor:
     layer = nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return packer.unpacked(packer.quantized(layer), weight.dtype)
+
+
+def rounded_stack(packer: Packer, stack: Tensor, *, is_transposed: bool) -> Tensor:
+    """Return a stack of experts after quantizing and dequantizing."""
+    turned = is_transposed and packer.by_outputs
+    rows = packed_and_unpacked(packer, as_rows(stack, turned=turned).weight)
+    return _stacked(rows, stack.shape, turned=turned)
 
 
 def expert_modules(network: nn.Module) -> dict[str, Any]:
@@ -84,20 +93,37 @@ def stack_layers(network: nn.Module) -> set[str]:
     return {name for name, module in network.named_modules() if hasattr(module, "stack")}
 
 
-def as_rows(stack: Tensor) -> nn.Linear:
-    """Return a stack as a linear layer without bias."""
-    rows = nn.Linear(stack.shape[-1], stack.shape[0] * stack.shape[1], bias=False, device="meta")
-    rows.weight = nn.Parameter(stack.detach().flatten(0, 1), requires_grad=False)
+def is_turned(experts: Any, packer: Packer) -> bool:
+    """Return whether the matrices of stacks are transposed before they are packed."""
+    return bool(experts.is_transposed and packer.by_outputs)
+
+
+def sizes_of_rows(lm: nn.Module, packer: Packer) -> dict[str, tuple[int, int]]:
+    """Return rows and columns of all stacks as linear layers, by parameter name."""
+    return {
+        f"{place}.{name}": (shape[0] * shape[2], shape[1]) if turned else (shape[0] * shape[1], shape[2])
+        for place, experts in expert_modules(lm).items()
+        for turned in [is_turned(experts, packer)]
+        for name, shape in stack_shapes(experts).items()
+    }
+
+
+def as_rows(stack: Tensor, *, turned: bool) -> nn.Linear:
+    """Return a stack as a linear layer without bias; `turned`: with its matrices transposed."""
+    matrices = stack.detach().mT if turned else stack.detach()
+    weight = matrices.flatten(0, 1)
+    rows = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    rows.weight = nn.Parameter(weight, requires_grad=False)
     return rows
 
 
 def pack(lm: nn.Module, packer: Packer) -> None:
     """Quantize the stacks of all experts, which may be on meta, and use our function for them."""
     for experts in expert_modules(lm).values():
-        layers = nn.ModuleDict()
+        layers, turned = nn.ModuleDict(), is_turned(experts, packer)
         for name, shape in stack_shapes(experts).items():
-            layer: Any = packer.quantized(as_rows(experts._parameters.pop(name)))
-            layers[name], layer.stack = layer, shape
+            layer: Any = packer.quantized(as_rows(experts._parameters.pop(name), turned=turned))
+            layers[name], layer.stack, layer.is_turned = layer, shape, turned
         experts.add_module(PACKED, layers)
         experts.packer = packer
     use_ours(lm)
@@ -146,8 +172,12 @@ class _FrozenProduct(torch.autograd.Function):
 
 def _unpacked(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
     layer = experts.packed[name]
-    stack: Tensor = experts.packer.unpacked(layer, dtype)
-    return stack.view(layer.stack)
+    return _stacked(experts.packer.unpacked(layer, dtype), layer.stack, turned=layer.is_turned)
+
+
+def _stacked(rows: Tensor, shape: torch.Size, *, turned: bool) -> Tensor:
+    """Return the stack of dequantized rows."""
+    return rows.view(shape[0], shape[2], shape[1]).mT if turned else rows.view(shape)
 
 
 def _factor(experts: Any, stack: Tensor) -> Tensor:

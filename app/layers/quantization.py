@@ -20,7 +20,17 @@ from app.errors import ConfigError
 from app.layers import experts, nf4
 from app.layers.frozen_linear import OUTLIER_THRESHOLD, Fp8Linear, Int8Linear, LlmInt8Linear
 from app.layers.head import in_backbone
-from app.layers.packed_linear import INT4, PackedLinear, PackedWeight, round_to_int4
+from app.layers.packed_linear import (
+    GROUPS,
+    INT4,
+    MXFP4,
+    NVFP4,
+    PackedLinear,
+    PackedWeight,
+    round_to_int4,
+    round_to_mxfp4,
+    round_to_nvfp4,
+)
 from app.layers.recurrent import layers_read_past
 
 _QAT_GROUP = 32  # weights that share a scale
@@ -34,20 +44,25 @@ class Quantizer(ABC):
     # whether the adapter compensates for the rounding: then it is used later on a base with the same quantization
     needed_by_adapter: bool
     packs_experts = True  # whether expert stacks are quantized too
+    by_outputs = False  # whether a stack [experts, in, out] is quantized as rows of outputs, else of inputs
     packs = True  # whether weights are frozen and stored in fewer bits; else they are trained, and rounded on use
     card = ""  # note for users of the trained model
 
     def quantize(self, lm: Any) -> None:
         """Replace every plain linear layer of the backbone one by one, so that full weights are freed early."""
-        for name in backbone_linear_layers(lm):
+        for name in self.layers(lm):
             lm.set_submodule(name, self.quantized(lm.get_submodule(name)))
         if self.packs_experts:
             experts.pack(lm, self)
         self.finish(lm)
 
+    def layers(self, lm: Any) -> list[str]:
+        """Return the names of the linear layers that are quantized."""
+        return backbone_linear_layers(lm)
+
     def finish(self, lm: Any) -> None:
         """Prepare a model after its layers are quantized."""
-        left = backbone_linear_layers(lm)
+        left = self.layers(lm)
         assert not left, f"not quantized: {left}"
 
     @abstractmethod
@@ -99,9 +114,8 @@ class Quantizer(ABC):
             refuse(f"{other[0]} stores its experts in another layout than transformers' experts interface")
         if stacks and not self.packs_experts:
             refuse(f"its experts are stacked, and stacks cannot be quantized to {self.kind}")
-        sizes = {name: weight_of(lm.get_submodule(name)).shape for name in backbone_linear_layers(lm)}
-        packed = {name: (experts * rows, columns) for name, (experts, rows, columns) in stacks.items()}
-        for name, size in {**sizes, **packed}.items():
+        sizes = {name: weight_of(lm.get_submodule(name)).shape for name in self.layers(lm)}
+        for name, size in {**sizes, **experts.sizes_of_rows(lm, self)}.items():
             reason = self.unsupported(name, *size)
             if reason is not None:
                 refuse(reason)
@@ -238,14 +252,26 @@ class Fp8(Bits8):
         return [note] if device == "cpu" else []
 
 
+class Packed(Quantizer):
+    """4-bit numbers in the layout of published models."""
+
+    needed_by_adapter = True
+    rounded = experts.packed_and_unpacked
+
+    def stored(self, packed: PackedWeight) -> nn.Module:
+        return PackedLinear(packed, None)
+
+    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        result: Tensor = layer.unpacked(dtype)
+        return result
+
+
 @dataclass(frozen=True, slots=True)
-class Int4(Quantizer):
+class Int4(Packed):
     """4-bit integers with a scale and a zero point for each group of inputs, as stored in GPTQ and AWQ folders."""
 
     kind = INT4
-    needed_by_adapter = True
     packs_experts = False
-    rounded = experts.packed_and_unpacked
     group_size: int
 
     def quantized(self, layer: Any) -> nn.Module:
@@ -255,16 +281,41 @@ class Int4(Quantizer):
         zero = torch.zeros_like(packed.scale, dtype=torch.int8)
         return PackedLinear(replace(packed, zero=zero), layer.bias)
 
-    def stored(self, packed: PackedWeight) -> nn.Module:
-        return PackedLinear(packed, None)
-
-    def unpacked(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        result: Tensor = layer.unpacked(dtype)
-        return result
-
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
         multiple = max(2, self.group_size)  # a byte has two weights
         return f"{name} has {inputs} inputs, not a multiple of {multiple}" if inputs % multiple else None
+
+
+class BlockScaled(Packed):
+    """Numbers in E2M1 with a scale per block of inputs."""
+
+    by_outputs = True
+    to_nearest: Callable[[Tensor], PackedWeight]
+
+    def quantized(self, layer: Any) -> nn.Module:
+        return PackedLinear(self.to_nearest(weight_of(layer)), layer.bias)
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
+        size = GROUPS[self.kind]
+        return f"{name} has {inputs} inputs, not a multiple of {size}" if inputs % size else None
+
+
+class Mxfp4(BlockScaled):
+    """E2M1 with a power of two per 32 inputs. In a mixture of experts only their stacks, as published by OpenAI."""
+
+    kind = MXFP4
+    to_nearest = staticmethod(round_to_mxfp4)
+
+    def layers(self, lm: Any) -> list[str]:
+        return [] if experts.stacks_of(lm) else super().layers(lm)
+
+
+class Nvfp4(BlockScaled):
+    """E2M1 with an E4M3 scale per 16 inputs, times a scale for the weight."""
+
+    kind = NVFP4
+    packs_experts = False
+    to_nearest = staticmethod(round_to_nvfp4)
 
 
 class Qat(Quantizer):
@@ -335,6 +386,8 @@ QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer |
     "llm_int8": lambda _config, _compute: LlmInt8(),
     "fp8": lambda _config, _compute: Fp8(),
     "int4": lambda config, _compute: Int4(config.group_size),
+    "mxfp4": lambda _config, _compute: Mxfp4(),
+    "nvfp4": lambda _config, _compute: Nvfp4(),
     "qat": lambda config, _compute: Qat(config.scheme),
 }
 

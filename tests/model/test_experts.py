@@ -16,7 +16,7 @@ from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, Ta
 from app.errors import ConfigError
 from app.finished.inference import load_tuned
 from app.layers import experts
-from app.layers.experts import coefficient_of, expert_modules, stack_shapes
+from app.layers.experts import coefficient_of, expert_modules, rounded_stack, stack_shapes
 from app.layers.quantization import quantizer_of
 from app.model.training_model import TrainingModel
 from app.oom_retry import split_batch
@@ -60,14 +60,15 @@ def by_peft(kind: str, base: str) -> TrainingModel:
     """The same model by PEFT's own forward, on plain weights that are rounded as the base of `trained` is."""
     with patch.object(experts, "_EXACT", -1.0):  # our function is not used
         model, quantizer = trained(kind), quantizer_of(four_bits(base), torch.float32)
-    inside = f"base_model.model.{model.language_model.base_model_prefix}."
     if quantizer is None:
         return model
+    inside = f"base_model.model.{model.language_model.base_model_prefix}." if quantizer.layers(built(kind)) else None
     for name, module in model.network.named_modules():
-        is_base = type(module) is nn.Linear and ".lora_" not in name and name.startswith(inside)
-        for stack in ["weight"] if is_base else stack_shapes(module) if hasattr(module, "is_transposed") else ():
+        if inside and type(module) is nn.Linear and ".lora_" not in name and name.startswith(inside):
+            module.weight.data = quantizer.rounded(module.weight.data)
+        for stack in stack_shapes(module) if hasattr(module, "is_transposed") else ():
             weight: Any = module._parameters[stack]
-            weight.data = quantizer.rounded(weight.data.flatten(0, -2)).view_as(weight)
+            weight.data = rounded_stack(quantizer, weight.data, is_transposed=bool(module.is_transposed))
     return model
 
 
@@ -80,6 +81,8 @@ def by_peft(kind: str, base: str) -> TrainingModel:
         ("gpt_oss", "nf4", True),
         ("qwen3_moe", "int8", True),
         ("mixtral", "fp4", False),
+        ("gpt_oss", "mxfp4", True),
+        ("mixtral", "mxfp4", False),
     ],
 )
 def test_experts_gradients_equal_those_of_peft(kind: str, base: str, recompute: bool) -> None:
