@@ -389,8 +389,10 @@ def open_folder(
         )
     base = Base(lm, options, matched, partial(_readable, config, folder), remarks)
     if quantizer is not None:
-        layers = {f"{name}.weight" for name in backbone_linear_layers(lm)}
-        require_all_packed(config, (tensor for tensor in matched if tensor.name in layers), quantizer)
+        weights = {f"{name}.weight" for name in quantizer.layers(lm)}.union(
+            stacks_of(lm) if quantizer.packs_experts else ()
+        )
+        require_all_packed(config, (tensor for tensor in matched if tensor.name in weights), quantizer)
         base.quantize(quantizer)
     return base
 

@@ -178,7 +178,7 @@ class Base:
         packed = tensor.packed
         if packed is not None and packed.numbers == self._quantizer.kind:
             stored = packed.packed()
-            require_finite(f"the scale of {tensor.name}", stored.scale)
+            require_finite(f"the scale of {tensor.name}", stored.scales())
             self._put_layer(self._quantizer.stored(stored.to(self._options.device)), module, tensor, put)
             return
         weight: Any = tensor.whole()

@@ -17,17 +17,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from app.base.base_weights import SourceTensor
-from app.base.packed_weights import PACKED_FORMATS, PackedTensor
+from app.base.packed_weights import PACKED_FORMATS, PackedTensor, packed_format
 from app.base.weight_files import StoredTensor, size_of
 from app.config.schema import ModelConfig
 from app.errors import ConfigError
 from app.layers.quantization import Int4, Quantizer
 
-_UNPACKED = ("fp8", "mxfp4")  # formats that transformers dequantizes
-READABLE = (*_UNPACKED, *PACKED_FORMATS)  # formats that are dequantized while loading, or used unchanged
+READABLE = ("fp8", *PACKED_FORMATS)  # formats that are dequantized while loading, or used unchanged
 BITSANDBYTES = "bitsandbytes"  # its weights are used as stored
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SCALES = ("_scale_inv", "_scales")  # suffixes of scale patterns in the rules of transformers
+_SCALES = "_scale_inv"  # suffix of scale patterns in the rules of transformers
 _FORMATS_OF_SCALES = {  # of fp8 weights, by the names of their scales in files
     **dict.fromkeys(("weight_scale_inv", "scale", "qscale_weight"), ("fp8", "mxfp8")),
     "weight_scale": ("compressed-tensors", "fbgemm_fp8", "quark"),
@@ -50,9 +49,11 @@ def stored_format(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, A
         method = BITSANDBYTES  # its older folders name no method
     by = method if isinstance(method, str) else "a method that its config.json does not name"
     if isinstance(quantization, dict) and method in (*READABLE, BITSANDBYTES):
-        reason = PACKED_FORMATS[method].unsupported(quantization) if method in PACKED_FORMATS else None
+        section = {**quantization, "quant_method": method}
+        form = packed_format(section)
+        reason = None if form is None else form.unsupported(section)
         if reason is None:
-            return {**quantization, "quant_method": method}
+            return section
         by = f"{method} ({reason})"
     raise ConfigError(_refusal(config, by))
 
@@ -72,7 +73,7 @@ def require_packed_alike(config: ModelConfig, lm: Any, quantizer: Quantizer | No
     quantization = getattr(lm.config, "quantization_config", None)
     if quantization is None:
         return
-    if quantization["quant_method"] in PACKED_FORMATS:
+    if packed_format(quantization) is not None:
         _require_group_size(config, quantization, quantizer)
         return
     if not quantization.get("load_in_4bit"):
@@ -86,7 +87,8 @@ def require_packed_alike(config: ModelConfig, lm: Any, quantizer: Quantizer | No
 
 
 def _require_group_size(config: ModelConfig, section: Mapping[str, Any], quantizer: Quantizer | None) -> None:
-    size = PACKED_FORMATS[section["quant_method"]].group_size(section)
+    form = packed_format(section)
+    size = None if form is None else form.group_size(section)
     if isinstance(quantizer, Int4) and quantizer.group_size != size:
         raise ConfigError(
             f"quantization.group_size={quantizer.group_size}: the weights of model.path={config.path} have groups of "
@@ -177,11 +179,7 @@ class FolderReader:
             scaled = {
                 place.name.rpartition(".")[0] for pattern, place in conversion.pieces if pattern.endswith(_SCALES)
             }
-            weights = [
-                place.name
-                for pattern, place in conversion.pieces
-                if place.dtype in _FP8 or pattern.endswith("_blocks")  # of MXFP4
-            ]
+            weights = [place.name for pattern, place in conversion.pieces if place.dtype in _FP8]
             unscaled += [name for name in weights if name.rpartition(".")[0] not in scaled]
         return unscaled
 

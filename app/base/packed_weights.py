@@ -1,4 +1,4 @@
-"""4-bit weights in the files of a model, by GPTQ, AWQ and compressed-tensors.
+"""4-bit weights in the files of a model: integers of GPTQ, AWQ and compressed-tensors, and MXFP4 and NVFP4.
 
 Several tensors of a file store one weight. They are shown as one tensor, which is read as a plain weight, or used
 unchanged by a quantizer of the same number format.
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from app.base import packed_fp4
 from app.base.weight_files import StoredTensor
-from app.layers.packed_linear import INT4, PackedWeight, codes_in, paired
+from app.layers.packed_linear import GROUPS, INT4, MXFP4, NVFP4, PackedWeight, codes_in, paired
 
 _ZERO = 8  # the code of 0 without a zero point
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight outputs in an int32: it has 0, 2, 4, 6, 1, 3, 5, 7
@@ -31,11 +32,13 @@ class PackedFormat(NamedTuple):
     unsupported: Callable[[Section], str | None]
     group_size: Callable[[Section], int]  # weights that share a scale; -1: a row
     unpack: Callable[[Section, Parts], PackedWeight]
+    joint: str = "."  # between the names of a layer and a part; "_": between those of a stack and a part
+    by_transformers: bool = False  # whether transformers reads it without other packages
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor(StoredTensor):
-    """A weight that several tensors of a file store, seen as a plain one in float32."""
+    """A weight that several tensors of a file store, seen as a plain one: [out, in], or a stack [experts, in, out]."""
 
     numbers: str
     parts: Mapping[str, StoredTensor]
@@ -45,38 +48,48 @@ class PackedTensor(StoredTensor):
         return self.unpack({part: place.read() for part, place in self.parts.items()})
 
     def read(self) -> Tensor:
-        return self.packed().unpacked(torch.float32)
+        weight = self.packed().unpacked(self.dtype)
+        if len(self.shape) == 2:
+            return weight
+        experts, inputs, outputs = self.shape
+        return weight.view(experts, outputs, inputs).mT.contiguous()
 
 
 def with_plain_weights(stored: Mapping[str, StoredTensor], section: Section | None) -> dict[str, StoredTensor]:
     """Return the tensors of a folder with one plain weight in place of the parts of each packed one."""
-    form = None if section is None else PACKED_FORMATS.get(section["quant_method"])
+    form = None if section is None else packed_format(section)
     if section is None or form is None:
         return dict(stored)
-    named = (*form.parts, *form.optional)
+    named, marker = (*form.parts, *form.optional), form.parts[0]
     plain: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
-        layer, _, part = name.rpartition(".")
-        if part not in named or f"{layer}.{form.parts[0]}" not in stored:
+        layer, joint, part = name.rpartition(form.joint)
+        if part not in named or f"{layer}{joint}{marker}" not in stored:
             plain[name] = tensor
-        elif part == form.parts[0]:
-            plain[f"{layer}.weight"] = _packed_tensor(layer, stored, section, form)
+        elif part == marker:
+            packed = _packed_tensor(f"{layer}{joint}", stored, section, form)
+            plain[packed.name] = packed
     return plain
 
 
 def _packed_tensor(
-    layer: str, stored: Mapping[str, StoredTensor], section: Section, form: PackedFormat
+    start: str, stored: Mapping[str, StoredTensor], section: Section, form: PackedFormat
 ) -> PackedTensor:
-    missing = [part for part in form.parts if f"{layer}.{part}" not in stored]
+    """Return the weight whose parts have names that begin with `start`."""
+    missing = [part for part in form.parts if f"{start}{part}" not in stored]
     if missing:
-        raise ValueError(f"{layer}.{form.parts[0]} has no {layer}.{missing[0]}")
-    parts = {p: stored[f"{layer}.{p}"] for p in (*form.parts, *form.optional) if f"{layer}.{p}" in stored}
+        raise ValueError(f"{start}{form.parts[0]} has no {start}{missing[0]}")
+    parts = {p: stored[f"{start}{p}"] for p in (*form.parts, *form.optional) if f"{start}{p}" in stored}
     unpack = partial(form.unpack, section)
     empty = {part: torch.empty(place.shape, dtype=place.dtype, device="meta") for part, place in parts.items()}
     outputs, half = unpack(empty).codes.shape
-    first = parts[form.parts[0]]
-    shape = torch.Size((outputs, 2 * half))
-    return PackedTensor(first.file, f"{layer}.weight", shape, torch.float32, form.numbers, parts, unpack)
+    first, shape = parts[form.parts[0]], torch.Size((outputs, 2 * half))
+    name = f"{start}weight"
+    if form.joint == "_":
+        experts = first.shape[0]
+        name, shape = start.removesuffix("_"), torch.Size((experts, 2 * half, outputs // experts))
+    dtype = torch.bfloat16 if form.numbers == MXFP4 else torch.float32  # which has its numbers exactly
+    return PackedTensor(first.file, name, shape, dtype, form.numbers, parts, unpack)
 
 
 def _int4(codes: Tensor, scale: Tensor, zero: Tensor | None, group: Tensor | None) -> PackedWeight:
@@ -166,6 +179,17 @@ def _compressed(_section: Section, parts: Parts) -> PackedWeight:
     return _int4(codes, scale, zero, parts.get("weight_g_idx"))
 
 
+# ---- table
+
+
+def packed_format(section: Section) -> PackedFormat | None:
+    """Return the format of a folder, None if its weights are not in 4 bits."""
+    method = section["quant_method"]
+    if method == "compressed-tensors":
+        return _COMPRESSED_FP4.get(str(section.get("format")), PACKED_FORMATS[method])
+    return PACKED_FORMATS.get(method)
+
+
 PACKED_FORMATS = {
     "gptq": PackedFormat(
         ("qweight", "qzeros", "scales"), ("g_idx",), INT4, _gptq_unsupported, lambda s: s["group_size"], _gptq
@@ -185,5 +209,41 @@ PACKED_FORMATS = {
         _compressed_unsupported,
         _compressed_group_size,
         _compressed,
+    ),
+    "mxfp4": PackedFormat(
+        ("blocks", "scales"),
+        (),
+        MXFP4,
+        lambda _section: None,
+        lambda _section: GROUPS[MXFP4],
+        packed_fp4.gpt_oss,
+        joint="_",
+        by_transformers=True,
+    ),
+    "modelopt": PackedFormat(
+        ("weight_scale_2", "weight_scale", "weight"),  # plain layers have a weight too
+        ("input_scale",),
+        NVFP4,
+        packed_fp4.modelopt_unsupported,
+        lambda _section: GROUPS[NVFP4],
+        packed_fp4.modelopt,
+    ),
+}
+_COMPRESSED_FP4 = {
+    "mxfp4-pack-quantized": PackedFormat(
+        ("weight_packed", "weight_scale"),
+        ("input_global_scale",),
+        MXFP4,
+        packed_fp4.compressed_unsupported,
+        lambda _section: GROUPS[MXFP4],
+        packed_fp4.compressed_mxfp4,
+    ),
+    "nvfp4-pack-quantized": PackedFormat(
+        ("weight_packed", "weight_scale", "weight_global_scale"),
+        ("input_global_scale",),
+        NVFP4,
+        packed_fp4.compressed_unsupported,
+        lambda _section: GROUPS[NVFP4],
+        packed_fp4.compressed_nvfp4,
     ),
 }

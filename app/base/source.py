@@ -25,6 +25,7 @@ _HASHED_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_KEY = "transformers_weights"  # key in config.json that names the weight file
 _AGAIN = "Download the model again, or set another model.path."
+_MODELOPT = "hf_quant_config.json"  # its older folders have no section in config.json
 _LAYERS = re.compile(r"\w*layers|n_?layer|num_layer")
 MAX_LAYERS = 10_000  # a layer is built in Python in milliseconds; the deepest published models have hundreds
 _NOT_OURS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
@@ -156,6 +157,9 @@ def read_config(folder: Path, path: str) -> dict[str, Any]:
     if not isinstance(kind, str):
         raise EnvironmentProblem(f"model.path={path}: model_type in {file} is {kind!r}, expected a name such as llama.")
     require_layers(numbers, f"model.path={path}: {file}:")
+    section = read_object(folder / _MODELOPT).get("quantization")
+    if isinstance(section, dict):
+        numbers.setdefault("quantization_config", {**section, "quant_method": "modelopt"})
     return numbers
 
 

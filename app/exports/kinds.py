@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig
 
 from app.adapters.merged_weights import fully_trained_weights, read_updates
 from app.base.base_model import read_weights
-from app.base.packed_weights import PACKED_FORMATS
+from app.base.packed_weights import packed_format
 from app.base.rope import in_config
 from app.base.source import base_path
 from app.config.finished_run import ExportConfig
@@ -167,14 +167,12 @@ class AdapterExport(Export):
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
         unpacked, quantizer = self.evaluation.base.unpacked_format, self.sections.quantizer
-        method = None if unpacked is None else unpacked["quant_method"]
-        is_unchanged = method in PACKED_FORMATS and (
-            quantizer is None or PACKED_FORMATS[method].numbers == quantizer.kind
-        )
+        form = None if unpacked is None else packed_format(unpacked)
+        is_unchanged = form is not None and (quantizer is None or form.numbers == quantizer.kind)
         if unpacked is not None and quantizer is not None and not is_unchanged:
-            return f"no other program quantizes its {method} base to {quantizer.kind}"
+            return f"no other program quantizes its {unpacked['quant_method']} base to {quantizer.kind}"
         loading = self._loading(folder)
-        if not is_unchanged:
+        if form is None or form.by_transformers or not is_unchanged:
             return by_transformers(folder, loading, reference, self.evaluation)
         with tempfile.TemporaryDirectory(dir=folder) as plain:  # transformers reads these formats with other packages
             plan_merge(self.sections, {}, "fp32", self.evaluation.runtime.device).write(Path(plain), MAX_FILE_BYTES)
