@@ -169,8 +169,10 @@ class AdapterExport(Export):
         unpacked, quantizer = self.evaluation.base.unpacked_format, self.sections.quantizer
         form = None if unpacked is None else packed_format(unpacked)
         is_unchanged = form is not None and (quantizer is None or form.numbers == quantizer.kind)
-        if unpacked is not None and quantizer is not None and not is_unchanged:
-            return f"no other program quantizes its {unpacked['quant_method']} base to {quantizer.kind}"
+        if quantizer is not None and not is_unchanged:
+            stored = None if unpacked is None else unpacked["quant_method"]
+            if stored is not None or quantizer.bitsandbytes_arguments([]) is None:
+                return f"no other program quantizes its {stored or 'plain'} base to {quantizer.kind}"
         loading = self._loading(folder)
         if form is None or form.by_transformers or not is_unchanged:
             return by_transformers(folder, loading, reference, self.evaluation)
