@@ -90,7 +90,7 @@ def test_conf_every_file_composed() -> None:
 def test_conf_adapters_and_quantizations_in_recipes() -> None:
     runs = [composed(f"recipe={recipe}") for recipe in CHOICES["recipe"]]
     assert {run.adapter.kind for run in runs} == set(CHOICES["adapter"]) - {"peft"}
-    by_hand = {"fp4", "int4", "int8", "llm_int8", "fp8", "qat"}  # in place of a recipe's own
+    by_hand = {"fp4", "int8", "llm_int8", "fp8", "qat", "int4", "mxfp4", "nvfp4"}  # in place of a recipe's own
     assert {run.quantization.kind for run in runs} == set(CHOICES["quantization"]) - by_hand
 
 

@@ -289,7 +289,7 @@ def test_fp8_scales_under_the_names_of_another_format_are_not_ignored(tmp_path: 
 
 def test_mxfp4_blocks_without_their_scales_are_refused_by_name(tmp_path: Path) -> None:
     folder = changed(mxfp4_folder(tmp_path), without("layers.1.mlp.experts.down_proj_scales"))
-    with pytest.raises(EnvironmentProblem, match=r"1\.mlp\.experts\.down_proj_blocks has no model\.layers\.1\.mlp\.experts\.down_proj_scales"):
+    with pytest.raises(EnvironmentProblem, match=r"1\.mlp\.experts\.down_proj_blocks has no .*\.down_proj_scales"):
         read(folder)
 
 
