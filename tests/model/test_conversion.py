@@ -221,7 +221,10 @@ def test_stack_is_read_with_no_tensor_of_another(tmp_path: Path, monkeypatch: py
 
 _UNNAMED = "a method that its config.json does not name"
 FORMATS: list[tuple[Any, str]] = [
-    *(({"quant_method": name}, name) for name in ("gptq", "awq", "compressed-tensors", "nvfp4", "nonesuch")),
+    *(({"quant_method": name}, name) for name in ("nvfp4", "nonesuch")),
+    *(({"quant_method": name}, f"{name} (None bits)") for name in ("gptq", "awq")),
+    ({"quant_method": "compressed-tensors"}, "compressed-tensors (format None)"),
+    ({"quant_method": "modelopt"}, "modelopt (quant_algo None)"),
     *((given, _UNNAMED) for given in ({}, 3, "fp8", {"quant_method": ["fp8"]})),
 ]
 

@@ -316,7 +316,8 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
 def test_weights_that_are_quantized_already_are_refused(tmp_path: Path) -> None:
     run = tuned(tmp_path)
     file = run.base / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    section = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": section}))
     with pytest.raises(ConfigError, match="already quantized"):
         run.plan()
 

@@ -61,7 +61,7 @@ def partitions_of_layer(kind: str, *plans: tuple[float, Mark]) -> list[Graphs]:
     def run(module: Any, _inputs: Any) -> Any:
         return make_boxed_func(module.forward)
 
-    quantization = None if kind == "none" else QuantizationConfig(kind=kind, double_quant=True)
+    quantization = None if kind == "none" else QuantizationConfig(kind=kind, double_quant=True, group_size=64)
     model = small.training_model_of("llama", small.lora(), "bf16", compile=BLOCKS, quantization=quantization)
     small.with_one_graph(model)
     backend = aot_autograd(fw_compiler=run, partition_fn=partition, decompositions=select_decomp_table())
