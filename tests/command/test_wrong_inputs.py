@@ -54,7 +54,7 @@ EARLY = [
     ("dataset=chat.jsonl", "dataset=chat.jsonl: no such file in "),
     ("gpus=2", "Unknown setting gpus. Did you mean launch.num_processes=2?"),
     ("device=cuda", "Unknown setting device. Leave it out. A GPU is used if there is one"),
-    ("model=zzz", "gemma4_31b and more. Or set model= to a folder or a hub id."),
+    ("model=zzz", "gemma4_26b_a4b and more. Or set model= to a folder or a hub id."),
     ("adapter.targets=all-linear", "Set adapter.targets=[all-linear]."),
 ]
 
