@@ -308,6 +308,9 @@ def _quantization_problems(run: RunConfig) -> Iterator[str]:
             f"quantization.kind={run.quantization.kind} needs adapter.kind=lora: a quantized base is frozen. "
             "Choose recipe=lora or qlora, or set quantization=none."
         )
+    size = run.quantization.group_size
+    if size != -1 and (size < 1 or size % 2):
+        yield f"quantization.group_size={size}: a byte has two weights. Set an even number (128), or -1 for a row."
 
 
 def _precision_problems(run: RunConfig) -> Iterator[str]:

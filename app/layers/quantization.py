@@ -252,7 +252,7 @@ class Fp8(Bits8):
         return [note] if device == "cpu" else []
 
 
-class Packed(Quantizer):
+class PackedQuantizer(Quantizer):
     """4-bit numbers in the layout of published models."""
 
     needed_by_adapter = True
@@ -267,7 +267,7 @@ class Packed(Quantizer):
 
 
 @dataclass(frozen=True, slots=True)
-class Int4(Packed):
+class Int4(PackedQuantizer):
     """4-bit integers with a scale and a zero point for each group of inputs, as stored in GPTQ and AWQ folders."""
 
     kind = INT4
@@ -286,7 +286,7 @@ class Int4(Packed):
         return f"{name} has {inputs} inputs, not a multiple of {multiple}" if inputs % multiple else None
 
 
-class BlockScaled(Packed):
+class BlockScaled(PackedQuantizer):
     """Numbers in E2M1 with a scale per block of inputs."""
 
     by_outputs = True

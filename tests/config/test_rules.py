@@ -84,6 +84,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"training.tile": 256}, "training.tile=256 is not below batching.tokens=256, so there is one tile. Set a smaller"),
     ({"quantization.kind": "nf4", "adapter.kind": "none"},
      "quantization.kind=nf4 needs adapter.kind=lora: a quantized base is frozen. Choose recipe=lora or qlora"),
+    ({"quantization.group_size": 0}, "quantization.group_size=0: a byte has two weights. Set an even number (128), or"),
     ({"quantization.kind": "qat"},
      "quantization.kind=qat (quantization-aware training) is not supported with adapter.kind=lora"),
     ({"precision.trained": "bf16"},
