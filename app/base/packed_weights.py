@@ -16,6 +16,7 @@ from app.base import packed_fp4
 from app.base.weight_files import StoredTensor
 from app.layers.packed_linear import GROUPS, INT4, MXFP4, NVFP4, PackedWeight, codes_in, paired
 
+_USUAL_GROUP = 128
 _ZERO = 8  # the code of 0 without a zero point
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight outputs in an int32: it has 0, 2, 4, 6, 1, 3, 5, 7
 
@@ -109,6 +110,10 @@ def _irregular(group: Tensor | None, groups: int) -> Tensor | None:
     return None if group.equal(consecutive.to(group.dtype)) else group.int()
 
 
+def _group_size(section: Section) -> int:
+    return int(section.get("group_size", section.get("q_group_size", _USUAL_GROUP)))
+
+
 # ---- GPTQ
 
 
@@ -191,17 +196,8 @@ def packed_format(section: Section) -> PackedFormat | None:
 
 
 PACKED_FORMATS = {
-    "gptq": PackedFormat(
-        ("qweight", "qzeros", "scales"), ("g_idx",), INT4, _gptq_unsupported, lambda s: s["group_size"], _gptq
-    ),
-    "awq": PackedFormat(
-        ("qweight", "qzeros", "scales"),
-        (),
-        INT4,
-        _awq_unsupported,
-        lambda section: section.get("group_size", section.get("q_group_size")),
-        _awq,
-    ),
+    "gptq": PackedFormat(("qweight", "qzeros", "scales"), ("g_idx",), INT4, _gptq_unsupported, _group_size, _gptq),
+    "awq": PackedFormat(("qweight", "qzeros", "scales"), (), INT4, _awq_unsupported, _group_size, _awq),
     "compressed-tensors": PackedFormat(
         ("weight_packed", "weight_scale"),
         ("weight_zero_point", "weight_g_idx", "weight_shape"),
