@@ -7,7 +7,7 @@ import pytest
 from tests.command.test_context import check_shared_rows
 from tests.command.test_processes import with_rate
 from tests.full.command.test_fsdp import PLAIN, WIDE, starts
-from tests.harness.runs import SMALL, Zygote, same_ending, same_numbers
+from tests.harness.runs import SMALL, Zygote, result, same_ending, same_numbers
 
 UNEVEN = ("batching.tokens=150", "dataset.max_length=150")  # not a multiple of four
 RECOMPUTED = ("training.recompute=true", "training.tile=32")
@@ -26,7 +26,10 @@ RECOMPUTED = ("training.recompute=true", "training.tile=32")
 def test_processes_that_share_rows_give_the_numbers_of_one(
     zygote: Zygote, tmp_path: Path, processes: int, context: int, words: tuple[str, ...]
 ) -> None:
-    check_shared_rows(zygote, tmp_path, processes, context, *words)
+    shared = result(check_shared_rows(zygote, tmp_path, processes, context, *words))
+    if "parallel=fsdp" not in words:  # whose estimate is less exact for so small a model, also with whole rows
+        # all labels may be in one slice, so the estimate is an upper bound
+        assert shared["memory_measured_bytes"] <= 1.02 * shared["memory_predicted_bytes"]
 
 
 def test_run_resumes_with_and_without_shared_rows(zygote: Zygote, tmp_path: Path) -> None:
