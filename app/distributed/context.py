@@ -8,6 +8,7 @@ Labels are shifted when rows are tokenized, before they are sliced. So the loss 
 to those of the whole rows, as with data parallelism.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -42,12 +43,12 @@ class ContextGroup:
 
     def to_heads(self, tokens: Tensor) -> Tensor:
         """Return all tokens of the heads of this rank, [1, H / size, S, D], from its tokens, [1, H, S / size, D]."""
-        heads: Tensor = _ToHeads.apply(self, tokens)  # type: ignore[no-untyped-call]
+        heads: Tensor = _Exchange.apply(self, _to_heads, _to_tokens, tokens)  # type: ignore[no-untyped-call]
         return heads
 
     def to_tokens(self, heads: Tensor) -> Tensor:
         """Return the tokens of this rank with all heads: the inverse of `to_heads`."""
-        tokens: Tensor = _ToTokens.apply(self, heads)  # type: ignore[no-untyped-call]
+        tokens: Tensor = _Exchange.apply(self, _to_tokens, _to_heads, heads)  # type: ignore[no-untyped-call]
         return tokens
 
     def part(self, batch: Batch, device: torch.device) -> Batch:
@@ -131,23 +132,17 @@ def _to_tokens(context: ContextGroup, heads: Tensor) -> Tensor:
     return received.flatten(0, 1)[None]  # the heads of one rank after those of another
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, context: ContextGroup, tokens: Tensor) -> Tensor:
-        ctx.context = context
-        return _to_heads(context, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[None, Tensor]:
-        return None, _to_tokens(ctx.context, upstream[0])
+_Exchanged = Callable[[ContextGroup, Tensor], Tensor]
 
 
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, context: ContextGroup, heads: Tensor) -> Tensor:
-        ctx.context = context
-        return _to_tokens(context, heads)
+class _Exchange(torch.autograd.Function):
+    """Apply one exchange in the forward pass, and its inverse to the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[None, Tensor]:
-        return None, _to_heads(ctx.context, upstream[0])
+    def forward(ctx: Any, context: ContextGroup, exchange: _Exchanged, inverse: _Exchanged, tensor: Tensor) -> Tensor:
+        ctx.context, ctx.inverse = context, inverse
+        return exchange(context, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[None, None, None, Tensor]:
+        return None, None, None, ctx.inverse(ctx.context, upstream[0])

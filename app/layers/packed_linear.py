@@ -1,11 +1,10 @@
 """Frozen linear layers with 4-bit weights in the layouts of published models.
 
-A byte has the codes of two consecutive inputs, the first in its low bits. A code stands for a number of a table, and
-inputs in a group share a scale and a zero point: a weight is `(number - zero) * scale`.
+Each byte stores the 4-bit codes of two consecutive inputs, the first in the low bits. A code is an index into a table
+of numbers, and the inputs in a group share a scale and a zero point: a weight is `(number - zero) * scale`.
 
-MXFP4 and NVFP4 have the numbers of E2M1. The scale of MXFP4 is a power of two for 32 inputs, in a byte (E8M0). That of
-NVFP4 is an E4M3 byte for 16 inputs times a global scale. Scales are stored as bytes, so that casting a network does not
-change them.
+MXFP4 and NVFP4 use the numbers of E2M1. MXFP4 has a power-of-two scale for every 32 inputs (E8M0), NVFP4 an E4M3 scale
+for every 16 inputs and a global scale. These scales are stored as bytes, so casting a network does not change them.
 """
 
 from collections.abc import Callable
